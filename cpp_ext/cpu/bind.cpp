@@ -1,0 +1,3 @@
+#include <nanobind/nanobind.h>
+
+NB_MODULE(_cpu, m) { m.doc() = "CPU kernels of swiftkv."; }

@@ -1,0 +1,19 @@
+"""Every exception that swiftkv raises for something a user can mend."""
+
+from __future__ import annotations
+
+
+class SwiftkvError(Exception):
+    """Base of all of swiftkv's own exceptions."""
+
+
+class ConfigError(SwiftkvError, ValueError):
+    """A mistake in a configuration: the message names the key and says what would be right."""
+
+
+class CheckpointError(SwiftkvError, ValueError):
+    """A model directory that cannot be served: the message names the file and what is wrong with it."""
+
+
+class EngineError(SwiftkvError):
+    """An engine process failed to start or died."""
