@@ -1,0 +1,55 @@
+# Set-up goes into .venv and is skipped when nothing changed.
+#   make demo     hold a conversation with each demo model, then stop
+#   make serve    start configs/embedded.yaml and stay up
+#   make test     everything that .ci/run checks
+PYTHON ?= python3
+# The default is a build that brings no CUDA packages; on a GPU machine: make setup TORCH=torch
+TORCH ?= torch==2.13.0
+CONFIG ?= configs/embedded.yaml
+VENV := .venv
+BIN := $(VENV)/bin
+
+CPP_SOURCES := $(shell find cpp_ext -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) CMakeLists.txt
+SETUP_INPUTS := pyproject.toml $(CPP_SOURCES)
+
+.PHONY: setup demo serve test check unit format clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.deps: pyproject.toml
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing $(TORCH) and the other packages (minutes on the first run)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check cmake ninja "scikit-build-core>=0.11" "nanobind>=2.7"
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.deps $(SETUP_INPUTS)
+	@echo "building the C++ extension"
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,dev]"
+	@touch $@
+
+demo: setup
+	@$(BIN)/python -m swiftkv.demo $(CONFIG)
+
+serve: setup
+	@$(BIN)/swiftkv serve $(CONFIG)
+
+test: check unit
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext -name '*.cpp' -o -name '*.h')
+
+unit: setup
+	$(BIN)/python -m pytest
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find cpp_ext -name '*.cpp' -o -name '*.h')
+
+clean:
+	rm -rf build $(VENV)
