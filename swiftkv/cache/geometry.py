@@ -1,0 +1,87 @@
+"""Sizes of blocks and pools, in bytes. The paper's equations, with nothing but integers: no torch, no memory touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes per element of every dtype that a model can be served in."""
+
+BLOCK_SIZE_MULTIPLE = 16
+"""Kernels read keys and values sixteen tokens at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """The layers of one model that share one attention kind, and the shape of their KV.
+
+    `layers` are the model's layer numbers, in order: layer `layers[i]` is layer block `i` of each of the group's blocks.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # a key of DTYPE_BYTES
+    block_size: int  # tokens per block
+    window: int = 0  # tokens a layer looks back on; 0: all of them
+
+    def __post_init__(self) -> None:
+        assert self.layers
+        assert self.num_kv_heads > 0
+        assert self.head_dim > 0
+        assert self.dtype in DTYPE_BYTES
+        assert self.block_size > 0
+        assert self.block_size % BLOCK_SIZE_MULTIPLE == 0
+        assert self.window >= 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """`M_block`: keys and values of `block_size` tokens in one layer (paper Eq. 1)."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of a block-major pool: all of the group's layers, contiguous."""
+        return self.num_layers * self.layer_block_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The paper's "overhead per token" (Table 2), for this group's layers."""
+        return self.block_bytes // self.block_size
+
+
+def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens of one sequence."""
+    return -(-num_tokens // block_size)
+
+
+def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layers: int) -> tuple[int, int]:
+    """Divide a master's pool into layer-stream slots and regular blocks (paper Eqs. 4 and 5).
+
+    `pool_layer_blocks` is `K_master` (Eq. 3), `borrowed_blocks` the `K_i` (Eq. 2). Returns `(N_LSC, N_RC)`; their sum is
+    the longest sequence in blocks. With nothing borrowed the whole pool is regular.
+    """
+    total_borrowed = sum(borrowed_blocks)
+    lsc_slots = min(total_borrowed, pool_layer_blocks)
+    return lsc_slots, (pool_layer_blocks - lsc_slots) // num_layers
+
+
+def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup]) -> int:
+    """Blocks that each group gets in a pool of `pool_bytes`.
+
+    A token needs a slot in every group, so all groups get the same number.
+    """
+    if len(groups) == 1:
+        group = groups[0]
+        return split_pool(pool_bytes // group.layer_block_bytes, (), group.num_layers)[1]
+    return pool_bytes // sum(group.block_bytes for group in groups)
+
+
+def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup]) -> int:
+    """The smallest pool that holds one sequence of `num_tokens`."""
+    return sum(group.block_bytes * blocks_for_tokens(num_tokens, group.block_size) for group in groups)
