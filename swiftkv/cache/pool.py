@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from swiftkv.cache.geometry import KVGroup
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
+_PREFAULT_SLICE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,7 @@ class Pool:
     """One flat allocation that other processes can map, with the regions of all KV groups side by side.
 
     The memory has no name in any file system: another process of the same user maps it through `/proc/<pid>/fd/<fd>`,
-    and the kernel frees it when the last process that maps it ends, however it ends. Pages are zero and take memory
-    only once written.
+    and the kernel frees it when the last process that maps it ends, however it ends.
     """
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], name: str = "pool") -> None:
@@ -50,12 +54,31 @@ class Pool:
         self.fd = os.memfd_create(f"swiftkv-{name}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.nbytes)
-        self._mapping = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor: torch.Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)  # [nbytes]
+        mapping = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
 
     def region_tensor(self, index: int) -> torch.Tensor:
         """Group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         region = self.regions[index]
         flat = self.tensor[region.base_offset_bytes : region.base_offset_bytes + region.nbytes]
         return flat.view(region.num_blocks, region.group.num_layers, region.group.layer_block_bytes)
+
+    def prefault(self) -> threading.Thread:
+        """Have the kernel back the pool with memory from the start of it on, in a thread of low priority.
+
+        Without huge pages a first write to 256 MiB costs a prefill up to a second; serving need not wait for this.
+        """
+        thread = threading.Thread(target=_prefault, args=(self.tensor,), name="prefault", daemon=True)
+        thread.start()
+        return thread
+
+
+def _prefault(tensor: torch.Tensor) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # on Linux: of this thread alone
+    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL meanwhile
+    for offset in range(0, tensor.numel(), _PREFAULT_SLICE_BYTES):
+        length = min(_PREFAULT_SLICE_BYTES, tensor.numel() - offset)
+        address = ctypes.c_void_p(tensor.data_ptr() + offset)
+        if madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+            return  # the kernel cannot, or has no memory left: pages come on first write instead
