@@ -1,0 +1,48 @@
+#include "isa.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace swiftkv {
+namespace {
+
+constexpr std::array<std::pair<std::string_view, Isa>, 4> kNames{{
+    {"avx2", Isa::kAvx2},
+    {"avx512", Isa::kAvx512},
+    {"avx512_bf16", Isa::kAvx512Bf16},
+    {"amx", Isa::kAmx},
+}};
+
+Isa detect() {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+        throw std::runtime_error("this CPU lacks AVX2, FMA or F16C, which swiftkv's CPU kernels need");
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return Isa::kAvx2;
+    if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
+    return Isa::kAvx512Bf16;
+}
+
+Isa lowered(Isa best) {
+    const char* wanted = std::getenv("SWIFTKV_CPU_ISA");
+    if (wanted == nullptr || *wanted == '\0') return best;
+    for (const auto& [name, isa] : kNames)
+        if (name == wanted) return std::min(best, isa);
+    throw std::invalid_argument("SWIFTKV_CPU_ISA=" + std::string(wanted) + ": use avx2, avx512, avx512_bf16 or amx");
+}
+
+}  // namespace
+
+Isa active_isa() {
+    static const Isa isa = lowered(detect());
+    return isa;
+}
+
+std::string_view isa_name(Isa isa) { return kNames[static_cast<size_t>(isa)].first; }
+
+}  // namespace swiftkv

@@ -1,0 +1,143 @@
+#include "thread_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace swiftkv {
+namespace {
+
+constexpr std::chrono::microseconds kSpin{20};
+
+thread_local int current_thread = -1;  // index inside a region, -1 outside
+
+void pause() { __builtin_ia32_pause(); }
+
+// Spins for kSpin at most; returns whether `ready` came true.
+template <typename Ready>
+bool spin_until(Ready ready) {
+    const auto deadline = std::chrono::steady_clock::now() + kSpin;
+    do {
+        for (int i = 0; i < 16; ++i) {
+            if (ready()) return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < deadline);
+    return false;
+}
+
+struct Region {
+    detail::RangeBody body;
+    const void* context;
+    int64_t n;
+    int64_t grain;
+    uint32_t num_chunks;
+};
+
+class ThreadPool {
+  public:
+    explicit ThreadPool(int num_threads) {
+        for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
+    }
+
+    ~ThreadPool() {
+        stop_.store(true, std::memory_order_relaxed);
+        wake_.fetch_add(1, std::memory_order_release);
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
+
+    int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+    void run(const Region& region) {
+        region_ = region;
+        chunks_done_.store(0, std::memory_order_relaxed);
+        tickets_.store(region.num_chunks, std::memory_order_release);
+        wake_.fetch_add(1, std::memory_order_release);
+        wake_.notify_all();
+        take_chunks(0);
+        const auto done = [&] { return chunks_done_.load(std::memory_order_acquire) == region.num_chunks; };
+        if (spin_until(done)) return;
+        for (uint32_t seen = chunks_done_.load(std::memory_order_acquire); seen != region.num_chunks;
+             seen = chunks_done_.load(std::memory_order_acquire))
+            chunks_done_.wait(seen, std::memory_order_acquire);
+    }
+
+  private:
+    void work(int thread) {
+        uint32_t seen = 0;
+        while (true) {
+            const auto woken = [&] { return wake_.load(std::memory_order_acquire) != seen; };
+            if (!spin_until(woken)) wake_.wait(seen, std::memory_order_acquire);
+            seen = wake_.load(std::memory_order_acquire);
+            if (stop_.load(std::memory_order_relaxed)) return;
+            take_chunks(thread);
+        }
+    }
+
+    // A ticket that was taken keeps its region alive: run() returns only after the chunk is counted as done, so
+    // region_ is read after the exchange and never before.
+    void take_chunks(int thread) {
+        current_thread = thread;
+        uint32_t left = tickets_.load(std::memory_order_acquire);
+        while (left != 0) {
+            if (!tickets_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+                continue;
+            const Region& region = region_;
+            const uint32_t num_chunks = region.num_chunks;
+            const int64_t begin = static_cast<int64_t>(num_chunks - left) * region.grain;
+            region.body(region.context, begin, std::min(begin + region.grain, region.n), thread);
+            if (chunks_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_chunks) chunks_done_.notify_all();
+            left = tickets_.load(std::memory_order_acquire);
+        }
+        current_thread = -1;
+    }
+
+    Region region_{};
+    alignas(64) std::atomic<uint32_t> tickets_{0};  // chunks of the region that nobody has taken
+    alignas(64) std::atomic<uint32_t> chunks_done_{0};
+    alignas(64) std::atomic<uint32_t> wake_{0};
+    std::atomic<bool> stop_{false};
+    std::vector<std::thread> workers_;
+};
+
+std::mutex pool_mutex;  // one region at a time
+std::atomic<int> pool_size{1};
+
+std::unique_ptr<ThreadPool>& pool() {
+    static std::unique_ptr<ThreadPool>& instance = *new std::unique_ptr<ThreadPool>(std::make_unique<ThreadPool>(1));
+    return instance;
+}
+
+}  // namespace
+
+int num_threads() { return pool_size.load(std::memory_order_relaxed); }
+
+void set_num_threads(int n) {
+    if (n < 1) throw std::invalid_argument("num_threads must be at least 1");
+    std::lock_guard lock(pool_mutex);
+    if (pool()->num_threads() == n) return;
+    pool() = nullptr;
+    pool() = std::make_unique<ThreadPool>(n);
+    pool_size.store(n, std::memory_order_relaxed);
+}
+
+void detail::run_parallel(int64_t n, int64_t grain, RangeBody body, const void* context) {
+    if (n <= 0) return;
+    if (current_thread >= 0) return body(context, 0, n, current_thread);
+    const int64_t num_chunks = (n + grain - 1) / grain;
+    std::lock_guard lock(pool_mutex);
+    if (num_chunks == 1 || pool()->num_threads() == 1) {
+        current_thread = 0;
+        body(context, 0, n, 0);
+        current_thread = -1;
+        return;
+    }
+    pool()->run({body, context, n, grain, static_cast<uint32_t>(num_chunks)});
+}
+
+}  // namespace swiftkv
