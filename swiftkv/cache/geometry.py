@@ -1,4 +1,4 @@
-"""Sizes of blocks and pools, in bytes. The paper's equations, with nothing but integers: no torch, no memory touched."""
+"""Sizes of blocks and pools, in bytes: the paper's equations on integers, no torch and no memory touched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_SIZE_MULTIPLE = 16
 class KVGroup:
     """The layers of one model that share one attention kind, and the shape of their KV.
 
-    `layers` are the model's layer numbers, in order: layer `layers[i]` is layer block `i` of each of the group's blocks.
+    `layers` are the model's layer numbers, in order: layer `layers[i]` is layer block `i` of each block.
     """
 
     layers: tuple[int, ...]
@@ -63,8 +63,8 @@ def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
 def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layers: int) -> tuple[int, int]:
     """Divide a master's pool into layer-stream slots and regular blocks (paper Eqs. 4 and 5).
 
-    `pool_layer_blocks` is `K_master` (Eq. 3), `borrowed_blocks` the `K_i` (Eq. 2). Returns `(N_LSC, N_RC)`; their sum is
-    the longest sequence in blocks. With nothing borrowed the whole pool is regular.
+    `pool_layer_blocks` is `K_master` (Eq. 3), `borrowed_blocks` the `K_i` (Eq. 2). Returns `(N_LSC, N_RC)`; their
+    sum is the longest sequence in blocks. With nothing borrowed the whole pool is regular.
     """
     total_borrowed = sum(borrowed_blocks)
     lsc_slots = min(total_borrowed, pool_layer_blocks)

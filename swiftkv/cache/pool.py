@@ -20,7 +20,7 @@ _PREFAULT_SLICE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class GroupRegion:
-    """Where one KV group's blocks lie in the pool: `(num_blocks, num_layers, layer block)` from `base_offset_bytes` on."""
+    """Where one KV group's blocks `(num_blocks, num_layers, layer block)` lie in the pool."""
 
     group: KVGroup
     num_blocks: int

@@ -1,0 +1,288 @@
+"""The YAML file as frozen, validated types. Every mistake becomes one line that names its key and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import reprlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from swiftkv.errors import ConfigError
+
+_SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]+)")
+
+
+def _parse_unit(text: object, units: dict[str, float]) -> float:
+    match = _NUMBER_WITH_UNIT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or match[2] not in units:
+        raise ValueError(text)
+    return float(match[1]) * units[match[2]]
+
+
+def parse_size(value: object) -> int:
+    """Bytes from `256MiB`, `1.5GiB` or a plain integer. Raises `ValueError`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(_parse_unit(value, dict(_SIZE_UNITS)))
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from `60s`, `500ms`, `2m` or `1h`. Raises `ValueError`."""
+    return _parse_unit(value, _DURATION_UNITS_S)
+
+
+def parse_percentage(value: object) -> float:
+    """A fraction from `75%`. Raises `ValueError`."""
+    return _parse_unit(value, {"%": 0.01})
+
+
+def format_size(num_bytes: int) -> str:
+    """`268435456` as `256MiB`: the largest unit, two decimals at most, in the form that `parse_size` reads."""
+    for unit, unit_bytes in reversed(_SIZE_UNITS.items()):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.2f}".rstrip("0").rstrip(".") + unit
+    return f"{num_bytes}B"
+
+
+# A field's description finishes the sentence "'x' is not ...": it is what every message about the field says is right.
+_SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
+_DURATION = "a duration such as 500ms, 60s or 2m"
+_PORT = "a port number from 0 to 65535 (0 takes any free one)"
+_POSITIVE = "an integer of at least 1"
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Percentage = Annotated[float, BeforeValidator(parse_percentage), Field(le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RestartConfig(_Section):
+    """How often, and how soon, an engine that died is started again."""
+
+    limit: Annotated[int, Field(ge=0)] = Field(5, description="a number of restarts within the window, at least 0")
+    window: Duration = Field(600.0, description=_DURATION)
+    backoff: Duration = Field(1.0, description=f"{_DURATION}; it doubles with every restart in the window")
+
+
+class NodeConfig(_Section):
+    """The process that owns the ports."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="an address to listen on, such as 127.0.0.1 or 0.0.0.0")
+    port: Port = Field(8000, description=_PORT)
+    api_key_env: str | None = Field(
+        None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="the name of an environment variable, or null"
+    )
+    shutdown_timeout: Duration = Field(30.0, description=_DURATION)
+    max_body: Size = Field(8 << 20, description=_SIZE)
+    restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
+
+    def api_key(self) -> str | None:
+        """The key that OpenAI routes ask for, from the environment. Raises `ConfigError` if it is named but not set."""
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env)
+        if not key:
+            raise ConfigError(
+                f"node.api_key_env: the environment variable {self.api_key_env} is not set; "
+                f"export {self.api_key_env}=… first, or write null for no key"
+            )
+        return key
+
+
+class KVCacheConfig(_Section):
+    """The pool of one engine."""
+
+    memory: Size = Field(512 << 20, description=_SIZE)
+    block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
+
+
+class LendingConfig(_Section):
+    """How much of a worker's pool the master may borrow."""
+
+    budget: Percentage = Field(0.0, description="a percentage of the pool from 0% to 100%, such as 75%")
+    window: Duration = Field(60.0, description=_DURATION)
+
+
+class EndpointConfig(_Section):
+    """A model's own port."""
+
+    port: Port = Field(description=_PORT)
+
+
+class ModelConfig(_Section):
+    """One model, one engine process."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=64,
+        description="a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
+    )
+    path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
+    role: Literal["master", "worker"] = Field("worker", description="master or worker")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
+    dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="float32, float16 or bfloat16")
+    threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)), description=_POSITIVE)
+    max_model_len: Positive | None = Field(None, description=_POSITIVE)
+    max_num_seqs: Positive = Field(64, description=_POSITIVE)
+    max_num_batched_tokens: Positive = Field(2048, description=_POSITIVE)
+    enable_prefix_caching: bool = Field(True, description="true or false")
+    enable_chunked_prefill: bool = Field(True, description="true or false")
+    kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
+    lending: LendingConfig | None = Field(None, description="a mapping")
+    endpoint: EndpointConfig | None = Field(None, description="a mapping")
+
+
+class Config(_Section):
+    """The whole file."""
+
+    node: NodeConfig = Field(default_factory=NodeConfig, description="a mapping")
+    models: Annotated[tuple[ModelConfig, ...], Field(strict=False)] = Field(description="a list of at least one model")
+    _directory: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def directory(self) -> Path:
+        """Where the file lies: relative paths in it start there."""
+        return self._directory
+
+    @model_validator(mode="after")
+    def _check_across_models(self) -> Config:
+        mistakes = [] if self.models else ["models: [] is not a list of at least one model"]
+        names: dict[str, str] = {}
+        ports: dict[int, str] = {self.node.port: "node.port"}
+        for i, model in enumerate(self.models):
+            if model.name in names:
+                mistakes.append(f"models[{i}].name: '{model.name}' is taken by {names[model.name]}; give each its own")
+            names.setdefault(model.name, f"models[{i}].name")
+            if model.endpoint is not None and model.endpoint.port != 0:
+                key = f"models[{i}].endpoint.port"
+                if model.endpoint.port in ports:
+                    taken_by = ports[model.endpoint.port]
+                    mistakes.append(f"{key}: {model.endpoint.port} is taken by {taken_by}; give each its own")
+                ports.setdefault(model.endpoint.port, key)
+            if model.lending is not None and model.role == "master":
+                mistakes.append(
+                    f"models[{i}].lending: a master borrows and does not lend; write role: worker or drop it"
+                )
+            if model.max_num_batched_tokens < model.max_num_seqs:
+                mistakes.append(
+                    f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
+                    f"({model.max_num_seqs}), each of which needs a token per step; raise it or lower max_num_seqs"
+                )
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+
+def load_config(path: Path) -> Config:
+    """Read and check a YAML file; checkpoints are looked at later, by `swiftkv.cache.plan`.
+
+    Raises `ConfigError` whose message has one line per mistake.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}; name a YAML file such as configs/embedded.yaml") from None
+    try:
+        raw = yaml.load(text, _UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{path}:{_yaml_mistake(error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    config = parse_config(raw)
+    config._directory = path.resolve().parent
+    return config
+
+
+def parse_config(raw: object) -> Config:
+    """Check what a YAML file holds. Raises `ConfigError` whose message has one line per mistake."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"the file holds {_show(raw)}; it wants a mapping with the keys node and models")
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(mistake) for mistake in error.errors())) from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} is written twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_mistake(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"{mark.line + 1}:{mark.column + 1}: " if mark else " "
+    return f"{where}{error.problem or 'not YAML'}"
+
+
+def _describe(mistake: Any) -> str:
+    location = mistake["loc"]
+    if mistake["type"] == "value_error" and not location:
+        return str(mistake["ctx"]["error"])
+    key = _key_path(location)
+    if mistake["type"] == "extra_forbidden":
+        known = list(_section_at(location[:-1]).model_fields)
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        return f"{key}: unknown key; " + (f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}")
+    if mistake["type"] == "missing":
+        return f"{key}: missing; write {_description_at(location)}"
+    return f"{key}: {_show(mistake['input'])} is not {_description_at(location)}"
+
+
+def _key_path(location: Sequence[int | str]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".")
+
+
+def _section_at(location: Sequence[int | str]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, str):
+            inner = _section_of(section.model_fields[part].annotation)
+            assert inner is not None
+            section = inner
+    return section
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((section for arg in get_args(annotation) if (section := _section_of(arg))), None)
+
+
+def _description_at(location: Sequence[int | str]) -> str:
+    if isinstance(location[-1], int):
+        return "a mapping with the keys of a model"
+    field = _section_at(location[:-1]).model_fields[location[-1]]
+    section = _section_of(field.annotation)
+    if field.description == "a mapping" and section is not None:
+        return f"a mapping with the keys {', '.join(section.model_fields)}"
+    return field.description or "right"
+
+
+def _show(value: object) -> str:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 60
+    return "null" if value is None else short.repr(value)

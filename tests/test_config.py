@@ -1,0 +1,167 @@
+"""The YAML file: every mistake is one line that names its key and says what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftkv.config import format_size, load_config, parse_config, parse_size
+from swiftkv.errors import ConfigError
+
+ONE_MODEL = "models: [{name: chat, path: somewhere%s}]"
+
+MISTAKES = [
+    # unknown keys
+    ("nodes: {}\n" + ONE_MODEL % "", "nodes: unknown key; did you mean node?"),
+    (ONE_MODEL % ", kv_cahe: {}", "models[0].kv_cahe: unknown key; did you mean kv_cache?"),
+    (ONE_MODEL % ", kv_cache: {size: 1GiB}", "models[0].kv_cache.size: unknown key; known here: memory, block_size"),
+    # wrong units and types
+    (
+        ONE_MODEL % ", kv_cache: {memory: 256MB}",
+        "models[0].kv_cache.memory: '256MB' is not a size such as 256MiB or 1GiB, or a number of bytes",
+    ),
+    (
+        ONE_MODEL % ", kv_cache: {memory: 0}",
+        "models[0].kv_cache.memory: 0 is not a size such as 256MiB or 1GiB, or a number of bytes",
+    ),
+    (
+        ONE_MODEL % ", lending: {window: 60}",
+        "models[0].lending.window: 60 is not a duration such as 500ms, 60s or 2m",
+    ),
+    (
+        ONE_MODEL % ", lending: {budget: 175%}",
+        "models[0].lending.budget: '175%' is not a percentage of the pool from 0% to 100%, such as 75%",
+    ),
+    (
+        "node: {shutdown_timeout: 1 minute}\n" + ONE_MODEL % "",
+        "node.shutdown_timeout: '1 minute' is not a duration such as 500ms, 60s or 2m",
+    ),
+    (ONE_MODEL % ", kv_cache: {block_size: 24}", "models[0].kv_cache.block_size: 24 is not a multiple of 16 tokens"),
+    (ONE_MODEL % ", kv_cache: {block_size: 0}", "models[0].kv_cache.block_size: 0 is not a multiple of 16 tokens"),
+    (ONE_MODEL % ", threads: 0", "models[0].threads: 0 is not an integer of at least 1"),
+    (ONE_MODEL % ", threads: '2'", "models[0].threads: '2' is not an integer of at least 1"),
+    (ONE_MODEL % ", max_num_seqs: 1.5", "models[0].max_num_seqs: 1.5 is not an integer of at least 1"),
+    (ONE_MODEL % ", dtype: fp8", "models[0].dtype: 'fp8' is not float32, float16 or bfloat16"),
+    (ONE_MODEL % ", device: gpu", "models[0].device: 'gpu' is not cpu or cuda:N"),
+    (ONE_MODEL % ", role: boss", "models[0].role: 'boss' is not master or worker"),
+    (
+        ONE_MODEL % ", endpoint: {port: 65536}",
+        "models[0].endpoint.port: 65536 is not a port number from 0 to 65535 (0 takes any free one)",
+    ),
+    (
+        "models: [{name: a/b, path: somewhere}]",
+        "models[0].name: 'a/b' is not a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
+    ),
+    # what is missing
+    ("models: [{name: chat}]", "models[0].path: missing; write a directory in Hugging Face format, or a hub id"),
+    ("node: {port: 8000}", "models: missing; write a list of at least one model"),
+    ("models: []", "models: [] is not a list of at least one model"),
+    (ONE_MODEL % ", kv_cache: ", "models[0].kv_cache: null is not a mapping with the keys memory, block_size"),
+    ("- chat", "the file holds ['chat']; it wants a mapping with the keys node and models"),
+    # what does not go together
+    (
+        "models: [{name: chat, path: a}, {name: chat, path: b}]",
+        "models[1].name: 'chat' is taken by models[0].name; give each its own",
+    ),
+    (
+        "models: [{name: a, path: a, endpoint: {port: 9000}}, {name: b, path: b, endpoint: {port: 9000}}]",
+        "models[1].endpoint.port: 9000 is taken by models[0].endpoint.port; give each its own",
+    ),
+    (
+        ONE_MODEL % ", endpoint: {port: 8000}",
+        "models[0].endpoint.port: 8000 is taken by node.port; give each its own",
+    ),
+    (
+        ONE_MODEL % ", role: master, lending: {budget: 75%}",
+        "models[0].lending: a master borrows and does not lend; write role: worker or drop it",
+    ),
+    (
+        ONE_MODEL % ", max_num_batched_tokens: 32",
+        "models[0].max_num_batched_tokens: 32 is less than max_num_seqs (64), each of which needs a token per step; "
+        "raise it or lower max_num_seqs",
+    ),
+]
+
+
+def message_for(text: str, tmp_path: Path) -> str:
+    file = tmp_path / "node.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "line"), MISTAKES, ids=[line.split(":")[0] for _, line in MISTAKES])
+def test_a_mistake_is_one_line(text: str, line: str, tmp_path: Path) -> None:
+    assert message_for(text, tmp_path) == line
+
+
+def test_several_mistakes_are_a_line_each(tmp_path: Path) -> None:
+    lines = message_for("models: [{name: a, path: b, threads: 0, dtype: fp8}]", tmp_path).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["models[0].dtype", "models[0].threads"]
+
+
+def test_a_key_written_twice_is_a_mistake(tmp_path: Path) -> None:
+    message = message_for("models:\n- name: a\n  path: b\n  name: c\n", tmp_path)
+    assert message == f"{tmp_path / 'node.yaml'}:4:3: the key 'name' is written twice"
+
+
+def test_broken_yaml_names_file_and_line(tmp_path: Path) -> None:
+    message = message_for("node: {port: 8000\nmodels: [", tmp_path)
+    assert message.startswith(f"{tmp_path / 'node.yaml'}:2:")
+    assert "\n" not in message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing.yaml: cannot be read: No such file or directory; name a YAML file"):
+        load_config(tmp_path / "missing.yaml")
+
+
+def test_defaults_for_everything_but_name_and_path() -> None:
+    config = parse_config({"models": [{"name": "chat", "path": "somewhere"}]})
+    model = config.models[0]
+    assert (config.node.host, config.node.port, config.node.api_key_env) == ("127.0.0.1", 8000, None)
+    assert (model.role, model.device, model.dtype) == ("worker", "cpu", "bfloat16")
+    assert model.threads >= 1
+    assert (model.max_model_len, model.max_num_seqs, model.max_num_batched_tokens) == (None, 64, 2048)
+    assert (model.kv_cache.memory, model.kv_cache.block_size) == (512 << 20, 16)
+    assert model.lending is None
+    assert model.endpoint is None
+
+
+def test_units() -> None:
+    config = parse_config(
+        {
+            "node": {"shutdown_timeout": "1.5s"},
+            "models": [
+                {
+                    "name": "code",
+                    "path": "p",
+                    "kv_cache": {"memory": "1.5GiB"},
+                    "lending": {"budget": "75%", "window": "2m"},
+                }
+            ],
+        }
+    )
+    model = config.models[0]
+    assert model.kv_cache.memory == 3 << 29
+    assert model.lending is not None
+    assert (model.lending.budget, model.lending.window) == (0.75, 120.0)
+    assert config.node.shutdown_timeout == 1.5
+
+
+@given(st.integers(min_value=1, max_value=1 << 50))
+def test_sizes_survive_printing(num_bytes: int) -> None:
+    assert parse_size(format_size(num_bytes)) == pytest.approx(num_bytes, rel=0.006)
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"node": {"api_key_env": "SWIFTKV_TEST_KEY"}, "models": [{"name": "a", "path": "b"}]})
+    monkeypatch.delenv("SWIFTKV_TEST_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"^node\.api_key_env: the environment variable SWIFTKV_TEST_KEY is not set"):
+        config.node.api_key()
+    monkeypatch.setenv("SWIFTKV_TEST_KEY", "secret")
+    assert config.node.api_key() == "secret"
