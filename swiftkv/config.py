@@ -1,4 +1,4 @@
-"""The YAML file as frozen, validated types. Every mistake becomes one line that names its key and what would be right."""
+"""The YAML file as frozen, validated types. Every mistake is one line that names its key and what would be right."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Config(_Section):
                 ports.setdefault(model.endpoint.port, key)
             if model.lending is not None and model.role == "master":
                 mistakes.append(
-                    f"models[{i}].lending: a master borrows and does not lend; write role: worker or drop it"
+                    f"models[{i}].lending: a master borrows, it does not lend; make it a worker or drop this"
                 )
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(
@@ -224,9 +224,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value!r} is written twice", problem_mark=key.start_mark
-                )
+                problem = f"the key {key.value!r} is written twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -76,7 +76,7 @@ MISTAKES = [
     ),
     (
         ONE_MODEL % ", role: master, lending: {budget: 75%}",
-        "models[0].lending: a master borrows and does not lend; write role: worker or drop it",
+        "models[0].lending: a master borrows, it does not lend; make it a worker or drop this",
     ),
     (
         ONE_MODEL % ", max_num_batched_tokens: 32",
