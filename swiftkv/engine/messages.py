@@ -1,0 +1,147 @@
+"""What the gateway and an engine say to each other: msgspec structs, as MessagePack over ZeroMQ.
+
+Arrays of numbers travel as little-endian bytes, so that neither side touches tokens one by one:
+`np.frombuffer(message.token_ids, np.int32)`. The engine trusts the framing, never the values: whatever is
+wrong with a request is answered by `RequestError`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 256 << 20
+"""ZMQ_MAXMSGSIZE of both sockets; the largest real message is the prompt logprobs of a long prompt."""
+
+HIGH_WATER_MARK = 10_000
+"""ZMQ_SNDHWM and ZMQ_RCVHWM of both sockets, in messages."""
+
+FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself."""
+
+EXIT_LOAD_FAILED = 3
+"""Exit code of an engine whose model cannot be loaded: starting it again would not help."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All an engine process knows: one JSON line on its standard input. The end of that stream ends the engine."""
+
+    name: str
+    path: str  # directory in Hugging Face format
+    requests_address: str  # ipc://…: the gateway binds PUSH here, the engine connects PULL
+    outputs_address: str  # ipc://…: the gateway binds PULL here, the engine connects PUSH
+    kv_bytes: int  # the whole pool
+    max_model_len: int
+    device: str = "cpu"
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    threads: int = 1
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+
+
+class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
+    """How tokens are drawn. Fields mean what they mean in vLLM; `seed=None` draws a fresh seed."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1: off
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None  # None: off; k: the sampled token's and the k likeliest
+    prompt_logprobs: int | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    request_id: int  # uint64, never reused
+    prompt: bytes  # int32
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0  # lower runs first
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """The requests end without another word; ids that are unknown or finished are ignored."""
+
+    request_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
+    """The engine exits with code 0 before its next step; what still runs is dropped."""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The first message of an engine: the model is loaded."""
+
+    model: str
+    pid: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities at one position, of the model's raw distribution (before temperature and penalties)."""
+
+    logprob: float  # of the token that stands there
+    rank: int  # 1: the likeliest
+    top_ids: list[int]  # the k likeliest, in falling order
+    top_logprobs: list[float]
+
+
+class EngineStats(msgspec.Struct, array_like=True, frozen=True):
+    """Totals count from the start of the engine. Blocks are of all KV groups together."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_used_blocks: int  # of running requests, shared prefixes once
+    num_cached_blocks: int  # reusable, given up when others need them
+    num_preemptions_total: int
+    prefix_query_tokens_total: int
+    prefix_hit_tokens_total: int
+    steps_total: int
+    prompt_tokens_total: int  # computed, not taken from the cache
+    generation_tokens_total: int
+
+
+class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    """What one step brought: one entry of the three arrays per sampled token.
+
+    `stats` comes at most every 100 ms while the engine is busy, and always when it falls idle, so the last that
+    arrived is right for an engine at rest. A message may consist of stats alone.
+    """
+
+    request_ids: bytes  # uint64
+    token_ids: bytes  # int32
+    finish_reasons: bytes  # uint8
+    admitted: list[tuple[int, int]] = []  # request id, prompt tokens found in the cache; once per request
+    logprobs: dict[int, TokenLogprobs] | None = None  # by request id, for those that asked
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # with the first token; of prompt tokens 1, 2, …
+    stats: EngineStats | None = None
+
+
+class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
+    """The request ends here; `status` is the HTTP status that says why."""
+
+    request_id: int
+    status: int
+    message: str
+
+
+ToEngine = AddRequest | Abort | Shutdown
+FromEngine = Ready | StepOutput | RequestError
