@@ -1,0 +1,89 @@
+"""The pool is memory that a peer can map and that no process leaves behind."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.pool import Pool
+
+FULL = KVGroup((0, 2), 2, 16, "float32", 16)
+WINDOWED = KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, window=64)
+
+# Owns a pool whose every byte is its block's number, says where it is, and lives until its stdin ends.
+OWNER = """
+import os, sys
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.pool import Pool
+pool = Pool([(KVGroup((0, 1), 2, 16, "float32", 16), 5)], name="test")
+for block in range(5):
+    pool.region_tensor(0)[block] = block + 1
+print(os.getpid(), pool.fd, pool.nbytes, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_is_exactly_its_blocks() -> None:
+    pool = Pool([(FULL, 7), (WINDOWED, 3)])
+    assert [region.base_offset_bytes for region in pool.regions] == [0, 7 * FULL.block_bytes]
+    assert pool.nbytes == pool.tensor.numel() == 7 * FULL.block_bytes + 3 * WINDOWED.block_bytes
+    assert os.fstat(pool.fd).st_size == pool.nbytes
+
+
+def test_layer_blocks_lie_block_major() -> None:
+    pool = Pool([(FULL, 7), (WINDOWED, 3)])
+    assert not pool.tensor.any()
+    pool.region_tensor(1)[2, 1, 5] = 9
+    offset = 7 * FULL.block_bytes + 2 * WINDOWED.block_bytes + 1 * WINDOWED.layer_block_bytes + 5
+    assert pool.tensor.nonzero().tolist() == [[offset]]
+
+
+def test_prefaulting_changes_no_byte() -> None:
+    pool = Pool([(FULL, 300)])
+    pool.tensor[::4096] = 7
+    thread = pool.prefault()
+    thread.join()
+    assert int(pool.tensor.sum()) == 7 * len(range(0, pool.nbytes, 4096))
+    blocks_on_file = os.fstat(pool.fd).st_blocks * 512
+    assert blocks_on_file >= pool.nbytes
+
+
+def test_the_memory_goes_with_the_last_user() -> None:
+    pool = Pool([(FULL, 1)])
+    fd = pool.fd
+    tensor = pool.tensor
+    del pool
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    tensor.fill_(1)  # the mapping lives as long as a view of it
+    assert int(tensor.sum()) == tensor.numel()
+
+
+def test_a_second_process_maps_it_and_kill_leaves_nothing() -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        assert owner.stdout is not None
+        pid, fd, nbytes = map(int, owner.stdout.readline().split())
+        peer_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        peer = torch.frombuffer(mmap.mmap(peer_fd, nbytes), dtype=torch.uint8)
+        assert peer.view(5, -1).float().mean(dim=1).tolist() == [1, 2, 3, 4, 5]
+        gone = os.pidfd_open(pid)
+        owner.send_signal(signal.SIGKILL)
+        assert select.select([gone], [], [], 30)[0]
+        os.close(gone)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert peer.view(5, -1)[4].eq(5).all()  # a peer's mapping outlives the owner
+    assert os.fstat(peer_fd).st_nlink == 0  # and has no name anywhere
+    os.close(peer_fd)
