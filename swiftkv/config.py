@@ -186,10 +186,10 @@ class Config(_Section):
         return self
 
 
-def load_config(path: Path) -> Config:
+def load_config(path: Path, **node_overrides: object) -> Config:
     """Read and check a YAML file; checkpoints are looked at later, by `swiftkv.cache.plan`.
 
-    Raises `ConfigError` whose message has one line per mistake.
+    `node_overrides` replace keys of its `node` section; None leaves what is written. Raises `ConfigError` whose message has one line per mistake.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -202,6 +202,10 @@ def load_config(path: Path) -> Config:
         raise ConfigError(f"{path}:{_yaml_mistake(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    given = {key: value for key, value in node_overrides.items() if value is not None}
+    if given and isinstance(raw, dict):
+        node = raw.get("node", {})
+        raw["node"] = {**node, **given} if isinstance(node, dict) else node
     config = parse_config(raw)
     config._directory = path.resolve().parent
     return config

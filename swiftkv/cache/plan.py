@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from swiftkv.cache.geometry import DTYPE_BYTES, KVGroup, blocks_in_pool, pool_bytes_for_tokens
 from swiftkv.config import Config, ModelConfig, format_size
@@ -116,3 +117,29 @@ def _num_parameters(decoder: DecoderConfig) -> int:
     mlp = 3 * hidden * decoder.intermediate_size
     embeddings = decoder.vocab_size * hidden * (1 if decoder.tie_word_embeddings else 2)
     return decoder.num_layers * (attention + mlp) + embeddings
+
+
+def plan_as_dict(plan: ModelPlan) -> dict[str, Any]:
+    """The plan for machines: numbers in bytes, tokens and blocks."""
+    groups = [
+        {**asdict(group), "layer_block_bytes": group.layer_block_bytes, "block_bytes": group.block_bytes}
+        for group in plan.groups
+    ]
+    return {
+        "name": plan.name,
+        "role": plan.role,
+        "checkpoint": str(plan.checkpoint),
+        "architecture": plan.architecture,
+        "dtype": plan.dtype,
+        "weight_bytes": plan.weight_bytes,
+        "kv_groups": groups,
+        "block_size": plan.block_size,
+        "num_blocks": plan.num_blocks,
+        "block_bytes": plan.block_bytes,
+        "bytes_per_token": plan.bytes_per_token,
+        "pool_bytes": plan.pool_bytes,
+        "pool_tokens": plan.pool_tokens,
+        "longest_context": plan.longest_context,
+        "max_model_len": plan.max_model_len,
+        "max_position_embeddings": plan.max_position_embeddings,
+    }

@@ -1,0 +1,118 @@
+"""Data flows downwards: a room imports only from rooms below it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import swiftkv
+
+PACKAGE = Path(swiftkv.__file__).parent
+
+LAYERS = [
+    {"cli", "demo"},
+    {"node", "bench", "checkpoint"},
+    {"server"},
+    {"engine"},
+    {"master", "worker"},
+    {"models", "cache", "transport"},
+    {"kernels", "_core", "_cpu"},
+    {"config", "hub", "errors", "__init__"},
+]
+NEIGHBOURS = {("models", "cache"), ("cache", "models"), ("hub", "errors"), ("config", "errors")}
+ONLY_THESE_MODULES = {("server", "engine"): {"engine.messages"}, ("node", "engine"): {"engine.messages"}}
+
+LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def imported_modules(source: str, package: str) -> Iterator[str]:
+    """Modules of swiftkv, without that prefix, that `source` imports anywhere; `package` is where it lies."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.removeprefix("swiftkv.") for name in names if name.startswith("swiftkv."))
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What `module` (as `server.app`, without `swiftkv.`) imports and must not."""
+    room = module.split(".")[0]
+    package = ".".join(["swiftkv", *module.split(".")[:-1]])
+    found = []
+    for imported in imported_modules(source, package):
+        target = imported.split(".")[0]
+        if target == room or target.startswith("__"):
+            continue
+        if target not in LAYER_OF:
+            found.append(f"{module} imports {imported}: say in LAYERS where {target} belongs")
+        elif LAYER_OF[target] <= LAYER_OF[room] and (room, target) not in NEIGHBOURS:
+            found.append(f"{module} imports {imported}, which is not below it")
+        elif (allowed := ONLY_THESE_MODULES.get((room, target))) and not any(
+            imported == name or imported.startswith(f"{name}.") for name in allowed
+        ):
+            found.append(f"{module} imports {imported}; of {target} it may know only {', '.join(allowed)}")
+    return found
+
+
+def modules() -> dict[str, Path]:
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").resolve().rglob("*.py")]
+    kernels = (PACKAGE / "kernels").resolve()
+    named = {}
+    for file in files:
+        is_kernel = file.resolve().is_relative_to(kernels)
+        relative = Path("kernels") / file.resolve().relative_to(kernels) if is_kernel else file.relative_to(PACKAGE)
+        named[".".join(relative.with_suffix("").parts)] = file
+    return named
+
+
+def test_every_room_imports_downwards() -> None:
+    found = modules()
+    assert {"config", "cli", "cache.pool"} <= set(found)
+    unknown = {name for name in found if name.split(".")[0] not in LAYER_OF}
+    assert not unknown, f"say in LAYERS where these belong: {unknown}"
+    mistakes = [line for name, file in found.items() for line in violations(name, file.read_text(encoding="utf-8"))]
+    assert not mistakes, "\n".join(mistakes)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.engine", "from swiftkv.server.app import create_app"),
+        ("engine.engine", "def f():\n    import swiftkv.node"),
+        ("engine.engine", "from ..server import app"),
+        ("server.app", "from swiftkv.engine.runner import Runner"),
+        ("server.app", "from swiftkv.engine import runner"),
+        ("node", "from swiftkv.engine.engine import Engine"),
+        ("master.stream", "from swiftkv.worker.elastic import ElasticCache"),
+        ("worker.elastic", "from swiftkv import master"),
+        ("config", "from swiftkv.cache.geometry import KVGroup"),
+        ("kernels.cpu", "from swiftkv.models.dense import DenseDecoder"),
+        ("cache.pool", "from swiftkv.attic import something"),
+    ],
+)
+def test_an_import_that_does_not_go_down_is_found(module: str, source: str) -> None:
+    assert violations(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("server.client", "from swiftkv.engine.messages import Ready"),
+        ("server.client", "from swiftkv.engine import messages"),
+        ("server.app", "from .client import EngineClient\nfrom swiftkv import __version__"),
+        ("engine.engine", "from swiftkv import _core\nfrom swiftkv.cache.pool import Pool"),
+        ("models.config", "from swiftkv.cache.geometry import KVGroup\nfrom swiftkv.errors import ConfigError"),
+    ],
+)
+def test_an_import_that_goes_down_passes(module: str, source: str) -> None:
+    assert not violations(module, source)
