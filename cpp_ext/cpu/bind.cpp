@@ -7,6 +7,7 @@
 namespace nb = nanobind;
 
 namespace swiftkv {
+void bind_gemm(nb::module_& m);       // gemm_bind.cpp
 void bind_attention(nb::module_& m);  // attention_bind.cpp
 }  // namespace swiftkv
 
@@ -15,5 +16,6 @@ NB_MODULE(_cpu, m) {
     m.def("isa", [] { return swiftkv::isa_name(swiftkv::active_isa()); });
     m.def("num_threads", &swiftkv::num_threads);
     m.def("set_num_threads", &swiftkv::set_num_threads, nb::arg("n"));
+    swiftkv::bind_gemm(m);
     swiftkv::bind_attention(m);
 }

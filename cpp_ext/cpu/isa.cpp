@@ -43,6 +43,8 @@ Isa active_isa() {
     return isa;
 }
 
-std::string_view isa_name(Isa isa) { return kNames[static_cast<size_t>(isa)].first; }
+std::string_view isa_name(Isa isa) {
+    return kNames[static_cast<size_t>(isa)].first;
+}
 
 }  // namespace swiftkv

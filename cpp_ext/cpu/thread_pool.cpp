@@ -15,7 +15,9 @@ constexpr std::chrono::microseconds kSpin{20};
 
 thread_local int current_thread = -1;  // index inside a region, -1 outside
 
-void pause() { __builtin_ia32_pause(); }
+void pause() {
+    __builtin_ia32_pause();
+}
 
 // Spins for kSpin at most; returns whether `ready` came true.
 template <typename Ready>
@@ -115,7 +117,9 @@ std::unique_ptr<ThreadPool>& pool() {
 
 }  // namespace
 
-int num_threads() { return pool_size.load(std::memory_order_relaxed); }
+int num_threads() {
+    return pool_size.load(std::memory_order_relaxed);
+}
 
 void set_num_threads(int n) {
     if (n < 1) throw std::invalid_argument("num_threads must be at least 1");

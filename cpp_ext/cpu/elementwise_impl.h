@@ -1,0 +1,145 @@
+#pragma once
+
+#include "elementwise.h"
+
+// Include after a simd_*.h; all of it has internal linkage.
+namespace {
+
+using swiftkv::DType;
+using swiftkv::Epilogue;
+using V = Simd::V;
+
+template <DType kType>
+struct Element;
+template <>
+struct Element<DType::kF32> {
+    using T = float;
+    static V load(const T* p) { return Simd::load(p); }
+    static void store(T* p, V x) { Simd::store(p, x); }
+};
+template <>
+struct Element<DType::kBf16> {
+    using T = uint16_t;
+    static V load(const T* p) { return Simd::load_bf16(p); }
+    static void store(T* p, V x) { Simd::store_bf16(p, x); }
+};
+template <>
+struct Element<DType::kF16> {
+    using T = uint16_t;
+    static V load(const T* p) { return Simd::load_f16(p); }
+    static void store(T* p, V x) { Simd::store_f16(p, x); }
+};
+
+// Elements past `count` read as zero.
+template <DType kType>
+V load_some(const typename Element<kType>::T* p, int64_t count) {
+    if (count >= Simd::kLanes) return Element<kType>::load(p);
+    typename Element<kType>::T padded[Simd::kLanes] = {};
+    for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
+    return Element<kType>::load(padded);
+}
+
+template <DType kType>
+void store_some(typename Element<kType>::T* p, V x, int64_t count) {
+    if (count >= Simd::kLanes) return Element<kType>::store(p, x);
+    typename Element<kType>::T padded[Simd::kLanes];
+    Element<kType>::store(padded, x);
+    for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
+}
+
+template <DType kType>
+V rounded(V x) {
+    typename Element<kType>::T bits[Simd::kLanes];
+    Element<kType>::store(bits, x);
+    return Element<kType>::load(bits);
+}
+template <>
+V rounded<DType::kF32>(V x) {
+    return x;
+}
+
+// exp to within 2 units in the last place; arguments beyond +-87 saturate.
+V exp(V x) {
+    x = Simd::min(Simd::max(x, Simd::set1(-87.0f)), Simd::set1(87.0f));
+    const V n = Simd::round(Simd::mul(x, Simd::set1(1.44269504f)));
+    V r = Simd::fma(n, Simd::set1(-0.693145752f), x);
+    r = Simd::fma(n, Simd::set1(-1.42860677e-6f), r);
+    V p = Simd::set1(1.0f / 720);
+    p = Simd::fma(p, r, Simd::set1(1.0f / 120));
+    p = Simd::fma(p, r, Simd::set1(1.0f / 24));
+    p = Simd::fma(p, r, Simd::set1(1.0f / 6));
+    p = Simd::fma(p, r, Simd::set1(0.5f));
+    p = Simd::fma(p, r, Simd::set1(1.0f));
+    p = Simd::fma(p, r, Simd::set1(1.0f));
+    return Simd::mul(p, Simd::pow2(n));
+}
+
+template <DType kType, DType kOut>
+void rms_norm_as(const void* x_bytes, const void* weight_bytes, float eps, int64_t k, void* out_bytes) {
+    const auto* x = static_cast<const typename Element<kType>::T*>(x_bytes);
+    const auto* weight = static_cast<const typename Element<kType>::T*>(weight_bytes);
+    auto* out = static_cast<typename Element<kOut>::T*>(out_bytes);
+    V squares[2] = {Simd::zero(), Simd::zero()};
+    for (int64_t i = 0, odd = 0; i < k; i += Simd::kLanes, odd ^= 1) {
+        const V v = load_some<kType>(x + i, k - i);
+        squares[odd] = Simd::fma(v, v, squares[odd]);
+    }
+    const float mean = Simd::sum(Simd::add(squares[0], squares[1])) / static_cast<float>(k);
+    const V scale = Simd::set1(1.0f / __builtin_sqrtf(mean + eps));
+    for (int64_t i = 0; i < k; i += Simd::kLanes) {
+        const V normal = rounded<kType>(Simd::mul(load_some<kType>(x + i, k - i), scale));
+        const V scaled = Simd::mul(normal, load_some<kType>(weight + i, k - i));
+        store_some<kOut>(out + i, rounded<kType>(scaled), k - i);
+    }
+}
+
+template <DType kType>
+void rms_norm(const void* x, const void* weight, float eps, int64_t k, void* out) {
+    rms_norm_as<kType, kType>(x, weight, eps, k, out);
+}
+
+template <DType kType>
+void rms_norm_widen(const void* x, const void* weight, float eps, int64_t k, float* out) {
+    rms_norm_as<kType, DType::kF32>(x, weight, eps, k, out);
+}
+
+template <DType kType>
+void widen(const void* x_bytes, int64_t k, float* out) {
+    const auto* x = static_cast<const typename Element<kType>::T*>(x_bytes);
+    for (int64_t i = 0; i < k; i += Simd::kLanes)
+        store_some<DType::kF32>(out + i, load_some<kType>(x + i, k - i), k - i);
+}
+
+V biased(const float* sums, const float* bias) {
+    return bias == nullptr ? Simd::load(sums) : Simd::add(Simd::load(sums), Simd::load(bias));
+}
+
+template <Epilogue kKind, DType kType>
+void finish(const float* sums, const float* bias, int64_t panel_width, int64_t count, void* out_bytes) {
+    auto* out = static_cast<typename Element<kType>::T*>(out_bytes);
+    for (int64_t i = 0; i < count; i += Simd::kLanes) {
+        V y = biased(sums + i, bias == nullptr ? nullptr : bias + i);
+        if constexpr (kKind == Epilogue::kResidual) y = Simd::add(y, load_some<kType>(out + i, count - i));
+        if constexpr (kKind == Epilogue::kSiluMul) {
+            const int64_t half = panel_width / 2;
+            const V up = biased(sums + half + i, bias == nullptr ? nullptr : bias + half + i);
+            const V sigmoid = Simd::add(Simd::set1(1.0f), exp(Simd::sub(Simd::zero(), y)));
+            y = Simd::mul(Simd::div(y, sigmoid), up);
+        }
+        store_some<kType>(out + i, y, count - i);
+    }
+}
+
+constexpr swiftkv::ElementwiseKernels kKernels = {
+    {rms_norm<DType::kF32>, rms_norm<DType::kBf16>, rms_norm<DType::kF16>},
+    {rms_norm_widen<DType::kF32>, rms_norm_widen<DType::kBf16>, rms_norm_widen<DType::kF16>},
+    {widen<DType::kF32>, widen<DType::kBf16>, widen<DType::kF16>},
+    {{finish<Epilogue::kStore, DType::kF32>, finish<Epilogue::kStore, DType::kBf16>,
+      finish<Epilogue::kStore, DType::kF16>},
+     {finish<Epilogue::kResidual, DType::kF32>, finish<Epilogue::kResidual, DType::kBf16>,
+      finish<Epilogue::kResidual, DType::kF16>},
+     {finish<Epilogue::kSiluMul, DType::kF32>, finish<Epilogue::kSiluMul, DType::kBf16>,
+      finish<Epilogue::kSiluMul, DType::kF16>}},
+};
+
+}  // namespace

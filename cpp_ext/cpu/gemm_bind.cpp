@@ -1,0 +1,77 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "gemm.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace swiftkv {
+namespace {
+
+template <typename T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+std::optional<RmsNorm> norm_at(uintptr_t weight, float eps) {
+    if (weight == 0) return std::nullopt;
+    return RmsNorm{at<const void>(weight), eps};
+}
+
+}  // namespace
+
+void bind_gemm(nb::module_& m) {
+    const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+
+    nb::enum_<DType>(m, "DType").value("F32", DType::kF32).value("BF16", DType::kBf16).value("F16", DType::kF16);
+    nb::enum_<Epilogue>(m, "Epilogue")
+        .value("STORE", Epilogue::kStore)
+        .value("RESIDUAL", Epilogue::kResidual)
+        .value("SILU_MUL", Epilogue::kSiluMul);
+
+    nb::class_<PackedLinear>(m, "PackedLinear")
+        .def(
+            "__init__",
+            [](PackedLinear* self, const std::vector<std::tuple<uintptr_t, int64_t, uintptr_t>>& sources,
+               int64_t in_features, DType dtype, bool interleave) {
+                std::vector<WeightRows> rows;
+                for (const auto& [data, count, bias] : sources)
+                    rows.push_back({at<const void>(data), count, at<const float>(bias)});
+                nb::gil_scoped_release release;
+                new (self) PackedLinear(rows, in_features, dtype, interleave);
+            },
+            "sources"_a, "in_features"_a, "dtype"_a, "interleave"_a)
+        .def_prop_ro("out_features", &PackedLinear::out_features)
+        .def_prop_ro("in_features", &PackedLinear::in_features)
+        .def_prop_ro("dtype", &PackedLinear::dtype)
+        .def_prop_ro("interleaved", &PackedLinear::interleaved)
+        .def_prop_ro("nbytes", &PackedLinear::nbytes);
+
+    m.def(
+        "linear",
+        [](const PackedLinear& weights, uintptr_t x, int64_t rows, uintptr_t norm_weight, float eps, Epilogue epilogue,
+           DType out_dtype, uintptr_t out) {
+            linear(weights, at<const void>(x), rows, norm_at(norm_weight, eps), epilogue, out_dtype, at<void>(out));
+        },
+        "weights"_a, "x"_a, "rows"_a, "norm_weight"_a, "eps"_a, "epilogue"_a, "out_dtype"_a, "out"_a, no_gil);
+    m.def(
+        "rms_norm",
+        [](uintptr_t x, int64_t rows, int64_t k, uintptr_t weight, float eps, DType dtype, uintptr_t out) {
+            rms_norm(at<const void>(x), rows, k, {at<const void>(weight), eps}, dtype, at<void>(out));
+        },
+        "x"_a, "rows"_a, "k"_a, "weight"_a, "eps"_a, "dtype"_a, "out"_a, no_gil);
+    m.def(
+        "embed",
+        [](uintptr_t ids, int64_t count, uintptr_t table, int64_t vocab_size, int64_t row_bytes, uintptr_t out) {
+            embed(at<const int32_t>(ids), count, at<const void>(table), vocab_size, row_bytes, at<void>(out));
+        },
+        "ids"_a, "count"_a, "table"_a, "vocab_size"_a, "row_bytes"_a, "out"_a, no_gil);
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,90 @@
+#pragma once
+
+#include "gemm_kernel.h"
+
+// Include after a simd_*.h; all of it has internal linkage. A Product says how packed weights meet activations:
+//   Activation        what is broadcast, kSubSteps of them per step of k
+//   kSubSteps         multiplications per packed vector
+//   kVectorBytes      packed bytes per vector of sums and step
+//   weights(p, sub)   -> vector          broadcast(p) -> vector          multiply_add(a, b, c) -> V
+namespace {
+
+using V = Simd::V;
+
+template <typename Product, int kRows, int kVectors, bool kPrefetch>
+void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, float* sums,
+                   int64_t prefetch_bytes) {
+    using Activation = typename Product::Activation;
+    constexpr int kWidth = kVectors * Simd::kLanes;
+    V acc[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v)
+            acc[r][v] = first ? Simd::zero() : Simd::load(sums + r * kWidth + v * Simd::kLanes);
+    for (int64_t k = 0; k < k_steps; ++k) {
+        if constexpr (kPrefetch)
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v)
+                __builtin_prefetch(panel + prefetch_bytes + v * Product::kVectorBytes, 0, 3);
+#pragma GCC unroll 2
+        for (int sub = 0; sub < Product::kSubSteps; ++sub) {
+            decltype(Product::weights(panel, sub)) b[kVectors];
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) b[v] = Product::weights(panel + v * Product::kVectorBytes, sub);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const auto x = Product::broadcast(a + r * a_stride_bytes + sub * sizeof(Activation));
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; ++v) acc[r][v] = Product::multiply_add(x, b[v], acc[r][v]);
+            }
+        }
+        a += Product::kSubSteps * sizeof(Activation);
+        panel += kVectors * Product::kVectorBytes;
+    }
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v) Simd::store(sums + r * kWidth + v * Simd::kLanes, acc[r][v]);
+}
+
+template <typename Product, int kMaxRows, int kVectors>
+void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
+              float* sums, int64_t prefetch_bytes) {
+    if (rows == kMaxRows) {
+        const auto rows_of = prefetch_bytes > 0 ? multiply_rows<Product, kMaxRows, kVectors, true>
+                                                : multiply_rows<Product, kMaxRows, kVectors, false>;
+        rows_of(static_cast<const char*>(a), a_stride_bytes, static_cast<const char*>(panel), k_steps, first, sums,
+                prefetch_bytes);
+    } else if constexpr (kMaxRows > 1) {
+        multiply<Product, kMaxRows - 1, kVectors>(rows, a, a_stride_bytes, panel, k_steps, first, sums, prefetch_bytes);
+    }
+}
+
+struct FloatProduct {
+    using Activation = float;
+    static constexpr int kSubSteps = 1;
+    static constexpr int kVectorBytes = Simd::kLanes * 4;
+    static V weights(const char* p, int) { return Simd::load(reinterpret_cast<const float*>(p)); }
+    static V broadcast(const char* p) {
+        float x;
+        __builtin_memcpy(&x, p, sizeof x);
+        return Simd::set1(x);
+    }
+    static V multiply_add(V a, V b, V c) { return Simd::fma(a, b, c); }
+};
+
+struct HalfProduct : FloatProduct {
+    static constexpr int kVectorBytes = Simd::kLanes * 2;
+    static V weights(const char* p, int) { return Simd::load_f16(reinterpret_cast<const uint16_t*>(p)); }
+};
+
+struct WidenedBf16Product : FloatProduct {
+    static constexpr int kSubSteps = 2;
+    static V weights(const char* p, int sub) {
+        return sub == 0 ? Simd::load_bf16_pair_first(p) : Simd::load_bf16_pair_second(p);
+    }
+};
+
+template <typename Product, int kMaxRows, int kVectors>
+constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
+    return {kVectors * Simd::kLanes, k_step, kMaxRows, widen_activations, multiply<Product, kMaxRows, kVectors>};
+}
+
+}  // namespace

@@ -1,0 +1,161 @@
+"""Layers of a decoder on the CPU: linear layers over packed weights, RMSNorm, embedding.
+
+Activations are contiguous CPU tensors of the weights' dtype: float32, bfloat16 or float16. A row of a result depends
+only on its own row of the input, bit for bit: neither the other rows of the batch nor the number of threads matter.
+Sums are kept in float32. ``kernels/reference.py`` has the same functions in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swiftkv import _cpu
+from swiftkv._cpu import PackedLinear
+
+__all__ = [
+    "PackedLinear",
+    "embed",
+    "linear",
+    "linear_residual",
+    "logits",
+    "norm_gate_up_silu",
+    "norm_linear",
+    "pack_linear",
+    "rms_norm",
+    "set_num_threads",
+]
+
+_DTYPES = {
+    torch.float32: _cpu.DType.F32,
+    torch.bfloat16: _cpu.DType.BF16,
+    torch.float16: _cpu.DType.F16,
+}
+_TORCH_DTYPES = {ours: theirs for theirs, ours in _DTYPES.items()}
+
+
+def set_num_threads(n: int) -> None:
+    """Share the work of every kernel between `n` threads, the calling one included."""
+    _cpu.set_num_threads(n)
+
+
+def pack_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
+) -> PackedLinear:
+    """Copy weights [N_i, K] into the layout that this CPU's kernels read, as one layer of sum(N_i) outputs.
+
+    `interleave` is for (gate, up) of equal size: :func:`norm_gate_up_silu` needs it and nothing else takes it.
+
+    Raises:
+        ValueError: the weights differ in K or dtype, or the dtype has no kernel.
+    """
+    biases = [None] * len(weights) if biases is None else biases
+    if not weights or len(biases) != len(weights):
+        raise ValueError(f"{len(weights)} weights and {len(biases)} biases: give one bias or None for each weight")
+    in_features, dtype = weights[0].shape[1], weights[0].dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"no CPU kernel for {dtype}: use float32, bfloat16 or float16")
+    if any(w.shape[1] != in_features or w.dtype != dtype for w in weights):
+        raise ValueError("weights that are packed together must have one dtype and one in_features")
+    rows = [w.contiguous() for w in weights]
+    bias_rows = [None if b is None else b.to(torch.float32).contiguous() for b in biases]
+    sources = [
+        (w.data_ptr(), w.shape[0], 0 if b is None else b.data_ptr()) for w, b in zip(rows, bias_rows, strict=True)
+    ]
+    return PackedLinear(sources, in_features, _DTYPES[dtype], interleave)
+
+
+def linear(x: Tensor, w: PackedLinear) -> Tensor:
+    """x [M, K] @ w.T + bias -> [M, N]."""
+    out = x.new_empty((x.shape[0], w.out_features))
+    _multiply(x, w, None, 0.0, _cpu.Epilogue.STORE, out)
+    return out
+
+
+def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+    """residual [M, N] += x [M, K] @ w.T + bias in place, rounded once after the float32 sum."""
+    _multiply(x, w, None, 0.0, _cpu.Epilogue.RESIDUAL, residual)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    """linear(rms_norm(x [M, K], norm_weight [K], eps), w) -> [M, N]."""
+    out = x.new_empty((x.shape[0], w.out_features))
+    _multiply(x, w, norm_weight, eps, _cpu.Epilogue.STORE, out)
+    return out
+
+
+def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    """gate, up = linear(rms_norm(x [M, K], norm_weight [K], eps), w); silu(gate) * up -> [M, N / 2]. All in float32."""
+    out = x.new_empty((x.shape[0], w.out_features // 2))
+    _multiply(x, w, norm_weight, eps, _cpu.Epilogue.SILU_MUL, out)
+    return out
+
+
+def logits(x: Tensor, w: PackedLinear) -> Tensor:
+    """x [M, K] @ w.T + bias -> float32 [M, N]."""
+    out = torch.empty((x.shape[0], w.out_features), dtype=torch.float32)
+    _multiply(x, w, None, 0.0, _cpu.Epilogue.STORE, out)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [M, K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K] -> [M, K]."""
+    rows, k = x.shape
+    _check(x, x.dtype, (rows, k), "x")
+    _check(weight, x.dtype, (k,), "weight")
+    out = torch.empty_like(x)
+    _cpu.rms_norm(x.data_ptr(), rows, k, weight.data_ptr(), eps, _DTYPES[x.dtype], out.data_ptr())
+    return out
+
+
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of table [V, K] for token_ids int32 [T] -> [T, K].
+
+    Raises:
+        IndexError: a token id is outside [0, V).
+    """
+    vocab_size, k = table.shape
+    _check(token_ids, torch.int32, (token_ids.numel(),), "token_ids")
+    _check(table, table.dtype, (vocab_size, k), "table")
+    out = table.new_empty((token_ids.numel(), k))
+    _cpu.embed(
+        token_ids.data_ptr(),
+        token_ids.numel(),
+        table.data_ptr(),
+        vocab_size,
+        k * table.element_size(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def _multiply(
+    x: Tensor, w: PackedLinear, norm_weight: Tensor | None, eps: float, epilogue: _cpu.Epilogue, out: Tensor
+) -> None:
+    rows, dtype = x.shape[0], _TORCH_DTYPES[w.dtype]
+    _check(x, dtype, (rows, w.in_features), "x")
+    if norm_weight is not None:
+        _check(norm_weight, dtype, (w.in_features,), "norm_weight")
+    silu_mul = epilogue == _cpu.Epilogue.SILU_MUL
+    assert w.interleaved == silu_mul, "interleaved weights belong to norm_gate_up_silu, others do not"
+    _check(out, out.dtype, (rows, w.out_features // 2 if silu_mul else w.out_features), "out")
+    _cpu.linear(
+        w,
+        x.data_ptr(),
+        rows,
+        0 if norm_weight is None else norm_weight.data_ptr(),
+        eps,
+        epilogue,
+        _DTYPES[out.dtype],
+        out.data_ptr(),
+    )
+
+
+def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
+    """The C++ side sees only an address: a mismatch here would be a wild read."""
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
+        raise ValueError(
+            f"{name}: got {x.dtype} {tuple(x.shape)}, contiguous={x.is_contiguous()}; need contiguous {dtype} {shape}"
+        )
