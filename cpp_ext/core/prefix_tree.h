@@ -1,0 +1,81 @@
+// Which full blocks are known, by key: one node per block of tokens, with the block of each KV group that is resident.
+#pragma once
+
+#include <cassert>
+#include <span>
+#include <vector>
+
+#include "types.h"
+
+namespace swiftkv {
+
+// The chained keys are the tree: a key names its whole path, so that a node is found without walking from the root,
+// and neither parents nor children are stored. A sliding-window group may lack its block where others have theirs.
+class PrefixTree {
+  public:
+    // `max_nodes`: no more than the blocks of all groups, as a node holds at least one.
+    PrefixTree(int num_groups, int max_nodes);
+
+    NodeId find(const BlockKey& key) const;
+    NodeId insert(const BlockKey& key);  // which is not there yet
+    void erase(NodeId node);             // which holds no block any more
+    // Calls visit(i, node) for i = 0, 1, … with find(keys[i]) until it returns false. Hides memory latency.
+    template <class Visit>
+    void find_each(std::span<const BlockKey> keys, Visit&& visit) const;
+
+    BlockId block(NodeId node, int group) const { return blocks_[index(node, group)]; }
+    void set_block(NodeId node, int group, BlockId block) { blocks_[index(node, group)] = block; }
+    bool is_empty(NodeId node) const;
+    int size() const { return num_nodes_; }
+
+    // Calls visit(node) for every node.
+    template <class Visit>
+    void for_each(Visit&& visit) const;
+
+  private:
+    struct Node {
+        BlockKey key;
+        NodeId next;  // in the same bucket; in the list of free nodes if it is one
+    };
+    size_t index(NodeId node, int group) const { return static_cast<size_t>(node) * num_groups_ + group; }
+    // Keys are uniformly random, so any bits of them are a hash.
+    size_t bucket(const BlockKey& key) const { return key[0] & bucket_mask_; }
+    NodeId find_in(NodeId node, const BlockKey& key) const;
+
+    int num_groups_;
+    int num_nodes_ = 0;
+    size_t bucket_mask_;
+    std::vector<NodeId> buckets_;
+    std::vector<Node> nodes_;
+    std::vector<BlockId> blocks_;  // [node][group]
+    NodeId free_nodes_ = kNone;
+};
+
+inline NodeId PrefixTree::find_in(NodeId node, const BlockKey& key) const {
+    while (node != kNone && nodes_[node].key != key) node = nodes_[node].next;
+    return node;
+}
+
+template <class Visit>
+void PrefixTree::find_each(std::span<const BlockKey> keys, Visit&& visit) const {
+    constexpr size_t kNear = 8, kFar = 16;  // how many keys ahead a node and a bucket are prefetched
+    const size_t n = keys.size();
+    for (size_t i = 0; i < n; ++i) {
+        if (i + kFar < n) __builtin_prefetch(&buckets_[bucket(keys[i + kFar])]);
+        if (i + kNear < n) {
+            if (const NodeId ahead = buckets_[bucket(keys[i + kNear])]; ahead != kNone) {
+                __builtin_prefetch(&nodes_[ahead]);
+                __builtin_prefetch(&blocks_[index(ahead, 0)]);
+            }
+        }
+        if (!visit(i, find_in(buckets_[bucket(keys[i])], keys[i]))) return;
+    }
+}
+
+template <class Visit>
+void PrefixTree::for_each(Visit&& visit) const {
+    for (NodeId head : buckets_)
+        for (NodeId node = head; node != kNone; node = nodes_[node].next) visit(node);
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,313 @@
+"""A simulated engine around `_core.Scheduler` that knows, for every slot of every block, which bytes lie there.
+
+The bytes of a token's KV are a function of the namespace and of all tokens up to it. `Prefixes` gives each such prefix
+a number; the number stands for the bytes. A step may read a block only where it holds the numbers of that very request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swiftkv import _core
+
+RUNNING, STOP, LENGTH, ABORTED = range(4)
+
+
+class Prefixes:
+    """Numbers every (namespace, tokens so far) differently: a trie of dicts, no hashing that could collide."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[object, object], int] = {}
+
+    def _id(self, parent: object, item: object) -> int:
+        return self._ids.setdefault((parent, item), len(self._ids))
+
+    def of(self, namespace: bytes, tokens: list[int]) -> list[int]:
+        """One number per token."""
+        ids, parent = [], self._id(None, namespace)
+        for token in tokens:
+            parent = self._id(parent, token)
+            ids.append(parent)
+        return ids
+
+
+@dataclass(frozen=True)
+class Setup:
+    groups: tuple[tuple[int, int, int], ...]  # (num_layers, num_blocks, window)
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+
+    def scheduler(self) -> _core.Scheduler:
+        return _core.Scheduler(
+            [_core.GroupSpec(*group) for group in self.groups],
+            self.block_size,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_model_len,
+            self.enable_prefix_caching,
+            self.enable_chunked_prefill,
+        )
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    max_tokens: int
+    min_tokens: int
+    stop: list[int]
+    namespace: bytes
+    skip_prefix_match: bool
+    priority: int
+    tokens: list[int] = field(default_factory=list)
+    computed: int | None = None  # None: waiting
+    cached: int = 0  # at first admission
+    was_admitted: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+
+@dataclass
+class Finished:
+    outputs: list[int]
+    reason: int
+    cached: int
+
+
+@dataclass
+class Row:
+    """One sequence of a plan."""
+
+    request_id: int
+    slot: int
+    begin: int
+    end: int
+    tables: list[list[int]]  # per group
+
+
+def rows_of(plan: _core.StepPlan) -> list[Row]:
+    rows = []
+    for s, request_id in enumerate(plan.request_ids.tolist()):
+        first, last = plan.query_starts[s : s + 2].tolist()
+        end = int(plan.context_lens[s])
+        tables = [
+            table[starts[s] : starts[s + 1]].tolist()
+            for table, starts in zip(plan.block_tables, plan.table_starts, strict=True)
+        ]
+        rows.append(Row(request_id, int(plan.row_slots[s]), end - (last - first), end, tables))
+    return rows
+
+
+class Engine:
+    """schedule → run → commit, where run is bookkeeping. Asserts everything that can be seen from outside."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.scheduler = setup.scheduler()
+        self.prefixes = Prefixes()
+        self.requests: dict[int, Request] = {}
+        self.finished: dict[int, Finished] = {}
+        self.bytes: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> prefix number
+        self.computed_tokens: list[int] = []  # of each step
+        self.plan: _core.StepPlan | None = None
+        self.slots: dict[int, int] = {}
+        self.preemptions = 0
+
+    def add(
+        self,
+        request_id: int,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        min_tokens: int = 0,
+        stop: list[int] | None = None,
+        namespace: bytes = b"",
+        skip_prefix_match: bool = False,
+        priority: int = 0,
+    ) -> None:
+        self.scheduler.add_request(
+            request_id,
+            np.array(prompt, np.int32),
+            max_tokens,
+            min_tokens,
+            np.array(stop or [], np.int32),
+            namespace,
+            skip_prefix_match,
+            priority,
+        )
+        self.requests[request_id] = Request(
+            prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority
+        )
+
+    def abort(self, *request_ids: int) -> None:
+        self.scheduler.abort(np.array(request_ids, np.uint64))
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+            self.slots.pop(request_id, None)
+
+    def schedule(self) -> _core.StepPlan | None:
+        assert self.plan is None
+        self.plan = self.scheduler.schedule()
+        if self.plan is not None:
+            self._note_admissions(self.plan)
+            self._run(self.plan)
+        return self.plan
+
+    def _note_admissions(self, plan: _core.StepPlan) -> None:
+        for request_id in plan.preempted_request_ids.tolist():
+            self.requests[request_id].computed = None
+            del self.slots[request_id]
+            self.preemptions += 1
+        for request_id, cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
+            request = self.requests[request_id]
+            assert not request.was_admitted
+            assert cached % self.setup.block_size == 0
+            assert cached < len(request.prompt)
+            request.was_admitted = True
+            request.cached = cached
+
+    def _run(self, plan: _core.StepPlan) -> None:
+        rows = rows_of(plan)
+        ids = [row.request_id for row in rows]
+        assert len(set(ids)) == len(ids)
+        assert len({row.slot for row in rows}) == len(rows)
+        self.computed_tokens.append(len(plan.token_ids))
+        self._check_budget(rows)
+        expected_logits = []
+        written: dict[tuple[int, int, int], int] = {}
+        at = 0
+        for s, row in enumerate(rows):
+            request = self.requests[row.request_id]
+            n = row.end - row.begin
+            assert n > 0
+            self._check_progress(request, row)
+            assert plan.token_ids[at : at + n].tolist() == request.tokens[row.begin : row.end]
+            assert plan.positions[at : at + n].tolist() == list(range(row.begin, row.end))
+            at += n
+            if row.end == len(request.tokens):
+                expected_logits.append((at - 1, s))
+            self._read_and_write(request, row, written)
+        self.bytes.update(written)
+        assert at == len(plan.token_ids) == len(plan.positions) == plan.query_starts[-1]
+        assert list(zip(plan.logits_rows.tolist(), plan.logits_seqs.tolist(), strict=True)) == expected_logits
+
+    def _check_budget(self, rows: list[Row]) -> None:
+        num_tokens = sum(row.end - row.begin for row in rows)
+        assert num_tokens <= self.setup.max_num_batched_tokens or (
+            len(rows) == 1 and not self.setup.enable_chunked_prefill
+        )
+        assert len(rows) <= self.setup.max_num_seqs
+        if not self.setup.enable_chunked_prefill:
+            assert all(row.end == len(self.requests[row.request_id].tokens) for row in rows)
+
+    def _check_progress(self, request: Request, row: Row) -> None:
+        """Every token from the first uncached one on is computed, once and in order."""
+        if request.computed is None:
+            assert row.begin % self.setup.block_size == 0
+            assert row.begin == 0 or (self.setup.enable_prefix_caching and not request.skip_prefix_match)
+        else:
+            assert row.begin == request.computed
+        assert self.slots.setdefault(row.request_id, row.slot) == row.slot
+        assert 0 <= row.slot < self.setup.max_num_seqs
+        request.computed = row.end
+
+    def _read_and_write(self, request: Request, row: Row, written: dict[tuple[int, int, int], int]) -> None:
+        size = self.setup.block_size
+        prefix = self.prefixes.of(request.namespace, request.tokens[: row.end])
+        for g, ((num_layers, num_blocks, window), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
+            assert len(table) == -(-row.end // size)
+            for position in range(row.end):
+                entry = table[position // size]
+                if entry == _core.NO_BLOCK:
+                    assert window > 0
+                    assert position <= row.begin - window, "a token inside the window has no block"
+                    continue
+                assert entry >= 0
+                assert entry % num_layers == 0
+                assert entry // num_layers < num_blocks
+                place = (g, entry // num_layers, position % size)
+                if position < row.begin:
+                    assert self.bytes.get(place) == prefix[position], "a block table points at another prefix's bytes"
+                    assert place not in written, "read while written"
+                else:
+                    assert place not in written, "two requests write to one place"
+                    written[place] = prefix[position]
+
+    def commit(self, choose: dict[int, int] | None = None) -> _core.StepResult:
+        """Samples the token that `choose` has for a request id, else one that depends on the tokens so far."""
+        plan, self.plan = self.plan, None
+        assert plan is not None
+        ids = plan.request_ids[plan.logits_seqs].tolist()
+        sampled = [(choose or {}).get(i, self._sample(i)) for i in ids]
+        result = self.scheduler.commit(np.array(sampled, np.int32))
+        assert result.request_ids.tolist() == ids
+        assert result.token_ids.tolist() == sampled
+        for request_id, token, reason in zip(ids, sampled, result.finish_reasons.tolist(), strict=True):
+            assert reason == self._append(request_id, token)
+        return result
+
+    def _sample(self, request_id: int) -> int:
+        request = self.requests.get(request_id)
+        return 0 if request is None else (sum(request.tokens) + len(request.tokens)) % 3
+
+    def _append(self, request_id: int, token: int) -> int:
+        if request_id not in self.requests:
+            return ABORTED
+        request = self.requests[request_id]
+        request.tokens.append(token)
+        num_outputs = len(request.outputs)
+        if token in request.stop and num_outputs >= request.min_tokens:
+            reason = STOP
+        elif num_outputs == request.max_tokens or len(request.tokens) == self.setup.max_model_len:
+            reason = LENGTH
+        else:
+            return RUNNING
+        del self.requests[request_id]
+        del self.slots[request_id]
+        self.finished[request_id] = Finished(request.outputs, reason, request.cached)
+        return reason
+
+    def step(self) -> bool:
+        if self.schedule() is None:
+            return False
+        self.commit()
+        self.check()
+        return True
+
+    def drain(self) -> None:
+        """Everything that is known finishes."""
+        if self.plan is not None:
+            self.commit()
+        # Every step computes a token, and each preemption wastes no more than what was computed before it.
+        work = sum(r.max_tokens + len(r.prompt) for r in self.requests.values())
+        for _ in range(4 + work * (1 + len(self.requests))):
+            if not self.scheduler.has_work():
+                break
+            assert self.step(), "work, but nothing can run"
+        assert not self.requests
+        assert not self.scheduler.has_work()
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        stats = self.scheduler.stats()
+        assert stats.num_running + stats.num_waiting == len(self.requests)
+        assert stats.num_running == len(self.slots)
+        assert stats.num_preemptions_total == self.preemptions
+        for g, (_, num_blocks, _) in zip(stats.groups, self.setup.groups, strict=True):
+            assert g.total == num_blocks
+            assert g.free + g.used + g.cached + g.lent + g.in_flight == g.total
+            assert min(g.free, g.used, g.cached, g.in_flight) >= 0
+            assert g.lent == 0
+            assert g.in_flight == 0 or self.plan is not None
+        if not self.requests:
+            assert all(g.used == 0 for g in stats.groups)

@@ -1,0 +1,114 @@
+"""Random histories against the oracle: whatever is added, aborted and committed in whatever order stays right."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_oracle import Engine, Setup
+
+# Few different tokens and block-wise repetition: prefixes are shared often, and diverge often.
+TOKENS = st.integers(0, 2)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    block_size = draw(st.sampled_from([2, 4]))
+    max_model_len = draw(st.integers(4, 40))
+    max_num_batched_tokens = draw(st.integers(1, 24))
+    chunked = draw(st.booleans())
+    whole = -(-max_model_len // block_size)
+
+    def group(window: int) -> tuple[int, int, int]:
+        needed = whole
+        if window and chunked:
+            needed = min(whole, -(-window // block_size) - (-max_num_batched_tokens // block_size) + 1)
+        return draw(st.integers(1, 3)), needed + draw(st.integers(0, 8)), window
+
+    windows = draw(st.sampled_from([(0,), (0, 5), (3,), (0, 0), (4, 0, 9)]))
+    return Setup(
+        tuple(group(window) for window in windows),
+        block_size,
+        draw(st.integers(1, 5)),
+        max_num_batched_tokens,
+        max_model_len,
+        draw(st.booleans()),
+        chunked,
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(setup=setups())
+    def start(self, setup: Setup) -> None:
+        self.engine = Engine(setup)
+        self.next_id = 0
+        self.history: list[list[int]] = [[0, 1] * 20]
+
+    @rule(
+        source=st.integers(0, 1 << 16),
+        keep=st.integers(0, 40),
+        tail=st.lists(TOKENS, min_size=1, max_size=12),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 4),
+        stop=st.lists(TOKENS, max_size=1),
+        namespace=st.sampled_from([b"a", b"a", b"b"]),
+        skip_prefix_match=st.sampled_from([False, False, False, True]),
+        priority=st.integers(0, 1),
+    )
+    def add(self, source: int, keep: int, tail: list[int], **params: object) -> None:
+        prompt = self.history[source % len(self.history)][:keep] + tail
+        prompt = prompt[: self.engine.setup.max_model_len - 1]
+        self.engine.add(self.next_id, prompt, **params)
+        self.history.append(prompt)
+        self.next_id += 1
+
+    @rule(copies=st.integers(2, 4), prompt=st.lists(TOKENS, min_size=1, max_size=30), max_tokens=st.integers(1, 8))
+    def add_equal(self, copies: int, prompt: list[int], max_tokens: int) -> None:
+        for _ in range(copies):
+            self.add(source=0, keep=0, tail=prompt, max_tokens=max_tokens)
+
+    @precondition(lambda self: self.engine.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        had_work = self.engine.scheduler.has_work()
+        assert (self.engine.schedule() is not None) == had_work
+
+    @precondition(lambda self: self.engine.plan is not None)
+    @rule()
+    def commit(self) -> None:
+        # What was sampled becomes a prefix of later prompts: the next turn of a conversation.
+        self.history.extend(list(r.tokens) for r in self.engine.requests.values())
+        self.engine.commit()
+
+    @precondition(lambda self: self.engine.plan is None)
+    @rule(steps=st.integers(1, 6))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(which=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=3))
+    def abort(self, which: list[int]) -> None:
+        ids = sorted(self.engine.requests)
+        self.engine.abort(*(ids[i % len(ids)] for i in which), 1 << 40)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+        assert all(group.cached == 0 for group in self.engine.scheduler.stats().groups)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.drain()
+            self.engine.check()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
