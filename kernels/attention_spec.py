@@ -1,0 +1,17 @@
+"""What every implementation of attention has to know about the layers of one KV group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The heads of one KV group, as this rank computes them, and the blocks that hold their keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens per block
+    scale: float  # multiplies query · key
+    window: int = 0  # tokens a query looks back on, itself included; 0: all of them

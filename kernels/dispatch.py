@@ -1,0 +1,94 @@
+"""Picks the kernels for a device. Nothing else knows that there are several kinds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+OPS_VARIABLE = "SWIFTKV_OPS"
+"""Environment variable: `reference` has every model run on plain torch, for comparison."""
+
+
+class PackedLinear(Protocol):
+    """Weights of a linear layer, in whatever form the kernels read; each kind of kernels has its own."""
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One kind of kernels: the functions of `kernels/reference.py`, where their meaning is written down."""
+
+    name: Literal["cpu", "reference"]
+    set_num_threads: Callable[[int], None]
+    pack_linear: Callable[..., Any]
+    linear: Callable[..., Tensor]
+    linear_residual: Callable[..., None]
+    rms_norm: Callable[..., Tensor]
+    norm_linear: Callable[..., Tensor]
+    norm_gate_up_silu: Callable[..., Tensor]
+    logits: Callable[..., Tensor]
+    embed: Callable[..., Tensor]
+    prepare_batch: Callable[..., Any]
+    rope_write_kv: Callable[..., None]
+    attention: Callable[..., Tensor]
+
+
+def select_ops(device: torch.device | str) -> Ops:
+    """The fastest kernels that `device` and this machine can run."""
+    if torch.device(device).type == "cpu" and os.environ.get(OPS_VARIABLE) != "reference" and _cpu_is_supported():
+        return cpu_ops()
+    return reference_ops()
+
+
+def cpu_ops() -> Ops:
+    """The C++ kernels. Raises `ImportError` if the extension is not built."""
+    from swiftkv.kernels import cpu, cpu_attention
+
+    return _collect("cpu", cpu, cpu_attention)
+
+
+def reference_ops() -> Ops:
+    """Plain torch, on any device."""
+    from swiftkv.kernels import reference
+
+    return _collect("reference", reference, reference)
+
+
+def _collect(name: Literal["cpu", "reference"], layers: ModuleType, attention: ModuleType) -> Ops:
+    return Ops(
+        name=name,
+        set_num_threads=layers.set_num_threads,
+        pack_linear=layers.pack_linear,
+        linear=layers.linear,
+        linear_residual=layers.linear_residual,
+        rms_norm=layers.rms_norm,
+        norm_linear=layers.norm_linear,
+        norm_gate_up_silu=layers.norm_gate_up_silu,
+        logits=layers.logits,
+        embed=layers.embed,
+        prepare_batch=attention.prepare_batch,
+        rope_write_kv=attention.rope_write_kv,
+        attention=attention.attention,
+    )
+
+
+def _cpu_is_supported() -> bool:
+    try:
+        from swiftkv import _cpu
+
+        _cpu.isa()
+    except (ImportError, RuntimeError):  # not built for this platform, or the CPU has no AVX2
+        return False
+    return True

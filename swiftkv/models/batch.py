@@ -1,0 +1,61 @@
+"""The tokens of one engine step, as a model reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class StepArrays(Protocol):
+    """The part of the scheduler's plan that a model needs (`_core.StepPlan` has more)."""
+
+    @property
+    def token_ids(self) -> Int32Array: ...
+    @property
+    def positions(self) -> Int32Array: ...
+    @property
+    def query_starts(self) -> Int32Array: ...
+    @property
+    def context_lens(self) -> Int32Array: ...
+    @property
+    def block_tables(self) -> Sequence[Int32Array]: ...
+    @property
+    def table_starts(self) -> Sequence[Int32Array]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """T tokens of S sequences, prefill and decode mixed; all int32.
+
+    Sequence `s` brings tokens `query_starts[s]` to `query_starts[s + 1]`, the last of its `context_lens[s]` tokens:
+    after the step the pool holds that many. Its blocks in KV group `g`, from position 0 on, are the entries
+    `table_starts[g][s]` to `table_starts[g][s + 1]` of `block_tables[g]`. An entry is the layer-block index of layer 0;
+    layer `l` is at `entry + l`, or at `~entry` for every layer if the entry is negative.
+    """
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    query_starts: Tensor  # [S + 1]
+    context_lens: Tensor  # [S]
+    block_tables: tuple[Tensor, ...]  # per KV group
+    table_starts: tuple[Tensor, ...]  # per KV group, [S + 1]
+
+    @classmethod
+    def from_plan(cls, plan: StepArrays) -> ModelInput:
+        """Views of the plan's arrays, no copies: valid as long as they are."""
+        return cls(
+            token_ids=torch.from_numpy(plan.token_ids),
+            positions=torch.from_numpy(plan.positions),
+            query_starts=torch.from_numpy(plan.query_starts),
+            context_lens=torch.from_numpy(plan.context_lens),
+            block_tables=tuple(map(torch.from_numpy, plan.block_tables)),
+            table_starts=tuple(map(torch.from_numpy, plan.table_starts)),
+        )

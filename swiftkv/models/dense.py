@@ -1,0 +1,167 @@
+"""The dense decoder: Qwen3, Qwen2, Llama and Mistral are one stack of layers that differ in what is present."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftkv.errors import ConfigError
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.dispatch import Ops, PackedLinear, select_ops
+from swiftkv.models.batch import ModelInput
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.loader import MappedWeights
+from swiftkv.models.rope import cos_sin_table
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer, packed for the kernels."""
+
+    attention_norm: Tensor  # [hidden_size]
+    qkv: PackedLinear  # hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    attention_out: PackedLinear  # num_heads * head_dim -> hidden_size
+    mlp_norm: Tensor  # [hidden_size]
+    gate_up: PackedLinear  # hidden_size -> 2 * intermediate_size
+    down: PackedLinear  # intermediate_size -> hidden_size
+
+
+class DenseDecoder:
+    """Weights and forward pass of one model on one device."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: MappedWeights,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_model_len: int,
+        block_size: int = 16,
+        ops: Ops | None = None,
+    ) -> None:
+        """Pack `weights` one matrix at a time: at its peak this takes little more than the packed copy.
+
+        Raises `CheckpointError` for a tensor that is missing or of the wrong shape, `ConfigError` if `max_model_len`
+        is more than the model can do.
+        """
+        _check_max_model_len(config, max_model_len)
+        self.config = config
+        self.ops = ops or select_ops(device)
+        self.spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            scale=config.head_dim**-0.5,
+        )
+        self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(device)
+        packer = _Packer(config, weights, dtype, torch.device(device), self.ops)
+        self._layers = tuple(packer.layer(index) for index in range(config.num_layers))
+        self._final_norm = packer.vector("model.norm.weight", config.hidden_size)
+        self._embedding = packer.embedding()
+        self._lm_head = packer.lm_head()
+
+    @torch.inference_mode()
+    def forward(self, batch: ModelInput, pool: Tensor) -> Tensor:
+        """Hidden states [T, hidden_size] before the final norm; writes the KV of the batch's tokens.
+
+        `pool` is the uint8 pool, flat; the model's only KV group begins at its first byte.
+        """
+        ops, spec, eps = self.ops, self.spec, self.config.rms_norm_eps
+        attention_batch = ops.prepare_batch(
+            spec,
+            batch.positions,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables[0],
+            batch.table_starts[0],
+        )
+        hidden = ops.embed(batch.token_ids, self._embedding)  # [T, hidden_size]
+        for index, layer in enumerate(self._layers):
+            qkv = ops.norm_linear(hidden, layer.attention_norm, eps, layer.qkv)
+            ops.rope_write_kv(
+                qkv, self._cos_sin, layer.q_norm, layer.k_norm, eps, spec, attention_batch, pool, index
+            )
+            attended = ops.attention(qkv, spec, attention_batch, pool, index)  # [T, num_heads * head_dim]
+            ops.linear_residual(attended, layer.attention_out, hidden)
+            activated = ops.norm_gate_up_silu(hidden, layer.mlp_norm, eps, layer.gate_up)  # [T, intermediate_size]
+            ops.linear_residual(activated, layer.down, hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, vocab_size] for rows [R, hidden_size] of what `forward` returned."""
+        normed = self.ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
+        return self.ops.logits(normed, self._lm_head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packer:
+    """Knows the checkpoint's names, and turns its tensors into the kernels' form."""
+
+    config: DecoderConfig
+    weights: MappedWeights
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+
+    def layer(self, index: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{index}"
+        hidden, mlp = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention = f"{prefix}.self_attn"
+        qk_norm = config.qk_norm
+        return Layer(
+            attention_norm=self.vector(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self._linear(
+                {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size},
+                hidden,
+                config.qkv_bias,
+            ),
+            q_norm=self.vector(f"{attention}.q_norm.weight", config.head_dim) if qk_norm else None,
+            k_norm=self.vector(f"{attention}.k_norm.weight", config.head_dim) if qk_norm else None,
+            attention_out=self._linear({f"{attention}.o_proj": hidden}, q_size, config.attention_out_bias),
+            mlp_norm=self.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self._linear(
+                {f"{prefix}.mlp.gate_proj": mlp, f"{prefix}.mlp.up_proj": mlp}, hidden, config.mlp_bias, interleave=True
+            ),
+            down=self._linear({f"{prefix}.mlp.down_proj": hidden}, mlp, config.mlp_bias),
+        )
+
+    def embedding(self) -> Tensor:
+        """[vocab_size, hidden_size]: the mapped file itself where dtype and device are the same."""
+        return self._tensor("model.embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
+
+    def lm_head(self) -> PackedLinear:
+        name = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
+        return self._linear({name: self.config.vocab_size}, self.config.hidden_size, bias=False)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """[size], a copy: a view would keep the file mapped."""
+        return self._tensor(name, (size,)).clone()
+
+    def _linear(
+        self, out_features: dict[str, int], in_features: int, bias: bool, interleave: bool = False
+    ) -> PackedLinear:
+        """Modules of the checkpoint, with their output sizes, packed as one."""
+        return self.ops.pack_linear(
+            [self._tensor(f"{name}.weight", (size, in_features)) for name, size in out_features.items()],
+            [self._tensor(f"{name}.bias", (size,)) if bias else None for name, size in out_features.items()],
+            interleave,
+        )
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.weights.get(name, shape).to(device=self.device, dtype=self.dtype)
+
+
+def _check_max_model_len(config: DecoderConfig, max_model_len: int) -> None:
+    window = config.sliding_window
+    if window is not None and max_model_len > window:
+        raise ConfigError(
+            f"max_model_len: {max_model_len} is more than the model's sliding_window of {window}, and sliding windows "
+            f"are not supported yet: set max_model_len to at most {window}"
+        )

@@ -1,0 +1,74 @@
+"""Weights of a Hugging Face directory, mapped: a tensor's bytes are read when something reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from swiftkv.errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class MappedWeights:
+    """The tensors of a checkpoint by name. Views of the mapped files, in the checkpoint's dtype."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `CheckpointError` if a file is missing or is not safetensors."""
+        self.directory = directory
+        self._files: dict[Path, safe_open] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in _weight_files(directory):
+            try:
+                self._files[file] = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file}: {error}") from None
+            self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise CheckpointError(f"{self.directory}: tensor {name} is in no *.safetensors file")
+        tensor: Tensor = self._files[file].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{file}: tensor {name} has shape {tuple(tensor.shape)}, config.json makes it {shape}"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}, neither of {', '.join(map(str, _DTYPES))}")
+        return tensor
+
+
+def load_weights(directory: Path) -> MappedWeights:
+    """Map the weights in `directory`, one file or sharded. Raises `CheckpointError`."""
+    return MappedWeights(directory)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index}: no weight_map from tensor names to file names ({error!r})") from None
+        files = [directory / name for name in names]
+    else:
+        files = [directory / _SINGLE]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing; its tensors are part of the model")
+    return files
