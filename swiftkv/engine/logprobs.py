@@ -1,0 +1,82 @@
+"""Log-probabilities of the model's raw distribution: of sampled tokens, and of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swiftkv.engine.messages import TokenLogprobs
+from swiftkv.engine.request import Request
+
+_LOGITS_BYTES = 64 << 20
+"""How much float32 logits may be alive at once for the sake of prompt logprobs."""
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Of `token_ids [N]` under `logits [N, vocab]`, with the `top_counts[i]` likeliest tokens of row i."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, torch.from_numpy(token_ids).to(logits.device, torch.int64).unsqueeze(1))  # [N, 1]
+    ranks = (logprobs > chosen).sum(-1) + 1
+    top = logprobs.topk(min(max(top_counts), logits.shape[1]), dim=-1)
+    rows = zip(
+        chosen.squeeze(1).tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), top_counts, strict=True
+    )
+    return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
+
+
+class PromptLogprobs:
+    """Collects the logprobs of prompts over the steps that compute them, for the few requests that ask."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rows_per_slice = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        self._waiting: dict[int, tuple[Request, list[TokenLogprobs]]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any request is still waiting for its own."""
+        return bool(self._waiting)
+
+    def add(self, request: Request) -> None:
+        if request.sampling.prompt_logprobs is not None:
+            self._waiting[request.request_id] = (request, [])
+
+    def discard(self, request_id: int) -> None:
+        self._waiting.pop(request_id, None)
+
+    def pop(self, request_id: int) -> list[TokenLogprobs] | None:
+        """The request's prompt logprobs, for prompt tokens 1, 2, …; None if it did not ask or has had them."""
+        request, logprobs = self._waiting.pop(request_id, (None, []))
+        assert request is None or len(logprobs) == len(request.prompt) - 1
+        return None if request is None else logprobs
+
+    def collect(
+        self,
+        request_ids: npt.NDArray[np.uint64],
+        query_starts: npt.NDArray[np.int32],
+        context_lens: npt.NDArray[np.int32],
+        logits_of: Callable[[slice], torch.Tensor],
+    ) -> None:
+        """Take what this step computed. `logits_of` gives the float32 logits of a slice of the step's rows."""
+        for sequence, request_id in enumerate(request_ids.tolist()):
+            if request_id not in self._waiting:
+                continue
+            request, logprobs = self._waiting[request_id]
+            first_row, end_row = query_starts[sequence : sequence + 2].tolist()
+            first_position = int(context_lens[sequence]) - (end_row - first_row)
+            # A preempted request computes its prompt again from the start: what is known is skipped.
+            start, stop = len(logprobs), min(int(context_lens[sequence]), len(request.prompt) - 1)
+            assert start >= first_position or start >= stop, "positions that come from the cache have no logits"
+            for part in self._slices(start, stop):
+                targets = request.prompt[part.start + 1 : part.stop + 1]
+                to_row = first_row - first_position
+                logits = logits_of(slice(part.start + to_row, part.stop + to_row))
+                top_count = request.sampling.prompt_logprobs or 0
+                logprobs += token_logprobs(logits, targets, [top_count] * len(targets))
+
+    def _slices(self, start: int, stop: int) -> Iterator[slice]:
+        for begin in range(start, stop, self._rows_per_slice):
+            yield slice(begin, min(stop, begin + self._rows_per_slice))

@@ -1,0 +1,91 @@
+"""An engine process: `python -m swiftkv.engine.main`, with an `EngineConfig` as the first line of standard input.
+
+The end of standard input says that the parent is gone, and ends the process at once. SIGTERM and `Shutdown` end it
+with code 0, a model that cannot be loaded with EXIT_LOAD_FAILED and one line on standard error, a defect with a
+traceback and code 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from swiftkv.engine.messages import EXIT_LOAD_FAILED, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, EngineConfig, Ready
+from swiftkv.errors import SwiftkvError
+
+_LINGER_MS = 500
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s engine {config.name}: %(message)s")
+    _set_threads(config.threads)
+    return serve(config)
+
+
+def serve(config: EngineConfig) -> int:
+    """Load the model, say Ready, and run until told to stop. Returns the exit code."""
+    import torch  # after the environment is set
+
+    from swiftkv.engine.engine import Engine
+    from swiftkv.engine.runner import ModelRunner
+
+    torch.set_num_threads(config.threads)
+    try:
+        runner = ModelRunner(config)
+    except (SwiftkvError, OSError) as error:
+        print(f"swiftkv: model {config.name}: {error}", file=sys.stderr, flush=True)
+        return EXIT_LOAD_FAILED
+    context = zmq.Context()
+    try:
+        requests = _connect(context, zmq.PULL, config.requests_address)
+        outputs = _connect(context, zmq.PUSH, config.outputs_address)
+        ready = Ready(
+            config.name,
+            os.getpid(),
+            config.max_model_len,
+            runner.vocab_size,
+            runner.num_blocks,
+            config.block_size,
+            list(runner.eos_token_ids),
+        )
+        outputs.send(msgspec.msgpack.encode(ready))
+        with torch.inference_mode():
+            Engine(config, runner, requests, outputs).run()
+    finally:
+        context.destroy(linger=_LINGER_MS)
+    return 0
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.set_hwm(HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.connect(address)
+    return socket
+
+
+def _set_threads(threads: int) -> None:
+    """For the libraries that torch brings: as many threads as the engine has, and none that spins while it waits."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ["GOMP_SPINCOUNT"] = "0"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""One request as the engine keeps it, and what makes a request invalid."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv.engine.messages import AddRequest, SamplingParams
+
+MAX_TOP_LOGPROBS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A valid request. Everything that changes while it runs is with the scheduler and the sampler."""
+
+    request_id: int
+    prompt: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    stop_token_ids: npt.NDArray[np.int32]  # with the model's end-of-sequence tokens unless they are to be ignored
+    seed: int  # 64 bits
+    namespace: bytes  # prompts share cached prefixes only within one
+    priority: int
+
+    @classmethod
+    def from_message(
+        cls, message: AddRequest, model: str, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+    ) -> Request:
+        """Raises `ValueError` with a sentence for the client."""
+        if not message.prompt or len(message.prompt) % 4:
+            raise ValueError("the prompt is empty or not a whole number of tokens")
+        prompt = np.frombuffer(message.prompt, np.int32).copy()  # torch wants it writable
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
+            raise ValueError(f"the prompt has a token id outside the vocabulary (0 to {vocab_size - 1})")
+        if len(prompt) >= max_model_len:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; with room for one more, at most {max_model_len - 1} fit"
+            )
+        sampling = message.sampling
+        _check_sampling(sampling, vocab_size)
+        stop = sampling.stop_token_ids if sampling.ignore_eos else [*sampling.stop_token_ids, *eos_token_ids]
+        return cls(
+            request_id=message.request_id,
+            prompt=prompt,
+            sampling=sampling,
+            stop_token_ids=np.array(sorted(set(stop)), np.int32),
+            seed=(secrets.randbits(64) if sampling.seed is None else sampling.seed) & (2**64 - 1),
+            namespace=f"{model}\0{message.cache_salt}".encode(),
+            priority=message.priority,
+        )
+
+
+def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raises `ValueError`. Comparisons are written so that NaN fails them."""
+    bias = params.logit_bias or {}
+    rules = {
+        "max_tokens must be at least 1": params.max_tokens >= 1,
+        "min_tokens must be from 0 to max_tokens": 0 <= params.min_tokens <= params.max_tokens,
+        "temperature must be a number from 0": 0 <= params.temperature < math.inf,
+        "top_p must be above 0 and at most 1": 0 < params.top_p <= 1,
+        "top_k must be at least -1": params.top_k >= -1,
+        "min_p must be from 0 to 1": 0 <= params.min_p <= 1,
+        "presence_penalty must be a number": math.isfinite(params.presence_penalty),
+        "frequency_penalty must be a number": math.isfinite(params.frequency_penalty),
+        "repetition_penalty must be a number above 0": 0 < params.repetition_penalty < math.inf,
+        "logit_bias must give numbers for token ids of the vocabulary": all(
+            0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items()
+        ),
+        "stop_token_ids must be token ids of the vocabulary": all(
+            0 <= token < vocab_size for token in params.stop_token_ids
+        ),
+        f"logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.logprobs),
+        f"prompt_logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.prompt_logprobs),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(rule)
+
+
+def _in_logprob_range(count: int | None) -> bool:
+    return count is None or 0 <= count <= MAX_TOP_LOGPROBS

@@ -1,0 +1,70 @@
+"""The model, its pool, and what a step of the scheduler looks like to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swiftkv._core import GroupSpec, StepPlan
+from swiftkv.cache.geometry import blocks_in_pool, pool_bytes_for_tokens
+from swiftkv.cache.pool import Pool
+from swiftkv.engine.messages import EngineConfig
+from swiftkv.errors import ConfigError
+from swiftkv.models.batch import ModelInput
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import load_weights
+
+
+class ModelRunner:
+    """Owns the weights and the pool; to be called in inference mode.
+
+    Raises `ConfigError` or `CheckpointError` when they cannot be had.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        path = Path(config.path)
+        model_config = DecoderConfig.from_pretrained(path)
+        groups = model_config.kv_groups(config.block_size, config.dtype)
+        if config.kv_bytes < pool_bytes_for_tokens(config.max_model_len, groups):
+            raise ConfigError(
+                f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs "
+                f"{pool_bytes_for_tokens(config.max_model_len, groups)} bytes, not {config.kv_bytes}"
+            )
+        self.vocab_size = model_config.vocab_size
+        self.eos_token_ids = model_config.eos_token_ids
+        self.device = torch.device(config.device)
+        self.num_blocks = blocks_in_pool(config.kv_bytes, groups)
+        self.group_specs = [GroupSpec(group.num_layers, self.num_blocks, group.window) for group in groups]
+        self._pool = Pool([(group, self.num_blocks) for group in groups], config.name)
+        self._model = DenseDecoder(
+            model_config, load_weights(path), getattr(torch, config.dtype), self.device, config.max_model_len
+        )
+        self._pool.prefault()
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Hidden states [T, hidden] of the step's tokens; their KV is in the pool afterwards."""
+        return self._model.forward(self._prepare(plan), self._pool.tensor)
+
+    def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
+        """float32 [R, vocab] of the given rows of `hidden`."""
+        chosen = hidden[rows]
+        if not len(chosen):
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return self._model.logits(chosen)
+
+    def _prepare(self, plan: StepPlan) -> ModelInput:
+        return ModelInput(
+            token_ids=self._to_device(plan.token_ids),
+            positions=self._to_device(plan.positions),
+            query_starts=self._to_device(plan.query_starts),
+            context_lens=self._to_device(plan.context_lens),
+            block_tables=tuple(self._to_device(table) for table in plan.block_tables),
+            table_starts=tuple(self._to_device(starts) for starts in plan.table_starts),
+        )
+
+    def _to_device(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,268 @@
+"""From logits to tokens, for the whole batch at once.
+
+What a request asks for is written once, when it takes a row slot, into tensors that have a row per slot; a step only
+gathers. The order of the stages, and their meaning, is vLLM's: raw log-probabilities; min_tokens, logit_bias and
+penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depends on that row alone, and the draw on
+(seed, position) alone, so a request's tokens do not depend on what else runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swiftkv.engine.logprobs import token_logprobs
+from swiftkv.engine.messages import TokenLogprobs
+from swiftkv.engine.request import Request
+
+_GREEDY_BELOW = 1e-5  # temperatures under this mean greedy
+_DRAWN, _FILTERED, _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4, 8, 16
+_NUCLEUS_CANDIDATES = 1024  # a nucleus is looked for among so many of the likeliest before all are sorted
+_ROWS_PER_DRAW = 16  # bounds the float64 temporaries, [rows, vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token_ids: npt.NDArray[np.int32]  # [R]
+    logprobs: dict[int, TokenLogprobs] | None  # by row, of the rows that asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Edits:
+    """What one request changes about its logits at every step."""
+
+    bias_ids: torch.Tensor  # int64 [n]
+    bias_values: torch.Tensor  # float32 [n]
+    stop_ids: torch.Tensor  # int64 [m], not to be sampled before `min_position`
+    min_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """The token counts of a preempted request."""
+
+    output_counts: torch.Tensor
+    in_prompt: torch.Tensor
+
+
+class Sampler:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._flags = np.zeros(max_num_seqs, np.uint8)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._logprob_counts = np.zeros(max_num_seqs, np.int32)
+        self._edits: dict[int, _Edits] = {}  # by slot
+        self._temperature = torch.ones(max_num_seqs, device=device)
+        self._log_min_p = torch.full((max_num_seqs,), -math.inf, device=device)
+        self._top_k = torch.full((max_num_seqs,), vocab_size, dtype=torch.int64, device=device)
+        self._top_p = torch.ones(max_num_seqs, dtype=torch.float64, device=device)
+        self._presence = torch.zeros(max_num_seqs, 1, device=device)
+        self._frequency = torch.zeros(max_num_seqs, 1, device=device)
+        self._repetition = torch.ones(max_num_seqs, 1, device=device)
+        # [max_num_seqs, vocab] from the first request with penalties on
+        self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._parked: dict[int, _Parked] = {}  # by request id
+
+    def seat(self, slot: int, request: Request) -> None:
+        """`request` has the row slot from now on, whoever had it before."""
+        params = request.sampling
+        drawn = params.temperature >= _GREEDY_BELOW
+        self._flags[slot] = (
+            _DRAWN * drawn
+            | _FILTERED * (0 < params.top_k < self._vocab_size or params.top_p < 1)
+            | _LOGPROBS * (params.logprobs is not None)
+        )
+        self._seeds[slot] = request.seed
+        self._logprob_counts[slot] = params.logprobs or 0
+        self._temperature[slot] = params.temperature if drawn else 1.0
+        self._log_min_p[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        self._top_p[slot] = params.top_p
+        self._seat_edits(slot, request)
+        self._seat_penalties(slot, request)
+
+    def park(self, slot: int, request: Request) -> None:
+        """`request` was preempted and loses its slot: keep what cannot be told from its parameters."""
+        if self._flags[slot] & _PENALISED:
+            self._parked[request.request_id] = _Parked(self._output_counts[slot].clone(), self._in_prompt[slot].clone())
+
+    def release(self, request_id: int) -> None:
+        """The request has ended."""
+        self._parked.pop(request_id, None)
+
+    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
+        """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
+
+        `positions [R]` are those that the sampled tokens will have. Raises `FloatingPointError` if a row to draw from
+        is not finite.
+        """
+        flags = self._flags[slots]
+        in_use = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        if not in_use:
+            return Sampled(_to_numpy(logits.argmax(-1)), None)
+
+        raw_rows = np.flatnonzero(flags & _LOGPROBS)
+        raw_logits = logits[raw_rows] if len(raw_rows) else None  # a copy
+        if in_use & _EDITED:
+            self._edit(logits, slots, positions)
+        if in_use & _PENALISED:
+            self._penalise(logits, np.flatnonzero(flags & _PENALISED), slots)
+
+        token_ids = _to_numpy(logits.argmax(-1))
+        drawn = np.flatnonzero(flags & _DRAWN)
+        for begin in range(0, len(drawn), _ROWS_PER_DRAW):
+            rows = drawn[begin : begin + _ROWS_PER_DRAW]
+            filtered = bool(np.any(flags[rows] & _FILTERED))
+            token_ids[rows] = self._draw(logits[rows], slots[rows], positions[rows], filtered)
+
+        if in_use & _PENALISED:
+            self._count(np.flatnonzero(flags & _PENALISED), slots, token_ids)
+        if raw_logits is None:
+            return Sampled(token_ids, None)
+        top_counts = self._logprob_counts[slots[raw_rows]].tolist()
+        logprobs = token_logprobs(raw_logits, token_ids[raw_rows], top_counts)
+        return Sampled(token_ids, dict(zip(raw_rows.tolist(), logprobs, strict=True)))
+
+    def _seat_edits(self, slot: int, request: Request) -> None:
+        self._edits.pop(slot, None)
+        params = request.sampling
+        bias = params.logit_bias or {}
+        if not bias and not params.min_tokens:
+            return
+        self._flags[slot] |= _EDITED
+        self._edits[slot] = _Edits(
+            bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=self._device),
+            bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
+            stop_ids=torch.from_numpy(request.stop_token_ids).to(self._device, torch.int64),
+            min_position=len(request.prompt) + params.min_tokens,
+        )
+
+    def _seat_penalties(self, slot: int, request: Request) -> None:
+        params = request.sampling
+        if params.presence_penalty == 0 and params.frequency_penalty == 0 and params.repetition_penalty == 1:
+            return
+        self._flags[slot] |= _PENALISED
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+        self._repetition[slot] = params.repetition_penalty
+        if not len(self._output_counts):
+            self._output_counts = self._output_counts.new_zeros(len(self._flags), self._vocab_size)
+            self._in_prompt = self._in_prompt.new_zeros(len(self._flags), self._vocab_size)
+        parked = self._parked.pop(request.request_id, None)
+        if parked is None:
+            self._output_counts[slot] = 0
+            self._in_prompt[slot] = False
+            self._in_prompt[slot, torch.from_numpy(request.prompt).to(self._device, torch.int64)] = True
+        else:
+            self._output_counts[slot] = parked.output_counts
+            self._in_prompt[slot] = parked.in_prompt
+
+    def _edit(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> None:
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            edits = self._edits.get(slot)
+            if edits is None:
+                continue
+            if position < edits.min_position:
+                logits[row, edits.stop_ids] = -math.inf
+            logits[row, edits.bias_ids] += edits.bias_values
+
+    def _penalise(self, logits: torch.Tensor, rows: npt.NDArray[np.intp], slots: npt.NDArray[np.int32]) -> None:
+        row_slots = torch.from_numpy(slots[rows]).to(self._device, torch.int64)
+        counts = self._output_counts[row_slots]
+        seen = counts > 0
+        penalised = logits[rows]
+        repetition = self._repetition[row_slots]
+        repeated = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
+        penalised = torch.where(seen | self._in_prompt[row_slots], repeated, penalised)
+        penalised -= self._frequency[row_slots] * counts
+        penalised -= self._presence[row_slots] * seen
+        logits[rows] = penalised
+
+    def _count(
+        self, rows: npt.NDArray[np.intp], slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
+    ) -> None:
+        self._output_counts[slots[rows], token_ids[rows]] += 1  # a slot has at most one row
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        filtered: bool,
+    ) -> npt.NDArray[np.int32]:
+        """Inverse of the distribution function, in order of token ids, at one uniform number per row."""
+        row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
+        scaled = logits / self._temperature[row_slots].unsqueeze(1)
+        scaled -= scaled.amax(-1, keepdim=True)  # the likeliest is 0
+        floor = self._log_min_p[row_slots]
+        if filtered:
+            floor = self._nucleus_floor(scaled, floor, self._top_k[row_slots], self._top_p[row_slots])
+        cumulative = _cumulative_weights(scaled, floor)
+        uniform = torch.from_numpy(uniforms(self._seeds[slots], positions)).to(self._device).unsqueeze(1)
+        token_ids = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
+        if int(token_ids.max()) >= self._vocab_size:
+            raise FloatingPointError("the model's logits are not finite")
+        return _to_numpy(token_ids)
+
+    def _nucleus_floor(
+        self, scaled: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    ) -> torch.Tensor:
+        """The lowest scaled logit [R] that top_k and then top_p keep; equals stay or go together.
+
+        A row's floor does not depend on how many candidates it was looked for among.
+        """
+        unlimited = top_k == self._vocab_size
+        width = max(_NUCLEUS_CANDIDATES, int(top_k.masked_fill(unlimited, 0).max()))
+        if width >= self._vocab_size:
+            return self._floor_among(scaled, floor, top_k, top_p, self._vocab_size)[0]
+        new_floor, found = self._floor_among(scaled, floor, top_k, top_p, width)
+        rest = torch.nonzero(~found).squeeze(1)
+        if len(rest):
+            new_floor[rest] = self._floor_among(scaled[rest], floor[rest], top_k[rest], top_p[rest], self._vocab_size)[
+                0
+            ]
+        return new_floor
+
+    def _floor_among(
+        self, scaled: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The floor, and whether the `width` likeliest tokens were enough to tell, for each row."""
+        candidates = scaled.topk(width, dim=-1).values  # [R, width], falling
+        kth = candidates.gather(1, (top_k.clamp(max=width) - 1).unsqueeze(1)).squeeze(1)
+        floor = torch.where(top_k < self._vocab_size, torch.maximum(floor, kth), floor)
+        wanted = top_p.unsqueeze(1) * _cumulative_weights(scaled, floor)[:, -1:]
+        cumulative = _cumulative_weights(candidates, floor)
+        last = (cumulative < wanted).sum(-1)  # index of the candidate that completes the nucleus
+        edge = candidates.gather(1, last.clamp(max=width - 1).unsqueeze(1)).squeeze(1)
+        unbounded = top_p >= 1
+        return torch.where(unbounded, floor, torch.maximum(floor, edge)), unbounded | (last < width)
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each (seed, position): SplitMix64, twice, so that neither neighbours show a pattern."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mix64(_mix64(seeds + golden) + positions.astype(np.uint64) * golden)
+    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _cumulative_weights(scaled: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """Running sums of exp(scaled) where `scaled [R, N]` reaches `floor [R]`, float64: added up in order, row by row."""
+    weights = scaled.exp().masked_fill_(scaled < floor.unsqueeze(1), 0.0)
+    return weights.cumsum(-1, dtype=torch.float64)
+
+
+def _to_numpy(token_ids: torch.Tensor) -> npt.NDArray[np.int32]:
+    array: npt.NDArray[np.int32] = token_ids.to("cpu", torch.int32).numpy()
+    return array

@@ -1,0 +1,216 @@
+"""The sampler against a naive one that does one row at a time, and against the distribution it should draw from."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftkv.engine.messages import AddRequest, SamplingParams
+from swiftkv.engine.request import Request
+from swiftkv.engine.sampler import Sampler, uniforms
+
+VOCAB = 97
+EOS = 5
+
+
+def make_request(request_id: int, prompt: list[int], **params: object) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 100, **params})  # type: ignore[arg-type]
+    message = AddRequest(request_id, np.array(prompt, np.int32).tobytes(), sampling)
+    return Request.from_message(message, "m", VOCAB, 10_000, (EOS,))
+
+
+def kept_probabilities(logits: torch.Tensor, request: Request, outputs: list[int]) -> torch.Tensor:
+    """What the sampler should draw from: vLLM's stages, spelled out for one row in float64."""
+    params = request.sampling
+    x = logits.double().clone()
+    if len(outputs) < params.min_tokens:
+        for token in request.stop_token_ids.tolist():
+            x[token] = -math.inf
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    for token in range(VOCAB):
+        if token in outputs or token in request.prompt:
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * outputs.count(token)
+        x[token] -= params.presence_penalty * (token in outputs)
+    if params.temperature == 0:
+        return torch.nn.functional.one_hot(x.argmax(), VOCAB).double()
+    p = torch.softmax(x / params.temperature, 0)
+    p[p < params.min_p * p.max()] = 0
+    order = p.argsort(descending=True)
+    if params.top_k > 0:
+        p[order[params.top_k :]] = 0
+    p /= p.sum()
+    before = p[order].cumsum(0) - p[order]
+    p[order[before >= params.top_p]] = 0
+    return p / p.sum()
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, -1, 1, 3, 40, 1000]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.35, 1e-6]),
+        "min_p": st.sampled_from([0.0, 0.02, 0.5]),
+        "presence_penalty": st.sampled_from([0.0, 1.5]),
+        "frequency_penalty": st.sampled_from([0.0, -0.5, 0.7]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "min_tokens": st.sampled_from([0, 2]),
+        "logit_bias": st.sampled_from([None, {3: 4.0, EOS: 6.0}, {7: -100.0}]),
+        "seed": st.integers(0, 2**63),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 2**31))
+def test_rows_follow_the_naive_sampler(all_params: list[dict[str, object]], logits_seed: int) -> None:
+    generator = torch.Generator().manual_seed(logits_seed)
+    requests = [make_request(i, [1, 2, 3, 2], **params) for i, params in enumerate(all_params)]
+    slots = np.array([2 * i + 1 for i in range(len(requests))], np.int32)
+    sampler = Sampler(16, VOCAB, torch.device("cpu"))
+    for slot, request in zip(slots.tolist(), requests, strict=True):
+        sampler.seat(slot, request)
+    outputs: list[list[int]] = [[] for _ in requests]
+    for _ in range(4):
+        logits = 3 * torch.randn(len(requests), VOCAB, generator=generator)
+        expected = [kept_probabilities(*row) for row in zip(logits, requests, outputs, strict=True)]
+        positions = np.array([4 + len(tokens) for tokens in outputs], np.int32)
+        drawn = uniforms(np.array([r.seed for r in requests], np.uint64), positions)
+        token_ids = sampler.sample(logits.clone(), slots, positions).token_ids
+        for row, token in enumerate(token_ids.tolist()):
+            p = expected[row]
+            assert p[token] > 0
+            if requests[row].sampling.temperature > 0:
+                end = float(p.cumsum(0)[token])
+                assert end - float(p[token]) - 1e-5 <= drawn[row] <= end + 1e-5
+            outputs[row].append(token)
+
+
+def test_a_request_draws_the_same_alone_and_in_a_batch() -> None:
+    request = make_request(1, [1, 2], temperature=0.8, top_p=0.9, seed=7)
+    others = [make_request(10 + i, [3], temperature=0.5 + i, top_k=i, seed=i) for i in range(6)]
+    logits = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(0))
+    alone, batch = (Sampler(8, VOCAB, torch.device("cpu")) for _ in range(2))
+    alone.seat(0, request)
+    for slot, other in enumerate([*others, request]):
+        batch.seat(slot, other)
+    for position in range(2, 60):
+        positions = np.full(7, position, np.int32)
+        in_batch = batch.sample(logits.clone(), np.arange(7, dtype=np.int32), positions).token_ids[6]
+        assert alone.sample(logits[6:].clone(), np.zeros(1, np.int32), positions[:1]).token_ids[0] == in_batch
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_frequencies_are_those_of_the_distribution(top_p: float) -> None:
+    """A chi-squared test at fixed seeds: 20,000 positions of one request."""
+    request = make_request(1, [0], temperature=1.3, top_p=top_p, seed=42)
+    sampler = Sampler(1, VOCAB, torch.device("cpu"))
+    sampler.seat(0, request)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    p = kept_probabilities(logits[0], request, []).numpy()
+    num_draws, rows = 20_000, 500
+    counts = np.zeros(VOCAB)
+    for begin in range(0, num_draws, rows):
+        positions = np.arange(begin, begin + rows, dtype=np.int32)
+        tokens = sampler.sample(logits.repeat(rows, 1), np.zeros(rows, np.int32), positions).token_ids
+        counts += np.bincount(tokens, minlength=VOCAB)
+    assert counts[p == 0].sum() == 0
+    kept = p > 0
+    chi_squared = float((((counts - num_draws * p) ** 2)[kept] / (num_draws * p[kept])).sum())
+    freedom = int(kept.sum()) - 1
+    assert abs(chi_squared - freedom) < 4 * math.sqrt(2 * freedom)
+
+
+def test_uniforms_are_uniform_over_seeds_and_positions() -> None:
+    over_positions = uniforms(np.full(50_000, 3, np.uint64), np.arange(50_000, dtype=np.int32))
+    over_seeds = uniforms(np.arange(50_000, dtype=np.uint64), np.full(50_000, 9, np.int32))
+    for values in (over_positions, over_seeds):
+        assert values.min() >= 0
+        assert values.max() < 1
+        assert np.abs(np.histogram(values, 50)[0] - 1000).max() < 150
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(over_positions, over_seeds)[0, 1]) < 0.02
+
+
+def test_a_nucleus_wider_than_the_candidates_is_found_by_sorting_all() -> None:
+    vocab = 5000
+    message = AddRequest(1, np.zeros(1, np.int32).tobytes(), SamplingParams(10, top_p=0.9, seed=1))
+    request = Request.from_message(message, "m", vocab, 100, ())
+    sampler = Sampler(2, vocab, torch.device("cpu"))
+    sampler.seat(0, request)
+    logits = torch.linspace(0, 1e-3, vocab).repeat(400, 1)  # almost flat: the nucleus is the upper 90 %
+    tokens = sampler.sample(logits, np.zeros(400, np.int32), np.arange(400, dtype=np.int32)).token_ids
+    assert tokens.min() >= 499
+    assert len(np.unique(tokens)) > 350
+
+
+def test_counts_survive_preemption_and_another_request_in_the_slot() -> None:
+    request = make_request(1, [0], temperature=0.0, presence_penalty=2.0)
+    sampler = Sampler(4, VOCAB, torch.device("cpu"))
+    sampler.seat(0, request)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 10], logits[0, 20], logits[0, 30] = 3.0, 2.0, 1.5
+    slot = np.zeros(1, np.int32)
+    position = np.ones(1, np.int32)
+    assert sampler.sample(logits.clone(), slot, position).token_ids.tolist() == [10]
+    assert sampler.sample(logits.clone(), slot, position).token_ids.tolist() == [20]
+    sampler.park(0, request)
+    sampler.seat(0, make_request(2, [0], temperature=0.0, repetition_penalty=1.5))
+    assert sampler.sample(logits.clone(), slot, position).token_ids.tolist() == [10]
+    sampler.seat(3, request)
+    assert sampler.sample(logits.clone(), slot + 3, position).token_ids.tolist() == [30]
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    request = make_request(1, [0], temperature=0.0, logprobs=3, logit_bias={50: 100.0})
+    plain = make_request(2, [0], temperature=0.0)
+    sampler = Sampler(2, VOCAB, torch.device("cpu"))
+    sampler.seat(0, request)
+    sampler.seat(1, plain)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3))
+    raw = torch.log_softmax(logits[0], 0)
+    sampled = sampler.sample(logits, np.arange(2, dtype=np.int32), np.ones(2, np.int32))
+    assert sampled.logprobs is not None
+    assert list(sampled.logprobs) == [0]
+    entry = sampled.logprobs[0]
+    assert sampled.token_ids[0] == 50
+    assert entry.logprob == pytest.approx(float(raw[50]))
+    assert entry.rank == int((raw > raw[50]).sum()) + 1
+    assert entry.top_ids == raw.topk(3).indices.tolist()
+    assert entry.top_logprobs == pytest.approx(raw.topk(3).values.tolist())
+
+
+def test_logits_that_are_no_numbers_are_not_drawn_from() -> None:
+    sampler = Sampler(1, VOCAB, torch.device("cpu"))
+    sampler.seat(0, make_request(1, [0], seed=1))
+    with pytest.raises(FloatingPointError):
+        sampler.sample(torch.full((1, VOCAB), math.nan), np.zeros(1, np.int32), np.ones(1, np.int32))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"min_tokens": 101},
+        {"temperature": math.nan},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"presence_penalty": math.inf},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {VOCAB: 1.0}},
+        {"stop_token_ids": [-1]},
+        {"logprobs": -1},
+        {"prompt_logprobs": 10**9},
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        make_request(1, [1], **wrong)
