@@ -37,7 +37,9 @@ class Engine:
     log-probabilities, or ends.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, requests: zmq.Socket, outputs: zmq.Socket) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, requests: zmq.Socket[bytes], outputs: zmq.Socket[bytes]
+    ) -> None:
         self._config = config
         self._runner = runner
         self._requests_socket = requests

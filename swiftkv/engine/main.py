@@ -28,7 +28,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s engine {config.name}: %(message)s")
-    _set_threads(config.threads)
+    _quieten_threads()
     return serve(config)
 
 
@@ -39,7 +39,7 @@ def serve(config: EngineConfig) -> int:
     from swiftkv.engine.engine import Engine
     from swiftkv.engine.runner import ModelRunner
 
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(1)  # the kernels have threads of their own; what torch does here is too small to share
     try:
         runner = ModelRunner(config)
     except (SwiftkvError, OSError) as error:
@@ -74,16 +74,15 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
     return socket
 
 
-def _set_threads(threads: int) -> None:
-    """For the libraries that torch brings: as many threads as the engine has, and none that spins while it waits."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+def _quieten_threads() -> None:
+    """No thread of the libraries that torch brings may spin while it waits: the cores belong to other engines too."""
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["GOMP_SPINCOUNT"] = "0"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):  # not through the buffered reader, whose lock Python takes when it exits
+        pass
     os._exit(0)
 
 

@@ -16,7 +16,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import load_weights
+from swiftkv.models.loader import MappedWeights
 
 
 class ModelRunner:
@@ -41,13 +41,19 @@ class ModelRunner:
         self.group_specs = [GroupSpec(group.num_layers, self.num_blocks, group.window) for group in groups]
         self._pool = Pool([(group, self.num_blocks) for group in groups], config.name)
         self._model = DenseDecoder(
-            model_config, load_weights(path), getattr(torch, config.dtype), self.device, config.max_model_len
+            model_config,
+            MappedWeights(path),
+            getattr(torch, config.dtype),
+            self.device,
+            config.max_model_len,
+            config.block_size,
         )
+        self._model.ops.set_num_threads(config.threads)
         self._pool.prefault()
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens; their KV is in the pool afterwards."""
-        return self._model.forward(self._prepare(plan), self._pool.tensor)
+        return self._model.forward(ModelInput.from_plan(plan), self._pool.tensor)
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
         """float32 [R, vocab] of the given rows of `hidden`."""
@@ -55,16 +61,3 @@ class ModelRunner:
         if not len(chosen):
             return torch.empty(0, self.vocab_size, device=self.device)
         return self._model.logits(chosen)
-
-    def _prepare(self, plan: StepPlan) -> ModelInput:
-        return ModelInput(
-            token_ids=self._to_device(plan.token_ids),
-            positions=self._to_device(plan.positions),
-            query_starts=self._to_device(plan.query_starts),
-            context_lens=self._to_device(plan.context_lens),
-            block_tables=tuple(self._to_device(table) for table in plan.block_tables),
-            table_starts=tuple(self._to_device(starts) for starts in plan.table_starts),
-        )
-
-    def _to_device(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,167 @@
+"""A real engine process with real sockets, for tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import numpy as np
+import zmq
+
+from swiftkv.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineConfig,
+    EngineStats,
+    FromEngine,
+    Ready,
+    RequestError,
+    SamplingParams,
+    Shutdown,
+    StepOutput,
+    TokenLogprobs,
+    ToEngine,
+)
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Answer:
+    """Everything that came for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: int = 0
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: RequestError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason != 0 or self.error is not None
+
+
+class EngineProcess:
+    """A context manager; leaving it shuts the engine down and expects exit code 0 unless it has ended before."""
+
+    def __init__(self, checkpoint: Path, **options: object) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="swiftkv-test-")
+        addresses = [f"ipc://{self._directory.name}/{name}" for name in ("requests", "outputs")]
+        defaults: dict[str, object] = {"dtype": "float32", "kv_bytes": 64 << 20, "max_model_len": 512}
+        self.config = msgspec.convert(
+            {
+                "name": "tiny",
+                "path": str(checkpoint),
+                "requests_address": addresses[0],
+                "outputs_address": addresses[1],
+                **defaults,
+                **options,
+            },
+            EngineConfig,
+        )
+        self.answers: dict[int, Answer] = {}
+        self.stats: EngineStats | None = None
+        self._ids = count(1)
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PUSH)
+        self._outputs = self._context.socket(zmq.PULL)
+        self._requests.bind(addresses[0])
+        self._outputs.bind(addresses[1])
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "swiftkv.engine.main"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE if options.get("name") == "broken" else None,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(self.config) + b"\n")
+        self.process.stdin.flush()
+
+    def __enter__(self) -> EngineProcess:
+        self.ready = self.receive()
+        assert isinstance(self.ready, Ready)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.process.poll() is None and kind is None:
+            self.send(Shutdown())
+            assert self.process.wait(TIMEOUT_S) == 0
+        self.process.kill()
+        self.process.wait()
+        self._context.destroy(linger=0)
+        self._directory.cleanup()
+
+    def send(self, message: ToEngine | bytes) -> None:
+        self._requests.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
+
+    def receive(self) -> FromEngine:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not self._outputs.poll(200):
+            assert self.process.poll() is None, f"the engine ended with code {self.process.returncode}"
+            assert time.monotonic() < deadline_s, "the engine says nothing"
+        message: FromEngine = self._decoder.decode(self._outputs.recv())
+        return message
+
+    def add(self, prompt: Sequence[int], cache_salt: str = "", **sampling: object) -> int:
+        request_id = next(self._ids)
+        params = msgspec.convert({"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling}, dict)
+        self.answers[request_id] = Answer()
+        message = AddRequest(
+            request_id, np.array(prompt, np.int32).tobytes(), SamplingParams(**params), cache_salt=cache_salt
+        )
+        self.send(message)
+        return request_id
+
+    def abort(self, *request_ids: int) -> None:
+        self.send(Abort(list(request_ids)))
+
+    def wait(self, request_ids: Iterable[int]) -> list[Answer]:
+        """Receive until all of the requests have ended."""
+        wanted = list(request_ids)
+        while not all(self.answers[request_id].has_ended for request_id in wanted):
+            self.take_one()
+        return [self.answers[request_id] for request_id in wanted]
+
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: object) -> list[Answer]:
+        return self.wait([self.add(prompt, **sampling) for prompt in prompts])
+
+    def wait_for_rest(self) -> EngineStats:
+        """Receive until the engine says that it has nothing to do, and return what it then says of itself."""
+        while self.stats is None or self.stats.num_running or self.stats.num_waiting:
+            self.take_one()
+        return self.stats
+
+    def take_one(self) -> None:
+        message = self.receive()
+        if isinstance(message, RequestError):
+            self.answers[message.request_id].error = message
+            return
+        assert isinstance(message, StepOutput)
+        self.stats = message.stats or self.stats
+        for request_id, cached_tokens in message.admitted:
+            assert self.answers[request_id].cached_tokens is None
+            self.answers[request_id].cached_tokens = cached_tokens
+        arrays = (
+            np.frombuffer(message.request_ids, np.uint64).tolist(),
+            np.frombuffer(message.token_ids, np.int32).tolist(),
+            np.frombuffer(message.finish_reasons, np.uint8).tolist(),
+        )
+        for request_id, token_id, finish_reason in zip(*arrays, strict=True):
+            answer = self.answers[request_id]
+            assert not answer.has_ended
+            answer.token_ids.append(token_id)
+            answer.finish_reason = finish_reason
+        for request_id, logprobs in (message.logprobs or {}).items():
+            self.answers[request_id].logprobs.append(logprobs)
+        for request_id, prompt_logprobs in (message.prompt_logprobs or {}).items():
+            assert self.answers[request_id].prompt_logprobs is None
+            self.answers[request_id].prompt_logprobs = prompt_logprobs
