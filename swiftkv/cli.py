@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swiftkv import __version__
+from swiftkv.checkpoint import Architecture, Size
 from swiftkv.errors import ConfigError, SwiftkvError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def serve(
         plans = plan_node(config, need_weights=True)
         from swiftkv.node import run_node
 
-        raise typer.Exit(run_node(config, plans))
+        run_node(config, plans)
 
 
 @app.command(epilog="Example: `swiftkv plan configs/embedded.yaml --json | jq '.models[].num_blocks'`")
@@ -156,8 +157,8 @@ def status(
 @checkpoint_app.command("make", epilog="Example: `swiftkv checkpoint make --arch qwen3 --size tiny /tmp/tiny-qwen3`")
 def checkpoint_make(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; must be empty or not exist.")],
-    arch: Annotated[str, typer.Option(help="Architecture, such as qwen3, qwen2, llama, mistral.")] = "qwen3",
-    size: Annotated[str, typer.Option(help="Size, such as tiny.")] = "tiny",
+    arch: Annotated[Architecture, typer.Option(help="Architecture.")] = "qwen3",
+    size: Annotated[Size, typer.Option(help="tiny is for tests; small has the shape of Qwen3-0.6B.")] = "tiny",
 ) -> None:
     """Make a random-weight model in Hugging Face format, with a tokenizer and a chat template."""
     with _mistakes_as_lines():

@@ -86,7 +86,7 @@ class NodeConfig(_Section):
         None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="the name of an environment variable, or null"
     )
     shutdown_timeout: Duration = Field(30.0, description=_DURATION)
-    max_body: Size = Field(8 << 20, description=_SIZE)
+    max_body: Size = Field(16 << 20, description=_SIZE)
     restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
 
     def api_key(self) -> str | None:
@@ -189,7 +189,8 @@ class Config(_Section):
 def load_config(path: Path, **node_overrides: object) -> Config:
     """Read and check a YAML file; checkpoints are looked at later, by `swiftkv.cache.plan`.
 
-    `node_overrides` replace keys of its `node` section; None leaves what is written. Raises `ConfigError` whose message has one line per mistake.
+    `node_overrides` replace keys of its `node` section; None leaves what is written.
+    Raises `ConfigError` whose message has one line per mistake.
     """
     try:
         text = path.read_text(encoding="utf-8")

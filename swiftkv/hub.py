@@ -9,6 +9,7 @@ from swiftkv.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CONFIG_FILES = ["config.json"]
+_TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json"]
 _ALL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -29,6 +30,8 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool) -> Path:
         raise CheckpointError(f"{found} has no config.json; name a directory in Hugging Face format")
     if need_weights and not any(found.glob("*.safetensors")):
         raise CheckpointError(f"{found} has no *.safetensors; save the weights in that format")
+    if need_weights and not any((found / name).is_file() for name in _TOKENIZER_FILES):
+        raise CheckpointError(f"{found} has no tokenizer.json; save the tokenizer next to the weights")
     return found
 
 

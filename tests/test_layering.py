@@ -15,6 +15,7 @@ PACKAGE = Path(swiftkv.__file__).parent
 LAYERS = [
     {"cli", "demo"},
     {"node", "bench", "checkpoint"},
+    {"supervisor"},
     {"server"},
     {"engine"},
     {"master", "worker"},
@@ -23,7 +24,11 @@ LAYERS = [
     {"config", "hub", "errors", "__init__"},
 ]
 NEIGHBOURS = {("models", "cache"), ("cache", "models"), ("hub", "errors"), ("config", "errors")}
-ONLY_THESE_MODULES = {("server", "engine"): {"engine.messages"}, ("node", "engine"): {"engine.messages"}}
+ONLY_THESE_MODULES = {
+    ("server", "engine"): {"engine.messages"},
+    ("node", "engine"): {"engine.messages"},
+    ("supervisor", "engine"): {"engine.messages"},
+}
 
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -26,7 +26,8 @@ class ModelPlan:
     weight_bytes: int
     num_blocks: int  # of each group
     max_model_len: int
-    max_position_embeddings: int
+    max_context_len: int  # that the model was made for
+    vocab_size: int
 
     @property
     def block_size(self) -> int:
@@ -50,8 +51,8 @@ class ModelPlan:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest sequence that the pool and the model's positions allow."""
-        return min(self.pool_tokens, self.max_position_embeddings)
+        """Tokens of the longest sequence that the pool and the model allow."""
+        return min(self.pool_tokens, self.max_context_len)
 
 
 def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
@@ -90,12 +91,13 @@ def _plan_model(model: ModelConfig, directory: Path, need_weights: bool) -> Mode
         weight_bytes=_num_parameters(decoder) * DTYPE_BYTES[model.dtype],
         num_blocks=num_blocks,
         max_model_len=_max_model_len(model, decoder, groups, num_blocks),
-        max_position_embeddings=decoder.max_position_embeddings,
+        max_context_len=decoder.max_context_len,
+        vocab_size=decoder.vocab_size,
     )
 
 
 def _max_model_len(model: ModelConfig, decoder: DecoderConfig, groups: tuple[KVGroup, ...], num_blocks: int) -> int:
-    positions = decoder.max_position_embeddings
+    positions = decoder.max_context_len
     asked = model.max_model_len
     if asked is not None and asked > positions:
         raise ConfigError(f"max_model_len: {asked} is more than the {positions} positions that {model.path} has")
@@ -141,5 +143,5 @@ def plan_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "pool_tokens": plan.pool_tokens,
         "longest_context": plan.longest_context,
         "max_model_len": plan.max_model_len,
-        "max_position_embeddings": plan.max_position_embeddings,
+        "max_context_len": plan.max_context_len,
     }

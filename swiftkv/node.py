@@ -1,0 +1,338 @@
+"""The composition root: starts the engines and the gateway, watches them, stops them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+import uvloop
+
+from swiftkv import __version__
+from swiftkv.cache.plan import ModelPlan
+from swiftkv.config import Config, ModelConfig, format_size
+from swiftkv.engine.messages import EngineConfig
+from swiftkv.errors import ConfigError
+from swiftkv.server.client import EngineClient
+from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.supervisor import EngineSupervisor
+
+if TYPE_CHECKING:
+    from swiftkv.server.models import ModelHandle
+
+_BACKLOG = 2048
+_CLOSE_TIMEOUT_S = 5
+_IPC_PREFIX = "swiftkv-"
+_LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
+
+
+def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
+    """Serve `config` until SIGTERM or SIGINT.
+
+    Raises `ConfigError`, with nothing started, for a port that is taken, a key that is not set or a device that is not
+    there; `EngineError` if a model does not come up.
+    """
+    check_devices(config)
+    api_key = config.node.api_key()
+
+    async def serve(sockets: Sequence[socket.socket], ipc: Path) -> None:
+        await Node(config, plans, api_key, sockets, ipc).run()
+
+    with (
+        listen(config) as sockets,
+        ipc_directory() as ipc,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(serve(sockets, ipc))
+
+
+class Node:
+    """Everything that runs in the gateway's process, on one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        plans: Sequence[ModelPlan],
+        api_key: str | None,
+        sockets: Sequence[socket.socket],
+        ipc: Path,
+    ) -> None:
+        """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop."""
+        self._config = config
+        self._plans = plans
+        self._api_key = api_key
+        self._sockets = sockets
+        self._metrics = GatewayMetrics()
+        self._clients: list[EngineClient] = []
+        self._supervisors: list[EngineSupervisor] = []
+        for i, (model, plan) in enumerate(zip(config.models, plans, strict=True)):
+            engine = _engine_config(model, plan, f"ipc://{ipc}/{i}")
+            metrics = self._metrics.for_model(model.name)
+            client = EngineClient(model.name, engine.requests_address, engine.outputs_address, metrics)
+            self._clients.append(client)
+            self._supervisors.append(EngineSupervisor(engine, client, config.node.restart, say))
+        self._http: list[tuple[_HttpServer, asyncio.Task[None]]] = []
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises `EngineError` if a model does not come up."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        watchers: list[asyncio.Task[None]] = []
+        try:
+            if await self._unless_stopped(self._come_up()):
+                watchers = [asyncio.create_task(supervisor.keep_running()) for supervisor in self._supervisors]
+                await self._stop.wait()
+            await self._drain()
+        finally:
+            await self._close_http()
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
+            await asyncio.gather(*(client.close() for client in self._clients))
+        say("stopped")
+
+    def _on_signal(self) -> None:
+        """The first asks to stop, the second not to wait for requests."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do `work`, or cancel it when told to stop; whether it was done."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.wait({task})
+        return False
+
+    async def _come_up(self) -> None:
+        say(f"swiftkv {__version__}: starting {', '.join(plan.name for plan in self._plans)}")
+        for client in self._clients:
+            client.start()
+        started_s = time.monotonic()
+        engines = [
+            asyncio.create_task(self._start_engine(supervisor, plan, started_s))
+            for supervisor, plan in zip(self._supervisors, self._plans, strict=True)
+        ]
+        try:
+            # Meanwhile: transformers alone takes seconds to import.
+            handles = await asyncio.to_thread(_load_handles, self._plans, self._clients)
+            self._serve_http(handles)
+            await asyncio.gather(*engines)
+        finally:
+            for engine in engines:
+                engine.cancel()
+        gc.collect()
+        gc.freeze()  # what was imported stays; a collection that walks it all would hold up every stream
+        self._say_where()
+
+    async def _start_engine(self, supervisor: EngineSupervisor, plan: ModelPlan, started_s: float) -> None:
+        ready = await supervisor.start()
+        took_s = time.monotonic() - started_s
+        cached = f"{format_size(plan.pool_bytes)} of KV cache for {ready.num_blocks * ready.block_size:,} tokens"
+        say(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
+
+    def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
+        from swiftkv.server.app import ServerSettings, create_app, create_model_app
+
+        settings = ServerSettings(self._api_key, self._config.node.max_body)
+        apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics)]
+        for model, handle in zip(self._config.models, handles, strict=True):
+            if model.endpoint is not None:
+                apps.append(create_model_app(handle, settings, self._metrics))
+        for app, listening in zip(apps, self._sockets, strict=True):
+            server = _HttpServer(
+                uvicorn.Config(
+                    app,
+                    http="httptools",
+                    ws="none",
+                    lifespan="off",
+                    log_level="warning",
+                    access_log=False,
+                    backlog=_BACKLOG,
+                    timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+                )
+            )
+            self._http.append((server, asyncio.create_task(server.serve([listening]))))
+
+    async def _drain(self) -> None:
+        """Refuse what is new with 503, wait for what runs as long as `shutdown_timeout` or a second signal allows."""
+        timeout_s = self._config.node.shutdown_timeout
+        if waiting := sum(client.num_in_flight for client in self._clients):
+            say(f"stopping: up to {timeout_s:g} s for {waiting} sequences in flight; once more to stop now")
+        drained = asyncio.create_task(self._drain_clients(timeout_s))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({drained, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not drained.done():
+            drained.cancel()
+            await self._drain_clients(0)
+
+    async def _drain_clients(self, timeout_s: float) -> None:
+        await asyncio.gather(*(client.drain(timeout_s) for client in self._clients))
+
+    async def _close_http(self) -> None:
+        for server, _ in self._http:
+            server.should_exit = True
+        await asyncio.gather(*(task for _, task in self._http))
+
+    def _say_where(self) -> None:
+        """Each model's URL, and a line to paste."""
+        ports = [listening.getsockname()[1] for listening in self._sockets]
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.node.host, self._config.node.host)
+        node_url = f"http://{host}:{ports.pop(0)}"
+        key = f' -H "Authorization: Bearer ${self._config.node.api_key_env}"' if self._api_key else ""
+        lines = []
+        for model in self._config.models:
+            url = f"http://{host}:{ports.pop(0)}/v1" if model.endpoint else f"{node_url}/models/{model.name}/v1"
+            body = (
+                f'{{"messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 64, "model": "{model.name}"}}'
+            )
+            lines += [f"{model.name}: {url}"]
+            lines += [f"  curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"]
+        say("\n".join([*lines, f"all models: {node_url}/v1 (Ctrl-C stops)"]))
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals are the node's business."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _load_handles(plans: Sequence[ModelPlan], clients: Sequence[EngineClient]) -> list[ModelHandle]:
+    from swiftkv.server.models import ModelHandle
+    from swiftkv.server.tokenizer import Tokenizer
+
+    return [
+        ModelHandle(
+            name=plan.name,
+            root=str(plan.checkpoint),
+            max_model_len=plan.max_model_len,
+            vocab_size=plan.vocab_size,
+            tokenizer=Tokenizer.from_pretrained(plan.checkpoint),
+            client=client,
+        )
+        for plan, client in zip(plans, clients, strict=True)
+    ]
+
+
+def _engine_config(model: ModelConfig, plan: ModelPlan, address: str) -> EngineConfig:
+    return EngineConfig(
+        name=model.name,
+        path=str(plan.checkpoint),
+        requests_address=f"{address}.requests",
+        outputs_address=f"{address}.outputs",
+        kv_bytes=plan.pool_bytes,
+        max_model_len=plan.max_model_len,
+        device=model.device,
+        dtype=model.dtype,
+        threads=model.threads,
+        block_size=model.kv_cache.block_size,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        enable_prefix_caching=model.enable_prefix_caching,
+        enable_chunked_prefill=model.enable_chunked_prefill,
+    )
+
+
+def say(text: str) -> None:
+    """One of the few things the node tells whoever started it."""
+    print(text, flush=True)
+
+
+def check_devices(config: Config) -> None:
+    """Raises `ConfigError` for a CUDA device that this machine, or this build of torch, does not have."""
+    wanted = [(i, int(model.device[5:])) for i, model in enumerate(config.models) if model.device != "cpu"]
+    if not wanted:
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    mistakes = [
+        f"models[{i}].device: cuda:{device} is not there, torch finds {found} CUDA devices; use cpu or one of those"
+        for i, device in wanted
+        if device >= found
+    ]
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+
+
+@contextmanager
+def listen(config: Config) -> Iterator[list[socket.socket]]:
+    """Take the node's port, then those of the models that have one, in order.
+
+    Raises `ConfigError`, and keeps none, if one is not to be had.
+    """
+    ports = [("node.port", config.node.port)]
+    ports += [(f"models[{i}].endpoint.port", m.endpoint.port) for i, m in enumerate(config.models) if m.endpoint]
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(_listen_on(config.node.host, port, key)) for key, port in ports]
+
+
+def _listen_on(host: str, port: int, key: str) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"node.host: {host!r} is no address of this machine: {error.strerror}") from None
+    try:
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {reason}; choose another or free it") from None
+
+
+@contextmanager
+def ipc_directory() -> Iterator[Path]:
+    """A directory of mode 0700 for this node's sockets, gone when the node is.
+
+    It is locked while in use; directories of nodes that were killed are not, and are removed here.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _LONGEST_TMPDIR:
+        parent = Path("/tmp")
+    for stale in parent.glob(f"{_IPC_PREFIX}*.ipc"):
+        _remove_if_unlocked(stale)
+    unlocked = Path(tempfile.mkdtemp(prefix=_IPC_PREFIX, dir=parent))
+    lock = os.open(unlocked, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    directory = unlocked.rename(unlocked.with_suffix(".ipc"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_unlocked(directory: Path) -> None:
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # another user's, or gone meanwhile
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
