@@ -108,7 +108,7 @@ class StepResult:
         """[R]"""
     @property
     def finish_reasons(self) -> UInt8Array:
-        """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore the row"""
+        """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it"""
 
 class Scheduler:
     """Continuous batching over a block pool per KV group and a prefix tree. Belongs to one thread."""

@@ -6,7 +6,7 @@
 namespace swiftkv {
 
 PrefixTree::PrefixTree(int num_groups, int max_nodes)
-    : num_groups_(num_groups), bucket_mask_(std::bit_ceil(static_cast<size_t>(max_nodes)) - 1) {
+    : num_groups_(num_groups), bucket_mask_(std::bit_ceil(2 * static_cast<size_t>(max_nodes)) - 1) {
     buckets_.assign(bucket_mask_ + 1, kNone);
 }
 

@@ -58,7 +58,7 @@ inline NodeId PrefixTree::find_in(NodeId node, const BlockKey& key) const {
 
 template <class Visit>
 void PrefixTree::find_each(std::span<const BlockKey> keys, Visit&& visit) const {
-    constexpr size_t kNear = 8, kFar = 16;  // how many keys ahead a node and a bucket are prefetched
+    constexpr size_t kNear = 16, kFar = 32;  // how many keys ahead a node and a bucket are prefetched
     const size_t n = keys.size();
     for (size_t i = 0; i < n; ++i) {
         if (i + kFar < n) __builtin_prefetch(&buckets_[bucket(keys[i + kFar])]);

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from naive_scheduler import NaiveScheduler, Setup
 
 from swiftkv import _core
 
@@ -31,28 +32,6 @@ class Prefixes:
             parent = self._id(parent, token)
             ids.append(parent)
         return ids
-
-
-@dataclass(frozen=True)
-class Setup:
-    groups: tuple[tuple[int, int, int], ...]  # (num_layers, num_blocks, window)
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-
-    def scheduler(self) -> _core.Scheduler:
-        return _core.Scheduler(
-            [_core.GroupSpec(*group) for group in self.groups],
-            self.block_size,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            self.max_model_len,
-            self.enable_prefix_caching,
-            self.enable_chunked_prefill,
-        )
 
 
 @dataclass
@@ -114,6 +93,7 @@ class Engine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.scheduler = setup.scheduler()
+        self.naive = NaiveScheduler(setup)
         self.prefixes = Prefixes()
         self.requests: dict[int, Request] = {}
         self.finished: dict[int, Finished] = {}
@@ -145,6 +125,7 @@ class Engine:
             skip_prefix_match,
             priority,
         )
+        self.naive.add(request_id, prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority)
         self.requests[request_id] = Request(
             prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority
         )
@@ -152,13 +133,20 @@ class Engine:
     def abort(self, *request_ids: int) -> None:
         self.scheduler.abort(np.array(request_ids, np.uint64))
         for request_id in request_ids:
+            self.naive.abort(request_id)
             self.requests.pop(request_id, None)
             self.slots.pop(request_id, None)
 
     def schedule(self) -> _core.StepPlan | None:
         assert self.plan is None
         self.plan = self.scheduler.schedule()
+        expected = self.naive.schedule()
+        assert (self.plan is None) == (not expected.rows)
         if self.plan is not None:
+            assert [(r.request_id, r.begin, r.end - r.begin) for r in rows_of(self.plan)] == expected.rows
+            new = zip(self.plan.new_request_ids.tolist(), self.plan.new_cached_tokens.tolist(), strict=True)
+            assert list(new) == expected.new
+            assert self.plan.preempted_request_ids.tolist() == expected.preempted
             self._note_admissions(self.plan)
             self._run(self.plan)
         return self.plan
@@ -250,6 +238,7 @@ class Engine:
         ids = plan.request_ids[plan.logits_seqs].tolist()
         sampled = [(choose or {}).get(i, self._sample(i)) for i in ids]
         result = self.scheduler.commit(np.array(sampled, np.int32))
+        self.naive.commit(dict(zip(ids, sampled, strict=True)))
         assert result.request_ids.tolist() == ids
         assert result.token_ids.tolist() == sampled
         for request_id, token, reason in zip(ids, sampled, result.finish_reasons.tolist(), strict=True):
@@ -297,17 +286,24 @@ class Engine:
         assert not self.requests
         assert not self.scheduler.has_work()
 
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.naive.reset_prefix_cache()
+
     def check(self) -> None:
         self.scheduler.check_invariants()
         stats = self.scheduler.stats()
         assert stats.num_running + stats.num_waiting == len(self.requests)
         assert stats.num_running == len(self.slots)
         assert stats.num_preemptions_total == self.preemptions
-        for g, (_, num_blocks, _) in zip(stats.groups, self.setup.groups, strict=True):
+        for g, (_, num_blocks, _), naive in zip(stats.groups, self.setup.groups, self.naive.pools, strict=True):
             assert g.total == num_blocks
             assert g.free + g.used + g.cached + g.lent + g.in_flight == g.total
             assert min(g.free, g.used, g.cached, g.in_flight) >= 0
             assert g.lent == 0
             assert g.in_flight == 0 or self.plan is not None
+            assert g.cached == len(naive.lru)
+            # What an aborted request's step may still write to is free in the naive model.
+            assert g.free + g.in_flight == naive.num_free()
         if not self.requests:
             assert all(g.used == 0 for g in stats.groups)

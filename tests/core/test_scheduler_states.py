@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_oracle import Engine, Setup
+from kv_oracle import Engine
+from naive_scheduler import Setup
 
 # Few different tokens and block-wise repetition: prefixes are shared often, and diverge often.
 TOKENS = st.integers(0, 2)
@@ -94,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.engine.scheduler.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         assert all(group.cached == 0 for group in self.engine.scheduler.stats().groups)
 
     @invariant()

@@ -1,0 +1,117 @@
+"""Times the C++ scheduler alone: `python benchmarks/scheduler.py`. Prints medians and the spread of the runs.
+
+- step: schedule() + commit() with 64 running sequences of 2,000 tokens, and with reading the plan's arrays as well
+- match: add_request() + schedule() of a prompt of 128K tokens that a tree of 10^6 blocks holds
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from swiftkv import _core
+
+BLOCK_SIZE = 16
+NO_STOP = np.array([], np.int32)
+
+
+def percentiles(times_s: list[float]) -> str:
+    low, median, high = np.percentile(np.array(times_s) * 1e6, [10, 50, 90])
+    return f"median {median:8.1f} us   (10 % {low:8.1f}, 90 % {high:8.1f}, {len(times_s)} runs)"
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def read_plan(plan: _core.StepPlan) -> int:
+    arrays = [plan.token_ids, plan.positions, plan.query_starts, plan.context_lens, plan.request_ids, plan.row_slots]
+    arrays += [*plan.block_tables, *plan.table_starts, plan.logits_rows, plan.logits_seqs]
+    arrays += [plan.new_request_ids, plan.new_cached_tokens, plan.preempted_request_ids]
+    return sum(a.size for a in arrays)
+
+
+def bench_step(num_seqs: int = 64, length: int = 2000, steps: int = 400) -> None:
+    scheduler = _core.Scheduler(
+        [_core.GroupSpec(28, num_seqs * (length + steps + 64) // BLOCK_SIZE)],
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_seqs * length,
+        max_model_len=length + steps + 64,
+    )
+    rng = np.random.default_rng(0)
+    for i in range(num_seqs):
+        prompt = rng.integers(0, 150_000, length, dtype=np.int32)
+        scheduler.add_request(i, prompt, steps + 16, 0, NO_STOP, b"model", False)
+    sampled = rng.integers(0, 150_000, num_seqs, dtype=np.int32)
+    scheduler.schedule()
+    scheduler.commit(sampled)
+
+    schedule_s, read_s, commit_s = [], [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        scheduled = time.perf_counter()
+        assert plan is not None
+        read_plan(plan)
+        read = time.perf_counter()
+        scheduler.commit(sampled)
+        commit_s.append(time.perf_counter() - read)
+        read_s.append(read - scheduled)
+        schedule_s.append(scheduled - start)
+    print(f"step, {num_seqs} sequences of {length} tokens")
+    print("  schedule + commit        ", percentiles([a + b for a, b in zip(schedule_s, commit_s, strict=True)]))
+    print("  schedule                 ", percentiles(schedule_s))
+    print("  commit                   ", percentiles(commit_s))
+    print("  reading the plan's arrays", percentiles(read_s))
+
+
+def bench_match(num_blocks: int = 1_000_000, length: int = 131_072, runs: int = 60) -> None:
+    max_model_len = length + 64
+    blocks_per_prompt = length // BLOCK_SIZE
+    scheduler = _core.Scheduler(
+        [_core.GroupSpec(1, num_blocks + blocks_per_prompt)],
+        block_size=BLOCK_SIZE,
+        max_num_seqs=16,
+        max_num_batched_tokens=16 * max_model_len,
+        max_model_len=max_model_len,
+    )
+    rng = np.random.default_rng(0)
+    num_prompts = num_blocks // blocks_per_prompt
+    prompts = [rng.integers(0, 150_000, length, dtype=np.int32) for _ in range(num_prompts)]
+    for i, prompt in enumerate(prompts):
+        scheduler.add_request(i, prompt, 1, 0, NO_STOP, b"model", False)
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
+    cached = scheduler.stats().groups[0].cached
+
+    add_s, schedule_s, finish_s = [], [], []
+    for run in range(runs):
+        prompt = np.append(prompts[rng.integers(num_prompts)], np.int32(1))
+        add_s.append(
+            timed(
+                lambda run=run, prompt=prompt: scheduler.add_request(
+                    1_000_000 + run, prompt, 1, 0, NO_STOP, b"model", False
+                )
+            )
+        )
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        schedule_s.append(time.perf_counter() - start)
+        assert plan is not None
+        assert plan.new_cached_tokens.tolist() == [length]
+        finish_s.append(timed(lambda: scheduler.commit(np.zeros(1, np.int32))))
+    print(f"match, {length} tokens in a tree of {cached} blocks")
+    print("  add + schedule           ", percentiles([a + b for a, b in zip(add_s, schedule_s, strict=True)]))
+    print("  add_request (keys)       ", percentiles(add_s))
+    print("  schedule (match, plan)   ", percentiles(schedule_s))
+    print("  commit (release)         ", percentiles(finish_s))
+
+
+if __name__ == "__main__":
+    bench_step()
+    bench_match()

@@ -1,0 +1,316 @@
+"""The scheduling policy in plain Python, without regard for speed: lists and tuples where the C++ has tables.
+
+A full block is identified by (namespace, tokens up to its end) itself; no hashing, no block numbers. The plans must be
+equal row for row, and so must the counts of the pools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swiftkv import _core
+
+Prefix = tuple[object, ...]
+PRIVATE: Prefix = ()  # a block that is not in the prefix tree
+
+
+@dataclass(frozen=True)
+class Setup:
+    groups: tuple[tuple[int, int, int], ...]  # (num_layers, num_blocks, window)
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+
+    def scheduler(self) -> _core.Scheduler:
+        return _core.Scheduler(
+            [_core.GroupSpec(*group) for group in self.groups],
+            self.block_size,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_model_len,
+            self.enable_prefix_caching,
+            self.enable_chunked_prefill,
+        )
+
+
+@dataclass
+class NaiveRequest:
+    id: int
+    order: tuple[int, int]  # priority, arrival
+    namespace: bytes
+    tokens: list[int]
+    last_len: int  # number of tokens at which it has reached a limit
+    prompt_len: int
+    min_tokens: int
+    stop: list[int]
+    skip_prefix_match: bool
+    tables: list[list[Prefix | None]] = field(default_factory=list)  # per group; None: outside the window
+    computed: int = 0
+    scheduled: int = 0
+    admitted: bool = False
+
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed
+
+    def prefix(self, num_tokens: int) -> Prefix:
+        return (self.namespace, *self.tokens[:num_tokens])
+
+
+class NaivePool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.holders: dict[Prefix, int] = {}  # of the blocks in the tree
+        self.lru: list[Prefix] = []  # those without a holder, oldest first
+        self.num_private = 0
+
+    def num_free(self) -> int:
+        return self.num_blocks - self.num_private - len(self.holders)
+
+    def num_available(self) -> int:
+        return self.num_free() + len(self.lru)
+
+    def hold(self, prefix: Prefix) -> None:
+        if self.holders[prefix] == 0:
+            self.lru.remove(prefix)
+        self.holders[prefix] += 1
+
+    def drop(self, prefix: Prefix) -> None:
+        if prefix == PRIVATE:
+            self.num_private -= 1
+            return
+        self.holders[prefix] -= 1
+        if self.holders[prefix] == 0:
+            self.lru.append(prefix)
+
+    def forget(self, prefix: Prefix) -> None:
+        if prefix in self.holders:
+            assert self.holders.pop(prefix) == 0
+            self.lru.remove(prefix)
+
+
+@dataclass
+class NaivePlan:
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # request id, first position, number of tokens
+    new: list[tuple[int, int]] = field(default_factory=list)  # request id, cached tokens
+    preempted: list[int] = field(default_factory=list)
+
+
+class NaiveScheduler:
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.windows = [window for _, _, window in setup.groups]
+        self.pools = [NaivePool(num_blocks) for _, num_blocks, _ in setup.groups]
+        self.waiting: list[NaiveRequest] = []
+        self.running: list[NaiveRequest] = []
+        self.arrivals = 0
+
+    def add(
+        self,
+        request_id: int,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        stop: list[int],
+        namespace: bytes,
+        skip_prefix_match: bool,
+        priority: int,
+    ) -> None:
+        last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
+        order = (priority, self.arrivals)
+        self.arrivals += 1
+        request = NaiveRequest(
+            request_id, order, namespace, list(prompt), last_len, len(prompt), min_tokens, stop, skip_prefix_match
+        )
+        self.clear(request)
+        self.wait(request)
+
+    def wait(self, request: NaiveRequest) -> None:
+        self.waiting = sorted([*self.waiting, request], key=lambda r: r.order)
+
+    def clear(self, request: NaiveRequest) -> None:
+        request.tables = [[] for _ in self.pools]
+        request.computed = request.scheduled = 0
+
+    def abort(self, request_id: int) -> None:
+        self.waiting = [r for r in self.waiting if r.id != request_id]
+        for request in [r for r in self.running if r.id == request_id]:
+            self.leave(request)
+
+    def leave(self, request: NaiveRequest) -> None:
+        self.running.remove(request)
+        self.release(request)
+
+    def release(self, request: NaiveRequest) -> None:
+        for pool, table in zip(self.pools, request.tables, strict=True):
+            for prefix in reversed(table):
+                if prefix is not None:
+                    pool.drop(prefix)
+        self.clear(request)
+
+    # ---- schedule ----
+
+    def schedule(self) -> NaivePlan:
+        self.plan = NaivePlan()
+        self.budget = self.setup.max_num_batched_tokens
+        if not self.setup.enable_chunked_prefill:
+            self.admit_oversized()
+        for is_decode in (True, False):
+            for request in list(self.running):
+                due = request in self.running and request.scheduled == 0 and (request.remaining() == 1) == is_decode
+                n = min(self.budget, request.remaining())
+                if due and self.budget > 0 and self.make_room(request, n):
+                    self.put(request, n)
+        if not self.plan.preempted:
+            self.admit_waiting()
+        return self.plan
+
+    def admit_oversized(self) -> None:
+        if self.waiting and len(self.running) < self.setup.max_num_seqs:
+            head = self.waiting[0]
+            size = len(head.tokens)
+            if size > self.budget and not self.is_being_computed(head):
+                self.admit(head, size)
+
+    def admit_waiting(self) -> None:
+        for request in list(self.waiting):
+            if self.budget <= 0 or len(self.running) == self.setup.max_num_seqs:
+                return
+            if not self.is_being_computed(request) and not self.admit(request, self.budget):
+                return
+
+    def max_match(self, request: NaiveRequest) -> int:
+        if request.skip_prefix_match or not self.setup.enable_prefix_caching:
+            return 0
+        return (len(request.tokens) - 1) // self.setup.block_size
+
+    def is_being_computed(self, request: NaiveRequest) -> bool:
+        for other in self.running:
+            end = (other.computed // self.setup.block_size + 1) * self.setup.block_size
+            if (
+                not other.skip_prefix_match
+                and end <= self.max_match(request) * self.setup.block_size
+                and end <= len(other.tokens)
+                and other.prefix(end) == request.prefix(end)
+            ):
+                return True
+        return False
+
+    def match(self, request: NaiveRequest) -> int:
+        """Longest usable prefix in blocks: everything in full attention, the last `window` tokens elsewhere."""
+        size = self.setup.block_size
+        for length in range(self.max_match(request), 0, -1):
+            first_tokens = [0 if window == 0 else max(0, length * size - window) for window in self.windows]
+            if all(
+                request.prefix((i + 1) * size) in pool.holders
+                for pool, first in zip(self.pools, first_tokens, strict=True)
+                for i in range(first // size, length)
+            ):
+                return length
+        return 0
+
+    def admit(self, request: NaiveRequest, budget: int) -> bool:
+        size = self.setup.block_size
+        length = self.match(request)
+        for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            first = 0 if window == 0 else max(0, length * size - window) // size
+            request.tables[g] = [None] * first + [request.prefix((i + 1) * size) for i in range(first, length)]
+            for prefix in request.tables[g][first:]:
+                assert prefix is not None
+                pool.hold(prefix)
+        request.computed = length * size
+        n = request.remaining() if not self.setup.enable_chunked_prefill else min(request.remaining(), budget)
+        if n > budget or not self.extend(request, n, spare=len(self.running)):
+            self.release(request)
+            return False
+        self.waiting.remove(request)
+        self.running = sorted([*self.running, request], key=lambda r: r.order)
+        if not request.admitted:
+            request.admitted = True
+            self.plan.new.append((request.id, request.computed))
+        self.put(request, n)
+        return True
+
+    def put(self, request: NaiveRequest, n: int) -> None:
+        request.scheduled = n
+        self.budget -= n
+        self.plan.rows.append((request.id, request.computed, n))
+
+    def extend(self, request: NaiveRequest, n: int, spare: int) -> bool:
+        size = self.setup.block_size
+        missing = []
+        for pool, window, table in zip(self.pools, self.windows, request.tables, strict=True):
+            end = len(request.tokens) if window == 0 else request.computed + n
+            missing.append(-(-end // size) - len(table))
+            if missing[-1] > 0 and missing[-1] + spare > pool.num_available():
+                return False
+        for pool, window, table, count in zip(self.pools, self.windows, request.tables, missing, strict=True):
+            for _ in range(count):
+                if pool.num_free() == 0:
+                    oldest = pool.lru[0]
+                    for other in self.pools if window == 0 else [pool]:
+                        other.forget(oldest)
+                pool.num_private += 1
+                table.append(PRIVATE)
+        return True
+
+    def make_room(self, request: NaiveRequest, n: int) -> bool:
+        while not self.extend(request, n, spare=0):
+            victim = self.running[-1]
+            if victim.scheduled:
+                return False
+            self.leave(victim)
+            self.wait(victim)
+            self.plan.preempted.append(victim.id)
+            if victim is request:
+                return False
+        return True
+
+    # ---- commit ----
+
+    def commit(self, sampled: dict[int, int]) -> None:
+        """`sampled` by request id; requests that were aborted since are passed over."""
+        for request_id, _, n in self.plan.rows:
+            for request in [r for r in self.running if r.id == request_id]:
+                request.computed += n
+                request.scheduled = 0
+                self.enter_tree(request)
+                self.leave_window(request)
+                if request.remaining() == 0:
+                    self.append(request, sampled[request_id])
+
+    def enter_tree(self, request: NaiveRequest) -> None:
+        if not self.setup.enable_prefix_caching:
+            return
+        for i in range(request.computed // self.setup.block_size):
+            prefix = request.prefix((i + 1) * self.setup.block_size)
+            for pool, table in zip(self.pools, request.tables, strict=True):
+                if table[i] != PRIVATE:
+                    continue
+                pool.num_private -= 1
+                if prefix in pool.holders:
+                    pool.hold(prefix)
+                else:
+                    pool.holders[prefix] = 1
+                table[i] = prefix
+
+    def leave_window(self, request: NaiveRequest) -> None:
+        for pool, window, table in zip(self.pools, self.windows, request.tables, strict=True):
+            for i in range(max(0, request.computed - window) // self.setup.block_size if window else 0):
+                prefix, table[i] = table[i], None
+                if prefix is not None:
+                    pool.drop(prefix)
+
+    def append(self, request: NaiveRequest, token: int) -> None:
+        request.tokens.append(token)
+        enough = len(request.tokens) - request.prompt_len >= request.min_tokens
+        if len(request.tokens) >= request.last_len or (enough and token in request.stop):
+            self.leave(request)
+
+    def reset_prefix_cache(self) -> None:
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            for prefix in list(pool.lru):
+                for other in self.pools if window == 0 else [pool]:
+                    other.forget(prefix)
