@@ -47,3 +47,41 @@ def linear(
 ) -> None: ...
 def rms_norm(x: int, rows: int, k: int, weight: int, eps: float, dtype: DType, out: int) -> None: ...
 def embed(ids: int, count: int, table: int, vocab_size: int, row_bytes: int, out: int) -> None: ...
+
+class AttentionSpec:
+    def __init__(
+        self,
+        dtype: DType,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int,
+        scale: float,
+    ) -> None:
+        """Raises `ValueError` for shapes that the kernels do not take."""
+
+class AttentionBatch:
+    def __init__(
+        self,
+        positions: int,
+        query_starts: int,
+        context_lens: int,
+        block_table: int,
+        table_starts: int,
+        num_seqs: int,
+    ) -> None: ...
+
+def rope_write_kv(
+    spec: AttentionSpec,
+    batch: AttentionBatch,
+    cos_sin: int,
+    rotary_dim: int,
+    q_norm: int,
+    k_norm: int,
+    eps: float,
+    qkv: int,
+    pool: int,
+    layer: int,
+) -> None: ...
+def attention(spec: AttentionSpec, batch: AttentionBatch, qkv: int, pool: int, layer: int, out: int) -> None: ...

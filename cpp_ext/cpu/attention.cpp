@@ -1,0 +1,208 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "thread_pool.h"
+
+namespace swiftkv {
+namespace {
+
+// Rows (queries times query heads per KV head) that share a pass over the keys.
+constexpr int kRowsPerTask = 48;
+// A task above this part of a thread's share is cut into partitions.
+constexpr int kTasksPerThread = 8;
+
+class Scratch {
+  public:
+    std::byte* reserve(int64_t bytes) {
+        if (bytes > size_) {
+            memory_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{64})));
+            size_ = bytes;
+        }
+        return memory_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{64}); }
+    };
+    std::unique_ptr<std::byte, Free> memory_;
+    int64_t size_ = 0;
+};
+
+std::byte* thread_scratch(int64_t bytes) {
+    thread_local Scratch scratch;
+    return scratch.reserve(bytes);
+}
+
+const AttentionKernels& kernels(DType dtype) {
+    const Isa isa = active_isa();
+    if (isa == Isa::kAvx2) return attention_kernels_avx2(dtype);
+    if (isa >= Isa::kAvx512Bf16 && dtype == DType::kBf16) return attention_kernels_avx512_bf16();
+    return attention_kernels_avx512(dtype);
+}
+
+KvLayer kv_layer(const AttentionSpec& spec, DType dtype, const void* pool, int layer) {
+    auto* base = static_cast<std::byte*>(const_cast<void*>(pool));
+    return {base, spec.layer_block_elements() * item_size(dtype), layer};
+}
+
+// Consecutive queries of one sequence, for every KV head.
+struct QueryTile {
+    int seq;
+    int first_row;  // of qkv
+    int first_position;
+    int num_queries;
+    int partition_begin, partition_end;
+    int64_t cost;
+    int64_t partial_offset = -1;  // in floats, -1 if not cut into partitions
+
+    int num_partitions() const { return partition_end - partition_begin; }
+};
+
+std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBatch& batch) {
+    const int max_queries = std::max(1, kRowsPerTask / spec.group_size());
+    std::vector<QueryTile> tiles;
+    for (int s = 0; s < batch.num_seqs; ++s) {
+        const int begin = batch.query_starts[s], end = batch.query_starts[s + 1];
+        const int offset = batch.context_lens[s] - end;  // position minus row
+        for (int row = begin; row < end; row += max_queries) {
+            const int num_queries = std::min(max_queries, end - row);
+            const int first = spec.first_visible(row + offset), last = row + offset + num_queries - 1;
+            // Reading a key costs about as much as four rows' arithmetic on it.
+            const int64_t cost = int64_t{last - first + 1} * (num_queries * spec.group_size() + 4);
+            tiles.push_back(
+                {s, row, row + offset, num_queries, first / kPartitionTokens, last / kPartitionTokens + 1, cost});
+        }
+    }
+    // The long ones first, so that threads end together.
+    std::stable_sort(tiles.begin(), tiles.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });
+    return tiles;
+}
+
+// Decides which tiles are cut and returns the floats their partial results need.
+int64_t place_partials(const AttentionSpec& spec, std::vector<QueryTile>& tiles) {
+    int64_t total_cost = 0;
+    for (const auto& tile : tiles) total_cost += tile.cost * spec.num_kv_heads;
+    const int64_t cut_above = total_cost / (int64_t{kTasksPerThread} * num_threads());
+    int64_t floats = 0;
+    for (auto& tile : tiles) {
+        if (num_threads() == 1 || tile.cost <= cut_above || tile.num_partitions() == 1) continue;
+        tile.partial_offset = floats;
+        floats += int64_t{tile.num_partitions()} * tile.num_queries * spec.num_heads * (spec.head_dim + 2);
+    }
+    return floats;
+}
+
+struct Slice {
+    int tile;
+    int partition_begin, partition_end;
+};
+
+std::vector<Slice> slices(const std::vector<QueryTile>& tiles) {
+    std::vector<Slice> result;
+    for (int t = 0; t < static_cast<int>(tiles.size()); ++t) {
+        const auto& tile = tiles[t];
+        if (tile.partial_offset < 0) {
+            result.push_back({t, tile.partition_begin, tile.partition_end});
+            continue;
+        }
+        for (int p = tile.partition_begin; p < tile.partition_end; ++p) result.push_back({t, p, p + 1});
+    }
+    return result;
+}
+
+}  // namespace
+
+void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const void* qkv, const void* pool,
+               int layer, void* out) {
+    const AttentionKernels& kernel = kernels(dtype);
+    const int64_t head_bytes = spec.head_dim * item_size(dtype);
+    const int64_t kv_head_bytes = spec.group_size() * head_bytes;
+    const int num_kv_heads = spec.num_kv_heads;
+
+    std::vector<QueryTile> tiles = query_tiles(spec, batch);
+    thread_local Scratch partial_memory;
+    auto* partials = reinterpret_cast<float*>(partial_memory.reserve(place_partials(spec, tiles) * sizeof(float)));
+    const auto partials_of = [&](const QueryTile& tile, int head) {
+        const int64_t rows = int64_t{tile.num_queries} * spec.group_size();
+        return partials + tile.partial_offset + head * tile.num_partitions() * rows * (spec.head_dim + 2);
+    };
+    const auto out_of = [&](const QueryTile& tile, int head) {
+        return static_cast<std::byte*>(out) + tile.first_row * spec.num_heads * head_bytes + head * kv_head_bytes;
+    };
+
+    const std::vector<Slice> work = slices(tiles);
+    const KvLayer kv = kv_layer(spec, dtype, pool, layer);
+    const auto attend = [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) {
+            const Slice& slice = work[i / num_kv_heads];
+            const int head = static_cast<int>(i % num_kv_heads);
+            const QueryTile& tile = tiles[slice.tile];
+            const int64_t rows = int64_t{tile.num_queries} * spec.group_size();
+            float* partial = nullptr;
+            if (tile.partial_offset >= 0)
+                partial = partials_of(tile, head) +
+                          (slice.partition_begin - tile.partition_begin) * rows * (spec.head_dim + 2);
+            const auto* q = static_cast<const std::byte*>(qkv) +
+                            tile.first_row * spec.row_elements() * item_size(dtype) + head * kv_head_bytes;
+            const AttendTask task{kv,
+                                  batch.block_table + batch.table_starts[tile.seq],
+                                  head,
+                                  tile.first_position,
+                                  tile.num_queries,
+                                  slice.partition_begin,
+                                  slice.partition_end,
+                                  q,
+                                  out_of(tile, head),
+                                  partial};
+            kernel.attend(spec, task, thread_scratch(kernel.scratch_bytes(spec, tile.num_queries)));
+        }
+    };
+    parallel_for(static_cast<int64_t>(work.size()) * num_kv_heads, attend);
+
+    std::vector<const QueryTile*> cut;
+    for (const auto& tile : tiles)
+        if (tile.partial_offset >= 0) cut.push_back(&tile);
+    const auto merge = [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) {
+            const QueryTile& tile = *cut[i / num_kv_heads];
+            const int head = static_cast<int>(i % num_kv_heads);
+            const MergeTask task{partials_of(tile, head), tile.num_partitions(), tile.num_queries, out_of(tile, head)};
+            kernel.merge(spec, task, thread_scratch(kernel.scratch_bytes(spec, tile.num_queries)));
+        }
+    };
+    parallel_for(static_cast<int64_t>(cut.size()) * num_kv_heads, merge, num_kv_heads);
+}
+
+void rope_write_kv(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const RopeArgs& rope, void* qkv,
+                   void* pool, int layer) {
+    const AttentionKernels& kernel = kernels(dtype);
+    const KvLayer kv = kv_layer(spec, dtype, pool, layer);
+    const int64_t row_bytes = spec.row_elements() * item_size(dtype);
+
+    std::vector<RopeTask> tasks;
+    for (int s = 0; s < batch.num_seqs; ++s) {
+        const int end = batch.query_starts[s + 1];
+        const int offset = batch.context_lens[s] - end;  // position minus row
+        const int32_t* table = batch.block_table + batch.table_starts[s];
+        for (int row = batch.query_starts[s]; row < end;) {
+            const int position = row + offset;
+            const int num_tokens = std::min(end - row, kGroupTokens - position % kGroupTokens);
+            tasks.push_back({kv.layer_block(table[position / spec.block_size]), position % spec.block_size, num_tokens,
+                             batch.positions + row, static_cast<std::byte*>(qkv) + row * row_bytes});
+            row += num_tokens;
+        }
+    }
+    const auto body = [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i)
+            kernel.rope_write(spec, rope, tasks[i], thread_scratch(kernel.scratch_bytes(spec, 1)));
+    };
+    parallel_for(static_cast<int64_t>(tasks.size()), body);
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "dtype.h"
+#include "isa.h"
+
+// Causal attention over a paged KV pool, and the step before it (per-head RMSNorm, rotary embedding, KV write).
+//
+// A sequence's result is the same bit for bit whatever else is in the batch, however its prompt was cut into chunks and
+// however many threads there are: keys are taken in tiles of kTileTokens at absolute positions, the online softmax
+// starts anew in each partition of kPartitionTokens, and partitions are merged in ascending order.
+namespace swiftkv {
+
+inline constexpr int kGroupTokens = 16;       // a block holds whole groups
+inline constexpr int kTileTokens = 64;        // keys per softmax update
+inline constexpr int kPartitionTokens = 512;  // keys per softmax
+inline constexpr int kMaxHeadDim = 256;
+
+struct AttentionSpec {
+    int num_heads;
+    int num_kv_heads;
+    int head_dim;
+    int block_size;
+    int window;  // 0: a query sees every earlier key
+    float scale;
+
+    int group_size() const { return num_heads / num_kv_heads; }
+    int64_t row_elements() const { return static_cast<int64_t>(num_heads + 2 * num_kv_heads) * head_dim; }
+    int64_t layer_block_elements() const { return int64_t{2} * block_size * num_kv_heads * head_dim; }
+    int first_visible(int position) const { return window > 0 && position >= window ? position - window + 1 : 0; }
+};
+
+// What the scheduler planned for one step. The new tokens of sequence s are rows query_starts[s] .. query_starts[s+1];
+// the last of them has position context_lens[s] - 1.
+struct AttentionBatch {
+    const int32_t* positions;     // [num_tokens], rows of the cos/sin table
+    const int32_t* query_starts;  // [num_seqs + 1]
+    const int32_t* context_lens;  // [num_seqs]
+    const int32_t* block_table;   // entries: layer block of layer 0, or ~(layer block of every layer)
+    const int32_t* table_starts;  // [num_seqs + 1]
+    int num_seqs;
+};
+
+// One layer of a KV group.
+struct KvLayer {
+    std::byte* base;
+    int64_t layer_block_bytes;
+    int layer;
+
+    std::byte* layer_block(int32_t entry) const {
+        const int64_t index = entry < 0 ? ~entry : static_cast<int64_t>(entry) + layer;
+        return base + index * layer_block_bytes;
+    }
+};
+
+struct RopeArgs {
+    const float* cos_sin;  // [max_len, rotary_dim]: cosines, then sines
+    int rotary_dim;
+    const void* q_norm;  // [head_dim] in the model's dtype, or nullptr
+    const void* k_norm;
+    float eps;
+};
+
+// qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim]; its q and k are normalised and rotated in place.
+void rope_write_kv(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const RopeArgs& rope, void* qkv,
+                   void* pool, int layer);
+
+// out: [num_tokens, num_heads * head_dim].
+void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const void* qkv, const void* pool,
+               int layer, void* out);
+
+// ---- What a file per instruction set provides ----
+
+// Consecutive queries of one sequence against one KV head.
+struct AttendTask {
+    KvLayer kv;
+    const int32_t* table;  // of the sequence
+    int kv_head;
+    int first_position;
+    int num_queries;
+    int partition_begin, partition_end;
+    const void* q;  // first query, first query head of the KV head
+    void* out;
+    float* partial;  // nullptr, or where to leave the one partition's rows: see partial_floats
+};
+
+struct MergeTask {
+    const float* partials;  // [num_partitions, num_queries * group_size, head_dim + 2]
+    int num_partitions;
+    int num_queries;
+    void* out;
+};
+
+struct RopeTask {
+    std::byte* layer_block;
+    int slot;  // of the first token in the block; all tokens lie in one group of kGroupTokens
+    int num_tokens;
+    const int32_t* positions;
+    void* rows;  // of qkv
+};
+
+struct AttentionKernels {
+    int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
+    void (*attend)(const AttentionSpec&, const AttendTask&, std::byte* scratch);
+    void (*merge)(const AttentionSpec&, const MergeTask&, std::byte* scratch);
+    void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&, std::byte* scratch);
+};
+
+const AttentionKernels& attention_kernels_avx2(DType dtype);
+const AttentionKernels& attention_kernels_avx512(DType dtype);
+const AttentionKernels& attention_kernels_avx512_bf16();
+
+}  // namespace swiftkv

@@ -1,0 +1,631 @@
+#pragma once
+
+// The kernels of attention.h for one instruction set. Included by the attention_<isa>.cpp files only, each of which
+// supplies a vector type V and, per dtype, an element type E:
+//
+//   V   F, kWidth; load, store, set1, zero, add, sub, mul, fma (a*b+c), max (b if either is NaN), div, reduce_max,
+//       reduce_sum, keep(x, lo, hi): lanes lo <= i < hi of x, -inf elsewhere; exp2<Terms>(x) for x <= 0, exact 0 below
+//       -150, exact 1 at 0
+//   E   Elem, kPack: elements that lie together along the summed dimension; Fragment, Operand;
+//       load(Elem*) kPack * kWidth elements; load_first the same, of each kPack only the first, zero for the others;
+//       Packed: a query or probability as the multiplication takes it; broadcast(Packed*) kPack of them;
+//       multiply_add(acc, Fragment, Operand); pack(F, Packed*); kExpTerms;
+//       to_float(Elem*), from_float(F, Elem*), round(F): to Elem and back
+
+#include "attention.h"
+
+namespace swiftkv {
+namespace {
+
+constexpr int kBlockRows = 6;  // rows whose accumulators fill the registers
+constexpr int kTileGroups = kTileTokens / kGroupTokens;
+constexpr float kLowest = -1e30f;  // running maximum before the first key; finite so that differences are never NaN
+
+// Coefficients of 2^x - 1 = x (k0 + x (k1 + ...)) on [-1/2, 1/2], least relative error: 3e-6 and 9e-8.
+template <int Terms>
+constexpr float kExp2[Terms] = {};
+template <>
+constexpr float kExp2<4>[4] = {0.6931241933f, 0.2402409862f, 0.0559064252f, 0.0095828527f};
+template <>
+constexpr float kExp2<5>[5] = {0.6931469776f, 0.2402224209f, 0.0555073374f, 0.0096715127f, 0.0013264727f};
+
+constexpr int smaller(int a, int b) {
+    return a < b ? a : b;
+}
+constexpr int larger(int a, int b) {
+    return a > b ? a : b;
+}
+constexpr int64_t round_up(int64_t n, int64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// Hands out aligned pieces of a thread's scratch; run with nullptr it only measures.
+class Arena {
+  public:
+    explicit Arena(std::byte* base) : base_(base) {}
+
+    template <typename T>
+    T* take(int64_t count) {
+        T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+        used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+        return piece;
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    std::byte* base_;
+    int64_t used_ = 0;
+};
+
+// Online softmax of some rows: out = sum(exp2((s - max) c) v), sum = sum(exp2((s - max) c)).
+struct SoftmaxState {
+    float* max;  // [rows]
+    float* sum;  // [rows]
+    float* out;  // [rows, head_dim]
+};
+
+template <typename V, typename E>
+struct Attention {
+    using F = typename V::F;
+    using Elem = typename E::Elem;
+    using Packed = typename E::Packed;
+    static constexpr int kWidth = V::kWidth;
+    static constexpr int kPack = E::kPack;
+    static constexpr int kVectorsPerGroup = kGroupTokens / kWidth;
+    static constexpr int kVectorsPerTile = kTileTokens / kWidth;
+    // Vectors beside kBlockRows rows of accumulators: 24 of 32 registers, or 12 of 16.
+    static constexpr int kBlockVectors = kWidth == 16 ? 4 : 2;
+    static constexpr int kBlockGroups = kBlockVectors / kVectorsPerGroup;
+
+    struct Scratch {
+        Packed* q;           // [row blocks][head_dim / kPack][rows of the block][kPack]
+        SoftmaxState total;  // of the partitions so far
+        SoftmaxState part;
+        float* lane_sums;  // [rows, kWidth], of part
+        float* scores;     // [kBlockRows, kTileTokens]
+        Packed* weights;   // [kBlockRows, kTileTokens]
+
+        Scratch(Arena& arena, int64_t rows, int64_t head_dim) {
+            q = arena.take<Packed>(rows * head_dim);
+            for (SoftmaxState* state : {&total, &part}) {
+                state->max = arena.take<float>(rows);
+                state->sum = arena.take<float>(rows);
+                state->out = arena.take<float>(rows * head_dim);
+            }
+            lane_sums = arena.take<float>(rows * kWidth);
+            scores = arena.take<float>(kBlockRows * kTileTokens);
+            weights = arena.take<Packed>(kBlockRows * kTileTokens);
+        }
+    };
+
+    // Where the keys and values of a tile lie, group by group; groups out of sight point at one in sight.
+    struct Tile {
+        int start;
+        const Elem* k[kTileGroups];
+        const Elem* v[kTileGroups];
+    };
+
+    // Rows [begin, end) of a task, a row being query * group_size + query head.
+    struct RowBlock {
+        int begin, end;
+        int first_query, last_query;  // positions
+    };
+
+    static float exp2_of(float x) { return V::first(V::template exp2<E::kExpTerms>(V::set1(x))); }
+
+    // scores[r, t] = q[r] . k[t] for NV vectors of keys.
+    template <int R, int NV, bool kPrefetch>
+    static void score(const Packed* q, const Elem* const* k, const Elem* const* next_k, int64_t k_stride, int steps,
+                      float* scores) {
+        F acc[R][NV];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) acc[r][j] = V::zero();
+        int64_t offset = 0;
+        for (int step = 0; step < steps; ++step, offset += k_stride, q += R * kPack) {
+            typename E::Fragment key[NV];
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) {
+                key[j] = E::load(k[j] + offset);
+                if constexpr (kPrefetch) __builtin_prefetch(next_k[j] + offset, 0, 3);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const typename E::Operand query = E::broadcast(q + r * kPack);
+#pragma GCC unroll 8
+                for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], key[j], query);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) V::store(scores + r * kTileTokens + j * kWidth, acc[r][j]);
+    }
+
+    template <int R, bool kPrefetch>
+    static void score_groups(const Packed* q, const Tile& tile, const Tile& next, int group_begin, int group_end,
+                             int64_t k_stride, int steps, float* scores) {
+        for (int group = group_begin; group < group_end; group += kBlockGroups) {
+            const Elem* k[kBlockVectors];
+            const Elem* next_k[kBlockVectors];
+            const int num_vectors = smaller(kBlockGroups, group_end - group) * kVectorsPerGroup;
+            for (int j = 0; j < num_vectors; ++j) {
+                const int lane = j % kVectorsPerGroup * kWidth * kPack;
+                k[j] = tile.k[group + j / kVectorsPerGroup] + lane;
+                next_k[j] = next.k[group + j / kVectorsPerGroup] + lane;
+            }
+            float* out = scores + group * kGroupTokens;
+            switch (num_vectors) {
+                case 1:
+                    score<R, 1, kPrefetch>(q, k, next_k, k_stride, steps, out);
+                    break;
+                case 2:
+                    score<R, 2, kPrefetch>(q, k, next_k, k_stride, steps, out);
+                    break;
+                case 3:
+                    score<R, smaller(3, kBlockVectors), kPrefetch>(q, k, next_k, k_stride, steps, out);
+                    break;
+                default:
+                    score<R, kBlockVectors, kPrefetch>(q, k, next_k, k_stride, steps, out);
+                    break;
+            }
+        }
+    }
+
+    // One online softmax update of a row with the scores of a tile, of which keys [lo, hi) are visible. Leaves the
+    // weights and returns what the row's output so far is to be multiplied by.
+    template <bool kMasked>
+    static float update_softmax(const float* scores, int lo, int hi, float c, float& running_max, float* lane_sums,
+                                Packed* weights) {
+        F s[kVectorsPerTile];
+#pragma GCC unroll 8
+        for (int j = 0; j < kVectorsPerTile; ++j) {
+            s[j] = V::load(scores + j * kWidth);
+            if constexpr (kMasked) s[j] = V::keep(s[j], lo - j * kWidth, hi - j * kWidth);
+        }
+        F m[kVectorsPerTile];
+#pragma GCC unroll 8
+        for (int j = 0; j < kVectorsPerTile; ++j) m[j] = s[j];
+#pragma GCC unroll 4
+        for (int n = kVectorsPerTile / 2; n > 0; n /= 2)
+#pragma GCC unroll 4
+            for (int j = 0; j < n; ++j) m[j] = V::max(m[j], m[j + n]);
+        const float tile_max = V::reduce_max(m[0]);
+        const float old_max = running_max;
+        const float new_max = tile_max > old_max ? tile_max : old_max;
+        running_max = new_max;
+
+        const F cs = V::set1(c), shift = V::set1(-(new_max * c));
+        F p[kVectorsPerTile];
+#pragma GCC unroll 8
+        for (int j = 0; j < kVectorsPerTile; ++j) {
+            p[j] = V::template exp2<E::kExpTerms>(V::fma(s[j], cs, shift));
+            E::pack(p[j], weights + j * kWidth);
+        }
+#pragma GCC unroll 4
+        for (int n = kVectorsPerTile / 2; n > 0; n /= 2)
+#pragma GCC unroll 4
+            for (int j = 0; j < n; ++j) p[j] = V::add(p[j], p[j + n]);
+        if (new_max == old_max) {
+            V::store(lane_sums, V::add(V::load(lane_sums), p[0]));
+            return 1.0f;
+        }
+        const float alpha = exp2_of((old_max - new_max) * c);
+        V::store(lane_sums, V::fma(V::load(lane_sums), V::set1(alpha), p[0]));
+        return alpha;
+    }
+
+    // out[r, d] = alpha[r] * out[r, d] + weights[r] . v[:, d] for NV vectors of d and tokens [begin, end) of the tile;
+    // begin is even.
+    template <int R, int NV, bool kPrefetch>
+    static void accumulate(const Packed* weights, const Elem* const* v, const Elem* const* next_v, int begin, int end,
+                           int64_t head_dim, const float* alpha, float* out) {
+        F acc[R][NV];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j)
+                acc[r][j] = V::mul(V::set1(alpha[r]), V::load(out + r * head_dim + j * kWidth));
+        const int64_t v_stride = head_dim * kPack;
+        for (int token = begin; token < end;) {
+            const int group = token / kGroupTokens, slot = token % kGroupTokens;
+            const int count = smaller(kGroupTokens - slot, end - token);
+            const Elem* value = v[group] + slot * head_dim;
+            [[maybe_unused]] const Elem* next_value = next_v[group] + slot * head_dim;
+            const Packed* weight = weights + token;
+            for (int i = count / kPack; i > 0; --i, value += v_stride, next_value += v_stride, weight += kPack) {
+                typename E::Fragment row[NV];
+#pragma GCC unroll 8
+                for (int j = 0; j < NV; ++j) {
+                    row[j] = E::load(value + j * kWidth * kPack);
+                    if constexpr (kPrefetch) __builtin_prefetch(next_value + j * kWidth * kPack, 0, 3);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const typename E::Operand w = E::broadcast(weight + r * kTileTokens);
+#pragma GCC unroll 8
+                    for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], row[j], w);
+                }
+            }
+            // The partner of the last token may not be written yet.
+            if (count % kPack != 0) {
+#pragma GCC unroll 8
+                for (int j = 0; j < NV; ++j) {
+                    const typename E::Fragment last = E::load_first(value + j * kWidth * kPack);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r)
+                        acc[r][j] = E::multiply_add(acc[r][j], last, E::broadcast(weight + r * kTileTokens));
+                }
+            }
+            token += count;
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) V::store(out + r * head_dim + j * kWidth, acc[r][j]);
+    }
+
+    template <int R, bool kPrefetch>
+    static void accumulate_dims(const Packed* weights, const Tile& tile, const Tile& next, int begin, int end,
+                                int head_dim, const float* alpha, float* out) {
+        for (int d = 0; d < head_dim; d += kBlockVectors * kWidth) {
+            const Elem* v[kTileGroups];
+            const Elem* next_v[kTileGroups];
+            for (int g = 0; g < kTileGroups; ++g) {
+                v[g] = tile.v[g] + d * kPack;
+                next_v[g] = next.v[g] + d * kPack;
+            }
+            switch (smaller(kBlockVectors, (head_dim - d) / kWidth)) {
+                case 1:
+                    accumulate<R, 1, kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha, out + d);
+                    break;
+                case 2:
+                    accumulate<R, 2, kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha, out + d);
+                    break;
+                case 3:
+                    accumulate<R, smaller(3, kBlockVectors), kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha,
+                                                                        out + d);
+                    break;
+                default:
+                    accumulate<R, kBlockVectors, kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha, out + d);
+                    break;
+            }
+        }
+    }
+
+    // Brings R rows up to date with a tile.
+    template <int R, bool kPrefetch>
+    static void attend_tile(const AttentionSpec& spec, const AttendTask& task, const Tile& tile, const Tile& next,
+                            const RowBlock& rows, Scratch& scratch) {
+        const int lo = larger(spec.first_visible(rows.first_query) - tile.start, 0);
+        const int hi = smaller(rows.last_query + 1 - tile.start, kTileTokens);
+        if (lo >= hi) return;
+        const bool masked =
+            rows.first_query + 1 < tile.start + kTileTokens || spec.first_visible(rows.last_query) > tile.start;
+
+        const int head_dim = spec.head_dim;
+        score_groups<R, kPrefetch>(scratch.q + int64_t{rows.begin} * head_dim, tile, next, lo / kGroupTokens,
+                                   (hi + kGroupTokens - 1) / kGroupTokens, int64_t{spec.block_size} * kPack,
+                                   head_dim / kPack, scratch.scores);
+        const float c = spec.scale * 1.44269504088896341f;
+        float alpha[R];
+        for (int r = 0; r < R; ++r) {
+            const int row = rows.begin + r;
+            const float* scores = scratch.scores + r * kTileTokens;
+            Packed* weights = scratch.weights + r * kTileTokens;
+            float* lane_sums = scratch.lane_sums + row * kWidth;
+            if (!masked) {
+                alpha[r] = update_softmax<false>(scores, 0, 0, c, scratch.part.max[row], lane_sums, weights);
+                continue;
+            }
+            const int query = task.first_position + row / spec.group_size();
+            alpha[r] = update_softmax<true>(scores, spec.first_visible(query) - tile.start, query + 1 - tile.start, c,
+                                            scratch.part.max[row], lane_sums, weights);
+        }
+        accumulate_dims<R, kPrefetch>(scratch.weights, tile, next, lo & ~(kPack - 1), hi, head_dim, alpha,
+                                      scratch.part.out + int64_t{rows.begin} * head_dim);
+    }
+
+    template <bool kPrefetch>
+    static void attend_tile(const AttentionSpec& spec, const AttendTask& task, const Tile& tile, const Tile& next,
+                            const RowBlock& rows, Scratch& scratch) {
+        switch (rows.end - rows.begin) {
+            case 1:
+                return attend_tile<1, kPrefetch>(spec, task, tile, next, rows, scratch);
+            case 2:
+                return attend_tile<2, kPrefetch>(spec, task, tile, next, rows, scratch);
+            case 3:
+                return attend_tile<3, kPrefetch>(spec, task, tile, next, rows, scratch);
+            case 4:
+                return attend_tile<4, kPrefetch>(spec, task, tile, next, rows, scratch);
+            case 5:
+                return attend_tile<5, kPrefetch>(spec, task, tile, next, rows, scratch);
+            default:
+                return attend_tile<kBlockRows, kPrefetch>(spec, task, tile, next, rows, scratch);
+        }
+    }
+
+    // The keys that some query of the task sees.
+    static int visible_begin(const AttentionSpec& spec, const AttendTask& task) {
+        return spec.first_visible(task.first_position);
+    }
+    static int visible_end(const AttendTask& task) { return task.first_position + task.num_queries; }
+
+    // Only visible groups are looked up: the others are not in the table, or in blocks already freed.
+    static Tile find_tile(const AttentionSpec& spec, const AttendTask& task, int start) {
+        Tile tile;
+        tile.start = start;
+        const int64_t head_elements = int64_t{spec.head_dim} * spec.block_size;
+        const int64_t v_offset = head_elements * spec.num_kv_heads;
+        const int first = larger(visible_begin(spec, task) - start, 0) / kGroupTokens;
+        const int last = (smaller(visible_end(task) - start, kTileTokens) - 1) / kGroupTokens;
+        for (int group = first; group <= last; ++group) {
+            const int position = start + group * kGroupTokens;
+            const auto* block =
+                reinterpret_cast<const Elem*>(task.kv.layer_block(task.table[position / spec.block_size])) +
+                task.kv_head * head_elements;
+            const int64_t slot = position % spec.block_size;
+            tile.k[group] = block + slot * kPack;
+            tile.v[group] = block + v_offset + slot * spec.head_dim;
+        }
+        for (int group = 0; group < kTileGroups; ++group) {
+            if (group >= first && group <= last) continue;
+            tile.k[group] = tile.k[first];
+            tile.v[group] = tile.v[first];
+        }
+        return tile;
+    }
+
+    static RowBlock row_block(const AttentionSpec& spec, const AttendTask& task, int begin, int end) {
+        return {begin, end, task.first_position + begin / spec.group_size(),
+                task.first_position + (end - 1) / spec.group_size()};
+    }
+
+    // Row blocks of equal size but for the last.
+    static int block_rows(int rows) {
+        const int num_blocks = (rows + kBlockRows - 1) / kBlockRows;
+        return (rows + num_blocks - 1) / num_blocks;
+    }
+
+    static void pack_queries(const AttentionSpec& spec, const AttendTask& task, Packed* packed) {
+        const int group_size = spec.group_size(), head_dim = spec.head_dim, rows = task.num_queries * group_size;
+        const int per_block = block_rows(rows);
+        for (int row = 0; row < rows; ++row) {
+            const Elem* q = static_cast<const Elem*>(task.q) + row / group_size * spec.row_elements() +
+                            row % group_size * int64_t{head_dim};
+            const int block = row / per_block * per_block, width = smaller(per_block, rows - block);
+            Packed* out = packed + int64_t{block} * head_dim + (row - block) * kPack;
+            alignas(64) Packed values[kMaxHeadDim];
+            for (int d = 0; d < head_dim; d += kWidth) E::pack(E::to_float(q + d), values + d);
+            for (int d = 0; d < head_dim; d += kPack, out += width * kPack)
+                for (int i = 0; i < kPack; ++i) out[i] = values[d + i];
+        }
+    }
+
+    static void reset(const Scratch& scratch, int rows, int head_dim) {
+        for (int row = 0; row < rows; ++row) scratch.part.max[row] = kLowest;
+        for (int i = 0; i < rows * kWidth; i += kWidth) V::store(scratch.lane_sums + i, V::zero());
+        for (int i = 0; i < rows * head_dim; i += kWidth) V::store(scratch.part.out + i, V::zero());
+    }
+
+    // Keys [lo, hi) of one partition into scratch.part.
+    static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int lo, int hi, Scratch& scratch) {
+        const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);
+        // With few rows the time goes into waiting for memory.
+        const bool prefetch = rows <= 2 * kBlockRows;
+        reset(scratch, rows, spec.head_dim);
+        Tile tile = find_tile(spec, task, lo / kTileTokens * kTileTokens);
+        while (true) {
+            const int next_start = tile.start + kTileTokens;
+            const Tile next = next_start < visible_end(task) ? find_tile(spec, task, next_start) : tile;
+            for (int begin = 0; begin < rows; begin += per_block) {
+                const RowBlock block = row_block(spec, task, begin, smaller(begin + per_block, rows));
+                if (prefetch && begin == 0)
+                    attend_tile<true>(spec, task, tile, next, block, scratch);
+                else
+                    attend_tile<false>(spec, task, tile, next, block, scratch);
+            }
+            if (next_start >= hi) break;
+            tile = next;
+        }
+        for (int row = 0; row < rows; ++row)
+            scratch.part.sum[row] = V::reduce_sum(V::load(scratch.lane_sums + row * kWidth));
+    }
+
+    static void merge_into(const AttentionSpec& spec, const SoftmaxState& total, const SoftmaxState& part, int rows) {
+        const float c = spec.scale * 1.44269504088896341f;
+        const int head_dim = spec.head_dim;
+        for (int row = 0; row < rows; ++row) {
+            if (part.max[row] == kLowest) continue;
+            const float new_max = total.max[row] > part.max[row] ? total.max[row] : part.max[row];
+            const float a = exp2_of((total.max[row] - new_max) * c), b = exp2_of((part.max[row] - new_max) * c);
+            total.max[row] = new_max;
+            total.sum[row] = total.sum[row] * a + part.sum[row] * b;
+            float* out = total.out + int64_t{row} * head_dim;
+            const float* more = part.out + int64_t{row} * head_dim;
+            for (int d = 0; d < head_dim; d += kWidth)
+                V::store(out + d, V::fma(V::load(more + d), V::set1(b), V::mul(V::load(out + d), V::set1(a))));
+        }
+    }
+
+    static void copy_state(const SoftmaxState& from, const SoftmaxState& to, int rows, int head_dim) {
+        __builtin_memcpy(to.max, from.max, rows * sizeof(float));
+        __builtin_memcpy(to.sum, from.sum, rows * sizeof(float));
+        __builtin_memcpy(to.out, from.out, int64_t{rows} * head_dim * sizeof(float));
+    }
+
+    static void write_out(const AttentionSpec& spec, const SoftmaxState& state, int rows, void* out) {
+        const int group_size = spec.group_size(), head_dim = spec.head_dim;
+        for (int row = 0; row < rows; ++row) {
+            const F scale = V::set1(1.0f / state.sum[row]);
+            Elem* to =
+                static_cast<Elem*>(out) + (int64_t{row} / group_size * spec.num_heads + row % group_size) * head_dim;
+            const float* from = state.out + int64_t{row} * head_dim;
+            // Adding zero turns -0 into 0: the sign of a zero depends on which masked keys were multiplied.
+            for (int d = 0; d < head_dim; d += kWidth)
+                E::from_float(V::add(V::mul(V::load(from + d), scale), V::zero()), to + d);
+        }
+    }
+
+    static SoftmaxState partial_state(float* partial, int rows) {
+        return {partial, partial + rows, partial + 2 * rows};
+    }
+
+    static void attend(const AttentionSpec& spec, const AttendTask& task, std::byte* memory) {
+        const int rows = task.num_queries * spec.group_size();
+        Arena arena(memory);
+        Scratch scratch(arena, rows, spec.head_dim);
+        pack_queries(spec, task, scratch.q);
+        if (task.partial != nullptr) scratch.part = partial_state(task.partial, rows);
+        for (int p = task.partition_begin; p < task.partition_end; ++p) {
+            attend_partition(spec, task, larger(visible_begin(spec, task), p * kPartitionTokens),
+                             smaller(visible_end(task), (p + 1) * kPartitionTokens), scratch);
+            if (task.partial != nullptr) return;
+            if (p == task.partition_begin)
+                copy_state(scratch.part, scratch.total, rows, spec.head_dim);
+            else
+                merge_into(spec, scratch.total, scratch.part, rows);
+        }
+        write_out(spec, scratch.total, rows, task.out);
+    }
+
+    static void merge(const AttentionSpec& spec, const MergeTask& task, std::byte* memory) {
+        const int rows = task.num_queries * spec.group_size();
+        const int64_t floats = int64_t{rows} * (spec.head_dim + 2);
+        Arena arena(memory);
+        Scratch scratch(arena, rows, spec.head_dim);
+        auto* partials = const_cast<float*>(task.partials);
+        copy_state(partial_state(partials, rows), scratch.total, rows, spec.head_dim);
+        for (int p = 1; p < task.num_partitions; ++p)
+            merge_into(spec, scratch.total, partial_state(partials + p * floats, rows), rows);
+        write_out(spec, scratch.total, rows, task.out);
+    }
+
+    // ---- rope_write ----
+
+    // Vectors are read and written whole: buffers have room for one more.
+    static constexpr int kPadded = kMaxHeadDim + kWidth;
+
+    struct Rotation {
+        float cos[kPadded], sin[kPadded];
+        int half;
+
+        Rotation(const float* cos_sin, int rotary_dim) : half(rotary_dim / 2) {
+            round_row(cos_sin, cos);
+            round_row(cos_sin + half, sin);
+        }
+
+      private:
+        void round_row(const float* from, float* to) const {
+            for (int i = 0; i < half; ++i) to[i] = from[i];
+            for (int i = half; i < round_up(half, kWidth); ++i) to[i] = 0.0f;
+            for (int i = 0; i < half; i += kWidth) V::store(to + i, E::round(V::load(to + i)));
+        }
+    };
+
+    static void widen(const void* from, int n, float* to) {
+        for (int i = 0; i < n; i += kWidth) V::store(to + i, E::to_float(static_cast<const Elem*>(from) + i));
+    }
+
+    // As transformers: in float32, rounded, then times the weight, rounded.
+    static void normalise(float* x, const float* weight, int n, float eps) {
+        F squares = V::zero();
+        for (int i = 0; i < n; i += kWidth) squares = V::fma(V::load(x + i), V::load(x + i), squares);
+        const F scale = V::set1(1.0f / __builtin_sqrtf(V::reduce_sum(squares) / static_cast<float>(n) + eps));
+        for (int i = 0; i < n; i += kWidth)
+            V::store(x + i, E::round(V::mul(V::load(weight + i), E::round(V::mul(V::load(x + i), scale)))));
+    }
+
+    // As transformers, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
+    static void rotate(const float* x, const Rotation& rotation, int n, float* y) {
+        const int half = rotation.half;
+        for (int i = 0; i < half; i += kWidth) {
+            const F a = V::load(x + i), b = V::load(x + half + i);
+            const F left = E::round(V::mul(a, V::load(rotation.cos + i)));
+            V::store(y + i, E::round(V::sub(left, E::round(V::mul(b, V::load(rotation.sin + i))))));
+        }
+        for (int i = 0; i < half; i += kWidth) {
+            const F a = V::load(x + i), b = V::load(x + half + i);
+            const F left = E::round(V::mul(b, V::load(rotation.cos + i)));
+            V::store(y + half + i, E::round(V::add(left, E::round(V::mul(a, V::load(rotation.sin + i))))));
+        }
+        for (int i = 2 * half; i < n; i += kWidth) V::store(y + i, V::load(x + i));
+    }
+
+    static void prepare_head(Elem* head, const Rotation& rotation, const float* norm_weight, int n, float eps) {
+        alignas(64) float x[kPadded], y[kPadded];
+        widen(head, n, x);
+        if (norm_weight != nullptr) normalise(x, norm_weight, n, eps);
+        rotate(x, rotation, n, y);
+        for (int i = 0; i < n; i += kWidth) E::from_float(V::load(y + i), head + i);
+    }
+
+    // [num_tokens][head_dim] -> [head_dim / kPack][block_size][kPack]
+    static void write_keys(const Elem* rows, int64_t row_stride, int num_tokens, int n, int64_t block_size, Elem* to) {
+        for (int d = 0; d < n; d += kPack, to += block_size * kPack)
+            for (int t = 0; t < num_tokens; ++t)
+                __builtin_memcpy(to + t * kPack, rows + t * row_stride + d, kPack * sizeof(Elem));
+    }
+
+    // [num_tokens][head_dim] -> [block_size / kPack][head_dim][kPack], from token `slot` on
+    static void write_values(const Elem* rows, int64_t row_stride, int num_tokens, int n, int slot, Elem* block) {
+        for (int t = 0; t < num_tokens;) {
+            const Elem* row = rows + t * row_stride;
+            const int token = slot + t;
+            Elem* to = block + int64_t{token / kPack} * n * kPack;
+            if constexpr (kPack == 2) {
+                if (token % 2 == 0 && t + 1 < num_tokens) {
+                    for (int d = 0; d < n; ++d) {
+                        to[2 * d] = row[d];
+                        to[2 * d + 1] = row[row_stride + d];
+                    }
+                    t += 2;
+                    continue;
+                }
+            }
+            for (int d = 0; d < n; ++d) to[d * kPack + token % kPack] = row[d];
+            ++t;
+        }
+    }
+
+    static void rope_write(const AttentionSpec& spec, const RopeArgs& rope, const RopeTask& task, std::byte* memory) {
+        const int n = spec.head_dim;
+        const int64_t row_stride = spec.row_elements();
+        auto* rows = static_cast<Elem*>(task.rows);
+        Arena arena(memory);
+        float* q_norm = arena.take<float>(n);
+        float* k_norm = arena.take<float>(n);
+        if (rope.q_norm != nullptr) widen(rope.q_norm, n, q_norm);
+        if (rope.k_norm != nullptr) widen(rope.k_norm, n, k_norm);
+        for (int t = 0; t < task.num_tokens; ++t) {
+            const Rotation rotation(rope.cos_sin + int64_t{task.positions[t]} * rope.rotary_dim, rope.rotary_dim);
+            Elem* row = rows + t * row_stride;
+            for (int head = 0; head < spec.num_heads; ++head)
+                prepare_head(row + head * n, rotation, rope.q_norm != nullptr ? q_norm : nullptr, n, rope.eps);
+            for (int head = spec.num_heads; head < spec.num_heads + spec.num_kv_heads; ++head)
+                prepare_head(row + head * n, rotation, rope.k_norm != nullptr ? k_norm : nullptr, n, rope.eps);
+        }
+        auto* block = reinterpret_cast<Elem*>(task.layer_block);
+        const int64_t head_elements = int64_t{n} * spec.block_size;
+        for (int head = 0; head < spec.num_kv_heads; ++head) {
+            const Elem* k = rows + int64_t{spec.num_heads + head} * n;
+            const Elem* v = k + int64_t{spec.num_kv_heads} * n;
+            write_keys(k, row_stride, task.num_tokens, n, spec.block_size,
+                       block + head * head_elements + task.slot * kPack);
+            write_values(v, row_stride, task.num_tokens, n, task.slot,
+                         block + (spec.num_kv_heads + head) * head_elements);
+        }
+    }
+
+    static int64_t scratch_bytes(const AttentionSpec& spec, int num_queries) {
+        Arena arena(nullptr);
+        Scratch(arena, int64_t{num_queries} * spec.group_size(), spec.head_dim);
+        return arena.used();
+    }
+
+    static constexpr AttentionKernels kKernels{scratch_bytes, attend, merge, rope_write};
+};
+
+}  // namespace
+}  // namespace swiftkv
