@@ -32,7 +32,7 @@ class Ops:
 
     name: Literal["cpu", "reference"]
     set_num_threads: Callable[[int], None]
-    pack_linear: Callable[..., Any]
+    pack_linear: Callable[..., PackedLinear]
     linear: Callable[..., Tensor]
     linear_residual: Callable[..., None]
     rms_norm: Callable[..., Tensor]

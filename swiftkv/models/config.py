@@ -222,9 +222,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": _Architecture(
         biases=lambda raw: _Biases(True, False, False), sliding_window=_window_of_some_layers
     ),
-    "LlamaForCausalLM": _Architecture(
-        biases=lambda raw: _Biases(raw.attention_bias, raw.attention_bias, raw.mlp_bias)
-    ),
+    "LlamaForCausalLM": _Architecture(biases=lambda raw: _Biases(raw.attention_bias, raw.attention_bias, raw.mlp_bias)),
     "MistralForCausalLM": _Architecture(
         biases=lambda raw: _Biases(False, False, False), sliding_window=lambda raw: raw.sliding_window
     ),

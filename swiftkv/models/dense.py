@@ -83,9 +83,7 @@ class DenseDecoder:
         hidden = ops.embed(batch.token_ids, self._embedding)  # [T, hidden_size]
         for index, layer in enumerate(self._layers):
             qkv = ops.norm_linear(hidden, layer.attention_norm, eps, layer.qkv)
-            ops.rope_write_kv(
-                qkv, self._cos_sin, layer.q_norm, layer.k_norm, eps, spec, attention_batch, pool, index
-            )
+            ops.rope_write_kv(qkv, self._cos_sin, layer.q_norm, layer.k_norm, eps, spec, attention_batch, pool, index)
             attended = ops.attention(qkv, spec, attention_batch, pool, index)  # [T, num_heads * head_dim]
             ops.linear_residual(attended, layer.attention_out, hidden)
             activated = ops.norm_gate_up_silu(hidden, layer.mlp_norm, eps, layer.gate_up)  # [T, intermediate_size]

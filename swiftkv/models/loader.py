@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +19,12 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MappedWeights:
-    """The tensors of a checkpoint by name. Views of the mapped files, in the checkpoint's dtype."""
+    """The tensors of a checkpoint, one file or sharded, by name: views of the mapped files, in the checkpoint's dtype."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `CheckpointError` if a file is missing or is not safetensors."""
         self.directory = directory
-        self._files: dict[Path, safe_open] = {}
+        self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         for file in _weight_files(directory):
             try:
@@ -51,11 +52,6 @@ class MappedWeights:
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}, neither of {', '.join(map(str, _DTYPES))}")
         return tensor
-
-
-def load_weights(directory: Path) -> MappedWeights:
-    """Map the weights in `directory`, one file or sharded. Raises `CheckpointError`."""
-    return MappedWeights(directory)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -1,0 +1,226 @@
+"""Every kernel in plain torch, for any dtype and device: what the fast ones are compared with.
+
+Written to be read. Sums are kept in float32, or in float64 for float64 tensors; results are rounded to the tensors'
+dtype where a model in that dtype would store them. Unlike the fast kernels these are not batch-invariant to the bit:
+torch orders a sum by the shape of its operands.
+
+KV lies in the pool as the fast kernels' does, one layer block after the other, but inside a layer block in an order of
+its own: `[2 (keys, values), block_size, num_kv_heads, head_dim]`. A pool is written and read by one kind of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swiftkv.kernels.attention_spec import AttentionSpec
+
+
+def set_num_threads(n: int) -> None:
+    """Share the work of every function between `n` threads."""
+    torch.set_num_threads(n)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is for `norm_gate_up_silu`."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+    interleaved: bool
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def pack_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
+) -> PackedLinear:
+    """Weights [N_i, K], biases [N_i] -> one layer of sum(N_i) outputs. `interleave`: for `norm_gate_up_silu`."""
+    present = [bias for bias in biases or () if bias is not None]
+    assert len(present) in (0, len(weights)), "a bias for all or for none"
+    return PackedLinear(torch.cat(tuple(weights)), torch.cat(present) if present else None, interleave)
+
+
+def linear(x: Tensor, w: PackedLinear) -> Tensor:
+    """x [M, K] @ w.T + bias -> [M, N]."""
+    assert not w.interleaved
+    return _multiply(x, w).to(x.dtype)
+
+
+def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+    """residual [M, N] += x [M, K] @ w.T + bias in place, rounded once after the sum."""
+    assert not w.interleaved
+    residual.copy_(_multiply(x, w) + residual)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K], rounded again."""
+    wide = x.to(_accumulator(x.dtype))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    """linear(rms_norm(x [M, K], norm_weight [K], eps), w) -> [M, N]."""
+    return linear(rms_norm(x, norm_weight, eps), w)
+
+
+def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    """gate, up = linear(rms_norm(x [M, K], norm_weight [K], eps), w); silu(gate) * up -> [M, N / 2], rounded once."""
+    assert w.interleaved
+    gate, up = _multiply(rms_norm(x, norm_weight, eps), w).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def logits(x: Tensor, w: PackedLinear) -> Tensor:
+    """x [M, K] @ w.T + bias -> [M, N] in float32 (float64 for float64)."""
+    assert not w.interleaved
+    return _multiply(x, w)
+
+
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of table [V, K] for token_ids int32 [T] -> [T, K]. Raises `IndexError` for an id outside [0, V)."""
+    return F.embedding(token_ids, table)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where the tokens of a step and their KV are; all int64."""
+
+    positions: Tensor  # [T]
+    token_entries: Tensor  # [T], the block table entry of the block that a token's KV goes to
+    query_starts: tuple[int, ...]  # [S + 1]
+    context_lens: tuple[int, ...]  # [S]
+    entries: tuple[Tensor, ...]  # [S][number of blocks]
+
+
+def prepare_batch(
+    spec: AttentionSpec,
+    positions: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    table_starts: Tensor,
+) -> AttentionBatch:
+    """What attention needs to know about a step's tokens, once for all layers of a KV group.
+
+    int32: positions [T], query_starts [S + 1], context_lens [S], block_table [number of entries], table_starts [S + 1].
+    """
+    positions, block_table, table_starts = positions.long(), block_table.long(), table_starts.long()
+    sequence = torch.repeat_interleave(query_starts.long().diff())  # [T]
+    starts = table_starts.tolist()
+    return AttentionBatch(
+        positions=positions,
+        token_entries=block_table[table_starts[sequence] + positions // spec.block_size],
+        query_starts=tuple(query_starts.tolist()),
+        context_lens=tuple(context_lens.tolist()),
+        entries=tuple(block_table[start:end] for start, end in pairwise(starts)),
+    )
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    spec: AttentionSpec,
+    batch: AttentionBatch,
+    pool: Tensor,
+    layer: int,
+) -> None:
+    """RMSNorm the heads of q and k (where norms [head_dim] are given) and turn them, write k and v to the pool.
+
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: q is changed in place. cos_sin float32 [max_len, head_dim], as
+    `cos_sin_table` makes it. pool uint8, flat, from the KV group's first byte on.
+    """
+    q, k, v = _split_heads(qkv, spec)
+    cos, sin = cos_sin[batch.positions].to(_accumulator(qkv.dtype)).chunk(2, dim=-1)  # [T, head_dim / 2] each
+    q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin))
+    keys = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
+    layer_blocks = _layer_blocks(pool, spec, qkv.dtype)
+    index, slot = _layer_block_index(batch.token_entries, layer), batch.positions % spec.block_size
+    layer_blocks[index, 0, slot] = keys.to(qkv.dtype)
+    layer_blocks[index, 1, slot] = v
+
+
+def attention(qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, pool: Tensor, layer: int) -> Tensor:
+    """Causal attention of q in qkv [T, ...] over each sequence's KV in the pool -> [T, num_heads * head_dim]."""
+    q, _, _ = _split_heads(qkv, spec)
+    layer_blocks = _layer_blocks(pool, spec, qkv.dtype)
+    out = torch.empty_like(q)
+    for s, (context_len, entries) in enumerate(zip(batch.context_lens, batch.entries, strict=True)):
+        rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
+        query_positions = batch.positions[rows]
+        # Blocks that no query looks back on may be gone.
+        first_block = int((query_positions[0] + 1 - spec.window).clamp(min=0)) // spec.block_size if spec.window else 0
+        blocks = layer_blocks[_layer_block_index(entries[first_block:], layer)]
+        key_positions = torch.arange(first_block * spec.block_size, context_len, device=qkv.device)
+        keys, values = (kv.flatten(0, 1)[: len(key_positions)] for kv in blocks.unbind(1))
+        distance = query_positions[:, None] - key_positions  # [queries, keys]
+        visible = distance >= 0
+        if spec.window:
+            visible &= distance < spec.window
+        out[rows] = _attend(q[rows], keys, values, visible, spec.scale)
+    return out.flatten(1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """q [queries, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim], visible [queries, keys] -> like q."""
+    wide = _accumulator(q.dtype)
+    grouped = q.to(wide).view(len(q), k.shape[1], -1, q.shape[2])  # heads that share one kv head are neighbours
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * scale
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, v.to(wide)).flatten(1, 2).to(q.dtype)
+
+
+def _multiply(x: Tensor, w: PackedLinear) -> Tensor:
+    wide = _accumulator(x.dtype)
+    return F.linear(x.to(wide), w.weight.to(wide), None if w.bias is None else w.bias.to(wide))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim]; dimension i is turned with dimension i + head_dim / 2."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [T, heads, head_dim] of q, k and v."""
+    heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
+    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    return q, k, v
+
+
+def _layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
+    """The pool as layer blocks [N, 2, block_size, num_kv_heads, head_dim], a view."""
+    return pool.view(dtype).view(-1, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+
+def _layer_block_index(entries: Tensor, layer: int) -> Tensor:
+    """Whole blocks hold their layers side by side; a negative entry names one place that every layer uses in turn."""
+    return torch.where(entries < 0, ~entries, entries + layer)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,195 @@
+"""The dense decoder against transformers on the same random checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swiftkv.kernels.dispatch import Ops, cpu_ops, reference_ops, select_ops
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
+from tests.support.checkpoints import load_oracle, make_checkpoint, to_old_style
+from tests.support.paged import PagedRunner
+
+ORIGINAL = 32  # positions before scaling: the longest prompt is three times that
+LENGTHS = (1, 16, 37, 100)
+CHUNKS = ((1000,), (7, 1, 40, 16, 3), (64, *(1,) * 30))  # whole prompts, a mixture, mostly single tokens as in decode
+
+
+def rope(rope_type: str, **values: Any) -> dict[str, Any]:
+    parameters = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0} | values
+    return {"rope_parameters": parameters, "max_position_embeddings": 128}
+
+
+def yarn(**values: Any) -> dict[str, Any]:
+    return rope("yarn", original_max_position_embeddings=ORIGINAL, **values)
+
+
+LLAMA3 = rope("llama3", original_max_position_embeddings=ORIGINAL, low_freq_factor=1.0, high_freq_factor=4.0)
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3": {"arch": "qwen3"},
+    "qwen3-tied": {"arch": "qwen3", "tie_word_embeddings": True},
+    "qwen3-bias": {"arch": "qwen3", "attention_bias": True},
+    "qwen3-mha": {"arch": "qwen3", "num_key_value_heads": 4, "head_dim": 16},
+    "qwen3-yarn": {"arch": "qwen3"} | yarn(),
+    "qwen2": {"arch": "qwen2"},
+    "qwen2-tied": {"arch": "qwen2", "tie_word_embeddings": True},
+    "qwen2-mha": {"arch": "qwen2", "num_key_value_heads": 4},
+    "qwen2-yarn": {"arch": "qwen2"} | yarn(),
+    "llama": {"arch": "llama"},
+    "llama-tied": {"arch": "llama", "tie_word_embeddings": True},
+    "llama-bias": {"arch": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-mha": {"arch": "llama", "num_key_value_heads": 4},
+    "llama-mqa": {"arch": "llama", "num_key_value_heads": 1, "head_dim": 64},
+    "llama-theta": {"arch": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "llama-linear": {"arch": "llama"} | rope("linear") | {"max_position_embeddings": ORIGINAL},
+    "llama-dynamic": {"arch": "llama"} | rope("dynamic"),  # below max_position_embeddings; above has its own test
+    "llama-llama3": {"arch": "llama"} | LLAMA3,
+    "llama-yarn": {"arch": "llama"} | yarn(),
+    "llama-yarn-attention-factor": {"arch": "llama"} | yarn(attention_factor=1.4, beta_fast=16.0, beta_slow=2.0),
+    "llama-yarn-mscale": {"arch": "llama"} | yarn(mscale=1.2, mscale_all_dim=0.6),
+    "llama-yarn-untruncated": {"arch": "llama"} | yarn(truncate=False),
+    "mistral": {"arch": "mistral"},
+    "mistral-wide-window": {"arch": "mistral", "sliding_window": 128, "num_key_value_heads": 4},
+}
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    if request.param == "reference":
+        return reference_ops()
+    if select_ops("cpu").name != "cpu":
+        pytest.skip("the C++ kernels do not run on this machine")
+    return cpu_ops()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes the checkpoint of a case at its first use: (directory, oracle)."""
+
+    @cache
+    def make(case: str) -> tuple[Path, PreTrainedModel]:
+        directory = tmp_path_factory.mktemp(case)
+        return directory, make_checkpoint(directory, **CASES[case])
+
+    return make
+
+
+def load(directory: Path, ops: Ops, dtype: torch.dtype = torch.float32, max_model_len: int = 128) -> DenseDecoder:
+    config = DecoderConfig.from_pretrained(directory)
+    return DenseDecoder(config, MappedWeights(directory), dtype, "cpu", max_model_len, ops=ops)
+
+
+def make_prompts(vocab_size: int = 320) -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return {f"prompt{length}": torch.randint(vocab_size, (length,), generator=generator).tolist() for length in LENGTHS}
+
+
+@torch.inference_mode()
+def oracle_logits(model: PreTrainedModel, prompts: Mapping[str, list[int]]) -> dict[str, Tensor]:
+    return {name: model(torch.tensor([prompt])).logits[0].float() for name, prompt in prompts.items()}
+
+
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float = 1e-4) -> None:
+    assert actual.keys() == expected.keys()
+    for name, logits in expected.items():
+        torch.testing.assert_close(actual[name], logits, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_at_every_position(case: str, ops: Ops, checkpoint: Any) -> None:
+    directory, model = checkpoint(case)
+    decoder, prompts = load(directory, ops), make_prompts()
+    expected = oracle_logits(model, prompts)
+    assert all(logits.std() > 0.3 for logits in expected.values()), "logits too flat to tell anything"
+    for chunks in CHUNKS:
+        assert_same(PagedRunner(decoder, "float32").run(prompts, chunks), expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "-" in case and case.split("-")[1] not in ("tied", "mha")])
+def test_the_older_spelling_of_config_json_means_the_same(case: str, checkpoint: Any, tmp_path: Path) -> None:
+    directory, _ = checkpoint(case)
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    to_old_style(tmp_path)
+    assert DecoderConfig.from_pretrained(tmp_path) == DecoderConfig.from_pretrained(directory)
+
+
+def test_dynamic_rope_beyond_its_positions_equals_transformers_token_by_token(ops: Ops, tmp_path: Path) -> None:
+    model = make_checkpoint(
+        tmp_path, "llama", max_position_embeddings=ORIGINAL, rope_parameters=rope("dynamic")["rope_parameters"]
+    )
+    prompt = make_prompts()["prompt100"]
+    expected, cache = [], None
+    with torch.inference_mode():
+        for token in prompt:
+            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            expected.append(out.logits[0])
+    decoder = load(tmp_path, ops)
+    for chunks in CHUNKS:
+        logits = PagedRunner(decoder, "float32").run({"prompt": prompt}, chunks)
+        assert_same(logits, {"prompt": torch.cat(expected)})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sharded_checkpoints(tied: bool, ops: Ops, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3", max_shard_size="100KB", tie_word_embeddings=tied)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    prompts = make_prompts()
+    logits = PagedRunner(load(tmp_path, ops), "float32").run(prompts, (1000,))
+    assert_same(logits, oracle_logits(model, prompts))
+
+
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16])
+def test_a_half_precision_checkpoint_served_in_float32(saved: torch.dtype, ops: Ops, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", dtype=saved)
+    model, prompts = load_oracle(tmp_path), make_prompts()
+    logits = PagedRunner(load(tmp_path, ops), "float32").run(prompts, (16,))
+    assert_same(logits, oracle_logits(model, prompts))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama-bias", "mistral"])
+def test_half_precision_is_about_as_exact_as_transformers_is(
+    case: str, dtype: torch.dtype, ops: Ops, checkpoint: Any, tmp_path: Path
+) -> None:
+    """Both err from the float32 model on the same rounded weights; ours may not err much more."""
+    half = make_checkpoint(tmp_path, dtype=dtype, **CASES[case])
+    prompts = make_prompts()
+    theirs = oracle_logits(half, prompts)
+    exact = oracle_logits(load_oracle(tmp_path), prompts)
+    ours = PagedRunner(load(tmp_path, ops, dtype), str(dtype).removeprefix("torch.")).run(prompts, (1000,))
+    for name, logits in exact.items():
+        assert (ours[name] - logits).std() < 1.5 * (theirs[name] - logits).std()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["qwen3", "llama-bias"])
+def test_cpu_logits_do_not_depend_on_chunks_batch_or_blocks(case: str, dtype: torch.dtype, checkpoint: Any) -> None:
+    """To the bit: what makes a prefix cache, chunking and preemption invisible."""
+    if select_ops("cpu").name != "cpu":
+        pytest.skip("the C++ kernels do not run on this machine")
+    decoder, prompts = load(checkpoint(case)[0], cpu_ops(), dtype), make_prompts()
+    name = str(dtype).removeprefix("torch.")
+    expected = PagedRunner(decoder, name).run(prompts, (1000,))
+    for seed, chunks in enumerate(CHUNKS[1:], start=1):
+        assert_same(PagedRunner(decoder, name, seed=seed).run(prompts, chunks), expected, atol=0)
+    for key, prompt in prompts.items():
+        assert_same(PagedRunner(decoder, name, seed=3).run({key: prompt}, (24,)), {key: expected[key]}, atol=0)
+
+
+def test_layers_may_share_one_layer_block(ops: Ops, checkpoint: Any) -> None:
+    """Negative entries: where every layer in turn uses the same place, a whole prompt in one step still fits."""
+    directory, model = checkpoint("qwen3")
+    decoder, prompts = load(directory, ops), make_prompts()
+    runner = PagedRunner(decoder, "float32", shared_layers=True)
+    assert_same(runner.run(prompts, (1000,)), oracle_logits(model, prompts))

@@ -1,0 +1,87 @@
+"""Runs a decoder on paged KV as an engine would, without a scheduler: any blocks, any chunks, any mixture."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swiftkv.models.batch import ModelInput
+from swiftkv.models.dense import DenseDecoder
+
+
+class PagedRunner:
+    """Sequences by name, each with blocks drawn at random from a pool that starts as garbage."""
+
+    def __init__(
+        self, decoder: DenseDecoder, dtype: str, num_blocks: int = 64, seed: int = 0, shared_layers: bool = False
+    ) -> None:
+        """`shared_layers`: table entries name one layer block for all layers instead of a whole block."""
+        self.decoder = decoder
+        self.block_size = decoder.spec.block_size
+        (group,) = decoder.config.kv_groups(self.block_size, dtype)
+        self.num_layers = group.num_layers
+        # All bits set is NaN in every dtype: a kernel that reads a slot nobody wrote shows it.
+        self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8)
+        self._free = random.Random(seed).sample(range(num_blocks), num_blocks)
+        self._shared_layers = shared_layers
+        self._blocks: dict[str, list[int]] = defaultdict(list)
+        self._lengths: dict[str, int] = defaultdict(int)
+
+    def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Compute the next tokens of some sequences together; float32 logits [number of tokens, vocab] of each."""
+        for name, new in tokens.items():
+            needed = -(-(self._lengths[name] + len(new)) // self.block_size)
+            while len(self._blocks[name]) < needed:
+                self._blocks[name].append(self._free.pop())
+        batch = self._batch(tokens)
+        for name, new in tokens.items():
+            self._lengths[name] += len(new)
+        logits = self.decoder.logits(self.decoder.forward(batch, self.pool))
+        return dict(zip(tokens, logits.split([len(new) for new in tokens.values()]), strict=True))
+
+    def run(self, prompts: Mapping[str, Sequence[int]], chunk_sizes: Sequence[int]) -> dict[str, Tensor]:
+        """All of the prompts, each cut into chunks (sizes in turn, from another one for each prompt)."""
+        logits: dict[str, list[Tensor]] = defaultdict(list)
+        done = dict.fromkeys(prompts, 0)
+        turn = 0
+        while any(done[name] < len(prompt) for name, prompt in prompts.items()):
+            tokens = {}
+            for i, (name, prompt) in enumerate(prompts.items()):
+                if done[name] < len(prompt):
+                    size = chunk_sizes[(turn + i) % len(chunk_sizes)]
+                    tokens[name] = prompt[done[name] : done[name] + size]
+                    done[name] += len(tokens[name])
+            for name, rows in self.step(tokens).items():
+                logits[name].append(rows)
+            turn += 1
+        return {name: torch.cat(rows) for name, rows in logits.items()}
+
+    def _batch(self, tokens: Mapping[str, Sequence[int]]) -> ModelInput:
+        starts = {name: self._lengths[name] for name in tokens}
+        tables = [[self._entry(block) for block in self._blocks[name]] for name in tokens]
+        return ModelInput(
+            token_ids=_int32([token for new in tokens.values() for token in new]),
+            positions=_int32([starts[name] + i for name, new in tokens.items() for i in range(len(new))]),
+            query_starts=_int32(_offsets([len(new) for new in tokens.values()])),
+            context_lens=_int32([starts[name] + len(new) for name, new in tokens.items()]),
+            block_tables=(_int32([entry for table in tables for entry in table]),),
+            table_starts=(_int32(_offsets([len(table) for table in tables])),),
+        )
+
+    def _entry(self, block: int) -> int:
+        return ~block if self._shared_layers else block * self.num_layers
+
+
+def _offsets(lengths: Sequence[int]) -> list[int]:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return offsets
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
