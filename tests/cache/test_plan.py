@@ -1,0 +1,191 @@
+"""The plan against the paper's table and against hand-made numbers, from nothing but `config.json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv.cache.plan import ModelPlan, plan_as_dict, plan_node
+from swiftkv.config import load_config
+from swiftkv.errors import ConfigError
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+PUBLISHED = {
+    "LWM": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 1048576,
+    },
+    "Qwen3-8B": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    "Qwen3-14B": {
+        **QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "Qwen3-32B": {
+        **QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+    },
+}
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+TINY_BLOCK_BYTES = 3 * (2 * 16 * 2 * 16 * 2)  # layers x layer block of 16 tokens, 2 heads of 16, 2 bytes
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def make(directory: Path, hf_config: dict[str, Any]) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(hf_config))
+
+
+def plan(tmp_path: Path, model_yaml: str, need_weights: bool = False) -> ModelPlan:
+    file = tmp_path / "node.yaml"
+    file.write_text(f"models: [{{name: m, {model_yaml}}}]")
+    return plan_node(load_config(file), need_weights)[0]
+
+
+def mistake(tmp_path: Path, model_yaml: str, need_weights: bool = False) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(tmp_path, model_yaml, need_weights)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "megabytes_per_token", "billion_parameters"),
+    [("LWM", 0.50, 6.7), ("Qwen3-8B", 0.141, 8.2), ("Qwen3-14B", 0.156, 14.8), ("Qwen3-32B", 0.25, 32.8)],
+)
+def test_table_2(name: str, megabytes_per_token: float, billion_parameters: float, tmp_path: Path) -> None:
+    make(tmp_path / name, PUBLISHED[name])
+    planned = plan(tmp_path, f"path: {name}, dtype: float16, kv_cache: {{memory: 16GiB}}")
+    assert round(planned.bytes_per_token / (1 << 20), 3) == megabytes_per_token
+    assert planned.weight_bytes / 2e9 == pytest.approx(billion_parameters, rel=0.01)
+    assert planned.num_blocks == (16 << 30) // (planned.bytes_per_token * 16)
+
+
+def test_sizes_by_hand(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", TINY)
+    planned = plan(tmp_path, f"path: tiny, kv_cache: {{memory: {10 * TINY_BLOCK_BYTES + 1}}}")
+    assert (planned.num_blocks, planned.block_bytes) == (10, TINY_BLOCK_BYTES)
+    assert (planned.pool_bytes, planned.pool_tokens) == (10 * TINY_BLOCK_BYTES, 160)
+    assert planned.weight_bytes == 2 * (2 * 1000 * 64 + 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128))
+    assert planned.max_model_len == planned.longest_context == 160  # what the pool holds
+    assert plan(tmp_path, "path: tiny, kv_cache: {memory: 64MiB}").max_model_len == 512  # what the model was made for
+    assert plan(tmp_path, "path: tiny, max_model_len: 100").max_model_len == 100
+
+
+def test_the_machine_readable_plan_is_json(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", TINY)
+    as_json = json.loads(json.dumps(plan_as_dict(plan(tmp_path, "path: tiny, kv_cache: {memory: 1MiB}"))))
+    assert as_json["num_blocks"] == (1 << 20) // TINY_BLOCK_BYTES
+    assert as_json["kv_groups"][0]["layers"] == [0, 1, 2]
+    assert as_json["kv_groups"][0]["layer_block_bytes"] == TINY_BLOCK_BYTES // 3
+
+
+def test_a_path_starts_where_the_file_lies_and_else_where_you_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_dir, working_dir = tmp_path / "configs", tmp_path / "work"
+    file_dir.mkdir()
+    working_dir.mkdir()
+    monkeypatch.chdir(working_dir)
+    make(working_dir / "tiny", TINY)
+    assert plan(file_dir, "path: tiny").checkpoint == working_dir / "tiny"
+    make(file_dir / "tiny", TINY)
+    assert plan(file_dir, "path: tiny").checkpoint == file_dir / "tiny"
+    assert plan(file_dir, f"path: {working_dir / 'tiny'}").checkpoint == working_dir / "tiny"
+
+
+def test_a_pool_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", TINY)
+    needed = 7 * TINY_BLOCK_BYTES
+    text = "path: tiny, max_model_len: 100, kv_cache: {memory: %d}"
+    assert mistake(tmp_path, text % (needed - 1)) == (
+        "models[0].kv_cache.memory: 42KiB holds 96 tokens, one sequence of 100 needs 43008 bytes (42KiB); "
+        "raise it or lower max_model_len"
+    )
+    assert plan(tmp_path, text % needed).num_blocks == 7
+    assert "one sequence of 16 needs 6144 bytes (6KiB)" in mistake(tmp_path, "path: tiny, kv_cache: {memory: 6143}")
+
+
+def test_a_length_beyond_the_model(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", TINY)
+    message = mistake(tmp_path, "path: tiny, max_model_len: 513")
+    assert message == "models[0].max_model_len: 513 is more than the 512 positions that tiny has"
+
+
+def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    message = mistake(tmp_path, "path: empty")
+    assert message == (
+        f"models[0].path: {tmp_path / 'empty'} has no config.json; name a directory in Hugging Face format"
+    )
+    message = mistake(tmp_path, "path: emtpy")
+    assert message == f"models[0].path: 'emtpy' is no directory in {tmp_path} or {Path.cwd()}, nor a hub id"
+
+
+def test_a_slip_in_a_local_path_does_not_ask_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert "nor a hub id" in mistake(tmp_path, "path: checkpoints/caht")
+
+
+def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
+    message = mistake(tmp_path, "path: nobody/nothing")
+    assert message.startswith("models[0].path: 'nobody/nothing' is no directory here, and the hub did not give it: ")
+    assert "\n" not in message
+
+
+def test_serving_needs_weights_and_tokenizer(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", TINY)
+    assert "has no *.safetensors" in mistake(tmp_path, "path: tiny", need_weights=True)
+    (tmp_path / "tiny" / "model.safetensors").touch()
+    assert "has no tokenizer.json" in mistake(tmp_path, "path: tiny", need_weights=True)
+    (tmp_path / "tiny" / "tokenizer.json").touch()
+    plan(tmp_path, "path: tiny", need_weights=True)
+
+
+def test_an_architecture_that_is_not_supported_names_those_that_are(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", {**TINY, "architectures": ["BertModel"]})
+    message = mistake(tmp_path, "path: tiny")
+    assert message.startswith("models[0].path: ")
+    assert "BertModel; supported are Qwen3ForCausalLM, " in message
+    assert "\n" not in message
+
+
+def test_each_model_with_a_mistake_gets_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("models: [{name: a, path: missing-a}, {name: b, path: missing-b}]")
+    with pytest.raises(ConfigError) as caught:
+        plan_node(load_config(file), need_weights=False)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["models[0].path", "models[1].path"]
