@@ -1,0 +1,134 @@
+"""The applications: one for the node's port, and one for each model that has a port of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Path, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.responses import Response
+
+from swiftkv import __version__
+from swiftkv.server.client import EngineState
+from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
+from swiftkv.server.metrics import CONTENT_TYPE, GatewayMetrics
+from swiftkv.server.middleware import OPEN_PATHS, ApiKeyMiddleware, BodyLimitMiddleware
+from swiftkv.server.models import ModelHandle, ModelTable
+from swiftkv.server.protocol import explain_invalid
+from swiftkv.server.responses import Health, NotReady, Readiness, Version, openapi_components
+from swiftkv.server.routes import documented, openai_router
+from swiftkv.server.streaming import ClientGone, json_response
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What holds for every port. ``api_key``: who does not send it gets 401; ``None``: everybody may."""
+
+    api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 16 << 20
+
+
+def create_app(models: Mapping[str, ModelHandle], settings: ServerSettings, metrics: GatewayMetrics) -> FastAPI:
+    """The node's port: every model by its name in the body, and each under ``/models/{name}``."""
+    table = ModelTable(models)
+    app = _new_app(table, settings)
+    app.include_router(openai_router(table))
+    app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
+    app.include_router(_status_router(table, metrics, only_model=None))
+    return app
+
+
+def create_model_app(model: ModelHandle, settings: ServerSettings, metrics: GatewayMetrics) -> FastAPI:
+    """A model's own port, where requests need not say which model they mean."""
+    table = ModelTable({model.name: model})
+    app = _new_app(table, settings)
+    app.include_router(openai_router(table))
+    app.include_router(_status_router(table, metrics, only_model=model.name))
+    return app
+
+
+def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
+    app = FastAPI(title="swiftkv", version=__version__, redoc_url=None)
+    install_error_handlers(app)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return explain_invalid(error.errors()).response()
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    if settings.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
+    app.openapi = lambda: _openapi(app, models, settings)  # type: ignore[method-assign]
+    return app
+
+
+def _status_router(models: ModelTable, metrics: GatewayMetrics, only_model: str | None) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health", responses=documented("Health"))
+    async def health() -> Response:
+        """The gateway is alive."""
+        return json_response(Health())
+
+    not_ready = {"description": "Error", "content": documented("NotReady")[200]["content"]}
+
+    @router.get("/ready", responses={**documented("Readiness"), 503: not_ready})
+    async def ready() -> Response:
+        """Every engine serves; if not, which one does not."""
+        states = {name: str(state) for name, state in models.states().items()}
+        down = [f"'{name}' is {state}" for name, state in states.items() if state != EngineState.READY]
+        if not down:
+            return json_response(Readiness("ready", states))
+        detail = ErrorDetail(f"not ready: {', '.join(down)}", "service_unavailable_error", None, "not_ready")
+        response = json_response(NotReady(detail, states), 503)
+        response.headers["Retry-After"] = "1"
+        return response
+
+    @router.get("/version", responses=documented("Version"))
+    async def version() -> Response:
+        return json_response(Version(__version__))
+
+    metrics_text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
+    async def scrape() -> Response:
+        return Response(metrics.render(only_model), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _named_model(name: Annotated[str, Path(description="Name of the model")]) -> None:
+    """Puts the path parameter into the OpenAPI document; the routes read it from the path."""
+
+
+def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict[str, Any]:
+    """FastAPI's document, made true: our answers, our errors (never its own 422), and the key where one is asked."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document["components"]["schemas"]
+    schemas.pop("HTTPValidationError", None)
+    schemas.pop("ValidationError", None)
+    schemas.update(openapi_components())
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            for parameter in operation.get("parameters", ()):
+                parameter["schema"]["examples"] = models.names
+            if settings.api_key is not None and path not in OPEN_PATHS:
+                operation["security"] = [{"bearer": []}]
+                operation["responses"]["401"] = documented("ErrorResponse", 401)[401]
+    if settings.api_key is not None:
+        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    app.openapi_schema = document
+    return document
+
+
+__all__ = ["ApiError", "GatewayMetrics", "ModelHandle", "ServerSettings", "create_app", "create_model_app"]

@@ -1,0 +1,423 @@
+"""The gateway's end of one engine: sends it requests, hands what comes back to whoever waits for it.
+
+One table of sequences in flight, with one owner. A `Generation` is the sequences of one HTTP request; everything
+that has arrived for it since it was last asked is handed over at once, so a slow reader costs no more than a fast one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from swiftkv.engine.messages import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    HIGH_WATER_MARK,
+    MAX_MESSAGE_BYTES,
+    Abort,
+    AddRequest,
+    EngineStats,
+    FromEngine,
+    Ready,
+    RequestError,
+    SamplingParams,
+    Shutdown,
+    StepOutput,
+    ToEngine,
+    TokenLogprobs,
+)
+from swiftkv.server.errors import ApiError
+from swiftkv.server.metrics import FinishedRequest, ModelMetrics
+
+logger = logging.getLogger(__name__)
+
+_FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
+_BUSY_RETRY_S = 1.0
+_DOWN_RETRY_S = 5.0
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One sequence to generate. ``prompt`` is int32, little-endian."""
+
+    prompt: bytes
+    sampling: SamplingParams
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What arrived for one sequence of a generation since the last time."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A sequence in the engine. Times are of ``time.perf_counter``, in seconds."""
+
+    generation: Generation
+    index: int
+    request: SequenceRequest
+    arrived_s: float
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_tokens: int = 0
+
+    def finished(self, reason: str, now_s: float) -> FinishedRequest:
+        return FinishedRequest(
+            reason=reason,
+            prompt_tokens=self.request.num_prompt_tokens,
+            generation_tokens=self.num_tokens,
+            max_tokens=self.request.sampling.max_tokens,
+            e2e_s=now_s - self.arrived_s,
+            queue_s=None if self.admitted_s is None else self.admitted_s - self.arrived_s,
+            first_token_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
+        )
+
+
+class Generation:
+    """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
+
+    ``cached_tokens[i]`` is the number of prompt tokens that sequence ``i`` found in the cache, ``None`` until admitted.
+    """
+
+    def __init__(self, client: EngineClient, request_ids: range) -> None:
+        self.cached_tokens: list[int | None] = [None] * len(request_ids)
+        self._client = client
+        self._unfinished = dict(enumerate(request_ids))
+        self._outputs: dict[int, SequenceOutput] = {}
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[SequenceOutput]:
+        """Everything new, at least one output.
+
+        Raises:
+            ApiError: the engine refused a sequence (its status), or is gone (503).
+        """
+        if not self._outputs and not self._error and self._unfinished:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._outputs:
+            outputs = list(self._outputs.values())
+            self._outputs = {}
+            return outputs
+        if self._error:
+            raise self._error
+        raise StopAsyncIteration
+
+    def finish(self, index: int, reason: str) -> None:
+        """End one sequence early; ``reason`` is for the metrics (``stop``: a stop string, ``abort``: nobody waits)."""
+        request_id = self._unfinished.pop(index, None)
+        if request_id is not None:
+            self._client._abort([request_id], reason)
+
+    def close(self) -> None:
+        """Abort every sequence that still runs."""
+        request_ids = list(self._unfinished.values())
+        self._unfinished.clear()
+        if request_ids:
+            self._client._abort(request_ids, "abort")
+
+    def _output(self, index: int) -> SequenceOutput:
+        output = self._outputs.get(index)
+        if output is None:
+            output = self._outputs[index] = SequenceOutput(index)
+        return output
+
+    def _fail(self, index: int, error: ApiError) -> None:
+        self._unfinished.pop(index, None)
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """One engine, whichever process it happens to be: an engine that is started again takes over the same sockets.
+
+    Create it inside the event loop. The supervisor tells it when the process is gone (`engine_down`); that an engine
+    is up, the client hears from the engine itself.
+    """
+
+    def __init__(
+        self, name: str, requests_address: str, outputs_address: str, metrics: ModelMetrics, max_in_flight: int = 1024
+    ) -> None:
+        self.name = name
+        self.requests_address = requests_address
+        self.outputs_address = outputs_address
+        self.metrics = metrics
+        self.max_in_flight = max_in_flight
+        self.state = EngineState.STARTING
+        self.engine: Ready | None = None
+        self._in_flight: dict[int, _InFlight] = {}
+        self._next_request_id = 1
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._down_reason = "is starting"
+        self._retry_after_s = _DOWN_RETRY_S
+        self._dead_pid: int | None = None
+        self._ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._context = zmq.asyncio.Context()
+        self._push = zmq.Socket(self._context, zmq.PUSH)
+        self._pull = self._context.socket(zmq.PULL)
+        for socket in (self._push, self._pull):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.set_hwm(HIGH_WATER_MARK)
+        self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._receiver: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Bind both sockets and listen. Call before the engine process starts."""
+        self._push.bind(self.requests_address)
+        self._pull.bind(self.outputs_address)
+        self._receiver = asyncio.get_running_loop().create_task(self._receive(), name=f"engine {self.name}")
+
+    async def close(self) -> None:
+        """Fail what is in flight and give the sockets back."""
+        self.engine_down("is shut down")
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+        self._push.close()
+        self._pull.close()
+        self._context.term()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    async def wait_ready(self) -> Ready:
+        """Wait until the engine says that it serves."""
+        await self._ready.wait()
+        assert self.engine is not None
+        return self.engine
+
+    def check_available(self) -> None:
+        """Raises:
+        ApiError: 503 unless the engine takes requests.
+        """
+        if self.state is not EngineState.READY:
+            raise self._gone(self._down_reason)
+
+    def generate(self, requests: Sequence[SequenceRequest], *, cache_salt: str = "", priority: int = 0) -> Generation:
+        """Hand sequences to the engine.
+
+        Raises:
+            ApiError: 503 if the engine is down, 429 if too much is in flight, 400 if it can never be taken.
+        """
+        self.check_available()
+        if len(requests) > self.max_in_flight:
+            raise ApiError(400, f"{len(requests)} sequences in one request; {self.max_in_flight} is the most")
+        if len(self._in_flight) + len(requests) > self.max_in_flight:
+            raise ApiError(
+                429,
+                f"model '{self.name}' has {len(self._in_flight)} sequences in flight; {self.max_in_flight} is the most",
+                code="queue_full",
+                retry_after_s=_BUSY_RETRY_S,
+            )
+        request_ids = range(self._next_request_id, self._next_request_id + len(requests))
+        self._next_request_id = request_ids.stop
+        generation = Generation(self, request_ids)
+        arrived_s = time.perf_counter()
+        self._idle.clear()
+        for index, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
+            self._in_flight[request_id] = _InFlight(generation, index, request, arrived_s)
+            if not self._send(AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority)):
+                generation.close()
+                raise self._gone("does not answer")
+        return generation
+
+    def shutdown_engine(self) -> None:
+        """Ask the engine to exit; a supervisor that sees no exit ends the process itself."""
+        if self.engine is not None:
+            self._send(Shutdown())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, wait for those in flight, and fail what is left after ``timeout_s``."""
+        if self.state is EngineState.READY:
+            self.state, self._down_reason = EngineState.DRAINING, "is shutting down"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self._fail_all("is shutting down")
+
+    def engine_up(self, ready: Ready) -> None:
+        """The engine serves. Called when its `Ready` arrives."""
+        if ready.pid == self._dead_pid:
+            return
+        self.engine = ready
+        self.state = EngineState.READY
+        self.metrics.engine_came_up()
+        self._ready.set()
+
+    def engine_down(
+        self, reason: str = "stopped and is being restarted", *, retry_after_s: float = _DOWN_RETRY_S, pid: int = 0
+    ) -> None:
+        """The engine process is gone: everything in flight fails now, new requests are refused until it is back.
+
+        Args:
+            reason: completes "model 'x' …" in the error that clients see.
+            retry_after_s: when it is worth trying again.
+            pid: of the process that is gone, so that a late word of it is not taken for its successor's.
+        """
+        self.state, self._down_reason, self._retry_after_s = EngineState.DOWN, reason, retry_after_s
+        self._dead_pid = pid or (self.engine.pid if self.engine else None)
+        self.engine = None
+        self._ready.clear()
+        self.metrics.engine_went_down()
+        self._fail_all(reason)
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._pull.recv()
+            try:
+                message = self._decoder.decode(frame)
+            except msgspec.DecodeError:
+                logger.exception("engine %s sent a message that cannot be read", self.name)
+                continue
+            match message:
+                case StepOutput():
+                    self._on_step(message)
+                case RequestError():
+                    self._on_error(message)
+                case Ready():
+                    await self._until_connected()
+                    self.engine_up(message)
+
+    async def _until_connected(self) -> None:
+        """The two sockets connect on their own: the engine may be heard before it can be spoken to."""
+        while not self._push.poll(0, zmq.POLLOUT):
+            await asyncio.sleep(0.005)
+
+    def _on_step(self, step: StepOutput) -> None:
+        now_s = time.perf_counter()
+        for request_id, cached_tokens in step.admitted:
+            if sequence := self._in_flight.get(request_id):
+                self._on_admitted(sequence, cached_tokens, now_s)
+        # Arrays arrive as bytes; three conversions per step, whatever the batch.
+        request_ids = np.frombuffer(step.request_ids, "<u8").tolist()
+        token_ids = np.frombuffer(step.token_ids, "<i4").tolist()
+        for request_id, token_id, finish in zip(request_ids, token_ids, step.finish_reasons, strict=True):
+            sequence = self._in_flight.get(request_id)
+            if sequence is None:  # aborted while the step ran
+                continue
+            generation = sequence.generation
+            output = generation._output(sequence.index)
+            output.token_ids.append(token_id)
+            if step.logprobs and request_id in step.logprobs:
+                output.logprobs.append(step.logprobs[request_id])
+            if step.prompt_logprobs and request_id in step.prompt_logprobs:
+                output.prompt_logprobs = step.prompt_logprobs[request_id]
+            self._on_token(sequence, now_s)
+            if finish:
+                output.finish_reason = _FINISH_REASONS[finish]
+                generation._unfinished.pop(sequence.index, None)
+                self._forget(request_id, output.finish_reason)
+            generation._wake()
+        if request_ids:
+            self.metrics.generation_tokens.inc(len(request_ids))
+        if step.stats is not None:
+            self._on_stats(step.stats)
+
+    def _on_admitted(self, sequence: _InFlight, cached_tokens: int, now_s: float) -> None:
+        sequence.admitted_s = now_s
+        sequence.generation.cached_tokens[sequence.index] = cached_tokens
+        self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
+
+    def _on_token(self, sequence: _InFlight, now_s: float) -> None:
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+            self.metrics.time_to_first_token.observe(now_s - sequence.arrived_s)
+        else:
+            self.metrics.inter_token_latency.observe(now_s - sequence.last_token_s)
+        sequence.last_token_s = now_s
+        sequence.num_tokens += 1
+
+    def _on_stats(self, stats: EngineStats) -> None:
+        self.metrics.num_requests_running.set(stats.num_running)
+        self.metrics.num_requests_waiting.set(stats.num_waiting)
+        self.metrics.kv_cache_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
+        self.metrics.observe_engine_totals(
+            stats.num_preemptions_total, stats.prefix_query_tokens_total, stats.prefix_hit_tokens_total
+        )
+
+    def _on_error(self, error: RequestError) -> None:
+        if sequence := self._in_flight.get(error.request_id):
+            self._forget(error.request_id, "error")
+            sequence.generation._fail(sequence.index, ApiError(error.status, error.message))
+
+    def _abort(self, request_ids: Sequence[int], reason: str) -> None:
+        known = [request_id for request_id in request_ids if request_id in self._in_flight]
+        for request_id in known:
+            self._forget(request_id, reason)
+        if known and self.engine is not None:
+            self._send(Abort(known))
+
+    def _forget(self, request_id: int, reason: str) -> None:
+        sequence = self._in_flight.pop(request_id)
+        self.metrics.observe_finished(sequence.finished(reason, time.perf_counter()))
+        if not self._in_flight:
+            self._idle.set()
+
+    def _fail_all(self, reason: str) -> None:
+        error = self._gone(reason)
+        for request_id, sequence in list(self._in_flight.items()):
+            self._forget(request_id, "error")
+            sequence.generation._fail(sequence.index, error)
+
+    def _send(self, message: ToEngine) -> bool:
+        """Never waits. False: nobody is at the other end (what may be in flight is far below the high-water mark)."""
+        try:
+            self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _gone(self, reason: str) -> ApiError:
+        return ApiError(
+            503, f"model '{self.name}' {reason}", code="engine_unavailable", retry_after_s=self._retry_after_s
+        )

@@ -1,0 +1,109 @@
+"""From a stream of token ids to a stream of text: whole characters only, and never a part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer as Backend
+
+REPLACEMENT = "\ufffd"
+# What a decode looks back on: enough for a decoder to treat a token as the middle of a text, and not as its start.
+_CONTEXT_TOKENS = 4
+_WINDOW_TOKENS = 12
+# An unfinished UTF-8 character is at most 3 bytes, and a broken byte decodes to one replacement character.
+_UNFINISHED = 3
+
+
+class Detokenizer:
+    """Incremental decoder of one sequence, primed with the end of its prompt.
+
+    Text is held back while it ends inside a character. Bytes that can never become one come out as U+FFFD.
+    """
+
+    def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self._backend = backend
+        self._skip_special_tokens = skip_special_tokens
+        self._window = self._end_of(prompt_ids)
+        # Where in the window a character ended. Vocabularies with byte tokens decode a run of bytes as one: a window
+        # that began inside a character would spoil the whole run.
+        self._boundaries = [0, len(self._window)]
+        self._emitted_chars = len(self._decode(self._window).rstrip(REPLACEMENT))
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take further tokens; the text that is now certain."""
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        certain_chars = len(text)
+        if not text.endswith(REPLACEMENT):
+            self._boundaries.append(len(self._window))
+        elif len(self._window) - self._boundaries[-1] <= _UNFINISHED:
+            return ""
+        else:
+            certain_chars = max(len(text.rstrip(REPLACEMENT)), len(text) - _UNFINISHED)
+        new_text = text[self._emitted_chars : certain_chars]
+        self._emitted_chars = max(self._emitted_chars, certain_chars)
+        if len(self._window) > _WINDOW_TOKENS:
+            self._shorten_window(held_chars=max(0, len(text) - self._emitted_chars))
+        return new_text
+
+    def _shorten_window(self, held_chars: int) -> None:
+        latest = len(self._window) - _CONTEXT_TOKENS
+        start = max((boundary for boundary in self._boundaries if boundary <= latest), default=0)
+        if start == 0 and len(self._window) > 2 * _WINDOW_TOKENS:
+            start = latest  # nothing but broken bytes
+        self._window = self._window[start:]
+        self._boundaries = [boundary - start for boundary in self._boundaries if boundary >= start] or [0]
+        self._emitted_chars = max(0, len(self._decode(self._window)) - held_chars)
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _UNFINISHED + 1):
+            window = list(prompt_ids[-num_tokens:])
+            if not self._decode(window).startswith(REPLACEMENT):
+                break
+        return window
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return text
+
+
+class StopMatcher:
+    """Finds the first stop string in text that comes in pieces, and holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, new_text: str, *, watch: bool = True) -> str:
+        """Take further text; the part that can be shown. ``matched`` is set once a stop string is complete.
+
+        ``watch=False`` lets text through unexamined (``min_tokens`` is not reached).
+        """
+        if not self._stops or not watch:
+            return new_text
+        text = self._held + new_text
+        found = [(position, stop) for stop in self._stops if (position := text.find(stop)) >= 0]
+        if found:
+            position, self.matched = min(found)
+            self._held = ""
+            return text[:position]
+        held_chars = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held_chars :]
+        return text[: len(text) - held_chars]
+
+    def flush(self) -> str:
+        """The sequence ended without the stop string: what was held back is ordinary text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

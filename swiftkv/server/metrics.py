@@ -1,0 +1,169 @@
+"""Prometheus metrics under vLLM's names, one label set per model, so that dashboards made for vLLM work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """What is known of one sequence once it ended. Times in seconds; ``None`` where it ended before that point."""
+
+    reason: str
+    prompt_tokens: int
+    generation_tokens: int
+    max_tokens: int
+    e2e_s: float
+    queue_s: float | None
+    first_token_s: float | None
+
+
+class GatewayMetrics:
+    """The metrics of every model behind one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.num_requests_running = self._gauge("vllm:num_requests_running", "Requests in the running batch")
+        self.num_requests_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled")
+        self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
+        self.engine_up = self._gauge("swiftkv:engine_up", "1 while the model's engine serves")
+        self.engine_starts = self._counter("swiftkv:engine_starts", "Times that the model's engine came up")
+        self.preemptions = self._counter("vllm:num_preemptions", "Requests preempted and recomputed")
+        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
+        self.request_success = self._counter("vllm:request_success", "Requests finished", ("finished_reason",))
+        self.time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S
+        )
+        self.inter_token_latency = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request", _SHORT_S
+        )
+        self.time_per_output_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _SHORT_S
+        )
+        self.e2e_latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token", _REQUEST_S
+        )
+        self.queue_time = self._histogram("vllm:request_queue_time_seconds", "From arrival to admission", _REQUEST_S)
+        self.prefill_time = self._histogram(
+            "vllm:request_prefill_time_seconds", "From admission to the first token", _REQUEST_S
+        )
+        self.decode_time = self._histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last", _REQUEST_S
+        )
+        self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt length", _TOKENS)
+        self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Tokens generated", _TOKENS)
+        self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens asked for", _TOKENS)
+        self.request_n = self._histogram("vllm:request_params_n", "n asked for", (1, 2, 5, 10, 20, 50, 100))
+        self.step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens in an engine step", _TOKENS)
+
+    def for_model(self, name: str) -> ModelMetrics:
+        return ModelMetrics(self, name)
+
+    def render(self, only_model: str | None = None) -> bytes:
+        """The text that Prometheus scrapes: of every model, or of one."""
+        if only_model is None:
+            return generate_latest(self.registry)
+        only = CollectorRegistry()
+        only.register(_OneModel(self.registry, only_model))
+        return generate_latest(only)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ("model_name",), registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, text, ("model_name", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+
+
+class ModelMetrics:
+    """The metrics of one model. ``observe_*`` are called by the model's engine client, and by nobody else."""
+
+    def __init__(self, metrics: GatewayMetrics, name: str) -> None:
+        self.num_requests_running = metrics.num_requests_running.labels(name)
+        self.num_requests_waiting = metrics.num_requests_waiting.labels(name)
+        self.kv_cache_usage = metrics.kv_cache_usage.labels(name)
+        self.engine_up = metrics.engine_up.labels(name)
+        self.engine_starts = metrics.engine_starts.labels(name)
+        self.prompt_tokens = metrics.prompt_tokens.labels(name)
+        self.generation_tokens = metrics.generation_tokens.labels(name)
+        self.time_to_first_token = metrics.time_to_first_token.labels(name)
+        self.inter_token_latency = metrics.inter_token_latency.labels(name)
+        self.request_n = metrics.request_n.labels(name)
+        self.step_tokens = metrics.step_tokens.labels(name)
+        self._time_per_output_token = metrics.time_per_output_token.labels(name)
+        self._e2e_latency = metrics.e2e_latency.labels(name)
+        self._queue_time = metrics.queue_time.labels(name)
+        self._prefill_time = metrics.prefill_time.labels(name)
+        self._decode_time = metrics.decode_time.labels(name)
+        self._request_prompt_tokens = metrics.request_prompt_tokens.labels(name)
+        self._request_generation_tokens = metrics.request_generation_tokens.labels(name)
+        self._request_max_tokens = metrics.request_max_tokens.labels(name)
+        self._success = {reason: metrics.request_success.labels(name, reason) for reason in FINISHED_REASONS}
+        # The engine reports totals since it started; a restarted engine counts from zero again.
+        self._engine_totals = {
+            counter.labels(name): 0 for counter in (metrics.preemptions, metrics.prefix_queries, metrics.prefix_hits)
+        }
+
+    def observe_engine_totals(self, preemptions: int, prefix_query_tokens: int, prefix_hit_tokens: int) -> None:
+        totals = (preemptions, prefix_query_tokens, prefix_hit_tokens)
+        for (counter, seen), total in zip(self._engine_totals.items(), totals, strict=True):
+            if total != seen:
+                counter.inc(max(0, total - seen))
+                self._engine_totals[counter] = total
+
+    def engine_came_up(self) -> None:
+        self.engine_up.set(1)
+        self.engine_starts.inc()
+        self._engine_totals = dict.fromkeys(self._engine_totals, 0)
+
+    def engine_went_down(self) -> None:
+        for gauge in (self.engine_up, self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage):
+            gauge.set(0)
+
+    def observe_finished(self, request: FinishedRequest) -> None:
+        self._success[request.reason].inc()
+        self._e2e_latency.observe(request.e2e_s)
+        self._request_prompt_tokens.observe(request.prompt_tokens)
+        self._request_generation_tokens.observe(request.generation_tokens)
+        self._request_max_tokens.observe(request.max_tokens)
+        if request.queue_s is not None:
+            self._queue_time.observe(request.queue_s)
+        if request.first_token_s is None:
+            return
+        decode_s = request.e2e_s - request.first_token_s
+        self._decode_time.observe(decode_s)
+        self._prefill_time.observe(request.first_token_s - (request.queue_s or 0))
+        if request.generation_tokens > 1:
+            self._time_per_output_token.observe(decode_s / (request.generation_tokens - 1))
+
+
+class _OneModel(Collector):
+    """A registry's metrics, less those of other models."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if sample.labels["model_name"] == self._model]
+            yield metric

@@ -1,0 +1,74 @@
+"""The models behind one gateway, and how a request finds its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from swiftkv.server.client import EngineClient, EngineState
+from swiftkv.server.errors import ApiError
+from swiftkv.server.responses import ModelCard
+from swiftkv.server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelHandle:
+    """A model as the gateway knows it. ``root`` is where it was loaded from; lengths and sizes are in tokens."""
+
+    name: str
+    root: str
+    max_model_len: int
+    vocab_size: int
+    tokenizer: Tokenizer
+    client: EngineClient
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def card(self) -> ModelCard:
+        return ModelCard(self.name, self.created, self.root, self.max_model_len)
+
+
+class ModelTable:
+    """The models of one port."""
+
+    def __init__(self, models: Mapping[str, ModelHandle]) -> None:
+        self._models = dict(models)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._models)
+
+    def all(self) -> list[ModelHandle]:
+        return list(self._models.values())
+
+    def get(self, name: str) -> ModelHandle:
+        """Raises:
+        ApiError: 404 if there is no such model.
+        """
+        if name not in self._models:
+            known = ", ".join(self._models)
+            raise ApiError(404, f"no model '{name}'; there is: {known}", param="model", code="model_not_found")
+        return self._models[name]
+
+    def pick(self, in_path: str | None, in_body: str | None) -> ModelHandle:
+        """The model that a request's path or body names; where there is one model, it need not be named.
+
+        Raises:
+            ApiError: 404 for a model that is not there, 400 if none is named and there are several.
+        """
+        if in_path is not None:
+            if in_body not in (None, in_path):
+                raise ApiError(
+                    404, f"this is the path of model '{in_path}', not of '{in_body}'", param="model",
+                    code="model_not_found",
+                )  # fmt: skip
+            return self.get(in_path)
+        if in_body is not None:
+            return self.get(in_body)
+        if len(self._models) == 1:
+            return next(iter(self._models.values()))
+        known = ", ".join(self._models)
+        raise ApiError(400, f"field 'model' is required; there is: {known}", param="model", code="missing_field")
+
+    def states(self) -> dict[str, EngineState]:
+        return {name: model.client.state for name, model in self._models.items()}

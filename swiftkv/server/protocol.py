@@ -1,0 +1,244 @@
+"""The requests that clients may send: OpenAI's fields, vLLM's extra ones, and a cap on everything that costs.
+
+Types are strict (``"1"`` is not a number) so that the OpenAPI document says exactly what is taken. A field that is
+not supported is refused by name, unless its value asks for nothing (``tools: []``, ``best_of: 1``, ``null``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from swiftkv.server.errors import ApiError
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_PROMPTS = 256
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+# A list of a million wrong items must not make a million errors.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Label = Annotated[str, Field(max_length=1024)]
+
+
+class Unsupported:
+    """Marks a field whose only accepted values are ``null`` and those given here, all of which ask for nothing."""
+
+    def __init__(self, *harmless: Any) -> None:
+        self.harmless = (None, *harmless)
+
+    def check(self, value: Any) -> None:
+        if not any(type(value) is type(ok) and value == ok for ok in self.harmless):
+            raise PydanticCustomError("unsupported_field", "is not supported")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.harmless), "description": "Not supported"}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelBody(Body):
+    model: Annotated[str, Field(max_length=256, description="May be left out where there is one model")] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[None, Unsupported(False)] = None
+
+
+class GenerationBody(ModelBody):
+    """What completions and chat completions have in common."""
+
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = (
+        None
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+
+    user: Label | None = Field(None, description="Accepted, not used")
+    store: bool | None = Field(None, description="Accepted, not used")
+    metadata: Annotated[dict[Label, Label], Field(max_length=64)] | None = Field(None, description="Accepted, not used")
+    safety_identifier: Label | None = Field(None, description="Accepted, not used")
+    prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used")
+    include_stop_str_in_output: Annotated[None, Unsupported(False)] = None
+    response_format: Annotated[None, Unsupported({"type": "text"})] = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list) or not value:
+        return None
+    if isinstance(value[0], str):
+        return "texts"
+    return "token_id_lists" if isinstance(value[0], list) else "token_ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Field(min_length=1), Tag("token_ids")]
+    | Annotated[
+        list[Annotated[TokenIds, Field(min_length=1)]],
+        Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
+        Tag("token_id_lists"),
+    ],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="must be a string, a list of token ids, or a list of either, and not empty",
+    ),
+]
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX, description="0 only with echo")] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+    suffix: Annotated[None, Unsupported("")] = None
+    best_of: Annotated[None, Unsupported(1)] = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or many, as a list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return cast("list[str | list[int]]", self.prompt)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: Label | None = None
+    refusal: Annotated[None, Unsupported("")] = None
+    audio: Annotated[None, Unsupported()] = None
+    annotations: Annotated[None, Unsupported([])] = None
+    function_call: Annotated[None, Unsupported()] = None
+    tool_calls: Annotated[None, Unsupported([])] = None
+    tool_call_id: Annotated[None, Unsupported()] = None
+    reasoning_content: Annotated[None, Unsupported("")] = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it: one string of content."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    tools: Annotated[None, Unsupported([])] = None
+    tool_choice: Annotated[None, Unsupported("none", "auto")] = None
+    parallel_tool_calls: Annotated[None, Unsupported(True, False)] = None
+    functions: Annotated[None, Unsupported([])] = None
+    function_call: Annotated[None, Unsupported("none", "auto")] = None
+    modalities: Annotated[None, Unsupported(["text"])] = None
+    audio: Annotated[None, Unsupported()] = None
+    prediction: Annotated[None, Unsupported()] = None
+    reasoning_effort: Annotated[None, Unsupported()] = None
+    verbosity: Annotated[None, Unsupported()] = None
+    web_search_options: Annotated[None, Unsupported()] = None
+
+
+class TokenizeBody(ModelBody):
+    """vLLM's ``/tokenize``: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(ModelBody):
+    tokens: TokenIds
+
+
+_FIELDS = frozenset(
+    name
+    for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ChatMessage, TextPart, StreamOptions)
+    for name in body.model_fields
+)
+
+
+def explain_invalid(errors: Sequence[Any]) -> ApiError:
+    """What pydantic found wrong with a body, as one error about one field."""
+    # Of a field that takes several types, the error that got furthest into the value is the one to show.
+    first_field = errors[0]["loc"][:2]
+    error = max((e for e in errors if e["loc"][:2] == first_field), key=lambda e: len(e["loc"]))
+    kind, text = error["type"], error["msg"]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {error['ctx']['error']}", code="invalid_json")
+    location = error["loc"][1:]
+    if not location:
+        return ApiError(400, f"the body must be a JSON object, with 'Content-Type: application/json' ({text})")
+    # pydantic puts the names of union members between those of the fields.
+    named = [str(part) for part in location[:-1] if isinstance(part, int) or part in _FIELDS]
+    if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in _FIELDS:
+        named.append(str(location[-1]))
+    field = ".".join(named)
+    if kind in ("extra_forbidden", "unsupported_field"):
+        return ApiError(400, f"field '{field}' is not supported", param=field, code="unsupported_field")
+    if kind == "missing":
+        return ApiError(400, f"field '{field}' is required", param=field, code="missing_field")
+    return ApiError(400, f"field '{field}': {text}", param=field)

@@ -1,0 +1,136 @@
+"""From the fields of a request to what the engine is asked to do, with vLLM's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from swiftkv.engine.messages import SamplingParams
+from swiftkv.server.choices import StopRules
+from swiftkv.server.client import SequenceRequest
+from swiftkv.server.errors import ApiError
+from swiftkv.server.models import ModelHandle
+from swiftkv.server.protocol import INT64_MAX, ChatBody, CompletionBody, GenerationBody
+
+_COMPLETION_MAX_TOKENS = 16
+_MIN_TEMPERATURE = 0.01
+
+
+def sequence_requests(
+    model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]]
+) -> list[SequenceRequest]:
+    """``n`` sequences per prompt, those of one prompt next to each other.
+
+    Raises:
+        ApiError: 400 if a prompt or a field does not fit the model.
+    """
+    requests = []
+    for prompt in prompts:
+        prompt_bytes = _prompt_bytes(model, prompt)
+        sampling = _sampling_params(model, body, len(prompt))
+        requests += [SequenceRequest(prompt_bytes, _with_seed(sampling, choice)) for choice in range(body.n or 1)]
+    return requests
+
+
+def stop_rules(body: GenerationBody) -> StopRules:
+    return StopRules(
+        strings=tuple(body.stops),
+        token_ids=frozenset(body.stop_token_ids or ()),
+        min_tokens=body.min_tokens or 0,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _prompt_bytes(model: ModelHandle, prompt: Sequence[int]) -> bytes:
+    if not prompt:
+        raise ApiError(400, "the prompt is empty", param="prompt")
+    ids = np.asarray(prompt, "<i4")
+    if (largest := ids.max()) >= model.vocab_size:
+        raise ApiError(
+            400, f"token id {largest} is not in the model's vocabulary of {model.vocab_size}", param="prompt"
+        )
+    return ids.tobytes()
+
+
+def _sampling_params(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_tokens: int) -> SamplingParams:
+    max_tokens = _max_tokens(model, body, num_prompt_tokens)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise ApiError(400, f"field 'min_tokens' is {min_tokens}, more than {max_tokens} tokens", param="min_tokens")
+    logprobs, prompt_logprobs = _num_logprobs(body)
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        # Below this the logits overflow; vLLM draws the same line.
+        temperature=max(temperature, _MIN_TEMPERATURE) if temperature else 0.0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or 0,
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_logit_bias(model, body),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop_token_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _max_tokens(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_tokens: int) -> int:
+    room = model.max_model_len - num_prompt_tokens
+    asked, field = body.max_tokens, "max_tokens"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    if isinstance(body, CompletionBody) and asked == 0:
+        if not body.echo:
+            raise ApiError(400, "field 'max_tokens' is 0: nothing is asked for without 'echo'", param="max_tokens")
+        asked = 1  # the engine always generates; the answer leaves the token out
+    if room < 1 or (asked or 1) > room:
+        raise ApiError(
+            400,
+            f"this model's maximum context length is {model.max_model_len} tokens, but {num_prompt_tokens} are in the "
+            f"prompt and {asked or 1} are to be generated",
+            param=field if room >= 1 else "messages" if isinstance(body, ChatBody) else "prompt",
+            code="context_length_exceeded",
+        )
+    if asked is not None:
+        return asked
+    return room if isinstance(body, ChatBody) else min(room, _COMPLETION_MAX_TOKENS)
+
+
+def _num_logprobs(body: CompletionBody | ChatBody) -> tuple[int | None, int | None]:
+    """How many logprobs the engine is to send per generated token, and per prompt token."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "field 'prompt_logprobs' is not supported with 'stream'", param="prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "field 'stream_options' is only for 'stream': true", param="stream_options")
+    if isinstance(body, CompletionBody):
+        echoed = body.logprobs if body.echo else None
+        asked = [k for k in (body.prompt_logprobs, echoed) if k is not None]
+        return body.logprobs, max(asked) if asked else None
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "field 'top_logprobs' is only for 'logprobs': true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
+
+
+def _logit_bias(model: ModelHandle, body: GenerationBody) -> dict[int, float] | None:
+    if not body.logit_bias:
+        return None
+    bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
+    if (largest := max(bias)) >= model.vocab_size:
+        raise ApiError(
+            400, f"token id {largest} is not in the model's vocabulary of {model.vocab_size}", param="logit_bias"
+        )
+    return bias
+
+
+def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Choices of one prompt must differ, and be the same again with the same seed."""
+    if sampling.seed is None or choice == 0:
+        return sampling
+    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    return SamplingParams(**{**fields, "seed": (sampling.seed + choice) % INT64_MAX})

@@ -1,0 +1,113 @@
+"""How an answer travels: whole, or as server-sent events; and what happens when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from swiftkv.server.answer import Answer
+from swiftkv.server.choices import Delta, deltas
+from swiftkv.server.client import Generation
+from swiftkv.server.errors import ApiError
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+_DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client hung up; nobody reads an answer."""
+
+
+def json_response(body: Struct, status: int = 200) -> Response:
+    return Response(_encoder.encode(body), status, media_type="application/json")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` and return its result, but cancel it when the client hangs up.
+
+    Raises:
+        ClientGone: it did.
+    """
+    working = asyncio.ensure_future(work)
+    listening = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        listening.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
+
+
+async def whole_answer(request: Request, answer: Answer) -> Response:
+    """Wait for the end of the generation."""
+
+    async def collect() -> None:
+        async for batch in deltas(answer.generation, answer.choices):
+            answer.add(batch)
+
+    with answer.generation:
+        await unless_gone(request, collect())
+    # Prompt logprobs of a long prompt are millions of numbers.
+    return json_response(await asyncio.to_thread(answer.whole))
+
+
+async def streamed_answer(request: Request, answer: Answer) -> Response:
+    """Wait for the first token, so that what goes wrong before it still has its HTTP status; then stream."""
+    batches = deltas(answer.generation, answer.choices)
+    try:
+        first = await unless_gone(request, _next(batches))
+    except BaseException:
+        answer.generation.close()
+        raise
+    return _EventStream(_events(answer, first, batches), answer.generation)
+
+
+async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator[list[Delta]]) -> AsyncIterator[bytes]:
+    try:
+        yield _encode(answer.chunks(first))
+        async for batch in batches:
+            if events := answer.chunks(batch):
+                yield _encode(events)
+        if answer.final_usage:
+            yield _encode([answer.usage_chunk()])
+    except ApiError as error:
+        yield b"data: " + error.body() + b"\n\n"
+    yield _DONE
+
+
+def _encode(events: Sequence[Struct]) -> bytes:
+    return b"".join(b"data: " + _encoder.encode(event) + b"\n\n" for event in events)
+
+
+class _EventStream(StreamingResponse):
+    """Ends the generation however the response ends: done, failed, or the client gone."""
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await super().__call__(scope, receive, send)
+
+
+async def _next(batches: AsyncIterator[list[Delta]]) -> list[Delta]:
+    return await anext(batches)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from echo_gateway import Gateway, start_gateway, train_tokenizer
+
+from swiftkv.server.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    """Steps take no time."""
+    gateway, stop = start_gateway(tmp_path_factory.mktemp("fast"), tokenizer)
+    yield gateway
+    stop()
+
+
+@pytest.fixture
+def slow_gateway(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    """A gateway of its own for a test that breaks things; a step takes 10 ms."""
+    gateway, stop = start_gateway(tmp_path, tokenizer, step_ms=10)
+    yield gateway
+    stop()

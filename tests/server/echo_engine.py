@@ -1,0 +1,163 @@
+"""A peer for the gateway: speaks an engine's ZeroMQ protocol, but its "model" repeats the prompt, token after token.
+
+It is no stand-in for the engine, whose own tests are elsewhere: it lets the gateway be tested, and its cost measured,
+with answers that are known beforehand. Runs as a process of its own:
+
+    python echo_engine.py REQUESTS_ADDRESS OUTPUTS_ADDRESS [--step-ms 0] [--max-model-len 4096]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import zmq
+
+from swiftkv.engine.messages import (
+    FINISH_LENGTH,
+    FINISH_RUNNING,
+    FINISH_STOP,
+    Abort,
+    AddRequest,
+    EngineStats,
+    Ready,
+    RequestError,
+    Shutdown,
+    StepOutput,
+    ToEngine,
+    TokenLogprobs,
+)
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 1024
+REFUSED_SALT = "refuse"  # a request with this cache_salt is answered by RequestError
+DEADLY_SALT = "die"  # one with this ends the process
+
+
+@dataclass
+class Sequence:
+    request: AddRequest
+    prompt: list[int]
+    position: int = 0
+
+
+class EchoEngine:
+    """Generates ``prompt[i % len(prompt)]`` as token ``i``; logprob of token ``t`` is ``-(t % 10) / 10``."""
+
+    def __init__(self, requests_address: str, outputs_address: str, max_model_len: int) -> None:
+        context = zmq.Context.instance()
+        self.pull = context.socket(zmq.PULL)
+        self.push = context.socket(zmq.PUSH)
+        self.pull.connect(requests_address)
+        self.push.connect(outputs_address)
+        self.decoder = msgspec.msgpack.Decoder(ToEngine)
+        self.sequences: dict[int, Sequence] = {}
+        self.admitted: list[tuple[int, int]] = []
+        self.seen: list[list[int]] = []
+        self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, BLOCK_SIZE, []))
+
+    def send(self, message: object) -> None:
+        self.push.send(msgspec.msgpack.encode(message))
+
+    def run(self, step_s: float) -> None:
+        while True:
+            while self.pull.poll(None if not self.sequences else 0):
+                if not self.take(self.decoder.decode(self.pull.recv())):
+                    return
+            time.sleep(step_s)
+            if self.sequences:
+                self.step()
+
+    def take(self, message: ToEngine) -> bool:
+        match message:
+            case AddRequest(cache_salt=cache_salt) if cache_salt == REFUSED_SALT:
+                self.send(RequestError(message.request_id, 400, "refused by the engine"))
+            case AddRequest(cache_salt=cache_salt) if cache_salt == DEADLY_SALT:
+                os._exit(7)
+            case AddRequest():
+                prompt = np.frombuffer(message.prompt, "<i4").tolist()
+                self.sequences[message.request_id] = Sequence(message, prompt)
+                self.admitted.append((message.request_id, self.cached(prompt)))
+            case Abort():
+                for request_id in message.request_ids:
+                    self.sequences.pop(request_id, None)
+                if not self.sequences:
+                    self.send(StepOutput(b"", b"", b"", stats=self.stats()))
+            case Shutdown():
+                return False
+        return True
+
+    def cached(self, prompt: list[int]) -> int:
+        """Longest common prefix with an earlier prompt, in whole blocks, and never the whole prompt."""
+        longest = 0
+        for seen in self.seen[-64:]:
+            common = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), None)
+            common = min(len(prompt), len(seen)) if common is None else common
+            longest = max(longest, min(common, len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE)
+        self.seen.append(prompt)
+        return longest
+
+    def step(self) -> None:
+        tokens, finishes = [], []
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        request_ids = list(self.sequences)
+        for request_id in request_ids:
+            sequence = self.sequences[request_id]
+            sampling = sequence.request.sampling
+            token = sequence.prompt[sequence.position % len(sequence.prompt)]
+            if sequence.position == 0 and sampling.prompt_logprobs is not None:
+                prompt_logprobs[request_id] = [token_logprobs(t, sampling.prompt_logprobs) for t in sequence.prompt[1:]]
+            sequence.position += 1
+            finish = FINISH_RUNNING
+            if token in sampling.stop_token_ids and sequence.position > sampling.min_tokens:
+                finish = FINISH_STOP
+            elif sequence.position == sampling.max_tokens:
+                finish = FINISH_LENGTH
+            if finish != FINISH_RUNNING:
+                del self.sequences[request_id]
+            if sampling.logprobs is not None:
+                logprobs[request_id] = token_logprobs(token, sampling.logprobs)
+            tokens.append(token)
+            finishes.append(finish)
+        self.send(
+            StepOutput(
+                np.array(request_ids, "<u8").tobytes(),
+                np.array(tokens, "<i4").tobytes(),
+                bytes(finishes),
+                self.admitted,
+                logprobs or None,
+                prompt_logprobs or None,
+                self.stats(),
+            )
+        )
+        self.admitted = []
+
+    def stats(self) -> EngineStats:
+        used = len(self.sequences)
+        return EngineStats(used, 0, 1024, 1024 - used, used, 0, 0, 0, 0, 0, 0, 0)
+
+
+def token_logprobs(token: int, k: int) -> TokenLogprobs:
+    logprob = -(token % 10) / 10
+    top = [(token + i) % VOCAB_SIZE for i in range(k)]
+    return TokenLogprobs(logprob, 1, top, [logprob - i for i in range(k)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("requests_address")
+    parser.add_argument("outputs_address")
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    arguments = parser.parse_args()
+    engine = EchoEngine(arguments.requests_address, arguments.outputs_address, arguments.max_model_len)
+    engine.run(arguments.step_ms / 1000)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""A whole gateway for tests: a real tokenizer, real sockets, a real HTTP server, and an echo engine as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv.server.app import GatewayMetrics, ModelHandle, ServerSettings, create_app, create_model_app
+from swiftkv.server.client import EngineClient
+from swiftkv.server.tokenizer import Tokenizer
+
+ECHO_ENGINE = Path(__file__).with_name("echo_engine.py")
+VOCAB_SIZE = 1024
+MAX_MODEL_LEN = 4096
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('no such thing') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = "The quick brown fox jumps over the lazy dog. Viele Grüße aus Köln, 你好, 👋🏽 def f(x): return x\n"
+
+
+def train_tokenizer(path: Path) -> None:
+    """A byte-level BPE tokenizer with a chat template, trained on Python's own source."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([Path(asyncio.base_events.__file__).read_text(), TEXT * 20], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+
+
+@dataclass
+class EchoProcess:
+    """An echo engine that can be killed and started again, as a supervisor would."""
+
+    client: EngineClient
+    step_ms: float
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        addresses = [self.client.requests_address, self.client.outputs_address]
+        options = [f"--step-ms={self.step_ms}", f"--max-model-len={MAX_MODEL_LEN}"]
+        self.process = subprocess.Popen([sys.executable, ECHO_ENGINE, *addresses, *options])
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        return self.process.pid
+
+
+@dataclass
+class Gateway:
+    """A node's port and one model's own port, in an event loop of their own."""
+
+    loop: asyncio.AbstractEventLoop
+    url: str
+    model_url: str
+    clients: dict[str, EngineClient]
+    engines: dict[str, EchoProcess]
+    apps: list[FastAPI] = field(default_factory=list)
+    api_key: str | None = None
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run ``function`` in the gateway's event loop."""
+
+        async def run() -> object:
+            return function()
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def wait_ready(self, name: str) -> None:
+        asyncio.run_coroutine_threadsafe(self.clients[name].wait_ready(), self.loop).result(30)
+
+    def http(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return httpx.Client(base_url=self.url, timeout=30, headers=headers)
+
+    def openai(self, path: str = "/v1") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + path, api_key=self.api_key or "none", max_retries=0, timeout=30)
+
+
+def start_gateway(
+    directory: Path, tokenizer: Tokenizer, *, step_ms: float = 0, settings: ServerSettings | None = None
+) -> tuple[Gateway, Callable[[], None]]:
+    """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it."""
+    settings = settings or ServerSettings()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    metrics = GatewayMetrics()
+    servers: list[uvicorn.Server] = []
+    serving: list[asyncio.Task[None]] = []
+
+    async def build() -> Gateway:
+        handles = {}
+        for name in ("chat", "code"):
+            addresses = [f"ipc://{directory}/{name}.{end}" for end in ("requests", "outputs")]
+            client = EngineClient(name, *addresses, metrics.for_model(name), max_in_flight=600)
+            client.start()
+            handles[name] = ModelHandle(name, f"/models/{name}", MAX_MODEL_LEN, VOCAB_SIZE, tokenizer, client)
+        apps = [create_app(handles, settings, metrics), create_model_app(handles["chat"], settings, metrics)]
+        urls = []
+        for app in apps:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+            servers.append(server)
+            serving.append(loop.create_task(server.serve(sockets=[listener])))
+            urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        clients = {name: handle.client for name, handle in handles.items()}
+        engines = {name: EchoProcess(client, step_ms) for name, client in clients.items()}
+        return Gateway(loop, *urls, clients, engines, apps, settings.api_key)
+
+    gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
+    for name, engine in gateway.engines.items():
+        engine.start()
+        gateway.wait_ready(name)
+
+    async def shut_down() -> None:
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+        for client in gateway.clients.values():
+            await client.close()
+
+    def stop() -> None:
+        asyncio.run_coroutine_threadsafe(shut_down(), loop).result(10)
+        for engine in gateway.engines.values():
+            engine.stop()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+    return gateway, stop

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+from echo_gateway import TEXT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
+
+from swiftkv.server.detokenizer import REPLACEMENT, Detokenizer, StopMatcher
+from swiftkv.server.tokenizer import Tokenizer
+
+# Half a surrogate pair is no text; the sentencepiece decoder turns its own space mark into a space.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=f"{REPLACEMENT}▁"))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Backend:
+    """Llama 2's kind of vocabulary: pieces with a mark for the space, and every other byte as a token."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "e", "l", "o", "▁h", "lo"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("▁", "h"), ("l", "o")]
+    backend = Backend(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback"])
+def backend(request: pytest.FixtureRequest, tokenizer: Tokenizer, byte_fallback: Backend) -> Backend:
+    return tokenizer.backend if request.param == "byte_level" else byte_fallback
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=texts, cuts=st.lists(st.integers(1, 5), max_size=40))
+def test_pieces_join_to_the_decoded_text(
+    tokenizer: Tokenizer, byte_fallback: Backend, text: str, cuts: list[int]
+) -> None:
+    for backend in (tokenizer.backend, byte_fallback):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        detokenizer, joined = Detokenizer(backend, []), ""
+        expected = backend.decode(ids)
+        while ids:
+            size = cuts.pop() if cuts else 1
+            joined += detokenizer.push(ids[:size])
+            ids = ids[size:]
+            assert expected.startswith(joined)
+        assert joined == expected == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(before=texts, after=texts)
+def test_generation_continues_the_prompt(tokenizer: Tokenizer, byte_fallback: Backend, before: str, after: str) -> None:
+    for backend in (tokenizer.backend, byte_fallback):
+        whole, prompt = (backend.encode(text).ids for text in (before + after, before))
+        if whole[: len(prompt)] != prompt:  # a merge across the border: the prompt's tokens are not a beginning
+            continue
+        detokenizer = Detokenizer(backend, prompt)
+        assert "".join(detokenizer.push([token]) for token in whole[len(prompt) :]) == after
+
+
+def test_a_sentencepiece_space_after_the_prompt_is_kept(byte_fallback: Backend) -> None:
+    ids = byte_fallback.encode("hello hello").ids
+    half = len(ids) // 2
+    assert byte_fallback.decode(ids[half:]) == "hello"
+    assert Detokenizer(byte_fallback, ids[:half]).push(ids[half:]) == " hello"
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(3, 262), max_size=200))
+def test_bytes_that_are_no_text_come_out_as_replacement_characters(
+    tokenizer: Tokenizer, byte_fallback: Backend, ids: list[int]
+) -> None:
+    for backend in (tokenizer.backend, byte_fallback):
+        detokenizer = Detokenizer(backend, [])
+        text = "".join(detokenizer.push([token]) for token in ids)
+        text.encode()  # no half of a surrogate pair
+        assert len(text) >= len(backend.decode(ids).rstrip(REPLACEMENT)) // 4
+
+
+def test_a_character_comes_whole(backend: Backend) -> None:
+    ids = backend.encode("👋").ids[-4:]
+    detokenizer = Detokenizer(backend, [])
+    *before, last = [detokenizer.push([token]) for token in ids]
+    assert last == "👋"
+    assert set(before) == {""}
+
+
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.backend.encode("a<|im_end|>b").ids
+    assert Detokenizer(tokenizer.backend, []).push(ids) == "ab"
+    assert Detokenizer(tokenizer.backend, [], skip_special_tokens=False).push(ids) == "a<|im_end|>b"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("abc", max_size=4), max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+)
+def test_stop_strings_against_a_search_of_the_whole_text(pieces: list[str], stops: list[str]) -> None:
+    matcher, shown, text = StopMatcher(stops), "", ""
+    for piece in pieces:
+        text += piece
+        shown += matcher.push(piece)
+        positions = [text.find(stop) for stop in stops if stop in text]
+        assert (matcher.matched is not None) == bool(positions)
+        if positions:
+            assert shown == text[: min(positions)]
+            return
+        # Only what may be the beginning of a stop string is held back, and all of that.
+        endings = (text[start:] for start in range(len(text) + 1))
+        held = next(ending for ending in endings if any(stop.startswith(ending) for stop in [*stops, ""]))
+        assert shown + held == text
+    assert shown + matcher.flush() == text
+
+
+def test_before_min_tokens_a_stop_string_is_text() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.push("END", watch=False) == "END"
+    assert matcher.push("xEND") == "x"
+    assert matcher.matched == "END"
+
+
+def test_token_bytes_are_exact_inside_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.backend.encode(TEXT).ids
+    assert bytes(byte for token in ids for byte in tokenizer.token_bytes(token)).decode() == TEXT
