@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -22,14 +21,15 @@ def percentiles(times_s: list[float]) -> str:
     return f"median {median:8.1f} us   (10 % {low:8.1f}, 90 % {high:8.1f}, {len(times_s)} runs)"
 
 
-def timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def read_plan(plan: _core.StepPlan) -> int:
-    arrays = [plan.token_ids, plan.positions, plan.query_starts, plan.context_lens, plan.request_ids, plan.row_slots]
+    arrays: list[np.ndarray] = [
+        plan.token_ids,
+        plan.positions,
+        plan.query_starts,
+        plan.context_lens,
+        plan.request_ids,
+        plan.row_slots,
+    ]
     arrays += [*plan.block_tables, *plan.table_starts, plan.logits_rows, plan.logits_seqs]
     arrays += [plan.new_request_ids, plan.new_cached_tokens, plan.preempted_request_ids]
     return sum(a.size for a in arrays)
@@ -89,27 +89,25 @@ def bench_match(num_blocks: int = 1_000_000, length: int = 131_072, runs: int = 
         scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
     cached = scheduler.stats().groups[0].cached
 
-    add_s, schedule_s, finish_s = [], [], []
+    add_s, schedule_s, commit_s = [], [], []
     for run in range(runs):
         prompt = np.append(prompts[rng.integers(num_prompts)], np.int32(1))
-        add_s.append(
-            timed(
-                lambda run=run, prompt=prompt: scheduler.add_request(
-                    1_000_000 + run, prompt, 1, 0, NO_STOP, b"model", False
-                )
-            )
-        )
         start = time.perf_counter()
+        scheduler.add_request(1_000_000 + run, prompt, 1, 0, NO_STOP, b"model", False)
+        added = time.perf_counter()
         plan = scheduler.schedule()
-        schedule_s.append(time.perf_counter() - start)
+        scheduled = time.perf_counter()
+        scheduler.commit(np.zeros(1, np.int32))
+        commit_s.append(time.perf_counter() - scheduled)
+        schedule_s.append(scheduled - added)
+        add_s.append(added - start)
         assert plan is not None
         assert plan.new_cached_tokens.tolist() == [length]
-        finish_s.append(timed(lambda: scheduler.commit(np.zeros(1, np.int32))))
     print(f"match, {length} tokens in a tree of {cached} blocks")
     print("  add + schedule           ", percentiles([a + b for a, b in zip(add_s, schedule_s, strict=True)]))
     print("  add_request (keys)       ", percentiles(add_s))
     print("  schedule (match, plan)   ", percentiles(schedule_s))
-    print("  commit (release)         ", percentiles(finish_s))
+    print("  commit (release)         ", percentiles(commit_s))
 
 
 if __name__ == "__main__":

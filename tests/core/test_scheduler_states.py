@@ -16,7 +16,7 @@ TOKENS = st.integers(0, 2)
 def setups(draw: st.DrawFn) -> Setup:
     block_size = draw(st.sampled_from([2, 4]))
     max_model_len = draw(st.integers(4, 40))
-    max_num_batched_tokens = draw(st.integers(1, 24))
+    max_num_batched_tokens = draw(st.integers(1, 32))
     chunked = draw(st.booleans())
     whole = -(-max_model_len // block_size)
 
@@ -24,13 +24,13 @@ def setups(draw: st.DrawFn) -> Setup:
         needed = whole
         if window and chunked:
             needed = min(whole, -(-window // block_size) - (-max_num_batched_tokens // block_size) + 1)
-        return draw(st.integers(1, 3)), needed + draw(st.integers(0, 8)), window
+        return draw(st.integers(1, 3)), needed + draw(st.integers(0, 4)), window
 
     windows = draw(st.sampled_from([(0,), (0, 5), (3,), (0, 0), (4, 0, 9)]))
     return Setup(
         tuple(group(window) for window in windows),
         block_size,
-        draw(st.integers(1, 5)),
+        draw(st.integers(1, 6)),
         max_num_batched_tokens,
         max_model_len,
         draw(st.booleans()),
@@ -47,9 +47,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         source=st.integers(0, 1 << 16),
-        keep=st.integers(0, 40),
+        keep=st.integers(0, 24),
         tail=st.lists(TOKENS, min_size=1, max_size=12),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(1, 40),
         min_tokens=st.integers(0, 4),
         stop=st.lists(TOKENS, max_size=1),
         namespace=st.sampled_from([b"a", b"a", b"b"]),
@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.history.append(prompt)
         self.next_id += 1
 
-    @rule(copies=st.integers(2, 4), prompt=st.lists(TOKENS, min_size=1, max_size=30), max_tokens=st.integers(1, 8))
+    @rule(copies=st.integers(2, 4), prompt=st.lists(TOKENS, min_size=1, max_size=16), max_tokens=st.integers(1, 40))
     def add_equal(self, copies: int, prompt: list[int], max_tokens: int) -> None:
         for _ in range(copies):
             self.add(source=0, keep=0, tail=prompt, max_tokens=max_tokens)
@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.commit()
 
     @precondition(lambda self: self.engine.plan is None)
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(1, 16))
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
@@ -111,5 +111,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
