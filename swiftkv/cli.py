@@ -165,3 +165,7 @@ def checkpoint_make(
         from swiftkv.checkpoint import make
 
         make(arch, size, directory)
+
+
+if __name__ == "__main__":
+    app()

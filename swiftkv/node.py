@@ -168,6 +168,7 @@ class Node:
                     lifespan="off",
                     log_level="warning",
                     access_log=False,
+                    server_header=False,
                     backlog=_BACKLOG,
                     timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
                 )

@@ -40,9 +40,10 @@ class EngineSupervisor:
 
     async def start(self) -> Ready:
         """Start the process and wait until it serves. Raises `EngineError` if it ends before."""
+        command = [sys.executable, "-m", "swiftkv.engine.main", self._config.name]  # the name is for those who run ps
         # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
         process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "swiftkv.engine.main", stdin=PIPE, stdout=sys.stderr, start_new_session=True
+            *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True
         )
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already, which waiting for it shows

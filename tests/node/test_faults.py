@@ -1,0 +1,184 @@
+"""What may go wrong with a node that serves: real processes, real HTTP, tiny random models."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tests.support.checkpoints import make_checkpoint
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
+
+MAX_MODEL_LEN = 32768
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(directory, "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
+    return directory
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    directory = short_temporary_directory()
+    yield directory
+    remove(directory)
+
+
+def config(checkpoint: Path, *names: str, **node: Any) -> dict[str, Any]:
+    models: list[dict[str, Any]] = [
+        {"name": name, "path": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache": {"memory": "64MiB"}}
+        for name in names
+    ]
+    models[0]["endpoint"] = {"port": 0}
+    return {"node": {"port": 0, "restart": {"limit": 2, "backoff": "50ms"}, **node}, "models": models}
+
+
+@pytest.fixture(scope="module")
+def node(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """Three models; a test that kills an engine kills its own."""
+    directory = tmp_path_factory.mktemp("node")
+    with NodeProcess(config(checkpoint, "steady", "killed", "doomed"), directory, short_temporary_directory()) as node:
+        yield node
+    remove(node.temporary)
+
+
+class Stream:
+    """A completion on its way: its events, one by one."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.response = response
+        self.events = (json.loads(data) for data in self._data() if data != "[DONE]")
+
+    def _data(self) -> Iterator[str]:
+        for line in self.response.iter_lines():
+            if line.startswith("data: "):
+                yield line.removeprefix("data: ")
+
+
+@contextmanager
+def streaming(node: NodeProcess, model: str, max_tokens: int) -> Iterator[Stream]:
+    """A stream whose first token has come."""
+    body = {"prompt": "def", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    url = f"{node.url}/models/{model}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+        assert response.status_code == 200
+        stream = Stream(response)
+        assert next(stream.events)["choices"]
+        yield stream
+
+
+def complete(node: NodeProcess, model: str) -> httpx.Response:
+    body = {"prompt": "def", "max_tokens": 4, "ignore_eos": True}
+    return httpx.post(f"{node.url}/models/{model}/v1/completions", json=body, timeout=DEADLINE_S)
+
+
+def test_the_printed_lines_can_be_pasted(node: NodeProcess) -> None:
+    lines = [shlex.split(line) for line in node.lines if line.startswith("  curl")]
+    assert len(lines) == 3
+    for line in lines:
+        url, headers, body = line[1], line[line.index("-H") + 1], line[line.index("-d") + 1]
+        answer = httpx.post(url, headers=dict([headers.split(": ")]), content=body, timeout=DEADLINE_S)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+    assert len({node.url_of("steady"), node.url_of("killed"), node.url_of("doomed")}) == 3
+    assert not node.url_of("steady").startswith(node.url)
+
+
+def test_a_killed_engine_fails_its_requests_alone_and_comes_back(node: NodeProcess) -> None:
+    with ExitStack() as stack:
+        other = stack.enter_context(streaming(node, "steady", max_tokens=2000))
+        broken = stack.enter_context(streaming(node, "killed", max_tokens=MAX_MODEL_LEN - 100))
+        waiting = stack.enter_context(streaming(node, "killed", max_tokens=MAX_MODEL_LEN - 100))
+        dead = node.engines()["killed"]
+        dead.send_signal(signal.SIGKILL)
+        for stream in (broken, waiting):
+            *_, last = stream.events
+            assert "model 'killed' stopped" in last["error"]["message"]
+        *_, last = other.events
+        assert last["choices"][0]["finish_reason"] == "length"
+    node.wait_line(r"killed: the engine was killed by SIGKILL; starting it again in 0.05 s \(restart 1 of 2")
+    wait_for("the restart", lambda: node.ready() == {"steady": "ready", "killed": "ready", "doomed": "ready"})
+    assert node.engines()["killed"].pid != dead.pid
+    assert complete(node, "killed").status_code == 200
+
+
+def test_a_crash_loop_ends_and_the_others_serve(node: NodeProcess) -> None:
+    for attempt in range(3):
+        wait_for("doomed to serve", lambda: node.ready()["doomed"] == "ready")
+        node.engines()["doomed"].send_signal(signal.SIGKILL)
+        node.wait_line(rf"restart {attempt + 1} of 2" if attempt < 2 else "doomed: .* SIGKILL; it stays down")
+    assert node.ready() == {"steady": "ready", "killed": "ready", "doomed": "down"}
+    refused = complete(node, "doomed")
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    assert refused.json()["error"]["message"] == "model 'doomed' is down and is not started again"
+    assert complete(node, "steady").status_code == 200
+    assert "doomed" not in node.engines()
+
+
+def test_sigterm_aborts_what_outlasts_the_timeout_and_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, temporary: Path
+) -> None:
+    with (
+        NodeProcess(config(checkpoint, "only", shutdown_timeout="500ms"), tmp_path, temporary) as node,
+        streaming(node, "only", max_tokens=MAX_MODEL_LEN - 100) as stream,
+        httpx.Client(base_url=node.url, timeout=DEADLINE_S) as client,
+    ):
+        assert client.get("/ready").status_code == 200  # a connection that is there before the end
+        assert list(temporary.glob("swiftkv-*.ipc"))
+        node.process.send_signal(signal.SIGTERM)
+        node.wait_line("stopping: up to 0.5 s for 1 sequences in flight")
+        *_, last = stream.events
+        assert last["error"]["message"] == "model 'only' is shutting down"
+        assert node.process.wait(DEADLINE_S) == 0
+        node.assert_nothing_left()
+
+
+def test_a_second_signal_does_not_wait(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    with (
+        NodeProcess(config(checkpoint, "only", shutdown_timeout="1h"), tmp_path, temporary) as node,
+        streaming(node, "only", max_tokens=MAX_MODEL_LEN - 100) as stream,
+    ):
+        node.process.send_signal(signal.SIGINT)
+        node.wait_line("stopping: up to 3600 s")
+        refused = complete(node, "only")
+        assert refused.status_code == 503
+        assert "shutting down" in refused.json()["error"]["message"]
+        node.process.send_signal(signal.SIGINT)
+        *_, last = stream.events
+        assert last["error"]["message"] == "model 'only' is shutting down"
+        assert node.process.wait(DEADLINE_S) == 0
+        node.assert_nothing_left()
+
+
+def test_a_killed_node_takes_its_engines_along_and_the_next_one_tidies_up(
+    checkpoint: Path, tmp_path: Path, temporary: Path
+) -> None:
+    with (
+        NodeProcess(config(checkpoint, "only"), tmp_path, temporary) as node,
+        streaming(node, "only", max_tokens=MAX_MODEL_LEN - 100),
+    ):
+        engines = list(node.engines().values())
+        node.process.kill()
+        gone, alive = psutil.wait_procs(engines, timeout=DEADLINE_S)
+        assert len(gone) == 1
+        assert not alive
+    stale = set(temporary.iterdir())
+    assert len(stale) == 1
+    with NodeProcess(config(checkpoint, "only"), tmp_path, temporary) as node:
+        assert not stale & set(temporary.iterdir())
+        with streaming(node, "only", max_tokens=400) as stream:
+            node.process.send_signal(signal.SIGTERM)
+            *_, last = stream.events  # it is let finish
+            assert last["choices"][0]["finish_reason"] == "length"
+        assert node.process.wait(DEADLINE_S) == 0
+        node.assert_nothing_left()

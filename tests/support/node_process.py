@@ -1,0 +1,121 @@
+"""A real node: `swiftkv serve` as a process, its engines, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import yaml
+
+T = TypeVar("T")
+
+DEADLINE_S = 120.0
+"""Nothing here takes long; a machine may be busy with other things."""
+
+
+def wait_for(what: str, probe: Callable[[], T]) -> T:
+    """Ask until the answer is true, and return it."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if answer := probe():
+            return answer
+        time.sleep(0.02)
+    raise TimeoutError(what)
+
+
+class NodeProcess:
+    """A context manager: the node serves inside. Leaving it kills what still runs.
+
+    `temporary` is the node's TMPDIR, so that what it leaves there can be seen; share it to start two after each other.
+    """
+
+    def __init__(self, config: dict[str, Any], directory: Path, temporary: Path) -> None:
+        self.file = directory / "node.yaml"
+        self.file.write_text(yaml.safe_dump(config))
+        self.temporary = temporary
+        self.lines: list[str] = []
+        self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._everybody: list[psutil.Process] = []
+
+    def __enter__(self) -> NodeProcess:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "swiftkv.cli", "serve", str(self.file)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(self.temporary)},
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self.url = self.wait_line(r"all models: (http\S+)/v1")[1]
+            self.engines()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._everybody:
+            if process.is_running():
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def wait_line(self, pattern: str) -> re.Match[str]:
+        """The next line of its output that matches."""
+        while True:
+            line = self._unread.get(timeout=DEADLINE_S)
+            assert line is not None, f"ended before a line matched {pattern!r}:\n" + "\n".join(self.lines)
+            if match := re.search(pattern, line):
+                return match
+
+    def url_of(self, model: str) -> str:
+        """The model's own URL, as printed, without `/v1`."""
+        return next(line for line in self.lines if line.startswith(f"{model}: http")).split()[1].removesuffix("/v1")
+
+    def engines(self) -> dict[str, psutil.Process]:
+        """The engine processes that run now, by model."""
+        children = psutil.Process(self.process.pid).children()
+        found = {child.cmdline()[-1]: child for child in children if "swiftkv.engine.main" in child.cmdline()}
+        self._everybody.extend(found.values())
+        return found
+
+    def ready(self) -> dict[str, str]:
+        """State by model, as `/ready` tells it; the status must agree."""
+        answer = httpx.get(f"{self.url}/ready", timeout=DEADLINE_S)
+        states: dict[str, str] = answer.json()["models"]
+        assert answer.status_code == (200 if set(states.values()) == {"ready"} else 503)
+        return states
+
+    def assert_nothing_left(self) -> None:
+        """No process, no socket directory, nothing with our name in shared memory."""
+        wait_for("engines to end", lambda: not any(process.is_running() for process in self._everybody))
+        assert not list(self.temporary.iterdir())
+        assert not list(Path("/dev/shm").glob("*swiftkv*"))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            self._unread.put(line.rstrip())
+        self._unread.put(None)
+
+
+def short_temporary_directory() -> Path:
+    """pytest's own are too long for the path of a socket."""
+    return Path(tempfile.mkdtemp(prefix="skv-", dir="/tmp"))
+
+
+def remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)

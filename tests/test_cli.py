@@ -1,0 +1,161 @@
+"""The command line as a user meets it: exit codes, one line per mistake, nothing imported that is not needed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from swiftkv import __version__
+from swiftkv.cli import app
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Complete as far as names go; an engine could not load it."""
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG))
+    (directory / "model.safetensors").touch()
+    (directory / "tokenizer.json").touch()
+    return directory
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "node.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_a_mistake_in_the_file_is_a_line_on_stderr_and_code_2(command: str, tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}, kv_cahe: {{}}}}]")
+    result = run(command, file)
+    assert result.exit_code == 2
+    assert result.stderr == f"{file}: models[0].kv_cahe: unknown key; did you mean kv_cache?\n"
+    assert result.stdout == ""
+
+
+def test_a_mistake_about_a_checkpoint_is_a_line_on_stderr_and_code_2(tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}, max_model_len: 4096}}]")
+    result = run("serve", file)
+    assert result.exit_code == 2
+    expected = f"models[0].max_model_len: 4096 is more than the 512 positions that {checkpoint} has"
+    assert result.stderr == f"{file}: {expected}\n"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    result = run("plan", tmp_path / "no.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{tmp_path / 'no.yaml'}: cannot be read: No such file or directory")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["node.port", "models[0].endpoint.port"])
+def test_a_port_in_use_is_a_line_and_nothing_starts(where: str, tmp_path: Path, checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        node_port, model_port = (port, 0) if where == "node.port" else (0, port)
+        file = write(
+            tmp_path,
+            f"node: {{port: {node_port}}}\nmodels: [{{name: a, path: {checkpoint}, endpoint: {{port: {model_port}}}}}]",
+        )
+        result = run("serve", file)
+    assert result.exit_code == 2
+    expected = f"{where}: cannot listen on 127.0.0.1:{port}: Address already in use; choose another or free it"
+    assert result.stderr == f"{file}: {expected}\n"
+    assert result.stdout == ""
+
+
+def test_options_replace_what_the_file_says(tmp_path: Path, checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}}}]")
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}: Address already in use" in run("serve", file, "--port", str(port)).stderr
+    assert "node.port: 70000 is not a port number" in run("serve", file, "--port", "70000").stderr
+    assert "node.host: 'no such host' is no address" in run("serve", file, "--host", "no such host").stderr
+
+
+def test_a_key_that_is_named_must_be_set(tmp_path: Path, checkpoint: Path) -> None:
+    file = write(
+        tmp_path, f"node: {{port: 0, api_key_env: SWIFTKV_TEST_NO_KEY}}\nmodels: [{{name: a, path: {checkpoint}}}]"
+    )
+    result = run("serve", file)
+    assert result.exit_code == 2
+    assert "node.api_key_env: the environment variable SWIFTKV_TEST_NO_KEY is not set" in result.stderr
+
+
+def test_a_cuda_device_that_is_not_there(tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, device: 'cuda:99'}}]")
+    result = run("serve", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{file}: models[0].device: cuda:99 is not there, torch finds ")
+
+
+def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"models: [{{name: tiny-model, path: {checkpoint}, kv_cache: {{memory: 1MiB}}}}]")
+    table = run("plan", file)
+    assert table.exit_code == 0
+    assert "tiny-model" in table.stdout
+    assert "85 of 16 tokens" in table.stdout
+    planned = json.loads(run("plan", file, "--json").stdout)["models"]
+    assert [(model["name"], model["num_blocks"]) for model in planned] == [("tiny-model", 85)]
+
+
+def test_plan_and_help_do_without_torch(tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}}}]")
+    program = (
+        "import sys\n"
+        "from swiftkv.cli import app\n"
+        "for arguments in (['--help'], ['serve', '--help'], ['plan', sys.argv[1]]):\n"
+        "    app(arguments, standalone_mode=False)\n"
+        "print({'torch', 'transformers', 'fastapi'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"swiftkv {__version__}\n"
+    for command in ([], ["serve"], ["plan"], ["status"], ["checkpoint", "make"], ["bench", "serve"]):
+        result = run(*command, "--help")
+        assert result.exit_code == 0, command
+        assert "swiftkv" in result.stdout
+
+
+def test_status_of_no_node() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    result = run("status", "--url", f"http://127.0.0.1:{port}")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"no node answers at http://127.0.0.1:{port}: ")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, checkpoint: Path) -> None:
+    """Every name is there, no file is what it says: only the engine can tell."""
+    file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}}}]")
+    done = subprocess.run(
+        [sys.executable, "-m", "swiftkv.cli", "serve", str(file)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("swiftkv: ")
