@@ -188,6 +188,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
     }
     for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
 
+    tree_.check();
     std::vector<int> in_tree(groups_.size(), 0);
     tree_.for_each([&](NodeId node) {
         check_that(!tree_.is_empty(node), "a node holds a block");

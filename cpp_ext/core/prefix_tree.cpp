@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "check.h"
+
 namespace swiftkv {
 
 PrefixTree::PrefixTree(int num_groups, int max_nodes)
@@ -27,7 +29,6 @@ NodeId PrefixTree::insert(const BlockKey& key) {
     NodeId& head = buckets_[bucket(key)];
     nodes_[node] = {key, head};
     head = node;
-    ++num_nodes_;
     return node;
 }
 
@@ -38,12 +39,21 @@ void PrefixTree::erase(NodeId node) {
     *link = nodes_[node].next;
     nodes_[node].next = free_nodes_;
     free_nodes_ = node;
-    --num_nodes_;
 }
 
 bool PrefixTree::is_empty(NodeId node) const {
     const auto first = blocks_.begin() + static_cast<std::ptrdiff_t>(index(node, 0));
     return std::all_of(first, first + num_groups_, [](BlockId b) { return b == kNone; });
+}
+
+void PrefixTree::check() const {
+    size_t listed = 0;
+    for_each([&](NodeId node) {
+        check_that(find(nodes_[node].key) == node, "a key has one node, in its bucket");
+        ++listed;
+    });
+    for (NodeId node = free_nodes_; node != kNone; node = nodes_[node].next) ++listed;
+    check_that(listed == nodes_.size(), "every node is in a bucket or free");
 }
 
 }  // namespace swiftkv

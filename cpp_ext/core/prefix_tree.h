@@ -26,7 +26,8 @@ class PrefixTree {
     BlockId block(NodeId node, int group) const { return blocks_[index(node, group)]; }
     void set_block(NodeId node, int group, BlockId block) { blocks_[index(node, group)] = block; }
     bool is_empty(NodeId node) const;
-    int size() const { return num_nodes_; }
+    // Throws std::runtime_error if nodes are lost.
+    void check() const;
 
     // Calls visit(node) for every node.
     template <class Visit>
@@ -43,7 +44,6 @@ class PrefixTree {
     NodeId find_in(NodeId node, const BlockKey& key) const;
 
     int num_groups_;
-    int num_nodes_ = 0;
     size_t bucket_mask_;
     std::vector<NodeId> buckets_;
     std::vector<Node> nodes_;

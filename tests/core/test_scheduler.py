@@ -122,6 +122,20 @@ def test_preemption_takes_the_last_arrived_and_keeps_what_it_sampled() -> None:
     assert e.finished[2].cached == 0  # of the first admission
 
 
+def test_a_prefill_waits_rather_than_take_blocks_from_this_steps_decodes() -> None:
+    e = Engine(Setup(((1, 32, 0), (1, 7, 4)), BLOCK, 4, 16, 64))
+    e.add(1, prompt(6, 1), max_tokens=12, priority=1)
+    e.step()
+    e.add(2, prompt(40, 2), max_tokens=1, priority=0)
+    assert ids_and_counts(e.schedule()) == [(1, 1), (2, 15)]
+    e.commit()
+    # The next 15 tokens need 4 blocks of the sliding-window group, and the decode, last in order, holds some.
+    assert ids_and_counts(e.schedule()) == [(1, 1)]
+    e.commit()
+    assert finish_order(e) == [1, 2]
+    assert e.preemptions == 0
+
+
 # ---- finishing ----
 
 
