@@ -20,7 +20,8 @@ LAYERS = [
     {"engine"},
     {"master", "worker"},
     {"models", "cache", "transport"},
-    {"kernels", "_core", "_cpu"},
+    {"kernels"},
+    {"_core", "_cpu"},
     {"config", "hub", "errors", "__init__"},
 ]
 NEIGHBOURS = {("models", "cache"), ("cache", "models"), ("hub", "errors"), ("config", "errors")}

@@ -99,8 +99,8 @@ def _plan_model(model: ModelConfig, directory: Path, need_weights: bool) -> Mode
 def _max_model_len(model: ModelConfig, decoder: DecoderConfig, groups: tuple[KVGroup, ...], num_blocks: int) -> int:
     positions = decoder.max_context_len
     asked = model.max_model_len
-    if asked is not None and asked > positions:
-        raise ConfigError(f"max_model_len: {asked} is more than the {positions} positions that {model.path} has")
+    if asked is not None:
+        decoder.check_max_model_len(asked)
     pool_tokens = num_blocks * model.kv_cache.block_size
     if num_blocks == 0 or (asked is not None and asked > pool_tokens):
         wanted = asked or model.kv_cache.block_size

@@ -73,6 +73,18 @@ class DecoderConfig:
         """The longest context that can be served: up to its length, a sliding window changes nothing."""
         return min(self.rope.scaled_positions, self.sliding_window or self.rope.scaled_positions)
 
+    def check_max_model_len(self, max_model_len: int) -> None:
+        """Raises `ConfigError` if sequences of `max_model_len` tokens are more than the model or this server can do."""
+        if self.sliding_window is not None and max_model_len > self.sliding_window:
+            raise ConfigError(
+                f"max_model_len: {max_model_len} is more than the model's sliding_window, and sliding windows are not "
+                f"supported: at most {self.sliding_window}"
+            )
+        if max_model_len > self.max_context_len:
+            raise ConfigError(
+                f"max_model_len: {max_model_len} is more than the {self.max_context_len} positions that the model has"
+            )
+
     @classmethod
     def from_pretrained(cls, directory: Path) -> DecoderConfig:
         """Read `config.json` (and the end tokens of `generation_config.json`), in the style of any transformers.

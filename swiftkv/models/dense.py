@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftkv.errors import ConfigError
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.dispatch import Ops, PackedLinear, select_ops
 from swiftkv.models.batch import ModelInput
@@ -48,7 +47,7 @@ class DenseDecoder:
         Raises `CheckpointError` for a tensor that is missing or of the wrong shape, `ConfigError` if `max_model_len`
         is more than the model can do.
         """
-        _check_max_model_len(config, max_model_len)
+        config.check_max_model_len(max_model_len)
         self.config = config
         self.ops = ops or select_ops(device)
         self.spec = AttentionSpec(
@@ -154,12 +153,3 @@ class _Packer:
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.weights.get(name, shape).to(device=self.device, dtype=self.dtype)
-
-
-def _check_max_model_len(config: DecoderConfig, max_model_len: int) -> None:
-    window = config.sliding_window
-    if window is not None and max_model_len > window:
-        raise ConfigError(
-            f"max_model_len: {max_model_len} is more than the model's sliding_window of {window}, and sliding windows "
-            f"are not supported yet: set max_model_len to at most {window}"
-        )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,7 +18,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MappedWeights:
-    """The tensors of a checkpoint, one file or sharded, by name: views of the mapped files, in the checkpoint's dtype."""
+    """The tensors of a checkpoint, one file or sharded, by name: views of the mapped files, in their dtype."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `CheckpointError` if a file is missing or is not safetensors."""
@@ -32,12 +31,6 @@ class MappedWeights:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from None
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
@@ -54,16 +47,19 @@ class MappedWeights:
         return tensor
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]  # file name by tensor name
+
+
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
+    files = [directory / _SINGLE]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index}: no weight_map from tensor names to file names ({error!r})") from None
-        files = [directory / name for name in names]
-    else:
-        files = [directory / _SINGLE]
+            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"{index}: {error}") from None
+        files = [directory / Path(name).name for name in sorted(names)]  # no name leads out of the directory
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{missing[0]} is missing; its tensors are part of the model")

@@ -24,7 +24,7 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
     inv_freq = _INV_FREQ[rope.rope_type](rope, head_dim, positions)  # [head_dim / 2], or [max_len, head_dim / 2]
     angles = positions[:, None] * inv_freq
     scale = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * scale
+    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(scale)
 
 
 def _exponents(head_dim: int) -> Tensor:

@@ -142,7 +142,7 @@ def test_a_pool_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
 def test_a_length_beyond_the_model(tmp_path: Path) -> None:
     make(tmp_path / "tiny", TINY)
     message = mistake(tmp_path, "path: tiny, max_model_len: 513")
-    assert message == "models[0].max_model_len: 513 is more than the 512 positions that tiny has"
+    assert message == "models[0].max_model_len: 513 is more than the 512 positions that the model has"
 
 
 def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:

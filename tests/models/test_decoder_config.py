@@ -1,0 +1,149 @@
+"""`config.json` in all its spellings, and what is said of one that cannot be served."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.errors import CheckpointError, ConfigError
+from swiftkv.models.config import DecoderConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+QWEN2_5 = LLAMA | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "max_window_layers": 2,
+    "rope_theta": 1e6,
+    "sliding_window": 128,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def read(tmp_path: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> DecoderConfig:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return DecoderConfig.from_pretrained(tmp_path)
+
+
+def test_shape(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
+    assert config.rope.theta == 10000.0
+    assert not config.tie_word_embeddings
+    assert config.kv_groups(32, "bfloat16") == (KVGroup((0, 1, 2), 2, 16, "bfloat16", 32),)
+
+
+def test_what_an_architecture_implies(tmp_path: Path) -> None:
+    qwen2 = read(tmp_path, QWEN2_5)
+    assert (qwen2.qkv_bias, qwen2.attention_out_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen2.sliding_window, qwen2.rope.theta, qwen2.tie_word_embeddings) == (None, 1e6, True)
+    qwen3 = read(tmp_path, LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    no_gqa = read(tmp_path, {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})
+    assert no_gqa.num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, ()),
+        ({"eos_token_id": 7}, None, (7,)),
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": [8, 9]}, (7, 8, 9)),
+        ({"eos_token_id": None}, {"eos_token_id": 0}, (0,)),
+    ],
+)
+def test_end_tokens(tmp_path: Path, config: Any, generation: Any, expected: tuple[int, ...]) -> None:
+    assert read(tmp_path, LLAMA | config, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, 2048),
+        ({"type": "dynamic", "factor": 2}, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "default"}, 512),
+    ],
+)
+def test_scaling_stretches_the_context(tmp_path: Path, scaling: dict[str, Any], expected: int) -> None:
+    assert read(tmp_path, LLAMA | {"rope_scaling": scaling}).max_context_len == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 256}, 256),
+        (LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096),  # what transformers takes it to be
+        (QWEN2_5 | {"use_sliding_window": True}, 128),
+        (QWEN2_5 | {"use_sliding_window": True, "max_window_layers": 3}, None),
+        (QWEN2_5 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
+        (LLAMA | {"sliding_window": 128}, None),
+    ],
+)
+def test_sequences_may_be_as_long_as_the_window(tmp_path: Path, values: dict[str, Any], window: int | None) -> None:
+    config = read(tmp_path, values)
+    assert config.sliding_window == window
+    longest = min(512, window or 512)
+    assert config.max_context_len == longest
+    config.check_max_model_len(longest)
+    with pytest.raises(ConfigError, match=r"max_model_len: \d+ is more than") as error:
+        config.check_max_model_len(longest + 1)
+    assert ("sliding_window" in str(error.value)) == (longest == window)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"architectures": []}, ["architectures", "none", "LlamaForCausalLM"]),
+        ({"hidden_size": "wide"}, ["hidden_size", "int"]),
+        ({"hidden_size": 0}, ["hidden_size", "0"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling", "longrope", "yarn"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor"]),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters", "low_freq_factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": "big"}}, ["rope_scaling", "factor", "float"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    ],
+)
+def test_what_cannot_be_served_is_named(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, LLAMA | change)
+    assert all(word in str(error.value) for word in [str(tmp_path / "config.json"), *words])
+
+
+def test_no_readable_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        DecoderConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        DecoderConfig.from_pretrained(tmp_path)
+
+
+def test_reading_a_config_imports_no_torch() -> None:
+    program = (
+        "import sys, swiftkv.models.config; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,110 @@
+"""Checkpoints that are not whole, and what a loaded one costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftkv.errors import CheckpointError
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
+from tests.support.checkpoints import make_checkpoint, rewrite_config
+
+INDEX = "model.safetensors.index.json"
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> DenseDecoder:
+    return DenseDecoder(DecoderConfig.from_pretrained(directory), MappedWeights(directory), dtype, "cpu", 64)
+
+
+def change_weights(directory: Path, changes: dict[str, torch.Tensor | None]) -> Path:
+    file = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()} | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    return file
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.q_norm.weight", "model.norm.weight"],
+)
+def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    change_weights(tmp_path, {name: None})
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*{name}"):
+        load(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_its_file(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    name = "model.layers.1.mlp.down_proj.weight"
+    file = change_weights(tmp_path, {name: torch.zeros(64, 95)})
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path)
+    assert all(words in str(error.value) for words in (str(file), name, "(64, 95)", "(64, 96)"))
+
+
+def test_a_quantized_tensor_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_weights(tmp_path, {name: torch.zeros(96, 64, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=rf"{name} is torch.int8"):
+        load(tmp_path)
+
+
+def test_a_config_that_says_untied_wants_a_head(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    rewrite_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+        MappedWeights(tmp_path)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", max_shard_size="100KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        MappedWeights(tmp_path)
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=str(file)):
+        MappedWeights(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", json.dumps({"metadata": {}}), json.dumps({"weight_map": {"x": 1}})])
+def test_an_index_that_is_none_is_named(index: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=INDEX):
+        MappedWeights(tmp_path)
+
+
+def is_mapped_from(tensor: torch.Tensor, directory: Path) -> bool:
+    """Whether the tensor's bytes lie in a mapping of a file in `directory`."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(address, 16) for address in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return str(directory) in line
+    return False
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_embedding_stays_in_the_file_and_small_tensors_do_not(tied: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    decoder = load(tmp_path, torch.bfloat16)
+    assert is_mapped_from(decoder._embedding, tmp_path)
+    assert not is_mapped_from(decoder._final_norm, tmp_path)
+    assert not is_mapped_from(load(tmp_path, torch.float32)._embedding, tmp_path)
