@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,8 +28,8 @@ from swiftkv.engine.messages import (
     SamplingParams,
     Shutdown,
     StepOutput,
-    TokenLogprobs,
     ToEngine,
+    TokenLogprobs,
 )
 
 TIMEOUT_S = 60.0
@@ -53,7 +54,7 @@ class Answer:
 class EngineProcess:
     """A context manager; leaving it shuts the engine down and expects exit code 0 unless it has ended before."""
 
-    def __init__(self, checkpoint: Path, **options: object) -> None:
+    def __init__(self, checkpoint: Path, stderr: int | None = None, **options: object) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="swiftkv-test-")
         addresses = [f"ipc://{self._directory.name}/{name}" for name in ("requests", "outputs")]
         defaults: dict[str, object] = {"dtype": "float32", "kv_bytes": 64 << 20, "max_model_len": 512}
@@ -80,7 +81,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "swiftkv.engine.main"],
             stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE if options.get("name") == "broken" else None,
+            stderr=stderr,
         )
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(self.config) + b"\n")
@@ -95,8 +96,11 @@ class EngineProcess:
         if self.process.poll() is None and kind is None:
             self.send(Shutdown())
             assert self.process.wait(TIMEOUT_S) == 0
+        self.close()
+
+    def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
         self._context.destroy(linger=0)
         self._directory.cleanup()
 
@@ -111,13 +115,11 @@ class EngineProcess:
         message: FromEngine = self._decoder.decode(self._outputs.recv())
         return message
 
-    def add(self, prompt: Sequence[int], cache_salt: str = "", **sampling: object) -> int:
+    def add(self, prompt: Sequence[int], cache_salt: str = "", **sampling: Any) -> int:
         request_id = next(self._ids)
-        params = msgspec.convert({"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling}, dict)
+        params = SamplingParams(**{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling})
         self.answers[request_id] = Answer()
-        message = AddRequest(
-            request_id, np.array(prompt, np.int32).tobytes(), SamplingParams(**params), cache_salt=cache_salt
-        )
+        message = AddRequest(request_id, np.array(prompt, np.int32).tobytes(), params, cache_salt=cache_salt)
         self.send(message)
         return request_id
 
@@ -131,7 +133,7 @@ class EngineProcess:
             self.take_one()
         return [self.answers[request_id] for request_id in wanted]
 
-    def generate(self, prompts: Sequence[Sequence[int]], **sampling: object) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Answer]:
         return self.wait([self.add(prompt, **sampling) for prompt in prompts])
 
     def wait_for_rest(self) -> EngineStats:

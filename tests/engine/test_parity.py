@@ -1,0 +1,153 @@
+"""An engine process says what transformers says: the same greedy tokens, however the step loop cuts up the work."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.engine.engine_process import Answer, EngineProcess
+from tests.support.checkpoints import SHAPE, make_checkpoint
+
+NUM_TOKENS = 128
+ONE_SEQUENCE_BLOCKS = 20  # of max_model_len 320
+BLOCK_BYTES = 2 * 16 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * SHAPE["num_hidden_layers"]  # times itemsize
+
+# The budget of 64 tokens makes prompts of 70 and more come in chunks, or alone if they may not be cut.
+MODES: dict[str, dict[str, object]] = {
+    "chunked": {"max_num_batched_tokens": 64},
+    "whole prompts": {"max_num_batched_tokens": 64, "enable_chunked_prefill": False},
+    "without cache": {"max_num_batched_tokens": 100, "enable_prefix_caching": False},
+    "preempted": {"max_num_batched_tokens": 256, "num_blocks": ONE_SEQUENCE_BLOCKS + 20},
+}
+
+
+def mixed_prompts() -> list[list[int]]:
+    """16 prompts of 5 lengths, most of which begin like others; two are equal."""
+    generator = np.random.default_rng(0)
+    preambles = [generator.integers(3, SHAPE["vocab_size"], n).tolist() for n in (150, 48, 33)]
+    lengths = [170, 170, 170, 170, 100, 100, 100, 100, 70, 70, 70, 70, 17, 17, 17, 1]
+    prompts = []
+    for i, length in enumerate(lengths):
+        preamble = preambles[i % 3][: length - 1 - i % 5]
+        prompts.append(preamble + generator.integers(3, SHAPE["vocab_size"], length - len(preamble)).tolist())
+    return [*prompts[:-1], prompts[0]]
+
+
+def greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    """What transformers generates; prompts of equal length go through it together."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for i, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(i)
+    answers: list[list[int]] = [[]] * len(prompts)
+    for length, indices in by_length.items():
+        batch = torch.tensor([prompts[i] for i in indices])
+        tokens = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        for i, row in zip(indices, tokens[:, length:].tolist(), strict=True):
+            answers[i] = row
+    return answers
+
+
+def start_engine(checkpoint: Path, mode: str, dtype: str = "float32") -> EngineProcess:
+    options = dict(MODES[mode])
+    num_blocks = int(str(options.pop("num_blocks", 16 * ONE_SEQUENCE_BLOCKS)))
+    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
+    return EngineProcess(
+        checkpoint,
+        dtype=dtype,
+        kv_bytes=num_blocks * BLOCK_BYTES * itemsize,
+        max_model_len=16 * ONE_SEQUENCE_BLOCKS,
+        max_num_seqs=16,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class Oracle:
+    checkpoint: Path
+    model: PreTrainedModel
+    tokens: list[list[int]]  # of mixed_prompts()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama", "mistral"])
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    checkpoint = tmp_path_factory.mktemp(request.param)
+    model = make_checkpoint(checkpoint, request.param)
+    return Oracle(checkpoint, model, greedy(model, mixed_prompts()))
+
+
+@dataclass(frozen=True)
+class Serving:
+    oracle: Oracle
+    mode: str
+    engine: EngineProcess
+
+
+@pytest.fixture(scope="module", params=MODES)
+def serving(oracle: Oracle, request: pytest.FixtureRequest) -> Iterator[Serving]:
+    with start_engine(oracle.checkpoint, request.param) as engine:
+        yield Serving(oracle, request.param, engine)
+
+
+def test_greedy_tokens_are_those_of_transformers(serving: Serving) -> None:
+    engine, expected, prompts = serving.engine, serving.oracle.tokens, mixed_prompts()
+    alone = engine.generate(prompts[4:5], max_tokens=NUM_TOKENS)
+    mixed = engine.generate(prompts, max_tokens=NUM_TOKENS)
+    again = engine.generate(prompts[:1], max_tokens=NUM_TOKENS)
+    assert [answer.token_ids for answer in (*alone, *mixed, *again)] == [expected[4], *expected, expected[0]]
+    stats = engine.wait_for_rest()
+    assert (stats.num_preemptions_total > 0) == (serving.mode == "preempted")
+    assert (stats.prefix_hit_tokens_total > 0) == (serving.mode != "without cache")
+    assert stats.num_used_blocks == 0
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+def test_prompt_logprobs_are_those_of_transformers(serving: Serving) -> None:
+    """Of prompts that are in the cache by now, if there is one."""
+    prompts = mixed_prompts()[:6]
+    answers = serving.engine.generate(prompts, max_tokens=4, prompt_logprobs=3, logprobs=3)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        sequence = torch.tensor([prompt + answer.token_ids])
+        with torch.inference_mode():
+            expected = torch.log_softmax(serving.oracle.model(sequence).logits[0].double(), -1)
+        assert answer.prompt_logprobs is not None
+        entries = answer.prompt_logprobs + answer.logprobs
+        assert len(entries) == sequence.shape[1] - 1
+        for position, entry in enumerate(entries):
+            row = expected[position]
+            token = int(sequence[0, position + 1])
+            assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
+            assert entry.rank == int((row > row[token]).sum()) + 1
+            assert entry.top_ids == row.topk(3).indices.tolist()
+            assert entry.top_logprobs == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+
+
+def test_bfloat16_is_the_same_to_the_bit_in_every_mode(tmp_path_factory: pytest.TempPathFactory) -> None:
+    checkpoint = tmp_path_factory.mktemp("bfloat16")
+    make_checkpoint(checkpoint, "qwen3", dtype=torch.bfloat16)
+    prompts = mixed_prompts()
+    answers: dict[str, list[Answer]] = {}
+    for mode in MODES:
+        with start_engine(checkpoint, mode, "bfloat16") as engine:
+            answers[mode] = [
+                *engine.generate(prompts[:1], max_tokens=64, logprobs=2),
+                *engine.generate(prompts, max_tokens=64, logprobs=2),
+            ]
+    reference = answers.pop("without cache")
+    for mode, others in answers.items():
+        for answer, other in zip(reference, others, strict=True):
+            assert answer.token_ids == other.token_ids, mode
+            assert answer.logprobs == other.logprobs, mode
