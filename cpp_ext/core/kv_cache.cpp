@@ -18,7 +18,7 @@ int count_blocks(const std::vector<GroupSpec>& groups) {
 
 void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const TokenId> tokens, int block_size) {
     const size_t num_blocks = tokens.size() / block_size;
-    keys.reserve(num_blocks);
+    if (keys.empty()) keys.reserve(num_blocks);
     for (size_t i = keys.size(); i < num_blocks; ++i) {
         const auto block = tokens.subspan(i * block_size, block_size);
         const auto* bytes = reinterpret_cast<const uint8_t*>(block.data());
