@@ -44,11 +44,19 @@ def prepare_batch(
 
     positions `[num_tokens]`, query_starts `[num_seqs + 1]`, context_lens `[num_seqs]` with the new tokens counted,
     block_table: the sequences' entries one after the other, table_starts `[num_seqs + 1]`. An entry is the layer block
-    of layer 0, or negative: `~entry` is the layer block of every layer. Entries out of every query's sight are not read.
+    of layer 0, or negative: `~entry` is the layer block of every layer. Entries that no query sees are not read.
     """
     tensors = (positions, query_starts, context_lens, block_table, table_starts)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
-    return AttentionBatch(tensors, _cpu.AttentionBatch(*(t.data_ptr() for t in tensors), len(context_lens)))
+    native = _cpu.AttentionBatch(
+        positions.data_ptr(),
+        query_starts.data_ptr(),
+        context_lens.data_ptr(),
+        block_table.data_ptr(),
+        table_starts.data_ptr(),
+        len(context_lens),
+    )
+    return AttentionBatch(tensors, native)
 
 
 def rope_write_kv(
@@ -64,12 +72,14 @@ def rope_write_kv(
 ) -> None:
     """Normalise and rotate q and k in place, and write k and v to the sequences' layer blocks.
 
-    qkv `[num_tokens, (num_heads + 2 num_kv_heads) * head_dim]`, cos_sin float32 `[max_len, rotary_dim]` (cosines, then
-    sines; the first `rotary_dim` dimensions of a head are rotated, halves against each other), q_norm and k_norm
-    `[head_dim]` in qkv's dtype (RMSNorm per head) or None, pool: uint8, flat, from the group's first byte on. Rounds to the
-    dtype where transformers does.
+    qkv `[num_tokens, (num_heads + 2 num_kv_heads) * head_dim]`; cos_sin float32 `[max_len, rotary_dim]`: cosines, then
+    sines; the first `rotary_dim` dimensions of a head are turned, one half against the other; q_norm and k_norm
+    `[head_dim]` in qkv's dtype, for an RMSNorm of each head, or None; pool uint8, flat, from the group's first byte on.
+    Rounds to the dtype where transformers does.
     """
-    assert qkv.is_contiguous() and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert qkv.is_contiguous()
+    assert cos_sin.is_contiguous()
+    assert cos_sin.dtype == torch.float32
     _cpu.rope_write_kv(
         _native_spec(spec, qkv.dtype),
         batch.native,
@@ -93,9 +103,7 @@ def attention(
     """
     assert qkv.is_contiguous()
     out = torch.empty((qkv.shape[0], spec.num_heads * spec.head_dim), dtype=qkv.dtype)
-    _cpu.attention(
-        _native_spec(spec, qkv.dtype), batch.native, qkv.data_ptr(), pool.data_ptr(), layer, out.data_ptr()
-    )
+    _cpu.attention(_native_spec(spec, qkv.dtype), batch.native, qkv.data_ptr(), pool.data_ptr(), layer, out.data_ptr())
     return out
 
 

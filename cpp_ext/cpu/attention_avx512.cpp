@@ -1,16 +1,11 @@
-#include "attention_vector_avx512.h"
+#include "simd_avx512.h"
+// The kernels are written in terms of the Simd above.
+#include "attention_kernel.h"
 
 namespace swiftkv {
 
 const AttentionKernels& attention_kernels_avx512(DType dtype) {
-    switch (dtype) {
-        case DType::kF32:
-            return Attention<Avx512, Float32>::kKernels;
-        case DType::kF16:
-            return Attention<Avx512, Float16>::kKernels;
-        default:
-            return Attention<Avx512, BFloat16Emulated>::kKernels;
-    }
+    return kernels_of(dtype);
 }
 
 }  // namespace swiftkv

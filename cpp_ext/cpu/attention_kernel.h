@@ -1,17 +1,6 @@
 #pragma once
 
-// The kernels of attention.h for one instruction set. Included by the attention_<isa>.cpp files only, each of which
-// supplies a vector type V and, per dtype, an element type E:
-//
-//   V   F, kWidth; load, store, set1, zero, add, sub, mul, fma (a*b+c), max (b if either is NaN), div, reduce_max,
-//       reduce_sum, keep(x, lo, hi): lanes lo <= i < hi of x, -inf elsewhere; exp2<Terms>(x) for x <= 0, exact 0 below
-//       -150, exact 1 at 0
-//   E   Elem, kPack: elements that lie together along the summed dimension; Fragment, Operand;
-//       load(Elem*) kPack * kWidth elements; load_first the same, of each kPack only the first, zero for the others;
-//       Packed: a query or probability as the multiplication takes it; broadcast(Packed*) kPack of them;
-//       multiply_add(acc, Fragment, Operand); pack(F, Packed*); kExpTerms;
-//       to_float(Elem*), from_float(F, Elem*), round(F): to Elem and back
-
+// The kernels of attention.h for one instruction set. Include after a simd_*.h; all of it has internal linkage.
 #include "attention.h"
 
 namespace swiftkv {
@@ -28,6 +17,84 @@ template <>
 constexpr float kExp2<4>[4] = {0.6931241933f, 0.2402409862f, 0.0559064252f, 0.0095828527f};
 template <>
 constexpr float kExp2<5>[5] = {0.6931469776f, 0.2402224209f, 0.0555073374f, 0.0096715127f, 0.0013264727f};
+
+// 2^x for x <= 0: exactly 1 at 0, exactly 0 from -126.5 down.
+template <int Terms>
+Simd::V exp2(Simd::V x) {
+    x = Simd::max(Simd::set1(-127.0f), x);
+    const Simd::V whole = Simd::round(x), f = Simd::sub(x, whole);
+    Simd::V y = Simd::set1(kExp2<Terms>[Terms - 1]);
+#pragma GCC unroll 8
+    for (int i = Terms - 2; i >= 0; --i) y = Simd::fma(y, f, Simd::set1(kExp2<Terms>[i]));
+    return Simd::mul(Simd::fma(y, f, Simd::set1(1.0f)), Simd::pow2(whole));
+}
+
+// How a dtype is multiplied. kPack of its elements lie together along the summed dimension: a Fragment is kLanes times
+// kPack elements of K or V, an Operand kPack queries or weights, kept as Packed.
+struct Float32 {
+    using V = Simd::V;
+    using Elem = float;
+    using Packed = float;
+    using Fragment = V;
+    using Operand = V;
+    static constexpr int kPack = 1;
+    static constexpr int kExpTerms = 5;
+
+    static V load(const Elem* p) { return Simd::load(p); }
+    static void store(Elem* p, V x) { Simd::store(p, x); }
+    static V round(V x) { return x; }
+
+    static Fragment fragment(const Elem* p) { return Simd::load(p); }
+    static Fragment first_of_fragment(const Elem* p) { return fragment(p); }
+    static Operand operand(const Packed* p) { return Simd::set1(*p); }
+    static V multiply_add(V acc, Fragment a, Operand b) { return Simd::fma(a, b, acc); }
+    static void pack(Packed* p, V x) { Simd::store(p, x); }
+};
+
+struct Float16 : Float32 {
+    using Elem = uint16_t;
+
+    static V load(const Elem* p) { return Simd::load_f16(p); }
+    static void store(Elem* p, V x) { Simd::store_f16(p, x); }
+    static V round(V x) {
+        Elem bits[Simd::kLanes];
+        store(bits, x);
+        return load(bits);
+    }
+
+    static Fragment fragment(const Elem* p) { return load(p); }
+    static Fragment first_of_fragment(const Elem* p) { return load(p); }
+};
+
+// In float32, the first of a pair before the second.
+struct BFloat16 {
+    using V = Simd::V;
+    using Elem = uint16_t;
+    using Packed = float;
+    struct Pair {
+        V first, second;
+    };
+    using Fragment = Pair;
+    using Operand = Pair;
+    static constexpr int kPack = 2;
+    static constexpr int kExpTerms = 5;
+
+    static V load(const Elem* p) { return Simd::load_bf16(p); }
+    static void store(Elem* p, V x) { Simd::store_bf16(p, x); }
+    static V round(V x) {
+        Elem bits[Simd::kLanes];
+        store(bits, x);
+        return load(bits);
+    }
+
+    static Fragment fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::load_bf16_pair_second(p)}; }
+    static Fragment first_of_fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::zero()}; }
+    static Operand operand(const Packed* p) { return {Simd::set1(p[0]), Simd::set1(p[1])}; }
+    static V multiply_add(V acc, Fragment a, Operand b) {
+        return Simd::fma(a.second, b.second, Simd::fma(a.first, b.first, acc));
+    }
+    static void pack(Packed* p, V x) { Simd::store(p, x); }
+};
 
 constexpr int smaller(int a, int b) {
     return a < b ? a : b;
@@ -64,12 +131,12 @@ struct SoftmaxState {
     float* out;  // [rows, head_dim]
 };
 
-template <typename V, typename E>
+template <typename E>
 struct Attention {
-    using F = typename V::F;
+    using V = Simd::V;
     using Elem = typename E::Elem;
     using Packed = typename E::Packed;
-    static constexpr int kWidth = V::kWidth;
+    static constexpr int kWidth = Simd::kLanes;
     static constexpr int kPack = E::kPack;
     static constexpr int kVectorsPerGroup = kGroupTokens / kWidth;
     static constexpr int kVectorsPerTile = kTileTokens / kWidth;
@@ -111,28 +178,42 @@ struct Attention {
         int first_query, last_query;  // positions
     };
 
-    static float exp2_of(float x) { return V::first(V::template exp2<E::kExpTerms>(V::set1(x))); }
+    // Least with what an invisible key's score may be at most; the least with a NaN is the other.
+    struct Infinities {
+        float from[2 * kTileTokens], until[2 * kTileTokens];
+
+        constexpr Infinities() : from{}, until{} {
+            for (int i = 0; i < 2 * kTileTokens; ++i) {
+                from[i] = i < kTileTokens ? -__builtin_inff() : __builtin_inff();
+                until[i] = -from[i];
+            }
+        }
+    };
+    static constexpr Infinities kInfinities{};
+    static int clamp_to_tile(int token) { return larger(0, smaller(token, kTileTokens)); }
+
+    static float exp2_of(float x) { return Simd::first(exp2<E::kExpTerms>(Simd::set1(x))); }
 
     // scores[r, t] = q[r] . k[t] for NV vectors of keys.
     template <int R, int NV, bool kPrefetch>
     static void score(const Packed* q, const Elem* const* k, const Elem* const* next_k, int64_t k_stride, int steps,
                       float* scores) {
-        F acc[R][NV];
+        V acc[R][NV];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) acc[r][j] = V::zero();
+            for (int j = 0; j < NV; ++j) acc[r][j] = Simd::zero();
         int64_t offset = 0;
         for (int step = 0; step < steps; ++step, offset += k_stride, q += R * kPack) {
             typename E::Fragment key[NV];
 #pragma GCC unroll 8
             for (int j = 0; j < NV; ++j) {
-                key[j] = E::load(k[j] + offset);
+                key[j] = E::fragment(k[j] + offset);
                 if constexpr (kPrefetch) __builtin_prefetch(next_k[j] + offset, 0, 3);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const typename E::Operand query = E::broadcast(q + r * kPack);
+                const typename E::Operand query = E::operand(q + r * kPack);
 #pragma GCC unroll 8
                 for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], key[j], query);
             }
@@ -140,7 +221,7 @@ struct Attention {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) V::store(scores + r * kTileTokens + j * kWidth, acc[r][j]);
+            for (int j = 0; j < NV; ++j) Simd::store(scores + r * kTileTokens + j * kWidth, acc[r][j]);
     }
 
     template <int R, bool kPrefetch>
@@ -178,41 +259,44 @@ struct Attention {
     template <bool kMasked>
     static float update_softmax(const float* scores, int lo, int hi, float c, float& running_max, float* lane_sums,
                                 Packed* weights) {
-        F s[kVectorsPerTile];
+        [[maybe_unused]] const float* from_lo = kInfinities.from + kTileTokens - clamp_to_tile(lo);
+        [[maybe_unused]] const float* until_hi = kInfinities.until + kTileTokens - clamp_to_tile(hi);
+        V s[kVectorsPerTile];
 #pragma GCC unroll 8
         for (int j = 0; j < kVectorsPerTile; ++j) {
-            s[j] = V::load(scores + j * kWidth);
-            if constexpr (kMasked) s[j] = V::keep(s[j], lo - j * kWidth, hi - j * kWidth);
+            s[j] = Simd::load(scores + j * kWidth);
+            if constexpr (kMasked)
+                s[j] = Simd::min(s[j], Simd::min(Simd::load(from_lo + j * kWidth), Simd::load(until_hi + j * kWidth)));
         }
-        F m[kVectorsPerTile];
+        V m[kVectorsPerTile];
 #pragma GCC unroll 8
         for (int j = 0; j < kVectorsPerTile; ++j) m[j] = s[j];
 #pragma GCC unroll 4
         for (int n = kVectorsPerTile / 2; n > 0; n /= 2)
 #pragma GCC unroll 4
-            for (int j = 0; j < n; ++j) m[j] = V::max(m[j], m[j + n]);
-        const float tile_max = V::reduce_max(m[0]);
+            for (int j = 0; j < n; ++j) m[j] = Simd::max(m[j], m[j + n]);
+        const float tile_max = Simd::largest(m[0]);
         const float old_max = running_max;
         const float new_max = tile_max > old_max ? tile_max : old_max;
         running_max = new_max;
 
-        const F cs = V::set1(c), shift = V::set1(-(new_max * c));
-        F p[kVectorsPerTile];
+        const V cs = Simd::set1(c), shift = Simd::set1(-(new_max * c));
+        V p[kVectorsPerTile];
 #pragma GCC unroll 8
         for (int j = 0; j < kVectorsPerTile; ++j) {
-            p[j] = V::template exp2<E::kExpTerms>(V::fma(s[j], cs, shift));
-            E::pack(p[j], weights + j * kWidth);
+            p[j] = exp2<E::kExpTerms>(Simd::fma(s[j], cs, shift));
+            E::pack(weights + j * kWidth, p[j]);
         }
 #pragma GCC unroll 4
         for (int n = kVectorsPerTile / 2; n > 0; n /= 2)
 #pragma GCC unroll 4
-            for (int j = 0; j < n; ++j) p[j] = V::add(p[j], p[j + n]);
+            for (int j = 0; j < n; ++j) p[j] = Simd::add(p[j], p[j + n]);
         if (new_max == old_max) {
-            V::store(lane_sums, V::add(V::load(lane_sums), p[0]));
+            Simd::store(lane_sums, Simd::add(Simd::load(lane_sums), p[0]));
             return 1.0f;
         }
         const float alpha = exp2_of((old_max - new_max) * c);
-        V::store(lane_sums, V::fma(V::load(lane_sums), V::set1(alpha), p[0]));
+        Simd::store(lane_sums, Simd::fma(Simd::load(lane_sums), Simd::set1(alpha), p[0]));
         return alpha;
     }
 
@@ -221,12 +305,12 @@ struct Attention {
     template <int R, int NV, bool kPrefetch>
     static void accumulate(const Packed* weights, const Elem* const* v, const Elem* const* next_v, int begin, int end,
                            int64_t head_dim, const float* alpha, float* out) {
-        F acc[R][NV];
+        V acc[R][NV];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int j = 0; j < NV; ++j)
-                acc[r][j] = V::mul(V::set1(alpha[r]), V::load(out + r * head_dim + j * kWidth));
+                acc[r][j] = Simd::mul(Simd::set1(alpha[r]), Simd::load(out + r * head_dim + j * kWidth));
         const int64_t v_stride = head_dim * kPack;
         for (int token = begin; token < end;) {
             const int group = token / kGroupTokens, slot = token % kGroupTokens;
@@ -238,12 +322,12 @@ struct Attention {
                 typename E::Fragment row[NV];
 #pragma GCC unroll 8
                 for (int j = 0; j < NV; ++j) {
-                    row[j] = E::load(value + j * kWidth * kPack);
+                    row[j] = E::fragment(value + j * kWidth * kPack);
                     if constexpr (kPrefetch) __builtin_prefetch(next_value + j * kWidth * kPack, 0, 3);
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    const typename E::Operand w = E::broadcast(weight + r * kTileTokens);
+                    const typename E::Operand w = E::operand(weight + r * kTileTokens);
 #pragma GCC unroll 8
                     for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], row[j], w);
                 }
@@ -252,10 +336,10 @@ struct Attention {
             if (count % kPack != 0) {
 #pragma GCC unroll 8
                 for (int j = 0; j < NV; ++j) {
-                    const typename E::Fragment last = E::load_first(value + j * kWidth * kPack);
+                    const typename E::Fragment last = E::first_of_fragment(value + j * kWidth * kPack);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r)
-                        acc[r][j] = E::multiply_add(acc[r][j], last, E::broadcast(weight + r * kTileTokens));
+                        acc[r][j] = E::multiply_add(acc[r][j], last, E::operand(weight + r * kTileTokens));
                 }
             }
             token += count;
@@ -263,7 +347,7 @@ struct Attention {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) V::store(out + r * head_dim + j * kWidth, acc[r][j]);
+            for (int j = 0; j < NV; ++j) Simd::store(out + r * head_dim + j * kWidth, acc[r][j]);
     }
 
     template <int R, bool kPrefetch>
@@ -397,7 +481,7 @@ struct Attention {
             const int block = row / per_block * per_block, width = smaller(per_block, rows - block);
             Packed* out = packed + int64_t{block} * head_dim + (row - block) * kPack;
             alignas(64) Packed values[kMaxHeadDim];
-            for (int d = 0; d < head_dim; d += kWidth) E::pack(E::to_float(q + d), values + d);
+            for (int d = 0; d < head_dim; d += kWidth) E::pack(values + d, E::load(q + d));
             for (int d = 0; d < head_dim; d += kPack, out += width * kPack)
                 for (int i = 0; i < kPack; ++i) out[i] = values[d + i];
         }
@@ -405,8 +489,8 @@ struct Attention {
 
     static void reset(const Scratch& scratch, int rows, int head_dim) {
         for (int row = 0; row < rows; ++row) scratch.part.max[row] = kLowest;
-        for (int i = 0; i < rows * kWidth; i += kWidth) V::store(scratch.lane_sums + i, V::zero());
-        for (int i = 0; i < rows * head_dim; i += kWidth) V::store(scratch.part.out + i, V::zero());
+        for (int i = 0; i < rows * kWidth; i += kWidth) Simd::store(scratch.lane_sums + i, Simd::zero());
+        for (int i = 0; i < rows * head_dim; i += kWidth) Simd::store(scratch.part.out + i, Simd::zero());
     }
 
     // Keys [lo, hi) of one partition into scratch.part.
@@ -430,7 +514,7 @@ struct Attention {
             tile = next;
         }
         for (int row = 0; row < rows; ++row)
-            scratch.part.sum[row] = V::reduce_sum(V::load(scratch.lane_sums + row * kWidth));
+            scratch.part.sum[row] = Simd::sum(Simd::load(scratch.lane_sums + row * kWidth));
     }
 
     static void merge_into(const AttentionSpec& spec, const SoftmaxState& total, const SoftmaxState& part, int rows) {
@@ -445,7 +529,8 @@ struct Attention {
             float* out = total.out + int64_t{row} * head_dim;
             const float* more = part.out + int64_t{row} * head_dim;
             for (int d = 0; d < head_dim; d += kWidth)
-                V::store(out + d, V::fma(V::load(more + d), V::set1(b), V::mul(V::load(out + d), V::set1(a))));
+                Simd::store(out + d, Simd::fma(Simd::load(more + d), Simd::set1(b),
+                                               Simd::mul(Simd::load(out + d), Simd::set1(a))));
         }
     }
 
@@ -458,13 +543,13 @@ struct Attention {
     static void write_out(const AttentionSpec& spec, const SoftmaxState& state, int rows, void* out) {
         const int group_size = spec.group_size(), head_dim = spec.head_dim;
         for (int row = 0; row < rows; ++row) {
-            const F scale = V::set1(1.0f / state.sum[row]);
+            const V scale = Simd::set1(1.0f / state.sum[row]);
             Elem* to =
                 static_cast<Elem*>(out) + (int64_t{row} / group_size * spec.num_heads + row % group_size) * head_dim;
             const float* from = state.out + int64_t{row} * head_dim;
             // Adding zero turns -0 into 0: the sign of a zero depends on which masked keys were multiplied.
             for (int d = 0; d < head_dim; d += kWidth)
-                E::from_float(V::add(V::mul(V::load(from + d), scale), V::zero()), to + d);
+                E::store(to + d, Simd::add(Simd::mul(Simd::load(from + d), scale), Simd::zero()));
         }
     }
 
@@ -520,37 +605,38 @@ struct Attention {
         void round_row(const float* from, float* to) const {
             for (int i = 0; i < half; ++i) to[i] = from[i];
             for (int i = half; i < round_up(half, kWidth); ++i) to[i] = 0.0f;
-            for (int i = 0; i < half; i += kWidth) V::store(to + i, E::round(V::load(to + i)));
+            for (int i = 0; i < half; i += kWidth) Simd::store(to + i, E::round(Simd::load(to + i)));
         }
     };
 
     static void widen(const void* from, int n, float* to) {
-        for (int i = 0; i < n; i += kWidth) V::store(to + i, E::to_float(static_cast<const Elem*>(from) + i));
+        for (int i = 0; i < n; i += kWidth) Simd::store(to + i, E::load(static_cast<const Elem*>(from) + i));
     }
 
     // As transformers: in float32, rounded, then times the weight, rounded.
     static void normalise(float* x, const float* weight, int n, float eps) {
-        F squares = V::zero();
-        for (int i = 0; i < n; i += kWidth) squares = V::fma(V::load(x + i), V::load(x + i), squares);
-        const F scale = V::set1(1.0f / __builtin_sqrtf(V::reduce_sum(squares) / static_cast<float>(n) + eps));
+        V squares = Simd::zero();
+        for (int i = 0; i < n; i += kWidth) squares = Simd::fma(Simd::load(x + i), Simd::load(x + i), squares);
+        const V scale = Simd::set1(1.0f / __builtin_sqrtf(Simd::sum(squares) / static_cast<float>(n) + eps));
         for (int i = 0; i < n; i += kWidth)
-            V::store(x + i, E::round(V::mul(V::load(weight + i), E::round(V::mul(V::load(x + i), scale)))));
+            Simd::store(x + i,
+                        E::round(Simd::mul(Simd::load(weight + i), E::round(Simd::mul(Simd::load(x + i), scale)))));
     }
 
     // As transformers, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
     static void rotate(const float* x, const Rotation& rotation, int n, float* y) {
         const int half = rotation.half;
         for (int i = 0; i < half; i += kWidth) {
-            const F a = V::load(x + i), b = V::load(x + half + i);
-            const F left = E::round(V::mul(a, V::load(rotation.cos + i)));
-            V::store(y + i, E::round(V::sub(left, E::round(V::mul(b, V::load(rotation.sin + i))))));
+            const V a = Simd::load(x + i), b = Simd::load(x + half + i);
+            const V left = E::round(Simd::mul(a, Simd::load(rotation.cos + i)));
+            Simd::store(y + i, E::round(Simd::sub(left, E::round(Simd::mul(b, Simd::load(rotation.sin + i))))));
         }
         for (int i = 0; i < half; i += kWidth) {
-            const F a = V::load(x + i), b = V::load(x + half + i);
-            const F left = E::round(V::mul(b, V::load(rotation.cos + i)));
-            V::store(y + half + i, E::round(V::add(left, E::round(V::mul(a, V::load(rotation.sin + i))))));
+            const V a = Simd::load(x + i), b = Simd::load(x + half + i);
+            const V left = E::round(Simd::mul(b, Simd::load(rotation.cos + i)));
+            Simd::store(y + half + i, E::round(Simd::add(left, E::round(Simd::mul(a, Simd::load(rotation.sin + i))))));
         }
-        for (int i = 2 * half; i < n; i += kWidth) V::store(y + i, V::load(x + i));
+        for (int i = 2 * half; i < n; i += kWidth) Simd::store(y + i, Simd::load(x + i));
     }
 
     static void prepare_head(Elem* head, const Rotation& rotation, const float* norm_weight, int n, float eps) {
@@ -558,7 +644,7 @@ struct Attention {
         widen(head, n, x);
         if (norm_weight != nullptr) normalise(x, norm_weight, n, eps);
         rotate(x, rotation, n, y);
-        for (int i = 0; i < n; i += kWidth) E::from_float(V::load(y + i), head + i);
+        for (int i = 0; i < n; i += kWidth) E::store(head + i, Simd::load(y + i));
     }
 
     // [num_tokens][head_dim] -> [head_dim / kPack][block_size][kPack]
@@ -626,6 +712,17 @@ struct Attention {
 
     static constexpr AttentionKernels kKernels{scratch_bytes, attend, merge, rope_write};
 };
+
+[[maybe_unused]] const AttentionKernels& kernels_of(DType dtype) {
+    switch (dtype) {
+        case DType::kF32:
+            return Attention<Float32>::kKernels;
+        case DType::kF16:
+            return Attention<Float16>::kKernels;
+        default:
+            return Attention<BFloat16>::kKernels;
+    }
+}
 
 }  // namespace
 }  // namespace swiftkv

@@ -32,6 +32,12 @@ struct Simd {
         const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
         return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
     }
+    static float largest(V x) {
+        const __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        const __m128 pair = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+        return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+    }
+    static float first(V x) { return _mm256_cvtss_f32(x); }
 
     static V load_f16(const uint16_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

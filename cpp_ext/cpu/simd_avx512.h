@@ -33,6 +33,8 @@ struct Simd {
         const __m128 pair = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
         return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
     }
+    static float largest(V x) { return _mm512_reduce_max_ps(x); }
+    static float first(V x) { return _mm512_cvtss_f32(x); }
 
     static V load_f16(const uint16_t* p) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -45,6 +47,11 @@ struct Simd {
         const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
+#ifdef __AVX512BF16__
+    static void store_bf16(uint16_t* p, V x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+    }
+#else
     static void store_bf16(uint16_t* p, V x) {
         const __m512i bits = _mm512_castps_si512(x);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -53,6 +60,7 @@ struct Simd {
         const __m512i safe = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(1 << 22));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(safe, 16)));
     }
+#endif
     // The first and the second of kLanes pairs of bfloat16.
     static V load_bf16_pair_first(const void* p) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));

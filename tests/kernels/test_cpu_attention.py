@@ -1,0 +1,306 @@
+"""Paged attention on the CPU against torch in float64, over pools full of NaN."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+
+from swiftkv import _core, _cpu
+from swiftkv.kernels import cpu_attention
+from swiftkv.kernels.attention_spec import AttentionSpec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NUM_LAYERS = 3
+MAX_LEN = 4096
+
+
+@pytest.fixture(autouse=True)
+def _two_threads_and_poisoned_outputs() -> Iterator[None]:
+    before = _cpu.num_threads(), torch.get_num_threads()
+    _cpu.set_num_threads(2)
+    torch.set_num_threads(1)  # the oracle's small tensors gain nothing from more
+    torch.use_deterministic_algorithms(True)  # torch.empty is full of NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+    _cpu.set_num_threads(before[0])
+    torch.set_num_threads(before[1])
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """`num_new` tokens after `num_cached` that are in the pool already."""
+
+    qkv: torch.Tensor  # [num_cached + num_new, (num_heads + 2 num_kv_heads) * head_dim], before norm and rotation
+    num_cached: int
+
+    @property
+    def context_len(self) -> int:
+        return len(self.qkv)
+
+    def cut(self, context_len: int, num_cached: int) -> Sequence:
+        return Sequence(self.qkv[:context_len], num_cached)
+
+
+def make_spec(
+    num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, block_size: int = 16, window: int = 0
+) -> AttentionSpec:
+    return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window)
+
+
+def make_sequence(spec: AttentionSpec, context_len: int, num_cached: int, dtype: torch.dtype) -> Sequence:
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return Sequence((torch.randn(context_len, width) * 1.5).to(dtype), num_cached)
+
+
+def cos_sin_table(rotary_dim: int) -> torch.Tensor:
+    frequencies = 1e4 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.arange(MAX_LEN)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+@dataclass(frozen=True)
+class Rope:
+    cos_sin: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 1e-6
+
+
+class Node:
+    """Runs steps over a pool whose every byte starts as NaN, with blocks handed out at random."""
+
+    def __init__(self, spec: AttentionSpec, rope: Rope, dtype: torch.dtype, num_blocks: int = 400) -> None:
+        self.spec, self.rope = spec, rope
+        num_layer_blocks = num_blocks * NUM_LAYERS
+        elements = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim
+        self.pool = torch.full((num_layer_blocks * elements,), math.nan, dtype=dtype).view(torch.uint8)
+        # Half of the pool for blocks of all layers, half for blocks of the one layer at hand.
+        self.entries = [b * NUM_LAYERS for b in range(num_blocks // 2)]
+        self.entries += [~i for i in range(num_blocks // 2 * NUM_LAYERS, num_layer_blocks)]
+        random.Random(0).shuffle(self.entries)
+
+    def new_table(self, sequence: Sequence) -> list[int]:
+        return [self.entries.pop() for _ in range(-(-sequence.context_len // self.spec.block_size))]
+
+    def without_freed(self, sequence: Sequence, table: list[int]) -> list[int]:
+        """The table once the blocks that no query of the step sees are gone."""
+        if not self.spec.window:
+            return table
+        first = max(0, sequence.num_cached - self.spec.window + 1) // self.spec.block_size
+        return [_core.NO_BLOCK] * first + table[first:]
+
+    def step(self, sequences: list[Sequence], tables: list[list[int]], layer: int = 1) -> list[torch.Tensor]:
+        """The new tokens' attention, per sequence `[num_new, num_heads, head_dim]`."""
+        spec = self.spec
+        new = [s.context_len - s.num_cached for s in sequences]
+        tables = [self.without_freed(s, t) for s, t in zip(sequences, tables, strict=True)]
+        batch = cpu_attention.prepare_batch(
+            spec,
+            int32([p for s in sequences for p in range(s.num_cached, s.context_len)]),
+            int32([sum(new[:i]) for i in range(len(new) + 1)]),
+            int32([s.context_len for s in sequences]),
+            int32([e for t in tables for e in t]),
+            int32([sum(map(len, tables[:i])) for i in range(len(tables) + 1)]),
+        )
+        qkv = torch.cat([s.qkv[s.num_cached :] for s in sequences])
+        rope = self.rope
+        cpu_attention.rope_write_kv(
+            qkv, rope.cos_sin, rope.q_norm, rope.k_norm, rope.eps, spec, batch, self.pool, layer
+        )
+        out = cpu_attention.attention(qkv, spec, batch, self.pool, layer)
+        return list(torch.split(out.view(-1, spec.num_heads, spec.head_dim), new))
+
+    def run(self, sequences: list[Sequence], layer: int = 1) -> list[torch.Tensor]:
+        """Fills in what is cached, then takes the step."""
+        tables = [self.new_table(s) for s in sequences]
+        for sequence, table in zip(sequences, tables, strict=True):
+            if sequence.num_cached:
+                self.step([sequence.cut(sequence.num_cached, 0)], [table], layer)
+        return self.step(sequences, tables, layer)
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rotated(x: torch.Tensor, norm: torch.Tensor | None, rope: Rope) -> torch.Tensor:
+    """x `[tokens, heads, head_dim]` as transformers normalises and rotates it, in x's dtype."""
+    if norm is not None:
+        wide = x.float()
+        x = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rope.eps)).to(x.dtype)
+    rotary_dim = rope.cos_sin.shape[1]
+    cos, sin = (t.repeat(1, 2)[: len(x), None].to(x.dtype) for t in rope.cos_sin.chunk(2, dim=1))
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    low, high = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
+
+
+def split_qkv(sequence: Sequence, spec: AttentionSpec, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    heads = sequence.qkv.view(sequence.context_len, -1, spec.head_dim)
+    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    return rotated(q, rope.q_norm, rope), rotated(k, rope.k_norm, rope), v
+
+
+def expected(sequence: Sequence, spec: AttentionSpec, rope: Rope) -> torch.Tensor:
+    q, k, v = (t.double() for t in split_qkv(sequence, spec, rope))
+    group = spec.num_heads // spec.num_kv_heads
+    scores = torch.einsum("qhd,khd->hqk", q[sequence.num_cached :], k.repeat_interleave(group, 1)) * spec.scale
+    distance = torch.arange(sequence.num_cached, len(k))[:, None] - torch.arange(len(k))
+    visible = (distance >= 0) & (distance < (spec.window or len(k)))
+    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def random_sequences(spec: AttentionSpec, dtype: torch.dtype, seed: int) -> list[Sequence]:
+    """Decoding, chunks after a cached part, whole prompts, in any order."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    lengths = [(1, 0), (17, 16), (64, 63), (65, 64), (rng.randint(2, 90), 0), (530, 529), (rng.randint(600, 1100), 599)]
+    lengths.append((200, rng.randint(1, 199)))
+    rng.shuffle(lengths)
+    return [make_sequence(spec, context_len, num_cached, dtype) for context_len, num_cached in lengths]
+
+
+CASES = (
+    make_spec(),
+    make_spec(head_dim=80, block_size=32),
+    make_spec(num_heads=3, num_kv_heads=1, head_dim=96, window=40),
+    make_spec(num_heads=2, head_dim=128, block_size=48),
+    make_spec(num_heads=8, num_kv_heads=1, head_dim=192, window=512),
+    make_spec(num_heads=7, num_kv_heads=1, head_dim=16, window=1),
+    make_spec(num_heads=2, num_kv_heads=1, head_dim=256, window=600),
+)
+
+
+@pytest.mark.parametrize("spec", CASES, ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_dim}w{s.window}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixed_batch_equals_float64(spec: AttentionSpec, dtype: torch.dtype) -> None:
+    rope = Rope(cos_sin_table(spec.head_dim))
+    sequences = random_sequences(spec, dtype, seed=spec.head_dim)
+    outputs = Node(spec, rope, dtype).run(sequences)
+    for sequence, output in zip(sequences, outputs, strict=True):
+        assert_close(output, expected(sequence, spec, rope), dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_result_does_not_depend_on_batch_chunks_or_threads(dtype: torch.dtype, window: int) -> None:
+    spec = make_spec(num_heads=6, window=window)
+    rope = Rope(cos_sin_table(64))
+    torch.manual_seed(1)
+    sequence = make_sequence(spec, 1200, 0, dtype)
+    (whole,) = Node(spec, rope, dtype).run([sequence])
+
+    for threads in (1, 3):
+        _cpu.set_num_threads(threads)
+        (again,) = Node(spec, rope, dtype).run([sequence])
+        assert same_bits(again, whole)
+
+    neighbours = random_sequences(spec, dtype, seed=2)
+    mixed = Node(spec, rope, dtype, num_blocks=800).run([*neighbours[:4], sequence, *neighbours[4:]])
+    assert same_bits(mixed[4], whole)
+
+    node = Node(spec, rope, dtype)
+    table = node.new_table(sequence)
+    cuts = [0, 1, 16, 17, 64, 575, 576, 1024, 1025, 1190, *range(1191, 1201)]  # ends in single decoded tokens
+    chunks = [node.step([sequence.cut(end, begin)], [table])[0] for begin, end in pairwise(cuts)]
+    assert same_bits(torch.cat(chunks), whole)
+
+
+def test_a_neighbour_full_of_nan_changes_nothing() -> None:
+    spec, dtype = make_spec(), torch.bfloat16
+    rope = Rope(cos_sin_table(64))
+    good = make_sequence(spec, 90, 50, dtype)
+    bad = Sequence(torch.full_like(good.qkv, math.nan), 30)
+    (alone,) = Node(spec, rope, dtype).run([good])
+    beside_bad, nan, _ = Node(spec, rope, dtype).run([good, bad, good])
+    assert same_bits(beside_bad, alone)
+    assert nan.isnan().all()
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 20, 80])
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_writes_rotated_keys_and_values_and_nothing_else(dtype: torch.dtype, block_size: int, rotary_dim: int) -> None:
+    spec, layer = make_spec(head_dim=80, block_size=block_size), 2
+    rope = Rope(cos_sin_table(rotary_dim))
+    sequence = make_sequence(spec, 53, 21, dtype)
+    node = Node(spec, rope, dtype, num_blocks=20)
+    table = node.new_table(sequence)
+    node.step([sequence.cut(21, 0)], [table], layer)
+    node.step([sequence], [table], layer)
+
+    blocks = [cpu_attention.read_kv(node.pool, spec, entry, layer, dtype) for entry in table]
+    keys, values = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    _, k, v = split_qkv(sequence, spec, rope)
+    assert same_bits(keys[:53], k)
+    assert same_bits(values[:53], v)
+    assert keys[53:].isnan().all()
+    assert values[53:].isnan().all()
+    written = 2 * k.numel()
+    assert node.pool.view(dtype).isnan().sum() == node.pool.view(dtype).numel() - written
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_normalises_query_and_key_heads_as_transformers(dtype: torch.dtype) -> None:
+    spec = make_spec(head_dim=128)
+    q_norm, k_norm = ((torch.rand(128) + 0.5).to(dtype) for _ in range(2))
+    rope = Rope(cos_sin_table(128), q_norm, k_norm)
+    sequences = [make_sequence(spec, 40, 7, dtype), make_sequence(spec, 3, 2, dtype)]
+    for sequence, output in zip(sequences, Node(spec, rope, dtype).run(sequences), strict=True):
+        assert_close(output, expected(sequence, spec, rope), dtype)
+
+
+def test_layout_of_a_layer_block() -> None:
+    spec = make_spec(num_kv_heads=2, head_dim=32, block_size=32)
+    elements = torch.arange(2 * 32 * 2 * 32, dtype=torch.int16)
+    head, dim, token = 1, 13, 21
+    k_base, v_base = head * 32 * 32, (2 + head) * 32 * 32
+    k, v = cpu_attention.read_kv(elements.view(torch.uint8), spec, 0, 0, torch.bfloat16)
+    assert k.view(torch.int16)[token, head, dim] == k_base + (dim // 2) * 64 + token * 2 + dim % 2
+    assert v.view(torch.int16)[token, head, dim] == v_base + (token // 2) * 64 + dim * 2 + token % 2
+    k, v = cpu_attention.read_kv(elements.view(torch.uint8), spec, 0, 0, torch.float16)
+    assert k.view(torch.int16)[token, head, dim] == k_base + dim * 32 + token
+    assert v.view(torch.int16)[token, head, dim] == v_base + token * 32 + dim
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (make_spec(head_dim=72), "head_dim"),
+        (make_spec(head_dim=272), "head_dim"),
+        (make_spec(block_size=24), "block_size"),
+        (make_spec(num_heads=5, num_kv_heads=2), "num_heads"),
+        (make_spec(window=-1), "window"),
+    ],
+)
+def test_shapes_that_are_not_supported(spec: AttentionSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Node(spec, Rope(cos_sin_table(16)), torch.float32).run([make_sequence(spec, 4, 0, torch.float32)])
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_lesser_instruction_sets(isa: str) -> None:
+    if os.environ.get("SWIFTKV_CPU_ISA"):
+        pytest.skip("this run is of one instruction set")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "mixed or depend or writes"]
+    run = subprocess.run(command, env={**os.environ, "SWIFTKV_CPU_ISA": isa}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
