@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -9,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -183,8 +189,31 @@ def test_cpu_logits_do_not_depend_on_chunks_batch_or_blocks(case: str, dtype: to
     expected = PagedRunner(decoder, name).run(prompts, (1000,))
     for seed, chunks in enumerate(CHUNKS[1:], start=1):
         assert_same(PagedRunner(decoder, name, seed=seed).run(prompts, chunks), expected, atol=0)
+    decoder.ops.set_num_threads(3)
+    assert_same(PagedRunner(decoder, name).run(prompts, (1000,)), expected, atol=0)
+    decoder.ops.set_num_threads(1)
     for key, prompt in prompts.items():
         assert_same(PagedRunner(decoder, name, seed=3).run({key: prompt}, (24,)), {key: expected[key]}, atol=0)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("case", ["qwen3-yarn"])
+def test_older_instruction_sets_are_as_exact(isa: str, case: str, checkpoint: Any, tmp_path: Path) -> None:
+    """In a process of its own: the extension chooses once."""
+    directory, model = checkpoint(case)
+    prompts = make_prompts()
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.paged", str(directory), str(tmp_path / "logits")],
+        input=json.dumps({"prompts": prompts, "chunks": CHUNKS, "dtypes": ["float32", "bfloat16"]}),
+        env=os.environ | {"SWIFTKV_CPU_ISA": isa},
+        text=True,
+        check=True,
+    )
+    actual, expected = load_file(tmp_path / "logits"), oracle_logits(model, prompts)
+    for name, (dtype, atol) in itertools.product(prompts, (("float32", 1e-4), ("bfloat16", 0.3))):
+        whole, *cut = (actual[f"{dtype}/{name}/{i}"] for i in range(len(CHUNKS)))
+        torch.testing.assert_close(whole, expected[name], atol=atol, rtol=0)
+        assert all(torch.equal(whole, same) for same in cut)
 
 
 def test_layers_may_share_one_layer_block(ops: Ops, checkpoint: Any) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftkv.models.batch import ModelInput
+from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
 
 
 class PagedRunner:
@@ -85,3 +91,25 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
 
 def _int32(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def main() -> None:
+    """DIRECTORY OUT; prompts, lists of chunk sizes and dtypes on stdin. For a process of another environment.
+
+    OUT gets the logits, as `dtype/prompt/number of the list`.
+    """
+    directory, out = Path(sys.argv[1]), sys.argv[2]
+    task = json.load(sys.stdin)
+    results = {}
+    for dtype in task["dtypes"]:
+        config = DecoderConfig.from_pretrained(directory)
+        decoder = DenseDecoder(config, MappedWeights(directory), getattr(torch, dtype), "cpu", 128)
+        assert decoder.ops.name == "cpu"
+        for i, chunks in enumerate(task["chunks"]):
+            for name, logits in PagedRunner(decoder, dtype, seed=i).run(task["prompts"], chunks).items():
+                results[f"{dtype}/{name}/{i}"] = logits
+    save_file(results, out)
+
+
+if __name__ == "__main__":
+    main()
