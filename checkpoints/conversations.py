@@ -43,6 +43,8 @@ _MODULES = [
     "secrets",
     "html",
     "datetime",
+    "pathlib",
+    "time",
     "dataclasses",
     "zipfile",
     "shlex",
@@ -79,7 +81,31 @@ _FROM_OS = [
     "walk",
     "write",
 ]
-_MAX_SENTENCE = 130
+# Where the docstring says nothing that stands alone.
+_IN_OUR_WORDS = {
+    "range": "An immutable sequence of integers from start up to stop, in steps.",
+    "type": "With one argument, return the type of an object.",
+    "dict": "Built-in mapping from keys to values, in the order of insertion.",
+    "bytes": "Built-in immutable sequence of bytes.",
+    "bytearray": "Built-in mutable sequence of bytes.",
+    "super": "Return a proxy that calls methods of the parent class.",
+    "property": "Make an attribute whose value comes from a function.",
+    "dict.pop": "Remove specified key and return the corresponding value.",
+    "list.reverse": "Reverse the list in place.",
+    "itertools.chain": "Return the elements of the first iterable, then those of the next, until all are exhausted.",
+    "functools.partial": "Return a new function with some of the arguments filled in.",
+    "functools.reduce": "Apply a function of two arguments cumulatively to the items of an iterable.",
+    "contextlib.contextmanager": "Decorator that makes a context manager of a generator function.",
+    "os.mkdir": "Create a directory.",
+    "pathlib.Path": "A path of the file system, with methods to read, write and walk it.",
+    "datetime.date": "A date of the calendar: year, month and day.",
+    "datetime.datetime": "A date and a time of day, with or without a time zone.",
+    "re.sub": "Replace the matches of the pattern in the string and return the result.",
+    "threading.Lock": "A lock that one thread at a time can hold.",
+    "time.sleep": "Wait for a number of seconds.",
+    "time.time": "Return the current time in seconds since the Epoch.",
+}
+_MAX_SENTENCE = 150
 _MAX_SIGNATURE = 70
 
 _ASK = (
@@ -89,6 +115,7 @@ _ASK = (
     "What does {name}() do?",
     "How does {name} work?",
     "Explain {name}.",
+    "Please explain what {name} does.",
     "Explain {name} to me, please.",
     "Tell me about {name}.",
     "Can you tell me what {name} does?",
@@ -263,28 +290,39 @@ def facts() -> list[Fact]:
 def _add(found: dict[str, Fact], module: str, name: str, value: object) -> None:
     if not callable(value) or (isinstance(value, type) and issubclass(value, BaseException)):
         return
-    sentence = _first_sentence(inspect.getdoc(value) or "")
+    full_name = name if module == "builtins" else f"{module}.{name}"
+    sentence = _IN_OUR_WORDS.get(full_name) or _first_sentence(inspect.getdoc(value) or "")
     if sentence is None:
         return
-    full_name = name if module == "builtins" else f"{module}.{name}"
     try:
         signature = str(inspect.signature(value))
     except (ValueError, TypeError):
         signature = None
     if signature is not None:
-        signature = re.sub(r", /(?=[,)])|^\(/, ", lambda m: "(" if m.group().startswith("(") else "", signature)
-        signature = re.sub(r"\((self|\$self)(, )?", "(", signature)
+        signature = re.sub(r", /(?=[,)])", "", signature)  # where positional-only ends is more than a newcomer asks
+        signature = re.sub(r"^\(self(, )?", "(", signature)
         if len(signature) > _MAX_SIGNATURE or "<" in signature or "->" in signature:
             signature = None
     found[full_name] = Fact(full_name, module, sentence, signature)
 
 
 def _first_sentence(doc: str) -> str | None:
-    paragraph = " ".join(doc.strip().split("\n\n")[0].split())
-    match = re.match(r"(.+?\.)(\s+[A-Z`'(]|$)", paragraph)
-    sentence = match.group(1) if match else ""
-    readable = 20 <= len(sentence) <= _MAX_SENTENCE and sentence.isascii() and not re.match(r"\S*(\(|->)", sentence)
-    return sentence if readable and not sentence.endswith(("e.g.", "i.e.")) else None
+    """The first sentence that is about what the thing does, if it is short; many begin with how it is called."""
+    for block in doc.strip().split("\n\n")[:2]:
+        paragraph = " ".join(block.split())
+        if called := re.match(r"[\w.]+\(.*?\) -+> (?:None\.? )?(.*)", paragraph):
+            paragraph = called.group(1)[:1].upper() + called.group(1)[1:]
+        match = re.match(r"(.+?\.)(\s+[A-Z`'(]|$)", paragraph)
+        sentence = match.group(1) if match else paragraph
+        if (
+            20 <= len(sentence) <= _MAX_SENTENCE
+            and sentence.isascii()
+            and "->" not in sentence
+            and not re.match(r"[\w.]+\(", sentence)
+            and not sentence.endswith(("e.g.", "i.e.", ":"))
+        ):
+            return sentence if sentence.endswith(".") else f"{sentence}."
+    return None
 
 
 class Conversations:

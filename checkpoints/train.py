@@ -10,6 +10,7 @@ the output directory from the first export on and is replaced every few minutes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import shutil
 import time
@@ -27,7 +28,7 @@ from swiftkv.checkpoint import read_texts, save, standard_library_files, train_t
 VOCAB_SIZE = 4096
 CONTEXT_TOKENS = 512
 BATCH_ROWS = 4
-PEAK_LEARNING_RATE = 2e-3
+PEAK_LEARNING_RATE = 3e-3
 WARMUP_SHARE = 0.02
 SHORT_SHARE = 0.6  # the first part learns from halved windows: attention costs half, and most text is local
 EXPORT_EVERY_S = 120
@@ -137,6 +138,17 @@ def loss_of(model: transformers.PreTrainedModel, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.float(), labels[counted])
 
 
+def make_optimizers(model: transformers.PreTrainedModel) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, where it needs half the steps of AdamW; AdamW for the rest."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    return [
+        torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
 def learning_rate(share_done: float) -> float:
     """Linear warm-up, then a cosine down to nothing."""
     if share_done < WARMUP_SHARE:
@@ -166,27 +178,27 @@ def train(name: str, out: Path, minutes: float, seed: int) -> None:
     model = make_model(tokenizer.eos_token_id, tokenizer.pad_token_id)
     model.set_attn_implementation("eager")  # at this size faster on a CPU than the fused one
     print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+    optimizers = make_optimizers(model)
 
     batches = make_batches(tokenizer, seed)
+    first = next(batches)  # reads and tokenizes
     start_s = exported_s = time.monotonic()
     losses: list[float] = []
-    for step, batch in enumerate(batches):
+    for step, batch in enumerate(itertools.chain([first], batches)):
         share_done = (time.monotonic() - start_s) / (60 * minutes)
         if share_done >= 1:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(share_done)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(share_done)
         if share_done < SHORT_SHARE:
             batch = (batch[0].reshape(2 * BATCH_ROWS, -1), batch[1].reshape(2 * BATCH_ROWS, -1))
         loss = loss_of(model, batch)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(loss.item())
         if step % 50 == 49:
             rate = (step + 1) * BATCH_ROWS * CONTEXT_TOKENS / (time.monotonic() - start_s)
