@@ -167,5 +167,17 @@ def checkpoint_make(
         make(arch, size, directory)
 
 
+@bench_app.command(
+    "serve",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Load for an OpenAI-compatible server, with the flags and figures of `vllm bench serve`; see its --help.",
+)
+def bench_serve(context: typer.Context) -> None:
+    from swiftkv.bench.serve import main as run_bench
+
+    raise typer.Exit(run_bench(context.args))
+
+
 if __name__ == "__main__":
     app()
