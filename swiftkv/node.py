@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from swiftkv.config import Config, ModelConfig, format_size
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.server.client import EngineClient
+from swiftkv.server.http_protocol import BoundedHeadProtocol
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.supervisor import EngineSupervisor
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle
 
 _BACKLOG = 2048
+_OPEN_FILES = 65536
 _CLOSE_TIMEOUT_S = 5
 _IPC_PREFIX = "swiftkv-"
 _LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
@@ -45,6 +48,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     there; `EngineError` if a model does not come up.
     """
     check_devices(config)
+    _raise_file_limit()
     api_key = config.node.api_key()
 
     async def serve(sockets: Sequence[socket.socket], ipc: Path) -> None:
@@ -163,7 +167,7 @@ class Node:
             server = _HttpServer(
                 uvicorn.Config(
                     app,
-                    http="httptools",
+                    http=BoundedHeadProtocol,
                     ws="none",
                     lifespan="off",
                     log_level="warning",
@@ -260,6 +264,14 @@ def _engine_config(model: ModelConfig, plan: ModelPlan, address: str) -> EngineC
 def say(text: str) -> None:
     """One of the few things the node tells whoever started it."""
     print(text, flush=True)
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and a shell allows 1024 of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_devices(config: Config) -> None:
