@@ -33,7 +33,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "yarn-one-mscale-is-none": YARN | {"mscale": 1.3},
     "yarn-betas": YARN | {"beta_fast": 20.0, "beta_slow": 3.0},
     "yarn-untruncated": YARN | {"truncate": False},
-    "yarn-step": YARN | {"beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},
+    "yarn-step": YARN | {"original_max_position_embeddings": 6},
     "yarn-implied-factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128},
     "yarn-implied-original": {"rope_type": "yarn", "factor": 2.0},
 }
