@@ -179,17 +179,5 @@ def bench_serve(context: typer.Context) -> None:
     raise typer.Exit(run_bench(context.args))
 
 
-@bench_app.command(
-    "serve",
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-)
-def bench_serve(context: typer.Context) -> None:
-    """Send load to an OpenAI-compatible server; flags and JSON keys are those of `vllm bench serve` (see its --help)."""
-    from swiftkv.bench.serve import main as run_bench
-
-    raise typer.Exit(run_bench(context.args))
-
-
 if __name__ == "__main__":
     app()
