@@ -21,8 +21,10 @@ from swiftkv.engine.request import Request
 
 _GREEDY_BELOW = 1e-5  # temperatures under this mean greedy
 _DRAWN, _FILTERED, _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4, 8, 16
-_NUCLEUS_CANDIDATES = 1024  # a nucleus is looked for among so many of the likeliest before all are sorted
-_ROWS_PER_DRAW = 16  # bounds the float64 temporaries, [rows, vocab]
+_BLOCK = 512  # tokens whose weights are added up before a draw looks at single ones
+_SORTED_CANDIDATES = 2048  # for the edge of a nucleus
+_MAX_HALVINGS = 12
+_DRAW_BYTES = 1 << 20  # weights of so many rows at a time stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,9 @@ class Sampler:
         self._logprob_counts = np.zeros(max_num_seqs, np.int32)
         self._edits: dict[int, _Edits] = {}  # by slot
         self._temperature = torch.ones(max_num_seqs, device=device)
-        self._log_min_p = torch.full((max_num_seqs,), -math.inf, device=device)
-        self._top_k = torch.full((max_num_seqs,), vocab_size, dtype=torch.int64, device=device)
-        self._top_p = torch.ones(max_num_seqs, dtype=torch.float64, device=device)
+        self._min_p = [0.0] * max_num_seqs
+        self._top_k = [vocab_size] * max_num_seqs
+        self._top_p = [1.0] * max_num_seqs
         self._presence = torch.zeros(max_num_seqs, 1, device=device)
         self._frequency = torch.zeros(max_num_seqs, 1, device=device)
         self._repetition = torch.ones(max_num_seqs, 1, device=device)
@@ -75,13 +77,13 @@ class Sampler:
         drawn = params.temperature >= _GREEDY_BELOW
         self._flags[slot] = (
             _DRAWN * drawn
-            | _FILTERED * (0 < params.top_k < self._vocab_size or params.top_p < 1)
+            | _FILTERED * (0 < params.top_k < self._vocab_size or params.top_p < 1 or params.min_p > 0)
             | _LOGPROBS * (params.logprobs is not None)
         )
         self._seeds[slot] = request.seed
         self._logprob_counts[slot] = params.logprobs or 0
         self._temperature[slot] = params.temperature if drawn else 1.0
-        self._log_min_p[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self._min_p[slot] = params.min_p
         self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         self._top_p[slot] = params.top_p
         self._seat_edits(slot, request)
@@ -114,12 +116,12 @@ class Sampler:
         if in_use & _PENALISED:
             self._penalise(logits, np.flatnonzero(flags & _PENALISED), slots)
 
-        token_ids = _to_numpy(logits.argmax(-1))
         drawn = np.flatnonzero(flags & _DRAWN)
-        for begin in range(0, len(drawn), _ROWS_PER_DRAW):
-            rows = drawn[begin : begin + _ROWS_PER_DRAW]
-            filtered = bool(np.any(flags[rows] & _FILTERED))
-            token_ids[rows] = self._draw(logits[rows], slots[rows], positions[rows], filtered)
+        token_ids = np.empty(len(flags), np.int32) if len(drawn) == len(flags) else _to_numpy(logits.argmax(-1))
+        rows_per_draw = max(1, _DRAW_BYTES // (4 * self._vocab_size))
+        for begin in range(0, len(drawn), rows_per_draw):
+            rows = drawn[begin : begin + rows_per_draw]
+            token_ids[rows] = self._draw(logits[rows], slots[rows], positions[rows])
 
         if in_use & _PENALISED:
             self._count(np.flatnonzero(flags & _PENALISED), slots, token_ids)
@@ -190,58 +192,77 @@ class Sampler:
         self._output_counts[slots[rows], token_ids[rows]] += 1  # a slot has at most one row
 
     def _draw(
-        self,
-        logits: torch.Tensor,
-        slots: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-        filtered: bool,
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Inverse of the distribution function, in order of token ids, at one uniform number per row."""
+        """Draws for a few rows [R, vocab], each at its uniform number."""
         row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
-        scaled = logits / self._temperature[row_slots].unsqueeze(1)
-        scaled -= scaled.amax(-1, keepdim=True)  # the likeliest is 0
-        floor = self._log_min_p[row_slots]
-        if filtered:
-            floor = self._nucleus_floor(scaled, floor, self._top_k[row_slots], self._top_p[row_slots])
-        cumulative = _cumulative_weights(scaled, floor)
-        uniform = torch.from_numpy(uniforms(self._seeds[slots], positions)).to(self._device).unsqueeze(1)
-        token_ids = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
-        if int(token_ids.max()) >= self._vocab_size:
-            raise FloatingPointError("the model's logits are not finite")
-        return _to_numpy(token_ids)
+        num_blocks = -(-self._vocab_size // _BLOCK)
+        weights = logits.new_full((len(logits), num_blocks * _BLOCK), -math.inf)
+        torch.div(logits, self._temperature[row_slots].unsqueeze(1), out=weights[:, : self._vocab_size])
+        weights.sub_(weights.amax(-1, keepdim=True)).exp_()  # the likeliest token weighs 1
+        if np.any(self._flags[slots] & _FILTERED):
+            self._filter(weights, slots)
+        uniform = torch.from_numpy(uniforms(self._seeds[slots], positions)).to(self._device)
+        return _to_numpy(_invert_distribution(weights.view(-1, num_blocks, _BLOCK), uniform))
 
-    def _nucleus_floor(
-        self, scaled: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-    ) -> torch.Tensor:
-        """The lowest scaled logit [R] that top_k and then top_p keep; equals stay or go together.
+    def _filter(self, weights: torch.Tensor, slots: npt.NDArray[np.int32]) -> None:
+        """Zero what min_p, then top_k, then top_p leave out. Equals stay or go together."""
+        for row, slot in enumerate(slots.tolist()):
+            row_weights = weights[row]
+            floor, top_k, top_p = self._min_p[slot], int(self._top_k[slot]), self._top_p[slot]
+            if top_k < self._vocab_size:
+                floor = max(floor, float(row_weights.topk(top_k).values[-1]))
+            if floor > 0:
+                row_weights.masked_fill_(row_weights < floor, 0.0)
+            if top_p < 1:
+                row_weights.masked_fill_(row_weights < _nucleus_edge(row_weights, top_p), 0.0)
 
-        A row's floor does not depend on how many candidates it was looked for among.
-        """
-        unlimited = top_k == self._vocab_size
-        width = max(_NUCLEUS_CANDIDATES, int(top_k.masked_fill(unlimited, 0).max()))
-        if width >= self._vocab_size:
-            return self._floor_among(scaled, floor, top_k, top_p, self._vocab_size)[0]
-        new_floor, found = self._floor_among(scaled, floor, top_k, top_p, width)
-        rest = torch.nonzero(~found).squeeze(1)
-        if len(rest):
-            new_floor[rest] = self._floor_among(scaled[rest], floor[rest], top_k[rest], top_p[rest], self._vocab_size)[
-                0
-            ]
-        return new_floor
 
-    def _floor_among(
-        self, scaled: torch.Tensor, floor: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The floor, and whether the `width` likeliest tokens were enough to tell, for each row."""
-        candidates = scaled.topk(width, dim=-1).values  # [R, width], falling
-        kth = candidates.gather(1, (top_k.clamp(max=width) - 1).unsqueeze(1)).squeeze(1)
-        floor = torch.where(top_k < self._vocab_size, torch.maximum(floor, kth), floor)
-        wanted = top_p.unsqueeze(1) * _cumulative_weights(scaled, floor)[:, -1:]
-        cumulative = _cumulative_weights(candidates, floor)
-        last = (cumulative < wanted).sum(-1)  # index of the candidate that completes the nucleus
-        edge = candidates.gather(1, last.clamp(max=width - 1).unsqueeze(1)).squeeze(1)
-        unbounded = top_p >= 1
-        return torch.where(unbounded, floor, torch.maximum(floor, edge)), unbounded | (last < width)
+def _nucleus_edge(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The least weight among the likeliest tokens that have `top_p` of all `weights [N]` together; the largest is 1."""
+    total = float(weights.sum())
+    # What weighs less than `low` weighs less than (1 - top_p) of the total even all together: it cannot be in.
+    low, high = (1 - top_p) * total / len(weights), 1.0
+    candidates = weights[weights >= low]
+    wanted = top_p * total
+    for _ in range(_MAX_HALVINGS):  # sorting all of a flat distribution would cost ten times as much
+        if len(candidates) <= _SORTED_CANDIDATES:
+            break
+        pivot = math.sqrt(low * high)
+        is_heavy = candidates >= pivot
+        heavy = candidates[is_heavy]
+        mass = float(heavy.sum())
+        if mass >= wanted or len(heavy) == len(candidates):
+            candidates, low = heavy, pivot
+        else:
+            candidates, high, wanted = candidates[~is_heavy], pivot, wanted - mass
+    candidates = candidates.sort(descending=True).values
+    last = int(torch.searchsorted(candidates.cumsum(0, dtype=torch.float64), wanted))
+    return candidates[min(last, len(candidates) - 1)]
+
+
+def _invert_distribution(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token [R] where the running sum of `weights [R, blocks, _BLOCK]` passes the fraction `uniform [R]` of it.
+
+    First the block is found, then the token in it. Raises `FloatingPointError` if weights are not finite.
+    """
+    sums = weights.sum(-1).cumsum(-1, dtype=torch.float64)  # [R, blocks]
+    total = sums[:, -1]
+    if not bool(torch.isfinite(total).all()):
+        raise FloatingPointError("the model's logits are not finite")
+    target = (uniform * total).unsqueeze(1)
+    block = _first_above(sums, target)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    rows = torch.arange(len(weights), device=weights.device)
+    inside = weights[rows, block.squeeze(1)].cumsum(-1, dtype=torch.float64)  # [R, _BLOCK]
+    return (block * _BLOCK + _first_above(inside, target - before)).squeeze(1)
+
+
+def _first_above(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Index [R, 1] of the first of the rising `sums [R, N]` above `target [R, 1]`; rounding may not pass the last."""
+    index = torch.searchsorted(sums, target, right=True)
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    return torch.minimum(index, last)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
@@ -255,12 +276,6 @@ def _mix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
-
-
-def _cumulative_weights(scaled: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """Running sums of exp(scaled) where `scaled [R, N]` reaches `floor [R]`, float64: added up in order, row by row."""
-    weights = scaled.exp().masked_fill_(scaled < floor.unsqueeze(1), 0.0)
-    return weights.cumsum(-1, dtype=torch.float64)
 
 
 def _to_numpy(token_ids: torch.Tensor) -> npt.NDArray[np.int32]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.engine.engine_process import Answer, EngineProcess
-from tests.support.checkpoints import SHAPE, make_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, SHAPE, make_checkpoint
 
 NUM_TOKENS = 128
 ONE_SEQUENCE_BLOCKS = 20  # of max_model_len 320
@@ -82,13 +84,6 @@ class Oracle:
     tokens: list[list[int]]  # of mixed_prompts()
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama", "mistral"])
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    checkpoint = tmp_path_factory.mktemp(request.param)
-    model = make_checkpoint(checkpoint, request.param)
-    return Oracle(checkpoint, model, greedy(model, mixed_prompts()))
-
-
 @dataclass(frozen=True)
 class Serving:
     oracle: Oracle
@@ -96,10 +91,23 @@ class Serving:
     engine: EngineProcess
 
 
-@pytest.fixture(scope="module", params=MODES)
-def serving(oracle: Oracle, request: pytest.FixtureRequest) -> Iterator[Serving]:
-    with start_engine(oracle.checkpoint, request.param) as engine:
-        yield Serving(oracle, request.param, engine)
+@pytest.fixture(scope="module")
+def oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+    @cache
+    def make(arch: str) -> Oracle:
+        checkpoint = tmp_path_factory.mktemp(arch)
+        model = make_checkpoint(checkpoint, arch)
+        return Oracle(checkpoint, model, greedy(model, mixed_prompts()))
+
+    return make
+
+
+@pytest.fixture(scope="module", params=product(ARCHITECTURES, MODES), ids=" ".join)
+def serving(oracle_of: Callable[[str], Oracle], request: pytest.FixtureRequest) -> Iterator[Serving]:
+    arch, mode = request.param
+    oracle = oracle_of(arch)
+    with start_engine(oracle.checkpoint, mode) as engine:
+        yield Serving(oracle, mode, engine)
 
 
 def test_greedy_tokens_are_those_of_transformers(serving: Serving) -> None:
