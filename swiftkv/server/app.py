@@ -116,12 +116,16 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
     schemas = document["components"]["schemas"]
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
+    for body in schemas.values():
+        if "model" in body.get("properties", {}):
+            body["properties"]["model"] = {"enum": [*models.names, None], "description": "Which model answers"}
     schemas.update(openapi_components())
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):
-                parameter["schema"]["examples"] = models.names
+                if parameter["name"] in ("name", "model_id"):
+                    parameter["schema"]["enum"] = models.names
             if settings.api_key is not None and path not in OPEN_PATHS:
                 operation["security"] = [{"bearer": []}]
                 operation["responses"]["401"] = documented("ErrorResponse", 401)[401]

@@ -373,7 +373,7 @@ class EngineClient:
             sequence.first_token_s = now_s
             self.metrics.time_to_first_token.observe(now_s - sequence.arrived_s)
         else:
-            self.metrics.inter_token_latency.observe(now_s - sequence.last_token_s)
+            self.metrics.observe_inter_token_latency(now_s - sequence.last_token_s)
         sequence.last_token_s = now_s
         sequence.num_tokens += 1
 

@@ -54,7 +54,11 @@ class GatewayMetrics:
         self.inter_token_latency = self._histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request", _SHORT_S
         )
+        # vLLM's older name for the same, which dashboards still use.
         self.time_per_output_token = self._histogram(
+            "vllm:time_per_output_token_seconds", "Between two tokens of a request", _SHORT_S
+        )
+        self.request_time_per_output_token = self._histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _SHORT_S
         )
         self.e2e_latency = self._histogram(
@@ -71,7 +75,6 @@ class GatewayMetrics:
         self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Tokens generated", _TOKENS)
         self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens asked for", _TOKENS)
         self.request_n = self._histogram("vllm:request_params_n", "n asked for", (1, 2, 5, 10, 20, 50, 100))
-        self.step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens in an engine step", _TOKENS)
 
     def for_model(self, name: str) -> ModelMetrics:
         return ModelMetrics(self, name)
@@ -106,10 +109,10 @@ class ModelMetrics:
         self.prompt_tokens = metrics.prompt_tokens.labels(name)
         self.generation_tokens = metrics.generation_tokens.labels(name)
         self.time_to_first_token = metrics.time_to_first_token.labels(name)
-        self.inter_token_latency = metrics.inter_token_latency.labels(name)
+        self._inter_token_latency = metrics.inter_token_latency.labels(name)
         self.request_n = metrics.request_n.labels(name)
-        self.step_tokens = metrics.step_tokens.labels(name)
         self._time_per_output_token = metrics.time_per_output_token.labels(name)
+        self._request_time_per_output_token = metrics.request_time_per_output_token.labels(name)
         self._e2e_latency = metrics.e2e_latency.labels(name)
         self._queue_time = metrics.queue_time.labels(name)
         self._prefill_time = metrics.prefill_time.labels(name)
@@ -129,6 +132,10 @@ class ModelMetrics:
             if total != seen:
                 counter.inc(max(0, total - seen))
                 self._engine_totals[counter] = total
+
+    def observe_inter_token_latency(self, latency_s: float) -> None:
+        self._inter_token_latency.observe(latency_s)
+        self._time_per_output_token.observe(latency_s)
 
     def engine_came_up(self) -> None:
         self.engine_up.set(1)
@@ -153,7 +160,7 @@ class ModelMetrics:
         self._decode_time.observe(decode_s)
         self._prefill_time.observe(request.first_token_s - (request.queue_s or 0))
         if request.generation_tokens > 1:
-            self._time_per_output_token.observe(decode_s / (request.generation_tokens - 1))
+            self._request_time_per_output_token.observe(decode_s / (request.generation_tokens - 1))
 
 
 class _OneModel(Collector):

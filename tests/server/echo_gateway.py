@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import openai
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -57,11 +58,12 @@ class EchoProcess:
 
     client: EngineClient
     step_ms: float
+    max_model_len: int
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         addresses = [self.client.requests_address, self.client.outputs_address]
-        options = [f"--step-ms={self.step_ms}", f"--max-model-len={MAX_MODEL_LEN}"]
+        options = [f"--step-ms={self.step_ms}", f"--max-model-len={self.max_model_len}"]
         self.process = subprocess.Popen([sys.executable, ECHO_ENGINE, *addresses, *options])
 
     def stop(self) -> int:
@@ -80,6 +82,7 @@ class Gateway:
     model_url: str
     clients: dict[str, EngineClient]
     engines: dict[str, EchoProcess]
+    metrics: GatewayMetrics
     apps: list[FastAPI] = field(default_factory=list)
     api_key: str | None = None
 
@@ -103,11 +106,16 @@ class Gateway:
 
 
 def start_gateway(
-    directory: Path, tokenizer: Tokenizer, *, step_ms: float = 0, settings: ServerSettings | None = None
+    directory: Path,
+    tokenizer: Tokenizer,
+    *,
+    step_ms: float = 0,
+    max_model_len: int = MAX_MODEL_LEN,
+    settings: ServerSettings | None = None,
 ) -> tuple[Gateway, Callable[[], None]]:
     """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it."""
     settings = settings or ServerSettings()
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     metrics = GatewayMetrics()
@@ -120,7 +128,7 @@ def start_gateway(
             addresses = [f"ipc://{directory}/{name}.{end}" for end in ("requests", "outputs")]
             client = EngineClient(name, *addresses, metrics.for_model(name), max_in_flight=600)
             client.start()
-            handles[name] = ModelHandle(name, f"/models/{name}", MAX_MODEL_LEN, VOCAB_SIZE, tokenizer, client)
+            handles[name] = ModelHandle(name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client)
         apps = [create_app(handles, settings, metrics), create_model_app(handles["chat"], settings, metrics)]
         urls = []
         for app in apps:
@@ -130,8 +138,8 @@ def start_gateway(
             serving.append(loop.create_task(server.serve(sockets=[listener])))
             urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
         clients = {name: handle.client for name, handle in handles.items()}
-        engines = {name: EchoProcess(client, step_ms) for name, client in clients.items()}
-        return Gateway(loop, *urls, clients, engines, apps, settings.api_key)
+        engines = {name: EchoProcess(client, step_ms, max_model_len) for name, client in clients.items()}
+        return Gateway(loop, *urls, clients, engines, metrics, apps, settings.api_key)
 
     gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
     for name, engine in gateway.engines.items():

@@ -1,0 +1,317 @@
+"""What a request can get wrong: each mistake is answered in OpenAI's shape and names its field."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from echo_gateway import MAX_MODEL_LEN, VOCAB_SIZE, Gateway, start_gateway
+
+from swiftkv.server.app import ServerSettings
+from swiftkv.server.tokenizer import Tokenizer
+
+COMPLETION = {"model": "chat", "prompt": "hello", "max_tokens": 1}
+CHAT = {"model": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+
+
+def post(gateway: Gateway, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    with gateway.http() as http:
+        response = http.post(path, json=body)
+    error = response.json().get("error", {})
+    if response.status_code >= 400:
+        assert set(error) == {"message", "type", "param", "code"}
+    return response.status_code, error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("suffix", "x"),
+        ("best_of", 2),
+        ("include_stop_str_in_output", True),
+        ("response_format", {"type": "json_object"}),
+        ("guided_json", {}),
+        ("no_such_field", 1),
+        ("max_completion_tokens", 5),
+        ("use_beam_search", True),
+    ],
+)
+def test_unsupported_fields_of_completions_are_named(gateway: Gateway, field: str, value: object) -> None:
+    status, error = post(gateway, "/v1/completions", {**COMPLETION, field: value})
+    assert (status, error["param"], error["code"]) == (400, field, "unsupported_field")
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("audio", {}),
+        ("modalities", ["text", "audio"]),
+        ("reasoning_effort", "low"),
+        ("prediction", {"type": "content"}),
+        ("functions", [{}]),
+        ("response_format", {"type": "json_schema"}),
+        ("chat_template", "{{ 1 }}"),
+        ("echo", True),
+        ("logprobs", 5),
+        ("web_search_options", {}),
+    ],
+)
+def test_unsupported_fields_of_chat_are_named(gateway: Gateway, field: str, value: object) -> None:
+    status, error = post(gateway, "/v1/chat/completions", {**CHAT, field: value})
+    assert (status, error["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 10**9),
+        ("n", 0),
+        ("n", 10**400),
+        ("n", "1"),
+        ("n", True),
+        ("max_tokens", -1),
+        ("max_tokens", 10**30),
+        ("max_tokens", 0),
+        ("max_tokens", MAX_MODEL_LEN),
+        ("min_tokens", 2),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("seed", 2**70),
+        ("logprobs", 21),
+        ("prompt_logprobs", 1000),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 2000),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [1] * 300),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {str(i): 0 for i in range(2000)}),
+        ("presence_penalty", 3),
+        ("logit_bias", {str(VOCAB_SIZE): 1}),
+        ("repetition_penalty", 0),
+        ("stream", "yes"),
+        ("cache_salt", ""),
+        ("stream_options", {"include_usage": True}),
+        ("priority", 2**40),
+        ("user", 5),
+        ("prompt", None),
+        ("prompt", []),
+        ("prompt", ""),
+        ("prompt", [[]]),
+        ("prompt", ["a", 5]),
+        ("prompt", [1, "a"]),
+        ("prompt", [-1]),
+        ("prompt", [VOCAB_SIZE]),
+        ("prompt", [2**40]),
+        ("prompt", [1.5]),
+        ("prompt", {"a": 1}),
+        ("prompt", [1] * MAX_MODEL_LEN),
+        ("prompt", "word " * MAX_MODEL_LEN),
+        ("prompt", "x" * 10**6),
+        ("prompt", ["a"] * 300),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_bad_values_are_named(gateway: Gateway, field: str, value: object) -> None:
+    status, error = post(gateway, "/v1/completions", {**COMPLETION, field: value})
+    assert status == 400
+    assert error["param"] is None or error["param"].startswith(field)
+    assert field in error["message"] or "prompt" in error["message"] or "token id" in error["message"]
+
+
+def test_too_many_sequences_for_any_queue(gateway: Gateway) -> None:
+    status, error = post(gateway, "/v1/completions", {**COMPLETION, "n": 128, "prompt": ["a"] * 10})
+    assert status == 400
+    assert "1280 sequences" in error["message"]
+
+
+def test_stream_options_and_prompt_logprobs_need_the_right_mode(gateway: Gateway) -> None:
+    assert post(gateway, "/v1/completions", {**COMPLETION, "stream": True, "prompt_logprobs": 1})[0] == 400
+    assert post(gateway, "/v1/chat/completions", {**CHAT, "top_logprobs": 1})[1]["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ([{"role": "wizard", "content": "x"}], "messages.0.role"),
+        ([{"content": "x"}], "messages.0.role"),
+        ([{"role": "user", "content": "x", "spell": 1}], "messages.0.spell"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages.0.content.0.type"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages.0.tool_calls"),
+        ([{"role": "user", "content": "refuse me"}], "messages"),
+        ([{"role": "user", "content": "x" * 10**6}], None),
+    ],
+)
+def test_bad_messages(gateway: Gateway, messages: object, param: str | None) -> None:
+    status, error = post(gateway, "/v1/chat/completions", {**CHAT, "messages": messages})
+    assert status == 400
+    assert error["param"] == param or (error["param"] or "").startswith(f"{param}")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"3",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": NaN}',
+        b'{"\xf0\x9f": 1}',
+        b'{"\\ud800": "\\ud800"}',
+        b'{"model": "\\ud800", "prompt": "a"}',
+        b"1" * 10_000,
+    ],
+    ids=lambda content: content[:12],
+)
+def test_bodies_that_are_no_request(gateway: Gateway, path: str, content: bytes) -> None:
+    with gateway.http() as http:
+        response = http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_json_under_another_name_is_refused(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert response.status_code == 400
+    assert "Content-Type" in response.json()["error"]["message"]
+
+
+def test_unknown_models_paths_and_methods(gateway: Gateway) -> None:
+    assert post(gateway, "/v1/completions", {**COMPLETION, "model": "nobody"})[0] == 404
+    assert post(gateway, "/models/nobody/v1/completions", {"prompt": "a"})[0] == 404
+    assert post(gateway, "/models/code/v1/completions", COMPLETION)[0] == 404
+    assert post(gateway, "/v1/embeddings", COMPLETION)[0] == 404
+    with gateway.http() as http:
+        response = http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert "GET" in response.json()["error"]["message"]
+
+
+def test_errors_reach_the_client_as_its_own_exceptions(gateway: Gateway) -> None:
+    client = gateway.openai()
+    with pytest.raises(openai.BadRequestError, match="no_such_field"):
+        client.completions.create(model="chat", prompt="a", extra_body={"no_such_field": 1})
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.completions.create(model="nobody", prompt="a")
+
+
+def test_an_engine_may_refuse(gateway: Gateway) -> None:
+    for stream in (False, True):
+        status, error = post(gateway, "/v1/completions", {**COMPLETION, "cache_salt": "refuse", "stream": stream})
+        assert (status, error["message"]) == (400, "refused by the engine")
+
+
+def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> bytes:
+    """Write a body until the server has something to say; its answer."""
+    host, port = gateway.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length_header}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode())
+        for chunk in chunks:
+            connection.sendall(chunk)
+            if select.select([connection], [], [], 0)[0]:
+                break
+        answer = b""
+        while not answer.endswith(b"}}"):
+            received = connection.recv(65536)
+            assert received, "closed before the answer was complete"
+            answer += received
+        return answer
+
+
+def test_a_body_of_100_mb_is_refused_from_its_announcement(gateway: Gateway) -> None:
+    answer = send_raw(gateway, "Content-Length: 100000000", iter(()))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b'"error"' in answer
+
+
+def test_a_body_of_100_mb_that_is_sent_is_refused_too(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        response = http.post("/v1/completions", content=bytes(100_000_000))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_chunked_body_is_cut_off_at_the_limit(gateway: Gateway) -> None:
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1 << 20
+            yield b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        yield b"0\r\n\r\n"
+
+    answer = send_raw(gateway, "Transfer-Encoding: chunked", chunks())
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert sent < 60 << 20
+
+
+@pytest.fixture(scope="module")
+def locked_gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    directory: Path = tmp_path_factory.mktemp("locked")
+    gateway, stop = start_gateway(directory, tokenizer, settings=ServerSettings(api_key="secret", max_body_bytes=1000))
+    yield gateway
+    stop()
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "secre", "secrets", "ключ"])
+def test_without_the_key_nothing_is_served(locked_gateway: Gateway, key: str | None) -> None:
+    headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+    for method, path in (
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/models/chat/v1/models"),
+        ("POST", "/tokenize"),
+        ("POST", "/models/code/v1/chat/completions"),
+        ("GET", "/nowhere"),
+    ):
+        with locked_gateway.http() as http:
+            http.headers.pop("Authorization")
+            response = http.request(method, path, json=COMPLETION, headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_with_the_key_everything_is(locked_gateway: Gateway) -> None:
+    assert locked_gateway.openai().completions.create(model="chat", prompt="a", max_tokens=1).choices
+    wrong = locked_gateway.openai().with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_monitoring_needs_no_key(locked_gateway: Gateway) -> None:
+    with locked_gateway.http() as http:
+        http.headers.pop("Authorization")
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert http.get(path).status_code == 200
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(ServerSettings(api_key="secret"))

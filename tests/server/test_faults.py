@@ -1,0 +1,188 @@
+"""Clients that hang up, engines that die, more connections than anybody should open."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from echo_gateway import Gateway
+
+LONG: dict[str, Any] = {"model": "chat", "prompt": "again and again ", "max_tokens": 4000}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def finished(gateway: Gateway, reason: str) -> float:
+    registry = gateway.metrics.registry
+    labels = {"model_name": "chat", "finished_reason": reason}
+    return registry.get_sample_value("vllm:request_success_total", labels) or 0.0
+
+
+def running(gateway: Gateway) -> float | None:
+    return gateway.metrics.registry.get_sample_value("vllm:num_requests_running", {"model_name": "chat"})
+
+
+def test_a_client_that_hangs_up_in_a_stream_ends_its_request(slow_gateway: Gateway) -> None:
+    client = slow_gateway.clients["chat"]
+    with slow_gateway.http() as http, http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        next(response.iter_bytes())
+        assert client.num_in_flight == 1
+    wait_until(lambda: client.num_in_flight == 0)
+    wait_until(lambda: running(slow_gateway) == 0)  # the engine says so: it was told
+    assert finished(slow_gateway, "abort") == 1
+
+
+def test_a_client_that_hangs_up_before_the_answer_ends_its_request(slow_gateway: Gateway) -> None:
+    client = slow_gateway.clients["chat"]
+    with slow_gateway.http() as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={**LONG, "n": 3}, timeout=0.3)
+    wait_until(lambda: client.num_in_flight == 0)
+    wait_until(lambda: running(slow_gateway) == 0)
+    assert finished(slow_gateway, "abort") == 3
+
+
+def test_an_engine_that_dies_fails_its_requests_and_no_others(slow_gateway: Gateway) -> None:
+    client, engine = slow_gateway.clients["chat"], slow_gateway.engines["chat"]
+    answers: list[Any] = []
+
+    def ask(model: str, stream: bool) -> None:
+        body = {**LONG, "model": model, "stream": stream, "max_tokens": 4000 if model == "chat" else 100}
+        with slow_gateway.http() as http:
+            answers.append((model, stream, http.post("/v1/completions", json=body)))
+
+    threads = [threading.Thread(target=ask, args=(m, s)) for m in ("chat", "code") for s in (False, True)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: client.num_in_flight == 2 and client.metrics.generation_tokens._value.get() > 4)
+    pid = engine.stop()
+    slow_gateway.call(lambda: client.engine_down("died and is being restarted", retry_after_s=3, pid=pid))
+    for thread in threads:
+        thread.join(20)
+    by_kind = {(model, stream): response for model, stream, response in answers}
+    assert by_kind["chat", False].status_code == 503
+    assert by_kind["chat", False].headers["retry-after"] == "3"
+    assert by_kind["chat", True].status_code == 200
+    assert by_kind["chat", True].text.endswith("data: [DONE]\n\n")
+    assert '"message":"model \'chat\' died and is being restarted"' in by_kind["chat", True].text
+    assert by_kind["code", False].json()["usage"]["completion_tokens"] == 100
+    assert '"error"' not in by_kind["code", True].text
+
+    with slow_gateway.http() as http:
+        refused = http.post("/v1/completions", json=LONG)
+        ready = http.get("/ready")
+        assert http.get("/health").status_code == 200
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "3")
+    assert ready.status_code == 503
+    assert ready.json()["models"] == {"chat": "down", "code": "ready"}
+    assert "'chat' is down" in ready.json()["error"]["message"]
+
+    engine.start()
+    slow_gateway.wait_ready("chat")
+    with slow_gateway.http() as http:
+        assert http.get("/ready").status_code == 200
+        assert http.post("/v1/completions", json={**LONG, "max_tokens": 5}).status_code == 200
+
+
+def test_a_stream_cut_by_a_dying_engine_is_an_error_for_the_openai_client(slow_gateway: Gateway) -> None:
+    client, engine = slow_gateway.clients["chat"], slow_gateway.engines["chat"]
+    stream = slow_gateway.openai().completions.create(**LONG, stream=True)
+    next(stream)
+    engine.stop()
+    slow_gateway.call(client.engine_down)
+    with pytest.raises(openai.APIError, match="stopped"):
+        list(stream)
+
+
+def test_nobody_at_the_other_end(slow_gateway: Gateway) -> None:
+    """The process is gone, and the supervisor has not noticed yet."""
+    slow_gateway.engines["chat"].stop()
+    with slow_gateway.http() as http:
+        # The socket notices on its own; until then a request is lost, and fails when the supervisor speaks.
+        wait_until(lambda: not slow_gateway.clients["chat"]._push.poll(0, 2))
+        response = http.post("/v1/completions", json=LONG)
+    assert response.status_code == 503
+    assert slow_gateway.clients["chat"].num_in_flight == 0
+
+
+def test_the_last_word_of_a_dead_engine_is_not_taken_for_its_successors(slow_gateway: Gateway) -> None:
+    client = slow_gateway.clients["chat"]
+    last_word = client.engine
+    assert last_word is not None
+    slow_gateway.engines["chat"].stop()
+    slow_gateway.call(lambda: client.engine_down(pid=last_word.pid))
+    slow_gateway.call(lambda: client.engine_up(last_word))
+    assert client.state == "down"
+
+
+def test_draining_finishes_what_runs_and_refuses_the_rest(slow_gateway: Gateway) -> None:
+    client = slow_gateway.clients["chat"]
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with slow_gateway.http() as http:
+            answers.append(http.post("/v1/completions", json={**LONG, "max_tokens": 60}))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: client.num_in_flight == 1)
+    draining = asyncio.run_coroutine_threadsafe(client.drain(timeout_s=20), slow_gateway.loop)
+    wait_until(lambda: client.state == "draining")
+    with slow_gateway.http() as http:
+        refused = http.post("/v1/completions", json=LONG)
+    draining.result(20)
+    asking.join(20)
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["error"]["message"]
+    assert answers[0].json()["usage"]["completion_tokens"] == 60
+
+
+def test_what_does_not_finish_in_time_is_failed(slow_gateway: Gateway) -> None:
+    client = slow_gateway.clients["chat"]
+    stream = slow_gateway.openai().completions.create(**LONG, stream=True)
+    next(stream)
+    asyncio.run_coroutine_threadsafe(client.drain(timeout_s=0.05), slow_gateway.loop).result(20)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
+    assert client.num_in_flight == 0
+
+
+def test_a_full_queue_is_429(slow_gateway: Gateway) -> None:
+    client = slow_gateway.clients["chat"]
+    slow_gateway.call(lambda: setattr(client, "max_in_flight", 4))
+    stream = slow_gateway.openai().completions.create(**LONG, n=3, stream=True)
+    next(stream)
+    with slow_gateway.http() as http:
+        response = http.post("/v1/completions", json={**LONG, "n": 2})
+    stream.close()
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "queue_full"
+
+
+def test_500_connections_at_once(gateway: Gateway) -> None:
+    """All of them are answered: with the text, or with 429."""
+
+    async def run() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60, limits=limits) as http:
+            bodies = [{"model": "chat", "prompt": f"{i} ", "max_tokens": 8, "stream": i % 2 == 0} for i in range(500)]
+            return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+
+    responses = asyncio.run(run())
+    assert {response.status_code for response in responses} <= {200, 429}
+    assert sum(response.status_code == 200 for response in responses) >= 400
+    for number, response in enumerate(responses):
+        if response.status_code == 200:
+            assert f"{number} " in response.text or number % 2 == 0
+    assert gateway.clients["chat"].num_in_flight == 0
