@@ -6,7 +6,6 @@ import time
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import zmq
 
 from swiftkv._core import Scheduler, StepPlan, StepResult
@@ -174,7 +173,7 @@ class Engine:
                     result.token_ids.tobytes(),
                     result.finish_reasons.tobytes(),
                     admitted,
-                    _by_request(sampled.logprobs, result.request_ids),
+                    {int(result.request_ids[row]): entry for row, entry in sampled.logprobs.items()} or None,
                     self._finished_prompt_logprobs(result) if self._prompt_logprobs else None,
                     stats,
                 )
@@ -211,11 +210,3 @@ class Engine:
     def _send(self, message: FromEngine) -> None:
         """Blocks while the gateway does not keep up: then the engine has nothing better to do."""
         self._outputs_socket.send(self._encoder.encode(message))
-
-
-def _by_request(
-    logprobs: dict[int, TokenLogprobs] | None, request_ids: npt.NDArray[np.uint64]
-) -> dict[int, TokenLogprobs] | None:
-    if logprobs is None:
-        return None
-    return {int(request_ids[row]): value for row, value in logprobs.items()}

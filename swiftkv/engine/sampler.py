@@ -24,13 +24,13 @@ _DRAWN, _FILTERED, _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4, 8, 16
 _BLOCK = 512  # tokens whose weights are added up before a draw looks at single ones
 _SORTED_CANDIDATES = 2048  # for the edge of a nucleus
 _MAX_HALVINGS = 12
-_DRAW_BYTES = 1 << 20  # weights of so many rows at a time stay in the cache
+_SLICE_BYTES = 1 << 20  # logits of so many rows at a time stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     token_ids: npt.NDArray[np.int32]  # [R]
-    logprobs: dict[int, TokenLogprobs] | None  # by row, of the rows that asked
+    logprobs: dict[int, TokenLogprobs]  # by row, of the rows that asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Sampler:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._rows_per_slice = max(1, _SLICE_BYTES // (4 * vocab_size))
         self._flags = np.zeros(max_num_seqs, np.uint8)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._logprob_counts = np.zeros(max_num_seqs, np.int32)
@@ -104,32 +105,39 @@ class Sampler:
         `positions [R]` are those that the sampled tokens will have. Raises `FloatingPointError` if a row to draw from
         is not finite.
         """
+        if not np.any(self._flags[slots]):
+            return Sampled(_to_numpy(logits.argmax(-1)), {})
+        token_ids = np.empty(len(slots), np.int32)
+        logprobs: dict[int, TokenLogprobs] = {}
+        for begin in range(0, len(slots), self._rows_per_slice):
+            part = slice(begin, begin + self._rows_per_slice)
+            some = self._sample_slice(logits[part], slots[part], positions[part])
+            token_ids[part] = some.token_ids
+            logprobs.update((begin + row, entry) for row, entry in some.logprobs.items())
+        return Sampled(token_ids, logprobs)
+
+    def _sample_slice(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> Sampled:
+        """What `sample` does, for so few rows that what it writes down in between stays in the processor's cache."""
         flags = self._flags[slots]
-        in_use = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
-        if not in_use:
-            return Sampled(_to_numpy(logits.argmax(-1)), None)
-
-        raw_rows = np.flatnonzero(flags & _LOGPROBS)
-        raw_logits = logits[raw_rows] if len(raw_rows) else None  # a copy
-        if in_use & _EDITED:
-            self._edit(logits, slots, positions)
-        if in_use & _PENALISED:
-            self._penalise(logits, np.flatnonzero(flags & _PENALISED), slots)
-
-        drawn = np.flatnonzero(flags & _DRAWN)
-        token_ids = np.empty(len(flags), np.int32) if len(drawn) == len(flags) else _to_numpy(logits.argmax(-1))
-        rows_per_draw = max(1, _DRAW_BYTES // (4 * self._vocab_size))
-        for begin in range(0, len(drawn), rows_per_draw):
-            rows = drawn[begin : begin + rows_per_draw]
-            token_ids[rows] = self._draw(logits[rows], slots[rows], positions[rows])
-
-        if in_use & _PENALISED:
-            self._count(np.flatnonzero(flags & _PENALISED), slots, token_ids)
-        if raw_logits is None:
-            return Sampled(token_ids, None)
-        top_counts = self._logprob_counts[slots[raw_rows]].tolist()
-        logprobs = token_logprobs(raw_logits, token_ids[raw_rows], top_counts)
-        return Sampled(token_ids, dict(zip(raw_rows.tolist(), logprobs, strict=True)))
+        edited, penalised, drawn, asked = (
+            np.flatnonzero(flags & flag) for flag in (_EDITED, _PENALISED, _DRAWN, _LOGPROBS)
+        )
+        raw_logits = logits[asked]  # a copy
+        if len(edited):
+            self._edit(logits, edited, slots, positions)
+        if len(penalised):
+            logits[penalised] = self._penalised(logits[penalised], slots[penalised])
+        token_ids = _to_numpy(logits.argmax(-1))
+        if len(drawn):
+            token_ids[drawn] = self._draw(logits[drawn], slots[drawn], positions[drawn])
+        if len(penalised):
+            self._output_counts[slots[penalised], token_ids[penalised]] += 1  # a slot has at most one row
+        if not len(asked):
+            return Sampled(token_ids, {})
+        entries = token_logprobs(raw_logits, token_ids[asked], self._logprob_counts[slots[asked]].tolist())
+        return Sampled(token_ids, dict(zip(asked.tolist(), entries, strict=True)))
 
     def _seat_edits(self, slot: int, request: Request) -> None:
         self._edits.pop(slot, None)
@@ -165,31 +173,27 @@ class Sampler:
             self._output_counts[slot] = parked.output_counts
             self._in_prompt[slot] = parked.in_prompt
 
-    def _edit(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> None:
-        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-            edits = self._edits.get(slot)
-            if edits is None:
-                continue
-            if position < edits.min_position:
+    def _edit(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.intp],
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+    ) -> None:
+        for row in rows.tolist():
+            edits = self._edits[int(slots[row])]
+            if positions[row] < edits.min_position:
                 logits[row, edits.stop_ids] = -math.inf
             logits[row, edits.bias_ids] += edits.bias_values
 
-    def _penalise(self, logits: torch.Tensor, rows: npt.NDArray[np.intp], slots: npt.NDArray[np.int32]) -> None:
-        row_slots = torch.from_numpy(slots[rows]).to(self._device, torch.int64)
+    def _penalised(self, logits: torch.Tensor, slots: npt.NDArray[np.int32]) -> torch.Tensor:
+        row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
         counts = self._output_counts[row_slots]
         seen = counts > 0
-        penalised = logits[rows]
         repetition = self._repetition[row_slots]
-        repeated = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
-        penalised = torch.where(seen | self._in_prompt[row_slots], repeated, penalised)
-        penalised -= self._frequency[row_slots] * counts
-        penalised -= self._presence[row_slots] * seen
-        logits[rows] = penalised
-
-    def _count(
-        self, rows: npt.NDArray[np.intp], slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
-    ) -> None:
-        self._output_counts[slots[rows], token_ids[rows]] += 1  # a slot has at most one row
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        penalised = torch.where(seen | self._in_prompt[row_slots], repeated, logits)
+        return penalised - self._frequency[row_slots] * counts - self._presence[row_slots] * seen
 
     def _draw(
         self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]

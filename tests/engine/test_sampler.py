@@ -185,7 +185,6 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3))
     raw = torch.log_softmax(logits[0], 0)
     sampled = sampler.sample(logits, np.arange(2, dtype=np.int32), np.ones(2, np.int32))
-    assert sampled.logprobs is not None
     assert list(sampled.logprobs) == [0]
     entry = sampled.logprobs[0]
     assert sampled.token_ids[0] == 50
