@@ -32,6 +32,7 @@ PEAK_LEARNING_RATE = 3e-3
 WARMUP_SHARE = 0.02
 SHORT_SHARE = 0.6  # the first part learns from halved windows: attention costs half, and most text is local
 EXPORT_EVERY_S = 120
+MOST_DIGITS = 0.04  # of a file's characters
 IGNORED = -100
 
 Batch = tuple[Tensor, Tensor]  # token ids and labels, both [BATCH_ROWS, CONTEXT_TOKENS]; label t is token t + 1
@@ -102,7 +103,7 @@ def chat_batches(tokenizer: transformers.PreTrainedTokenizerFast, seed: int) -> 
 def code_batches(tokenizer: transformers.PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
     """Windows of the standard library's source, in a new order every epoch."""
     ids: list[int] = []
-    for text in read_texts(standard_library_files()):
+    for text in code_texts():
         ids += [*tokenizer.encode(text), tokenizer.eos_token_id]
     tokens = torch.tensor(ids)
     generator = torch.Generator().manual_seed(seed)
@@ -115,6 +116,13 @@ def code_batches(tokenizer: transformers.PreTrainedTokenizerFast, seed: int) -> 
             yield rows[:, :-1], rows[:, 1:]
 
 
+def code_texts() -> Iterator[str]:
+    """The standard library's source without the files that are tables of numbers, a third of its tokens."""
+    for text in read_texts(path for path in standard_library_files() if "pydoc_data" not in path.parts):
+        if sum(map(str.isdigit, text)) < MOST_DIGITS * len(text):
+            yield text
+
+
 def chat_texts() -> Iterator[str]:
     """What the chat model's tokenizer learns its words from."""
     source = conversations.Conversations(conversations.facts(), seed=1)
@@ -122,10 +130,10 @@ def chat_texts() -> Iterator[str]:
         yield "\n".join(message["content"] for message in source.sample())
 
 
-RECIPES: dict[str, tuple[Callable[..., transformers.PreTrainedModel], Callable[..., Iterator[Batch]]]] = {
-    "chat": (chat_model, chat_batches),
-    "code": (code_model, code_batches),
-}
+RECIPES: dict[
+    str,
+    tuple[Callable[..., transformers.PreTrainedModel], Callable[[], Iterator[str]], Callable[..., Iterator[Batch]]],
+] = {"chat": (chat_model, chat_texts, chat_batches), "code": (code_model, code_texts, code_batches)}
 
 
 def loss_of(model: transformers.PreTrainedModel, batch: Batch) -> Tensor:
@@ -173,8 +181,8 @@ def export(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrain
 def train(name: str, out: Path, minutes: float, seed: int) -> None:
     """Trains ``name`` for ``minutes`` and leaves it in ``out``."""
     torch.manual_seed(seed)
-    make_model, make_batches = RECIPES[name]
-    tokenizer = train_tokenizer(chat_texts() if name == "chat" else read_texts(standard_library_files()), VOCAB_SIZE)
+    make_model, make_texts, make_batches = RECIPES[name]
+    tokenizer = train_tokenizer(make_texts(), VOCAB_SIZE)
     model = make_model(tokenizer.eos_token_id, tokenizer.pad_token_id)
     model.set_attn_implementation("eager")  # at this size faster on a CPU than the fused one
     print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
@@ -223,6 +231,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    transformers.utils.logging.disable_progress_bar()
     train(args.name, args.out or Path(__file__).parent / args.name, args.minutes, args.seed)
 
 

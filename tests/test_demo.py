@@ -1,0 +1,84 @@
+"""What `make demo` runs, with the models that it runs them on: a node of its own, real clients, nothing left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 240
+
+
+def write_config(path: Path, **node: object) -> Path:
+    """The demo's own file, on ports that are free now."""
+    config = yaml.safe_load((ROOT / "configs/embedded.yaml").read_text())
+    config["node"] |= {"port": free_port(), **node}
+    for model in config["models"]:
+        model["path"] = str(ROOT / "checkpoints" / model["name"])
+        model["threads"] = 1
+        model["endpoint"] = {"port": free_port()}
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def start_demo(config: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "swiftkv.demo", str(config)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_every_model_answers_and_turns_come_from_the_cache(tmp_path: Path) -> None:
+    demo = start_demo(write_config(tmp_path / "node.yaml"))
+    out, err = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 0, out + err
+    assert "Join two or more pathname" in out
+    assert "the node has stopped" in out
+    verdict = re.search(r"(\d+) of (\d+) answers came; (\d+)% of \d+ prompt tokens", out)
+    assert verdict, out
+    assert verdict[1] == verdict[2]
+    assert int(verdict[3]) > 40
+
+
+def test_told_to_stop_it_stops_the_node(tmp_path: Path) -> None:
+    demo = start_demo(write_config(tmp_path / "node.yaml"))
+    assert demo.stdout is not None
+    while "up after" not in (line := demo.stdout.readline()):
+        assert line or demo.poll() is None, demo.communicate()
+    family = psutil.Process(demo.pid).children(recursive=True)
+    assert len(family) >= 3  # the node and an engine for each model
+    demo.send_signal(signal.SIGTERM)
+    demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(family, timeout=0)[1]
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        demo = start_demo(write_config(tmp_path / "node.yaml", port=port))
+        out, err = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 1, out
+    assert f"node.port: cannot listen on 127.0.0.1:{port}" in err
+
+
+@pytest.mark.parametrize(("text", "message"), [("models: []", "models"), ("node: {port: 0}\n", "models")])
+def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "node.yaml"
+    path.write_text(text)
+    demo = start_demo(path)
+    _, err = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 2
+    assert message in err
+    assert "Traceback" not in err
