@@ -13,7 +13,7 @@ namespace {
 
 // Rows (queries times query heads per KV head) that share a pass over the keys.
 constexpr int kRowsPerTask = 48;
-// A task above this part of a thread's share is cut into partitions.
+// A thread's share is cut into this many tasks at least, if there are as many partitions.
 constexpr int kTasksPerThread = 8;
 
 class Scratch {
@@ -123,6 +123,7 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
     const AttentionKernels& kernel = kernels(dtype);
     const int64_t head_bytes = spec.head_dim * item_size(dtype);
     const int64_t kv_head_bytes = spec.group_size() * head_bytes;
+    const int64_t row_bytes = spec.row_elements() * item_size(dtype);
     const int num_kv_heads = spec.num_kv_heads;
 
     std::vector<QueryTile> tiles = query_tiles(spec, batch);
@@ -138,32 +139,37 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
 
     const std::vector<Slice> work = slices(tiles);
     const KvLayer kv = kv_layer(spec, dtype, pool, layer);
+    const auto task_at = [&](int64_t i) {
+        const Slice& slice = work[i / num_kv_heads];
+        const int head = static_cast<int>(i % num_kv_heads);
+        const QueryTile& tile = tiles[slice.tile];
+        const int64_t partial_floats = int64_t{tile.num_queries} * spec.group_size() * (spec.head_dim + 2);
+        return AttendTask{
+            .kv = kv,
+            .table = batch.block_table + batch.table_starts[tile.seq],
+            .kv_head = head,
+            .first_position = tile.first_position,
+            .num_queries = tile.num_queries,
+            .partition_begin = slice.partition_begin,
+            .partition_end = slice.partition_end,
+            .q = static_cast<const std::byte*>(qkv) + tile.first_row * row_bytes + head * kv_head_bytes,
+            .out = out_of(tile, head),
+            .partial = tile.partial_offset < 0
+                           ? nullptr
+                           : partials_of(tile, head) + (slice.partition_begin - tile.partition_begin) * partial_floats,
+        };
+    };
     const auto attend = [&](int64_t begin, int64_t end, int) {
+        AttendTask task = task_at(begin);
         for (int64_t i = begin; i < end; ++i) {
-            const Slice& slice = work[i / num_kv_heads];
-            const int head = static_cast<int>(i % num_kv_heads);
-            const QueryTile& tile = tiles[slice.tile];
-            const int64_t rows = int64_t{tile.num_queries} * spec.group_size();
-            float* partial = nullptr;
-            if (tile.partial_offset >= 0)
-                partial = partials_of(tile, head) +
-                          (slice.partition_begin - tile.partition_begin) * rows * (spec.head_dim + 2);
-            const auto* q = static_cast<const std::byte*>(qkv) +
-                            tile.first_row * spec.row_elements() * item_size(dtype) + head * kv_head_bytes;
-            const AttendTask task{kv,
-                                  batch.block_table + batch.table_starts[tile.seq],
-                                  head,
-                                  tile.first_position,
-                                  tile.num_queries,
-                                  slice.partition_begin,
-                                  slice.partition_end,
-                                  q,
-                                  out_of(tile, head),
-                                  partial};
-            kernel.attend(spec, task, thread_scratch(kernel.scratch_bytes(spec, tile.num_queries)));
+            const AttendTask next = i + 1 < end ? task_at(i + 1) : task;
+            kernel.attend(spec, task, next, thread_scratch(kernel.scratch_bytes(spec, task.num_queries)));
+            task = next;
         }
     };
-    parallel_for(static_cast<int64_t>(work.size()) * num_kv_heads, attend);
+    const int64_t num_tasks = static_cast<int64_t>(work.size()) * num_kv_heads;
+    const int64_t grain = std::clamp<int64_t>(num_tasks / (kTasksPerThread * num_threads()), 1, num_kv_heads);
+    parallel_for(num_tasks, attend, grain);
 
     std::vector<const QueryTile*> cut;
     for (const auto& tile : tiles)

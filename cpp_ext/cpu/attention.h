@@ -103,7 +103,8 @@ struct RopeTask {
 
 struct AttentionKernels {
     int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
-    void (*attend)(const AttentionSpec&, const AttendTask&, std::byte* scratch);
+    // `next` is what the thread attends to afterwards, or the same task: its first keys are fetched ahead.
+    void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask& next, std::byte* scratch);
     void (*merge)(const AttentionSpec&, const MergeTask&, std::byte* scratch);
     void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&, std::byte* scratch);
 };

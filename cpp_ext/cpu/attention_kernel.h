@@ -436,6 +436,14 @@ struct Attention {
     }
     static int visible_end(const AttendTask& task) { return task.first_position + task.num_queries; }
 
+    // Keys of the task before a partition's end.
+    static int keys_end(const AttendTask& task, int partition_end) {
+        return smaller(visible_end(task), partition_end * kPartitionTokens);
+    }
+    static int first_tile(const AttentionSpec& spec, const AttendTask& task, int partition) {
+        return larger(visible_begin(spec, task), partition * kPartitionTokens) / kTileTokens * kTileTokens;
+    }
+
     // Only visible groups are looked up: the others are not in the table, or in blocks already freed.
     static Tile find_tile(const AttentionSpec& spec, const AttendTask& task, int start) {
         Tile tile;
@@ -494,23 +502,25 @@ struct Attention {
     }
 
     // Keys [lo, hi) of one partition into scratch.part.
-    static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int lo, int hi, Scratch& scratch) {
+    static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
+                                 const AttendTask& next_task, Scratch& scratch) {
         const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);
-        // With few rows the time goes into waiting for memory.
-        const bool prefetch = rows <= 2 * kBlockRows;
         reset(scratch, rows, spec.head_dim);
-        Tile tile = find_tile(spec, task, lo / kTileTokens * kTileTokens);
+        const int end = keys_end(task, partition + 1), end_of_task = keys_end(task, task.partition_end);
+        Tile tile = find_tile(spec, task, first_tile(spec, task, partition));
         while (true) {
             const int next_start = tile.start + kTileTokens;
-            const Tile next = next_start < visible_end(task) ? find_tile(spec, task, next_start) : tile;
+            const Tile next = next_start < end_of_task
+                                  ? find_tile(spec, task, next_start)
+                                  : find_tile(spec, next_task, first_tile(spec, next_task, next_task.partition_begin));
             for (int begin = 0; begin < rows; begin += per_block) {
                 const RowBlock block = row_block(spec, task, begin, smaller(begin + per_block, rows));
-                if (prefetch && begin == 0)
+                if (begin == 0)  // the first to see a tile fetches the next one
                     attend_tile<true>(spec, task, tile, next, block, scratch);
                 else
                     attend_tile<false>(spec, task, tile, next, block, scratch);
             }
-            if (next_start >= hi) break;
+            if (next_start >= end) break;
             tile = next;
         }
         for (int row = 0; row < rows; ++row)
@@ -557,15 +567,15 @@ struct Attention {
         return {partial, partial + rows, partial + 2 * rows};
     }
 
-    static void attend(const AttentionSpec& spec, const AttendTask& task, std::byte* memory) {
+    static void attend(const AttentionSpec& spec, const AttendTask& task, const AttendTask& next_task,
+                       std::byte* memory) {
         const int rows = task.num_queries * spec.group_size();
         Arena arena(memory);
         Scratch scratch(arena, rows, spec.head_dim);
         pack_queries(spec, task, scratch.q);
         if (task.partial != nullptr) scratch.part = partial_state(task.partial, rows);
         for (int p = task.partition_begin; p < task.partition_end; ++p) {
-            attend_partition(spec, task, larger(visible_begin(spec, task), p * kPartitionTokens),
-                             smaller(visible_end(task), (p + 1) * kPartitionTokens), scratch);
+            attend_partition(spec, task, p, next_task, scratch);
             if (task.partial != nullptr) return;
             if (p == task.partition_begin)
                 copy_state(scratch.part, scratch.total, rows, spec.head_dim);
