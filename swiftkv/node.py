@@ -87,6 +87,7 @@ class Node:
             client = EngineClient(model.name, engine.requests_address, engine.outputs_address, metrics)
             self._clients.append(client)
             self._supervisors.append(EngineSupervisor(engine, client, config.node.restart, say))
+        self._watchers: list[asyncio.Task[None]] = []
         self._http: list[tuple[_HttpServer, asyncio.Task[None]]] = []
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -95,15 +96,13 @@ class Node:
         """Serve until told to stop. Raises `EngineError` if a model does not come up."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        watchers: list[asyncio.Task[None]] = []
         try:
             if await self._unless_stopped(self._come_up()):
-                watchers = [asyncio.create_task(supervisor.keep_running()) for supervisor in self._supervisors]
                 await self._stop.wait()
             await self._drain()
         finally:
             await self._close_http()
-            for watcher in watchers:
+            for watcher in self._watchers:
                 watcher.cancel()
             await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
             await asyncio.gather(*(client.close() for client in self._clients))
@@ -151,6 +150,7 @@ class Node:
 
     async def _start_engine(self, supervisor: EngineSupervisor, plan: ModelPlan, started_s: float) -> None:
         ready = await supervisor.start()
+        self._watchers.append(asyncio.create_task(supervisor.keep_running()))
         took_s = time.monotonic() - started_s
         cached = f"{format_size(plan.pool_bytes)} of KV cache for {ready.num_blocks * ready.block_size:,} tokens"
         say(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
@@ -198,7 +198,7 @@ class Node:
     async def _close_http(self) -> None:
         for server, _ in self._http:
             server.should_exit = True
-        await asyncio.gather(*(task for _, task in self._http))
+        await asyncio.gather(*(task for _, task in self._http), return_exceptions=True)
 
     def _say_where(self) -> None:
         """Each model's URL, and a line to paste."""

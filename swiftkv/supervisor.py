@@ -42,9 +42,12 @@ class EngineSupervisor:
         """Start the process and wait until it serves. Raises `EngineError` if it ends before."""
         command = [sys.executable, "-m", "swiftkv.engine.main", self._config.name]  # the name is for those who run ps
         # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
-        process = self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True
-        )
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True
+            )
+        except OSError as error:  # no memory or no process to be had
+            raise EngineError(f"{self._config.name}: the engine cannot be started: {error.strerror}") from None
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already, which waiting for it shows
             process.stdin.write(msgspec.json.encode(self._config) + b"\n")

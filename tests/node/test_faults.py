@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
 
@@ -141,6 +142,15 @@ def test_sigterm_aborts_what_outlasts_the_timeout_and_leaves_nothing(
         assert last["error"]["message"] == "model 'only' is shutting down"
         assert node.process.wait(DEADLINE_S) == 0
         node.assert_nothing_left()
+
+
+def test_sigterm_while_models_load_leaves_nothing(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    with NodeProcess(config(checkpoint, "one", "two"), tmp_path, temporary, wait=False) as node:
+        wait_for("both engines to be started", lambda: set(node.engines()) == {"one", "two"})
+        node.process.send_signal(signal.SIGTERM)
+        assert node.process.wait(DEADLINE_S) == 0
+        node.assert_nothing_left()
+        assert node.lines[-1] == "stopped"
 
 
 def test_a_second_signal_does_not_wait(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:

@@ -41,12 +41,14 @@ class NodeProcess:
     `temporary` is the node's TMPDIR, so that what it leaves there can be seen; share it to start two after each other.
     """
 
-    def __init__(self, config: dict[str, Any], directory: Path, temporary: Path) -> None:
+    def __init__(self, config: dict[str, Any], directory: Path, temporary: Path, *, wait: bool = True) -> None:
+        """`wait`: be entered only when every model serves."""
         self.file = directory / "node.yaml"
         self.file.write_text(yaml.safe_dump(config))
         self.temporary = temporary
         self.lines: list[str] = []
         self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._wait = wait
         self._everybody: list[psutil.Process] = []
 
     def __enter__(self) -> NodeProcess:
@@ -58,8 +60,9 @@ class NodeProcess:
         )
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            self.url = self.wait_line(r"all models: (http\S+)/v1")[1]
-            self.engines()
+            if self._wait:
+                self.url = self.wait_line(r"all models: (http\S+)/v1")[1]
+                self.engines()
         except BaseException:
             self.__exit__()
             raise
