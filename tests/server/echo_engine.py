@@ -35,7 +35,6 @@ from swiftkv.engine.messages import (
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1024
 REFUSED_SALT = "refuse"  # a request with this cache_salt is answered by RequestError
-DEADLY_SALT = "die"  # one with this ends the process
 
 
 @dataclass
@@ -64,11 +63,13 @@ class EchoEngine:
         self.push.send(msgspec.msgpack.encode(message))
 
     def run(self, step_s: float) -> None:
+        next_step_s = time.perf_counter()
         while True:
             while self.pull.poll(None if not self.sequences else 0):
                 if not self.take(self.decoder.decode(self.pull.recv())):
                     return
-            time.sleep(step_s)
+            next_step_s = max(next_step_s + step_s, time.perf_counter())
+            time.sleep(max(0.0, next_step_s - time.perf_counter()))
             if self.sequences:
                 self.step()
 
@@ -76,8 +77,6 @@ class EchoEngine:
         match message:
             case AddRequest(cache_salt=cache_salt) if cache_salt == REFUSED_SALT:
                 self.send(RequestError(message.request_id, 400, "refused by the engine"))
-            case AddRequest(cache_salt=cache_salt) if cache_salt == DEADLY_SALT:
-                os._exit(7)
             case AddRequest():
                 prompt = np.frombuffer(message.prompt, "<i4").tolist()
                 self.sequences[message.request_id] = Sequence(message, prompt)
