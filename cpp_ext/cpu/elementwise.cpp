@@ -3,7 +3,8 @@
 namespace swiftkv {
 
 const ElementwiseKernels& elementwise_kernels(Isa isa) {
-    return isa == Isa::kAvx2 ? kElementwiseAvx2 : kElementwiseAvx512;
+    if (isa == Isa::kAvx2) return kElementwiseAvx2;
+    return isa == Isa::kAvx512 ? kElementwiseAvx512 : kElementwiseAvx512Bf16;
 }
 
 }  // namespace swiftkv

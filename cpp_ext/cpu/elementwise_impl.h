@@ -110,23 +110,32 @@ void widen(const void* x_bytes, int64_t k, float* out) {
         store_some<DType::kF32>(out + i, load_some<kType>(x + i, k - i), k - i);
 }
 
-V biased(const float* sums, const float* bias) {
-    return bias == nullptr ? Simd::load(sums) : Simd::add(Simd::load(sums), Simd::load(bias));
+V biased(const float* sums, const float* bias, int64_t i) {
+    return bias == nullptr ? Simd::load(sums + i) : Simd::add(Simd::load(sums + i), Simd::load(bias + i));
 }
 
 template <Epilogue kKind, DType kType>
-void finish(const float* sums, const float* bias, int64_t panel_width, int64_t count, void* out_bytes) {
-    auto* out = static_cast<typename Element<kType>::T*>(out_bytes);
-    for (int64_t i = 0; i < count; i += Simd::kLanes) {
-        V y = biased(sums + i, bias == nullptr ? nullptr : bias + i);
-        if constexpr (kKind == Epilogue::kResidual) y = Simd::add(y, load_some<kType>(out + i, count - i));
-        if constexpr (kKind == Epilogue::kSiluMul) {
-            const int64_t half = panel_width / 2;
-            const V up = biased(sums + half + i, bias == nullptr ? nullptr : bias + half + i);
-            const V sigmoid = Simd::add(Simd::set1(1.0f), exp(Simd::sub(Simd::zero(), y)));
-            y = Simd::mul(Simd::div(y, sigmoid), up);
-        }
-        store_some<kType>(out + i, y, count - i);
+void finish_vector(const float* sums, const float* bias, int64_t panel_width, int64_t i, int64_t count,
+                   typename Element<kType>::T* out) {
+    V y = biased(sums, bias, i);
+    if constexpr (kKind == Epilogue::kResidual) y = Simd::add(y, load_some<kType>(out + i, count));
+    if constexpr (kKind == Epilogue::kSiluMul) {
+        const V up = biased(sums, bias, panel_width / 2 + i);
+        y = Simd::mul(Simd::div(y, Simd::add(Simd::set1(1.0f), exp(Simd::sub(Simd::zero(), y)))), up);
+    }
+    store_some<kType>(out + i, y, count);
+}
+
+template <Epilogue kKind, DType kType>
+void finish(const float* sums, int64_t rows, const float* bias, int64_t panel_width, int64_t count, void* out_bytes,
+            int64_t out_stride_bytes) {
+    for (int64_t r = 0; r < rows; ++r) {
+        const float* row = sums + r * panel_width;
+        auto* out = reinterpret_cast<typename Element<kType>::T*>(static_cast<char*>(out_bytes) + r * out_stride_bytes);
+        int64_t i = 0;
+        for (; i + Simd::kLanes <= count; i += Simd::kLanes)
+            finish_vector<kKind, kType>(row, bias, panel_width, i, Simd::kLanes, out);
+        if (i < count) finish_vector<kKind, kType>(row, bias, panel_width, i, count - i, out);
     }
 }
 

@@ -1,7 +1,6 @@
 #include "gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -13,20 +12,19 @@
 namespace swiftkv {
 namespace {
 
-int64_t tune(const char* name, int64_t other) {
-    const char* v = getenv(name);
-    return v ? atol(v) : other;
-}
-const int64_t kDecodeRows = tune("T_DROWS", 32);
-const int64_t kDecodeSteps = tune("T_DSTEPS", 64);
-const int64_t kDecodePrefetch = tune("T_DPF", 4096);
-const int64_t kPrefillSteps = tune("T_PSTEPS", 1 << 30);
-const int64_t kPrefillGroup = tune("T_PGROUP", 6);
-const int64_t kPrefillChunk = tune("T_PCHUNK", 96);
-const int64_t kPrefillNext = tune("T_PNEXT", 1);
-
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kMaxSums = 96 * 64;
+constexpr int64_t kMaxRows = 192;  // of a tile
+constexpr int64_t kMaxWidth = 64;  // of a panel
+
+// Sizes that were measured: a first-level cache of 32 to 48 KiB, a second-level cache of 1 to 2 MiB.
+constexpr int64_t kStreamedBlocks = 16;       // more blocks of rows than that, and arithmetic takes longer
+constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
+constexpr int64_t kReusedPiece = 256 << 10;
+constexpr int64_t kResidentActivations = 384 << 10;
+
+int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
 
 // Rows of activations as a kernel reads them.
 struct Activations {
@@ -95,11 +93,13 @@ Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, co
     return {out, stride};
 }
 
-// What one thread does at a time: some rows against one panel.
+// Rows of the activations against one panel.
 struct Tile {
     int64_t panel;
     int64_t row_begin;
     int64_t row_end;
+
+    int64_t rows() const { return row_end - row_begin; }
 };
 
 class Product {
@@ -110,90 +110,105 @@ class Product {
           kernel_(weights.kernel()),
           activations_(activations),
           rows_(rows),
+          step_bytes_(weights.panel_bytes() / weights.k_steps()),
           finish_(elementwise_kernels(active_isa()).finish[static_cast<int>(epilogue)][static_cast<int>(out_dtype)]),
           out_(static_cast<char*>(out)),
-          out_item_(item_size(out_dtype)) {}
+          out_item_(item_size(out_dtype)),
+          out_stride_(weights.num_outputs() * out_item_) {}
 
-    void run() {
-        const bool few = rows_ <= kDecodeRows;
-        const int64_t chunk = few ? rows_ : kPrefillChunk;
-        const int64_t row_chunks = (rows_ + chunk - 1) / chunk;
-        parallel_for(weights_.num_panels() * row_chunks, [&](int64_t begin, int64_t end, int) {
-            for (int64_t i = begin; i < end; ++i) {
-                const int64_t row = i % row_chunks * chunk;
-                const Tile tile{i / row_chunks, row, std::min(row + chunk, rows_)};
-                if (few)
-                    stream(tile);
-                else
-                    reuse(tile);
-            }
-        });
+    void run() const {
+        const Schedule plan = schedule();
+        const int64_t num_panels = weights_.num_panels();
+        const int64_t num_tiles = ceil_div(rows_, plan.rows) * num_panels;
+        parallel_for(
+            num_tiles,
+            [&](int64_t begin, int64_t end, int) {
+                for (int64_t i = begin; i < end; ++i) {
+                    const int64_t row = i / num_panels * plan.rows;
+                    run_tile({i % num_panels, row, std::min(row + plan.rows, rows_)}, plan);
+                }
+            },
+            std::max<int64_t>(1, num_panels / (2 * num_threads())));  // long runs, yet a late thread can be helped
     }
 
   private:
-    // Few rows: the panel comes from memory, once, in pieces that all rows use while they are in the first-level cache.
-    void stream(const Tile& tile) { group(tile, kDecodeSteps, kDecodePrefetch); }
+    struct Schedule {
+        int64_t rows;         // per tile
+        int64_t piece_bytes;  // of a panel, which all rows use before the next piece is touched
+        int64_t ahead_bytes;  // what is fetched meanwhile
+    };
 
-    // Many rows: the panel stays in the second-level cache, and the next one is fetched meanwhile.
-    void reuse(const Tile& tile) {
-        for (int64_t row = tile.row_begin; row < tile.row_end; row += kPrefillGroup) {
-            const Tile part{tile.panel, row, std::min(row + kPrefillGroup, tile.row_end)};
-            if (kPrefillNext) prefetch_next(part);
-            group(part, kPrefillSteps, 0);
-        }
+    // Few rows: memory is what takes time; a piece passes through the first-level cache. Many rows: as many as fit stay
+    // in the second-level cache while the panels pass, and so does the piece.
+    Schedule schedule() const {
+        const int64_t block = kernel_.max_rows;
+        const int64_t num_blocks = ceil_div(rows_, block);
+        if (num_blocks <= 2) return {rows_, kStreamedPiece, 6 << 10};
+        if (num_blocks == 3) return {rows_, kStreamedPiece, kStreamedPiece};
+        if (num_blocks <= kStreamedBlocks) return {rows_, kStreamedPiece, 2 * kStreamedPiece};
+        const int64_t fitting = kResidentActivations / activations_.stride_bytes;
+        return {std::clamp(fitting, 8 * block, kMaxRows) / block * block, kReusedPiece, kReusedPiece};
     }
 
-    void group(const Tile& tile, int64_t steps_per_piece, int64_t prefetch_bytes) {
-        alignas(kCacheLine) float sums[kMaxSums];
-        const int64_t rows = tile.row_end - tile.row_begin;
-        const int64_t num_blocks = (rows + kernel_.max_rows - 1) / kernel_.max_rows;
-        const int64_t step_bytes = weights_.panel_bytes() / weights_.k_steps();
-        const int64_t a_step_bytes = kernel_.k_step * (kernel_.widen_activations ? 4 : item_size(weights_.dtype()));
-        for (int64_t k = 0; k < weights_.k_steps(); k += steps_per_piece) {
-            const int64_t steps = std::min(steps_per_piece, weights_.k_steps() - k);
-            for (int64_t block = 0; block < num_blocks; ++block) {
-                const int64_t begin = block * rows / num_blocks;
-                const int64_t end = (block + 1) * rows / num_blocks;
-                kernel_.multiply(
-                    static_cast<int>(end - begin),
-                    activations_.data + (tile.row_begin + begin) * activations_.stride_bytes + k * a_step_bytes,
-                    activations_.stride_bytes, weights_.panel(tile.panel) + k * step_bytes, steps, k == 0,
-                    sums + begin * kernel_.panel_width, block == 0 ? prefetch_bytes : 0);
+    void run_tile(const Tile& tile, const Schedule& plan) const {
+        alignas(kCacheLine) float sums[kMaxRows * kMaxWidth];
+        const int64_t num_blocks = ceil_div(tile.rows(), kernel_.max_rows);
+        const int64_t piece = plan.piece_bytes / step_bytes_;
+        for (int64_t k = 0; k < weights_.k_steps(); k += piece) {
+            const int64_t steps = std::min(piece, weights_.k_steps() - k);
+            for (int64_t i = 0; i < num_blocks; ++i) {
+                const int64_t begin = i * tile.rows() / num_blocks;
+                const int64_t end = (i + 1) * tile.rows() / num_blocks;
+                const Tile block{tile.panel, tile.row_begin + begin, tile.row_begin + end};
+                float* block_sums = sums + begin * kernel_.panel_width;
+                multiply(block, k, steps, block_sums, prefetch(i, num_blocks, plan.ahead_bytes));
+                if (k + steps == weights_.k_steps()) finish(block, block_sums);
             }
         }
-        for (int64_t r = 0; r < rows; ++r) finish_row(tile, tile.row_begin + r, sums + r * kernel_.panel_width);
     }
 
-    void finish_row(const Tile& tile, int64_t row, const float* sums) {
+    void multiply(const Tile& block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const {
+        const int64_t a_step_bytes = kernel_.k_step * (kernel_.widen_activations ? 4 : item_size(weights_.dtype()));
+        kernel_.multiply(static_cast<int>(block.rows()),
+                         activations_.data + block.row_begin * activations_.stride_bytes + k * a_step_bytes,
+                         activations_.stride_bytes, weights_.panel(block.panel) + k * step_bytes_, steps, k == 0, sums,
+                         ahead);
+    }
+
+    // With one or two blocks of rows the first fetches for both: it waits for memory anyway. With more, memory would
+    // idle while the others multiply, so each fetches a share.
+    Prefetch prefetch(int64_t block, int64_t num_blocks, int64_t bytes) const {
+        using Lines = Prefetch::Lines;
+        if (num_blocks <= 2) return block == 0 ? Prefetch{Lines::kAll, bytes} : Prefetch{};
+        if (num_blocks == 3 && block == 0) return {Lines::kTwo, bytes};
+        const int64_t line = num_blocks == 3 ? block + 1 : block;
+        if (line * kCacheLine >= step_bytes_) return {};
+        return {Lines::kOne, bytes + line * kCacheLine};
+    }
+
+    void finish(const Tile& tile, const float* sums) const {
         const int64_t column = tile.panel * weights_.panel_outputs();
-        finish_(sums, weights_.panel_bias(tile.panel), kernel_.panel_width,
+        finish_(sums, tile.row_end - tile.row_begin, weights_.panel_bias(tile.panel), kernel_.panel_width,
                 std::min(weights_.panel_outputs(), weights_.num_outputs() - column),
-                out_ + (row * weights_.num_outputs() + column) * out_item_);
-    }
-
-    // The share of the next panel that these rows are of all rows.
-    void prefetch_next(const Tile& tile) {
-        if (tile.panel + 1 == weights_.num_panels()) return;
-        const char* next = weights_.panel(tile.panel + 1);
-        const int64_t lines = weights_.panel_bytes() / kCacheLine;
-        for (int64_t line = tile.row_begin * lines / rows_; line < tile.row_end * lines / rows_; ++line)
-            __builtin_prefetch(next + line * kCacheLine, 0, 2);
+                out_ + tile.row_begin * out_stride_ + column * out_item_, out_stride_);
     }
 
     const PackedLinear& weights_;
     const GemmKernel& kernel_;
     Activations activations_;
     int64_t rows_;
-    void (*finish_)(const float*, const float*, int64_t, int64_t, void*);
+    int64_t step_bytes_;
+    void (*finish_)(const float*, int64_t, const float*, int64_t, int64_t, void*, int64_t);
     char* out_;
     int64_t out_item_;
+    int64_t out_stride_;
 };
 
 }  // namespace
 
 void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optional<RmsNorm> norm, Epilogue epilogue,
             DType out_dtype, void* out) {
-    Product(weights, prepare(weights, x, rows, norm), rows, epilogue, out_dtype, out).run();
+    if (rows > 0) Product(weights, prepare(weights, x, rows, norm), rows, epilogue, out_dtype, out).run();
 }
 
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out) {

@@ -5,6 +5,13 @@
 
 namespace swiftkv {
 
+// What a kernel fetches on its way through a panel: memory `bytes` past the weights of each step of k.
+struct Prefetch {
+    enum class Lines { kNone, kOne, kTwo, kAll };  // per step; kAll into the first-level cache, others into the second
+    Lines lines = Lines::kNone;
+    int64_t bytes = 0;
+};
+
 // How one instruction set multiplies. Weights of N outputs and K inputs are packed in panels of panel_width outputs; a
 // panel is [K / k_step][panel_width][k_step], zero where N or K ends, and panels follow one another.
 struct GemmKernel {
@@ -13,10 +20,9 @@ struct GemmKernel {
     int max_rows;            // rows that one call of `multiply` takes
     bool widen_activations;  // activations come as float32 whatever the dtype of the weights
     // sums[rows][panel_width] = (first ? 0 : sums) + a[rows][k] * panel[k]. Every sum is one chain over ascending k, so
-    // a row's bits depend neither on `rows` nor on where k is cut. Memory `prefetch_bytes` ahead of what is being read
-    // of the panel is fetched on the way, if not 0.
+    // a row's bits depend neither on `rows` nor on where k is cut.
     void (*multiply)(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
-                     float* sums, int64_t prefetch_bytes);
+                     float* sums, Prefetch ahead);
 };
 
 extern const GemmKernel kGemmAvx2[kNumDTypes];

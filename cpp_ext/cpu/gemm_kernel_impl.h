@@ -10,21 +10,36 @@
 namespace {
 
 using V = Simd::V;
+using Lines = swiftkv::Prefetch::Lines;
 
-template <typename Product, int kRows, int kVectors, bool kPrefetch>
+template <int kStepBytes, Lines kLines>
+void fetch(const char* p) {
+    if constexpr (kLines == Lines::kAll)
+#pragma GCC unroll 4
+        for (int i = 0; i < kStepBytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+    if constexpr (kLines == Lines::kOne || kLines == Lines::kTwo) __builtin_prefetch(p, 0, 2);
+    if constexpr (kLines == Lines::kTwo) __builtin_prefetch(p + 64, 0, 2);
+}
+
+template <typename Product, int kRows, int kVectors, Lines kLines>
 void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, float* sums,
                    int64_t prefetch_bytes) {
     using Activation = typename Product::Activation;
     constexpr int kWidth = kVectors * Simd::kLanes;
     V acc[kRows][kVectors];
-    for (int r = 0; r < kRows; ++r)
-        for (int v = 0; v < kVectors; ++v)
-            acc[r][v] = first ? Simd::zero() : Simd::load(sums + r * kWidth + v * Simd::kLanes);
-    for (int64_t k = 0; k < k_steps; ++k) {
-        if constexpr (kPrefetch)
+    if (first) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v)
-                __builtin_prefetch(panel + prefetch_bytes + v * Product::kVectorBytes, 0, 3);
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::zero();
+    } else {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::load(sums + r * kWidth + v * Simd::kLanes);
+    }
+    for (int64_t k = 0; k < k_steps; ++k) {
+        fetch<kVectors * Product::kVectorBytes, kLines>(panel + prefetch_bytes);
 #pragma GCC unroll 2
         for (int sub = 0; sub < Product::kSubSteps; ++sub) {
             decltype(Product::weights(panel, sub)) b[kVectors];
@@ -40,21 +55,39 @@ void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int
         a += Product::kSubSteps * sizeof(Activation);
         panel += kVectors * Product::kVectorBytes;
     }
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) Simd::store(sums + r * kWidth + v * Simd::kLanes, acc[r][v]);
+}
+
+template <typename Product, int kRows, int kVectors>
+void multiply_rows_fetching(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first,
+                            float* sums, swiftkv::Prefetch ahead) {
+    switch (ahead.lines) {
+        case Lines::kNone:
+            return multiply_rows<Product, kRows, kVectors, Lines::kNone>(a, a_stride_bytes, panel, k_steps, first, sums,
+                                                                         0);
+        case Lines::kOne:
+            return multiply_rows<Product, kRows, kVectors, Lines::kOne>(a, a_stride_bytes, panel, k_steps, first, sums,
+                                                                        ahead.bytes);
+        case Lines::kTwo:
+            return multiply_rows<Product, kRows, kVectors, Lines::kTwo>(a, a_stride_bytes, panel, k_steps, first, sums,
+                                                                        ahead.bytes);
+        case Lines::kAll:
+            return multiply_rows<Product, kRows, kVectors, Lines::kAll>(a, a_stride_bytes, panel, k_steps, first, sums,
+                                                                        ahead.bytes);
+    }
 }
 
 template <typename Product, int kMaxRows, int kVectors>
 void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
-              float* sums, int64_t prefetch_bytes) {
-    if (rows == kMaxRows) {
-        const auto rows_of = prefetch_bytes > 0 ? multiply_rows<Product, kMaxRows, kVectors, true>
-                                                : multiply_rows<Product, kMaxRows, kVectors, false>;
-        rows_of(static_cast<const char*>(a), a_stride_bytes, static_cast<const char*>(panel), k_steps, first, sums,
-                prefetch_bytes);
-    } else if constexpr (kMaxRows > 1) {
-        multiply<Product, kMaxRows - 1, kVectors>(rows, a, a_stride_bytes, panel, k_steps, first, sums, prefetch_bytes);
-    }
+              float* sums, swiftkv::Prefetch ahead) {
+    if (rows == kMaxRows)
+        multiply_rows_fetching<Product, kMaxRows, kVectors>(
+            static_cast<const char*>(a), a_stride_bytes, static_cast<const char*>(panel), k_steps, first, sums, ahead);
+    else if constexpr (kMaxRows > 1)
+        multiply<Product, kMaxRows - 1, kVectors>(rows, a, a_stride_bytes, panel, k_steps, first, sums, ahead);
 }
 
 struct FloatProduct {

@@ -1,0 +1,86 @@
+"""Linear layers beside oneDNN's prepacked ones, over the distinct weights of a whole model.
+
+    python benchmarks/linear.py                      # bfloat16, a 28-layer model of hidden size 1024, 2 threads
+    python benchmarks/linear.py --rows 1 512 --dtype float32 --threads 1
+
+The two run in turn, pass by pass, so that a machine that drifts drifts for both. Reported: best and median pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from swiftkv import _cpu
+from swiftkv.kernels import cpu
+
+HIDDEN, INTERMEDIATE, QKV, ATTENTION, VOCAB = 1024, 3072, 4096, 2048, 32000
+LAYER_SHAPES = ((QKV, HIDDEN), (HIDDEN, ATTENTION), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+
+
+def model_weights(layers: int, dtype: torch.dtype) -> list[Tensor]:
+    shapes = [shape for _ in range(layers) for shape in LAYER_SHAPES] + [(VOCAB, HIDDEN)]
+    return [torch.randn(shape).mul_(shape[1] ** -0.5).to(dtype) for shape in shapes]
+
+
+def time_in_turn(passes: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for repeat in range(repeats + 1):
+        for name, run in passes.items():
+            start = time.perf_counter()
+            run()
+            if repeat > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def compare(rows: int, weights: list[Tensor], packed: list[cpu.PackedLinear], repeats: int) -> None:
+    dtype = weights[0].dtype
+    inputs = {k: torch.randn(rows, k).to(dtype) for k in {w.shape[1] for w in weights}}
+    theirs = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
+    ks = [w.shape[1] for w in weights]
+
+    def ours() -> None:
+        for k, w in zip(ks, packed, strict=True):
+            cpu.linear(inputs[k], w)
+
+    def onednn() -> None:
+        for k, w in zip(ks, theirs, strict=True):
+            torch.ops.mkldnn._linear_pointwise(inputs[k], w, None, "none", [], "")
+
+    elements = sum(w.numel() for w in weights)
+    with torch.inference_mode():
+        for name, seconds in time_in_turn({"swiftkv": ours, "oneDNN": onednn}, repeats).items():
+            best, median = min(seconds), statistics.median(seconds)
+            gigabytes, gigaflop = elements * weights[0].element_size() / 1e9, 2 * rows * elements / 1e9
+            print(
+                f"rows {rows:5d}  {name:8s} best {best * 1e3:9.2f} ms {gigabytes / best:6.1f} GB/s "
+                f"{gigaflop / best:7.1f} GFLOP/s   median {median * 1e3:9.2f} ms",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64, 512, 2048])
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    cpu.set_num_threads(args.threads)
+    weights = model_weights(args.layers, getattr(torch, args.dtype))
+    packed = [cpu.pack_linear([w]) for w in weights]
+    print(f"{_cpu.isa()}, {args.threads} threads, {sum(w.nbytes for w in packed) / 1e9:.2f} GB packed")
+    for rows in args.rows:
+        compare(rows, weights, packed, args.repeats if rows < 256 else 3)
+
+
+if __name__ == "__main__":
+    main()
