@@ -88,6 +88,7 @@ def test_it_does_not_outlive_its_parent(checkpoint: Path, tmp_path: Path) -> Non
     [
         ({"path": "/does/not/exist"}, "config.json"),
         ({"kv_bytes": 4096}, "kv_cache.memory"),
+        ({"max_model_len": 10**6, "kv_bytes": 4 << 30}, "max_model_len"),
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_one_line(checkpoint: Path, options: dict[str, object], says: str) -> None:
