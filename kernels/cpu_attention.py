@@ -80,6 +80,7 @@ def rope_write_kv(
     assert qkv.is_contiguous()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
+    assert cos_sin.shape[1] <= spec.head_dim
     _cpu.rope_write_kv(
         _native_spec(spec, qkv.dtype),
         batch.native,

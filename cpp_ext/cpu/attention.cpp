@@ -205,8 +205,7 @@ void rope_write_kv(const AttentionSpec& spec, const AttentionBatch& batch, DType
         }
     }
     const auto body = [&](int64_t begin, int64_t end, int) {
-        for (int64_t i = begin; i < end; ++i)
-            kernel.rope_write(spec, rope, tasks[i], thread_scratch(kernel.scratch_bytes(spec, 1)));
+        for (int64_t i = begin; i < end; ++i) kernel.rope_write(spec, rope, tasks[i]);
     };
     parallel_for(static_cast<int64_t>(tasks.size()), body);
 }

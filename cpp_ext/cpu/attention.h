@@ -106,7 +106,7 @@ struct AttentionKernels {
     // `next` is what the thread attends to afterwards, or the same task: its first keys are fetched ahead.
     void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask& next, std::byte* scratch);
     void (*merge)(const AttentionSpec&, const MergeTask&, std::byte* scratch);
-    void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&, std::byte* scratch);
+    void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&);
 };
 
 const AttentionKernels& attention_kernels_avx2(DType dtype);

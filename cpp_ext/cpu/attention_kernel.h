@@ -1,7 +1,8 @@
 #pragma once
 
 // The kernels of attention.h for one instruction set. Include after a simd_*.h; all of it has internal linkage.
-#include "attention.h"
+#include "attention_element.h"
+#include "attention_rope.h"
 
 namespace swiftkv {
 namespace {
@@ -9,102 +10,6 @@ namespace {
 constexpr int kBlockRows = 6;  // rows whose accumulators fill the registers
 constexpr int kTileGroups = kTileTokens / kGroupTokens;
 constexpr float kLowest = -1e30f;  // running maximum before the first key; finite so that differences are never NaN
-
-// Coefficients of 2^x - 1 = x (k0 + x (k1 + ...)) on [-1/2, 1/2], least relative error: 3e-6 and 9e-8.
-template <int Terms>
-constexpr float kExp2[Terms] = {};
-template <>
-constexpr float kExp2<4>[4] = {0.6931241933f, 0.2402409862f, 0.0559064252f, 0.0095828527f};
-template <>
-constexpr float kExp2<5>[5] = {0.6931469776f, 0.2402224209f, 0.0555073374f, 0.0096715127f, 0.0013264727f};
-
-// 2^x for x <= 0: exactly 1 at 0, exactly 0 from -126.5 down.
-template <int Terms>
-Simd::V exp2(Simd::V x) {
-    x = Simd::max(Simd::set1(-127.0f), x);
-    const Simd::V whole = Simd::round(x), f = Simd::sub(x, whole);
-    Simd::V y = Simd::set1(kExp2<Terms>[Terms - 1]);
-#pragma GCC unroll 8
-    for (int i = Terms - 2; i >= 0; --i) y = Simd::fma(y, f, Simd::set1(kExp2<Terms>[i]));
-    return Simd::mul(Simd::fma(y, f, Simd::set1(1.0f)), Simd::pow2(whole));
-}
-
-// How a dtype is multiplied. kPack of its elements lie together along the summed dimension: a Fragment is kLanes times
-// kPack elements of K or V, an Operand kPack queries or weights, kept as Packed.
-struct Float32 {
-    using V = Simd::V;
-    using Elem = float;
-    using Packed = float;
-    using Fragment = V;
-    using Operand = V;
-    static constexpr int kPack = 1;
-    static constexpr int kExpTerms = 5;
-
-    static V load(const Elem* p) { return Simd::load(p); }
-    static void store(Elem* p, V x) { Simd::store(p, x); }
-    static V round(V x) { return x; }
-
-    static Fragment fragment(const Elem* p) { return Simd::load(p); }
-    static Fragment first_of_fragment(const Elem* p) { return fragment(p); }
-    static Operand operand(const Packed* p) { return Simd::set1(*p); }
-    static V multiply_add(V acc, Fragment a, Operand b) { return Simd::fma(a, b, acc); }
-    static void pack(Packed* p, V x) { Simd::store(p, x); }
-};
-
-struct Float16 : Float32 {
-    using Elem = uint16_t;
-
-    static V load(const Elem* p) { return Simd::load_f16(p); }
-    static void store(Elem* p, V x) { Simd::store_f16(p, x); }
-    static V round(V x) {
-        Elem bits[Simd::kLanes];
-        store(bits, x);
-        return load(bits);
-    }
-
-    static Fragment fragment(const Elem* p) { return load(p); }
-    static Fragment first_of_fragment(const Elem* p) { return load(p); }
-};
-
-// In float32, the first of a pair before the second.
-struct BFloat16 {
-    using V = Simd::V;
-    using Elem = uint16_t;
-    using Packed = float;
-    struct Pair {
-        V first, second;
-    };
-    using Fragment = Pair;
-    using Operand = Pair;
-    static constexpr int kPack = 2;
-    static constexpr int kExpTerms = 5;
-
-    static V load(const Elem* p) { return Simd::load_bf16(p); }
-    static void store(Elem* p, V x) { Simd::store_bf16(p, x); }
-    static V round(V x) {
-        Elem bits[Simd::kLanes];
-        store(bits, x);
-        return load(bits);
-    }
-
-    static Fragment fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::load_bf16_pair_second(p)}; }
-    static Fragment first_of_fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::zero()}; }
-    static Operand operand(const Packed* p) { return {Simd::set1(p[0]), Simd::set1(p[1])}; }
-    static V multiply_add(V acc, Fragment a, Operand b) {
-        return Simd::fma(a.second, b.second, Simd::fma(a.first, b.first, acc));
-    }
-    static void pack(Packed* p, V x) { Simd::store(p, x); }
-};
-
-constexpr int smaller(int a, int b) {
-    return a < b ? a : b;
-}
-constexpr int larger(int a, int b) {
-    return a > b ? a : b;
-}
-constexpr int64_t round_up(int64_t n, int64_t to) {
-    return (n + to - 1) / to * to;
-}
 
 // Hands out aligned pieces of a thread's scratch; run with nullptr it only measures.
 class Arena {
@@ -597,130 +502,13 @@ struct Attention {
         write_out(spec, scratch.total, rows, task.out);
     }
 
-    // ---- rope_write ----
-
-    // Vectors are read and written whole: buffers have room for one more.
-    static constexpr int kPadded = kMaxHeadDim + kWidth;
-
-    struct Rotation {
-        float cos[kPadded], sin[kPadded];
-        int half;
-
-        Rotation(const float* cos_sin, int rotary_dim) : half(rotary_dim / 2) {
-            round_row(cos_sin, cos);
-            round_row(cos_sin + half, sin);
-        }
-
-      private:
-        void round_row(const float* from, float* to) const {
-            for (int i = 0; i < half; ++i) to[i] = from[i];
-            for (int i = half; i < round_up(half, kWidth); ++i) to[i] = 0.0f;
-            for (int i = 0; i < half; i += kWidth) Simd::store(to + i, E::round(Simd::load(to + i)));
-        }
-    };
-
-    static void widen(const void* from, int n, float* to) {
-        for (int i = 0; i < n; i += kWidth) Simd::store(to + i, E::load(static_cast<const Elem*>(from) + i));
-    }
-
-    // As transformers: in float32, rounded, then times the weight, rounded.
-    static void normalise(float* x, const float* weight, int n, float eps) {
-        V squares = Simd::zero();
-        for (int i = 0; i < n; i += kWidth) squares = Simd::fma(Simd::load(x + i), Simd::load(x + i), squares);
-        const V scale = Simd::set1(1.0f / __builtin_sqrtf(Simd::sum(squares) / static_cast<float>(n) + eps));
-        for (int i = 0; i < n; i += kWidth)
-            Simd::store(x + i,
-                        E::round(Simd::mul(Simd::load(weight + i), E::round(Simd::mul(Simd::load(x + i), scale)))));
-    }
-
-    // As transformers, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
-    static void rotate(const float* x, const Rotation& rotation, int n, float* y) {
-        const int half = rotation.half;
-        for (int i = 0; i < half; i += kWidth) {
-            const V a = Simd::load(x + i), b = Simd::load(x + half + i);
-            const V left = E::round(Simd::mul(a, Simd::load(rotation.cos + i)));
-            Simd::store(y + i, E::round(Simd::sub(left, E::round(Simd::mul(b, Simd::load(rotation.sin + i))))));
-        }
-        for (int i = 0; i < half; i += kWidth) {
-            const V a = Simd::load(x + i), b = Simd::load(x + half + i);
-            const V left = E::round(Simd::mul(b, Simd::load(rotation.cos + i)));
-            Simd::store(y + half + i, E::round(Simd::add(left, E::round(Simd::mul(a, Simd::load(rotation.sin + i))))));
-        }
-        for (int i = 2 * half; i < n; i += kWidth) Simd::store(y + i, Simd::load(x + i));
-    }
-
-    static void prepare_head(Elem* head, const Rotation& rotation, const float* norm_weight, int n, float eps) {
-        alignas(64) float x[kPadded], y[kPadded];
-        widen(head, n, x);
-        if (norm_weight != nullptr) normalise(x, norm_weight, n, eps);
-        rotate(x, rotation, n, y);
-        for (int i = 0; i < n; i += kWidth) E::store(head + i, Simd::load(y + i));
-    }
-
-    // [num_tokens][head_dim] -> [head_dim / kPack][block_size][kPack]
-    static void write_keys(const Elem* rows, int64_t row_stride, int num_tokens, int n, int64_t block_size, Elem* to) {
-        for (int d = 0; d < n; d += kPack, to += block_size * kPack)
-            for (int t = 0; t < num_tokens; ++t)
-                __builtin_memcpy(to + t * kPack, rows + t * row_stride + d, kPack * sizeof(Elem));
-    }
-
-    // [num_tokens][head_dim] -> [block_size / kPack][head_dim][kPack], from token `slot` on
-    static void write_values(const Elem* rows, int64_t row_stride, int num_tokens, int n, int slot, Elem* block) {
-        for (int t = 0; t < num_tokens;) {
-            const Elem* row = rows + t * row_stride;
-            const int token = slot + t;
-            Elem* to = block + int64_t{token / kPack} * n * kPack;
-            if constexpr (kPack == 2) {
-                if (token % 2 == 0 && t + 1 < num_tokens) {
-                    for (int d = 0; d < n; ++d) {
-                        to[2 * d] = row[d];
-                        to[2 * d + 1] = row[row_stride + d];
-                    }
-                    t += 2;
-                    continue;
-                }
-            }
-            for (int d = 0; d < n; ++d) to[d * kPack + token % kPack] = row[d];
-            ++t;
-        }
-    }
-
-    static void rope_write(const AttentionSpec& spec, const RopeArgs& rope, const RopeTask& task, std::byte* memory) {
-        const int n = spec.head_dim;
-        const int64_t row_stride = spec.row_elements();
-        auto* rows = static_cast<Elem*>(task.rows);
-        Arena arena(memory);
-        float* q_norm = arena.take<float>(n);
-        float* k_norm = arena.take<float>(n);
-        if (rope.q_norm != nullptr) widen(rope.q_norm, n, q_norm);
-        if (rope.k_norm != nullptr) widen(rope.k_norm, n, k_norm);
-        for (int t = 0; t < task.num_tokens; ++t) {
-            const Rotation rotation(rope.cos_sin + int64_t{task.positions[t]} * rope.rotary_dim, rope.rotary_dim);
-            Elem* row = rows + t * row_stride;
-            for (int head = 0; head < spec.num_heads; ++head)
-                prepare_head(row + head * n, rotation, rope.q_norm != nullptr ? q_norm : nullptr, n, rope.eps);
-            for (int head = spec.num_heads; head < spec.num_heads + spec.num_kv_heads; ++head)
-                prepare_head(row + head * n, rotation, rope.k_norm != nullptr ? k_norm : nullptr, n, rope.eps);
-        }
-        auto* block = reinterpret_cast<Elem*>(task.layer_block);
-        const int64_t head_elements = int64_t{n} * spec.block_size;
-        for (int head = 0; head < spec.num_kv_heads; ++head) {
-            const Elem* k = rows + int64_t{spec.num_heads + head} * n;
-            const Elem* v = k + int64_t{spec.num_kv_heads} * n;
-            write_keys(k, row_stride, task.num_tokens, n, spec.block_size,
-                       block + head * head_elements + task.slot * kPack);
-            write_values(v, row_stride, task.num_tokens, n, task.slot,
-                         block + (spec.num_kv_heads + head) * head_elements);
-        }
-    }
-
     static int64_t scratch_bytes(const AttentionSpec& spec, int num_queries) {
         Arena arena(nullptr);
         Scratch(arena, int64_t{num_queries} * spec.group_size(), spec.head_dim);
         return arena.used();
     }
 
-    static constexpr AttentionKernels kKernels{scratch_bytes, attend, merge, rope_write};
+    static constexpr AttentionKernels kKernels{scratch_bytes, attend, merge, RopeWrite<E>::run};
 };
 
 [[maybe_unused]] const AttentionKernels& kernels_of(DType dtype) {

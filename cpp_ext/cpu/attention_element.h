@@ -1,0 +1,106 @@
+#pragma once
+
+// Dtypes as the attention kernels multiply them. Include after a simd_*.h; all of it has internal linkage.
+#include "attention.h"
+
+namespace swiftkv {
+namespace {
+
+constexpr int smaller(int a, int b) {
+    return a < b ? a : b;
+}
+constexpr int larger(int a, int b) {
+    return a > b ? a : b;
+}
+constexpr int64_t round_up(int64_t n, int64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// Coefficients of 2^x - 1 = x (k0 + x (k1 + ...)) on [-1/2, 1/2], least relative error: 3e-6 and 9e-8.
+template <int Terms>
+constexpr float kExp2[Terms] = {};
+template <>
+constexpr float kExp2<4>[4] = {0.6931241933f, 0.2402409862f, 0.0559064252f, 0.0095828527f};
+template <>
+constexpr float kExp2<5>[5] = {0.6931469776f, 0.2402224209f, 0.0555073374f, 0.0096715127f, 0.0013264727f};
+
+// 2^x for x <= 0: exactly 1 at 0, exactly 0 from -126.5 down.
+template <int Terms>
+Simd::V exp2(Simd::V x) {
+    x = Simd::max(Simd::set1(-127.0f), x);
+    const Simd::V whole = Simd::round(x), f = Simd::sub(x, whole);
+    Simd::V y = Simd::set1(kExp2<Terms>[Terms - 1]);
+#pragma GCC unroll 8
+    for (int i = Terms - 2; i >= 0; --i) y = Simd::fma(y, f, Simd::set1(kExp2<Terms>[i]));
+    return Simd::mul(Simd::fma(y, f, Simd::set1(1.0f)), Simd::pow2(whole));
+}
+
+// How a dtype is multiplied. kPack of its elements lie together along the summed dimension: a Fragment is kLanes times
+// kPack elements of K or V, an Operand kPack queries or weights, kept as Packed.
+struct Float32 {
+    using V = Simd::V;
+    using Elem = float;
+    using Packed = float;
+    using Fragment = V;
+    using Operand = V;
+    static constexpr int kPack = 1;
+    static constexpr int kExpTerms = 5;
+
+    static V load(const Elem* p) { return Simd::load(p); }
+    static void store(Elem* p, V x) { Simd::store(p, x); }
+    static V round(V x) { return x; }
+
+    static Fragment fragment(const Elem* p) { return Simd::load(p); }
+    static Fragment first_of_fragment(const Elem* p) { return fragment(p); }
+    static Operand operand(const Packed* p) { return Simd::set1(*p); }
+    static V multiply_add(V acc, Fragment a, Operand b) { return Simd::fma(a, b, acc); }
+    static void pack(Packed* p, V x) { Simd::store(p, x); }
+};
+
+struct Float16 : Float32 {
+    using Elem = uint16_t;
+
+    static V load(const Elem* p) { return Simd::load_f16(p); }
+    static void store(Elem* p, V x) { Simd::store_f16(p, x); }
+    static V round(V x) {
+        Elem bits[Simd::kLanes];
+        store(bits, x);
+        return load(bits);
+    }
+
+    static Fragment fragment(const Elem* p) { return load(p); }
+    static Fragment first_of_fragment(const Elem* p) { return load(p); }
+};
+
+// In float32, the first of a pair before the second.
+struct BFloat16 {
+    using V = Simd::V;
+    using Elem = uint16_t;
+    using Packed = float;
+    struct Pair {
+        V first, second;
+    };
+    using Fragment = Pair;
+    using Operand = Pair;
+    static constexpr int kPack = 2;
+    static constexpr int kExpTerms = 5;
+
+    static V load(const Elem* p) { return Simd::load_bf16(p); }
+    static void store(Elem* p, V x) { Simd::store_bf16(p, x); }
+    static V round(V x) {
+        Elem bits[Simd::kLanes];
+        store(bits, x);
+        return load(bits);
+    }
+
+    static Fragment fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::load_bf16_pair_second(p)}; }
+    static Fragment first_of_fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::zero()}; }
+    static Operand operand(const Packed* p) { return {Simd::set1(p[0]), Simd::set1(p[1])}; }
+    static V multiply_add(V acc, Fragment a, Operand b) {
+        return Simd::fma(a.second, b.second, Simd::fma(a.first, b.first, acc));
+    }
+    static void pack(Packed* p, V x) { Simd::store(p, x); }
+};
+
+}  // namespace
+}  // namespace swiftkv

@@ -1,0 +1,130 @@
+#pragma once
+
+// What comes before attention: RMSNorm of the heads, rotary embedding, KV write. Include after a simd_*.h.
+#include "attention_element.h"
+
+namespace swiftkv {
+namespace {
+
+template <typename E>
+struct RopeWrite {
+    using V = Simd::V;
+    using Elem = typename E::Elem;
+    static constexpr int kWidth = Simd::kLanes;
+    static constexpr int kPack = E::kPack;
+    // Vectors are read and written whole: buffers have room for one more.
+    static constexpr int kPadded = kMaxHeadDim + kWidth;
+
+    struct Rotation {
+        float cos[kPadded], sin[kPadded];
+        int half;
+
+        Rotation(const float* cos_sin, int rotary_dim) : half(rotary_dim / 2) {
+            round_row(cos_sin, cos);
+            round_row(cos_sin + half, sin);
+        }
+
+      private:
+        void round_row(const float* from, float* to) const {
+            for (int i = 0; i < half; ++i) to[i] = from[i];
+            for (int i = half; i < round_up(half, kWidth); ++i) to[i] = 0.0f;
+            for (int i = 0; i < half; i += kWidth) Simd::store(to + i, E::round(Simd::load(to + i)));
+        }
+    };
+
+    static void widen(const void* from, int n, float* to) {
+        for (int i = 0; i < n; i += kWidth) Simd::store(to + i, E::load(static_cast<const Elem*>(from) + i));
+    }
+
+    // As transformers: in float32, rounded, then times the weight, rounded.
+    static void normalise(float* x, const float* weight, int n, float eps) {
+        V squares = Simd::zero();
+        for (int i = 0; i < n; i += kWidth) squares = Simd::fma(Simd::load(x + i), Simd::load(x + i), squares);
+        const V scale = Simd::set1(1.0f / __builtin_sqrtf(Simd::sum(squares) / static_cast<float>(n) + eps));
+        for (int i = 0; i < n; i += kWidth)
+            Simd::store(x + i,
+                        E::round(Simd::mul(Simd::load(weight + i), E::round(Simd::mul(Simd::load(x + i), scale)))));
+    }
+
+    // As transformers, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
+    static void rotate(const float* x, const Rotation& rotation, int n, float* y) {
+        const int half = rotation.half;
+        for (int i = 0; i < half; i += kWidth) {
+            const V a = Simd::load(x + i), b = Simd::load(x + half + i);
+            const V left = E::round(Simd::mul(a, Simd::load(rotation.cos + i)));
+            Simd::store(y + i, E::round(Simd::sub(left, E::round(Simd::mul(b, Simd::load(rotation.sin + i))))));
+        }
+        for (int i = 0; i < half; i += kWidth) {
+            const V a = Simd::load(x + i), b = Simd::load(x + half + i);
+            const V left = E::round(Simd::mul(b, Simd::load(rotation.cos + i)));
+            Simd::store(y + half + i, E::round(Simd::add(left, E::round(Simd::mul(a, Simd::load(rotation.sin + i))))));
+        }
+        for (int i = 2 * half; i < n; i += kWidth) Simd::store(y + i, Simd::load(x + i));
+    }
+
+    static void prepare_head(Elem* head, const Rotation& rotation, const float* norm_weight, int n, float eps) {
+        alignas(64) float x[kPadded], y[kPadded];
+        widen(head, n, x);
+        if (norm_weight != nullptr) normalise(x, norm_weight, n, eps);
+        rotate(x, rotation, n, y);
+        for (int i = 0; i < n; i += kWidth) E::store(head + i, Simd::load(y + i));
+    }
+
+    // [num_tokens][head_dim] -> [head_dim / kPack][block_size][kPack]
+    static void write_keys(const Elem* rows, int64_t row_stride, int num_tokens, int n, int64_t block_size, Elem* to) {
+        for (int d = 0; d < n; d += kPack, to += block_size * kPack)
+            for (int t = 0; t < num_tokens; ++t)
+                __builtin_memcpy(to + t * kPack, rows + t * row_stride + d, kPack * sizeof(Elem));
+    }
+
+    // [num_tokens][head_dim] -> [block_size / kPack][head_dim][kPack], from token `slot` on
+    static void write_values(const Elem* rows, int64_t row_stride, int num_tokens, int n, int slot, Elem* block) {
+        for (int t = 0; t < num_tokens;) {
+            const Elem* row = rows + t * row_stride;
+            const int token = slot + t;
+            Elem* to = block + int64_t{token / kPack} * n * kPack;
+            if constexpr (kPack == 2) {
+                if (token % 2 == 0 && t + 1 < num_tokens) {
+                    for (int d = 0; d < n; ++d) {
+                        to[2 * d] = row[d];
+                        to[2 * d + 1] = row[row_stride + d];
+                    }
+                    t += 2;
+                    continue;
+                }
+            }
+            for (int d = 0; d < n; ++d) to[d * kPack + token % kPack] = row[d];
+            ++t;
+        }
+    }
+
+    static void run(const AttentionSpec& spec, const RopeArgs& rope, const RopeTask& task) {
+        const int n = spec.head_dim;
+        const int64_t row_stride = spec.row_elements();
+        auto* rows = static_cast<Elem*>(task.rows);
+        alignas(64) float q_norm[kMaxHeadDim], k_norm[kMaxHeadDim];
+        if (rope.q_norm != nullptr) widen(rope.q_norm, n, q_norm);
+        if (rope.k_norm != nullptr) widen(rope.k_norm, n, k_norm);
+        for (int t = 0; t < task.num_tokens; ++t) {
+            const Rotation rotation(rope.cos_sin + int64_t{task.positions[t]} * rope.rotary_dim, rope.rotary_dim);
+            Elem* row = rows + t * row_stride;
+            for (int head = 0; head < spec.num_heads; ++head)
+                prepare_head(row + head * n, rotation, rope.q_norm != nullptr ? q_norm : nullptr, n, rope.eps);
+            for (int head = spec.num_heads; head < spec.num_heads + spec.num_kv_heads; ++head)
+                prepare_head(row + head * n, rotation, rope.k_norm != nullptr ? k_norm : nullptr, n, rope.eps);
+        }
+        auto* block = reinterpret_cast<Elem*>(task.layer_block);
+        const int64_t head_elements = int64_t{n} * spec.block_size;
+        for (int head = 0; head < spec.num_kv_heads; ++head) {
+            const Elem* k = rows + int64_t{spec.num_heads + head} * n;
+            const Elem* v = k + int64_t{spec.num_kv_heads} * n;
+            write_keys(k, row_stride, task.num_tokens, n, spec.block_size,
+                       block + head * head_elements + task.slot * kPack);
+            write_values(v, row_stride, task.num_tokens, n, task.slot,
+                         block + (spec.num_kv_heads + head) * head_elements);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace swiftkv
