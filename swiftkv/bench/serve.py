@@ -362,6 +362,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags of `vllm bench serve` that concern serving text, with its names and defaults."""
     parser = argparse.ArgumentParser(
         prog="swiftkv bench serve",
+        usage="swiftkv bench serve [options]",
         description="Load for an OpenAI-compatible server, with the flags and figures of `vllm bench serve`.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
