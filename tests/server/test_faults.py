@@ -36,7 +36,8 @@ def running(gateway: Gateway) -> float | None:
 def test_a_client_that_hangs_up_in_a_stream_ends_its_request(slow_gateway: Gateway) -> None:
     client = slow_gateway.clients["chat"]
     with slow_gateway.http() as http, http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
-        next(response.iter_bytes())
+        chunks = response.iter_bytes()  # httpx hangs up as soon as nobody holds this
+        next(chunks)
         assert client.num_in_flight == 1
     wait_until(lambda: client.num_in_flight == 0)
     wait_until(lambda: running(slow_gateway) == 0)  # the engine says so: it was told
