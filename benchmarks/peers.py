@@ -23,6 +23,7 @@ import statistics
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,15 @@ def prefill(num_tokens: int) -> Load:
 
 
 def decode(batch: int) -> Load:
-    """Tokens a second of `batch` streams together, from the first token of any to the last of all."""
+    """Tokens a second of `batch` streams together, while all of them decode and none is still in its prefill."""
 
     async def measure(session: Session, server: Server) -> float:
         prompts = [session.fresh(NUM_DECODE_PROMPT) for _ in range(batch)]
         answers = await asyncio.gather(*(session.ask(server, prompt, NUM_DECODED) for prompt in prompts))
-        begin_s = min(answer.start_s + answer.ttft_s for answer in answers)
-        end_s = max(answer.start_s + answer.latency_s for answer in answers)
-        return batch * (NUM_DECODED - 1) / (end_s - begin_s)
+        stamps_s = [list(accumulate(answer.itls_s, initial=answer.start_s + answer.ttft_s)) for answer in answers]
+        begin_s, end_s = max(stamps[0] for stamps in stamps_s), min(stamps[-1] for stamps in stamps_s)
+        num_tokens = sum(sum(begin_s < stamp <= end_s for stamp in stamps) for stamps in stamps_s)
+        return num_tokens / (end_s - begin_s)
 
     return Load(f"decode_{batch}", f"decode, batch {batch}", "tok/s", measure)
 
