@@ -13,11 +13,12 @@ namespace swiftkv {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kMaxRows = 192;  // of a tile
+constexpr int64_t kMinRows = 64;  // of a tile, where there are many
+constexpr int64_t kMaxRows = 192;
 constexpr int64_t kMaxWidth = 64;  // of a panel
 
 // Sizes that were measured: a first-level cache of 32 to 48 KiB, a second-level cache of 1 to 2 MiB.
-constexpr int64_t kStreamedBlocks = 16;       // more blocks of rows than that, and arithmetic takes longer
+constexpr int64_t kStreamedRows = 96;         // with more, arithmetic takes longer than memory
 constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
 constexpr int64_t kReusedPiece = 256 << 10;
 constexpr int64_t kResidentActivations = 384 << 10;
@@ -56,7 +57,7 @@ int64_t row_grain(int64_t row_elements) {
     return std::max<int64_t>(1, 16384 / row_elements);
 }
 
-// Normalised, widened to float32 or padded to whole steps of k, where the kernel asks for it.
+// Normalised, widened to float32 or padded to what the kernel takes at a time, where the kernel asks for it.
 Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm) {
     const GemmKernel& kernel = weights.kernel();
     const auto dtype = static_cast<int>(weights.dtype());
@@ -64,7 +65,7 @@ Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, co
     const int64_t x_stride = k * item_size(weights.dtype());
     const auto* source = static_cast<const char*>(x);
     const bool widen = kernel.widen_activations;
-    const bool padded = k % kernel.k_step != 0;
+    const bool padded = k % kernel.k_multiple != 0;
     if (!norm && !widen && !padded) return {source, x_stride};
 
     thread_local Scratch scratch;
@@ -127,6 +128,7 @@ class Product {
                     const int64_t row = i / num_panels * plan.rows;
                     run_tile({i % num_panels, row, std::min(row + plan.rows, rows_)}, plan);
                 }
+                if (kernel_.release != nullptr) kernel_.release();
             },
             std::max<int64_t>(1, num_panels / (2 * num_threads())));  // long runs, yet a late thread can be helped
     }
@@ -145,9 +147,9 @@ class Product {
         const int64_t num_blocks = ceil_div(rows_, block);
         if (num_blocks <= 2) return {rows_, kStreamedPiece, 6 << 10};
         if (num_blocks == 3) return {rows_, kStreamedPiece, kStreamedPiece};
-        if (num_blocks <= kStreamedBlocks) return {rows_, kStreamedPiece, 2 * kStreamedPiece};
+        if (rows_ <= kStreamedRows) return {rows_, kStreamedPiece, 2 * kStreamedPiece};
         const int64_t fitting = kResidentActivations / activations_.stride_bytes;
-        return {std::clamp(fitting, 8 * block, kMaxRows) / block * block, kReusedPiece, kReusedPiece};
+        return {std::clamp(fitting, kMinRows, kMaxRows) / block * block, kReusedPiece, kReusedPiece};
     }
 
     void run_tile(const Tile& tile, const Schedule& plan) const {

@@ -4,9 +4,10 @@ namespace swiftkv {
 
 const GemmKernel& gemm_kernel(Isa isa, DType dtype) {
     const auto index = static_cast<int>(dtype);
+    if (dtype == DType::kBf16 && amx_is_emulated()) return kGemmAmxEmulated;
     if (isa == Isa::kAvx2) return kGemmAvx2[index];
     if (isa == Isa::kAvx512 || dtype != DType::kBf16) return kGemmAvx512[index];
-    return kGemmAvx512Bf16;
+    return isa == Isa::kAmx ? kGemmAmx : kGemmAvx512Bf16;
 }
 
 }  // namespace swiftkv

@@ -13,21 +13,26 @@ struct Prefetch {
 };
 
 // How one instruction set multiplies. Weights of N outputs and K inputs are packed in panels of panel_width outputs; a
-// panel is [K / k_step][panel_width][k_step], zero where N or K ends, and panels follow one another.
+// panel is [K / k_step][panel_width][k_step], zero where N ends and up to a multiple of k_multiple where K ends, and
+// panels follow one another.
 struct GemmKernel {
     int panel_width;
     int k_step;
+    int k_multiple;          // of inputs in the panels and in the activations; activations are padded with zeros
     int max_rows;            // rows that one call of `multiply` takes
     bool widen_activations;  // activations come as float32 whatever the dtype of the weights
     // sums[rows][panel_width] = (first ? 0 : sums) + a[rows][k] * panel[k]. Every sum is one chain over ascending k, so
     // a row's bits depend neither on `rows` nor on where k is cut.
     void (*multiply)(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
                      float* sums, Prefetch ahead);
+    void (*release)();  // undoes what `multiply` left in the thread's registers; null if nothing
 };
 
 extern const GemmKernel kGemmAvx2[kNumDTypes];
 extern const GemmKernel kGemmAvx512[kNumDTypes];
 extern const GemmKernel kGemmAvx512Bf16;
+extern const GemmKernel kGemmAmx;
+extern const GemmKernel kGemmAmxEmulated;
 
 const GemmKernel& gemm_kernel(Isa isa, DType dtype);
 

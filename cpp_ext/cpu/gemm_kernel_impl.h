@@ -117,7 +117,13 @@ struct WidenedBf16Product : FloatProduct {
 
 template <typename Product, int kMaxRows, int kVectors>
 constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
-    return {kVectors * Simd::kLanes, k_step, kMaxRows, widen_activations, multiply<Product, kMaxRows, kVectors>};
+    return {kVectors * Simd::kLanes,
+            k_step,
+            k_step,
+            kMaxRows,
+            widen_activations,
+            multiply<Product, kMaxRows, kVectors>,
+            nullptr};
 }
 
 }  // namespace

@@ -89,15 +89,14 @@ template <typename Unit>
 void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps, Unit* panel) {
     constexpr int64_t kBlock = 16;
     const auto width = static_cast<int64_t>(rows.size());
-    const int64_t whole_steps = row_bytes / static_cast<int64_t>(sizeof(Unit));
+    constexpr auto kUnit = static_cast<int64_t>(sizeof(Unit));
     for (int64_t k0 = 0; k0 < k_steps; k0 += kBlock) {
         for (int64_t column = 0; column < width; ++column) {
             const char* row = rows[column].data;
             for (int64_t k = k0; k < std::min(k0 + kBlock, k_steps); ++k) {
                 Unit unit = 0;
-                if (row != nullptr)
-                    std::memcpy(&unit, row + k * sizeof(Unit),
-                                k < whole_steps ? sizeof(Unit) : row_bytes - k * sizeof(Unit));
+                if (row != nullptr && k * kUnit < row_bytes)
+                    std::memcpy(&unit, row + k * kUnit, std::min(kUnit, row_bytes - k * kUnit));
                 panel[k * width + column] = unit;
             }
         }
@@ -112,7 +111,7 @@ PackedLinear::PackedLinear(const std::vector<WeightRows>& sources, int64_t in_fe
       interleaved_(interleave),
       in_features_(in_features),
       out_features_(0),
-      k_steps_(ceil_div(in_features, kernel_->k_step)) {
+      k_steps_(ceil_div(in_features, kernel_->k_multiple) * kernel_->k_multiple / kernel_->k_step) {
     if (in_features < 1) throw std::invalid_argument("in_features must be at least 1");
     if (interleave && (sources.size() != 2 || sources[0].rows != sources[1].rows))
         throw std::invalid_argument("interleave needs two weights of the same size: gate and up");

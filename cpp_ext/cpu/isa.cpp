@@ -1,5 +1,8 @@
 #include "isa.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -17,6 +20,16 @@ constexpr std::array<std::pair<std::string_view, Isa>, 4> kNames{{
     {"amx", Isa::kAmx},
 }};
 
+constexpr std::string_view kEmulated = "amx_emulated";
+
+// The CPU has the tiles, the kernel saves them, and it lets this process use them.
+bool amx_is_usable() {
+    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
+    constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+    constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 Isa detect() {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
@@ -25,12 +38,18 @@ Isa detect() {
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return Isa::kAvx2;
     if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
-    return Isa::kAvx512Bf16;
+    return amx_is_usable() ? Isa::kAmx : Isa::kAvx512Bf16;
+}
+
+std::string_view wanted_name() {
+    const char* wanted = std::getenv("SWIFTKV_CPU_ISA");
+    return wanted == nullptr ? "" : wanted;
 }
 
 Isa lowered(Isa best) {
-    const char* wanted = std::getenv("SWIFTKV_CPU_ISA");
-    if (wanted == nullptr || *wanted == '\0') return best;
+    const std::string_view wanted = wanted_name();
+    if (wanted.empty()) return best;
+    if (wanted == kEmulated) return std::min(best, Isa::kAvx512Bf16);
     for (const auto& [name, isa] : kNames)
         if (name == wanted) return std::min(best, isa);
     throw std::invalid_argument("SWIFTKV_CPU_ISA=" + std::string(wanted) + ": use avx2, avx512, avx512_bf16 or amx");
@@ -41,6 +60,11 @@ Isa lowered(Isa best) {
 Isa active_isa() {
     static const Isa isa = lowered(detect());
     return isa;
+}
+
+bool amx_is_emulated() {
+    static const bool emulated = wanted_name() == kEmulated;
+    return emulated;
 }
 
 std::string_view isa_name(Isa isa) {

@@ -12,6 +12,10 @@ enum class Isa { kAvx2, kAvx512, kAvx512Bf16, kAmx };
 // variable has another value.
 Isa active_isa();
 
+// Whether SWIFTKV_CPU_ISA is amx_emulated: AMX kernels run on a software model of the tile registers, for tests. Then
+// active_isa() is what serves the rest.
+bool amx_is_emulated();
+
 std::string_view isa_name(Isa isa);
 
 }  // namespace swiftkv

@@ -140,9 +140,9 @@ def test_rms_norm(k: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [96, 257, 2500])
+@pytest.mark.parametrize("k", [96, 257, 2100])
 def test_a_row_is_the_same_in_every_batch_and_for_every_number_of_threads(k: int, dtype: torch.dtype) -> None:
-    rows, n = 230, 200 if k < 1000 else 70
+    rows, n = 230, 200 if k < 1000 else 40
     x, norm_weight = draw(rows, k, dtype=dtype), draw(k, dtype=dtype)
     packed = cpu.pack_linear([draw_weight(n, k, dtype)], [draw(n, dtype=dtype)])
     gate_up = cpu.pack_linear([draw_weight(n, k, dtype), draw_weight(n, k, dtype)], interleave=True)
@@ -243,9 +243,9 @@ def in_subprocess(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("isa", ISAS[: ISAS.index(_cpu.isa())])
-def test_lesser_instruction_sets(isa: str) -> None:
-    """All of the above on what an older CPU would run."""
+@pytest.mark.parametrize("isa", [*ISAS[: ISAS.index(_cpu.isa())], "amx_emulated"])
+def test_other_instruction_sets(isa: str) -> None:
+    """All of the above on what an older CPU would run, and on a software model of the tiles that few CPUs have."""
     done = in_subprocess(isa, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not instruction_set", __file__)
     assert done.returncode == 0, done.stdout
 

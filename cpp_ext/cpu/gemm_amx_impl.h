@@ -1,0 +1,134 @@
+#pragma once
+
+#include "gemm_kernel.h"
+
+// Include after a definition of Tiles, the eight tile registers; all of it has internal linkage.
+namespace {
+
+using Lines = swiftkv::Prefetch::Lines;
+
+constexpr int kTileRows = 16;
+constexpr int kTileBytes = 64;  // of a row
+constexpr int kPanelWidth = 64;
+constexpr int kStepBytes = kPanelWidth * 4;  // a step of k is a pair of bfloat16
+constexpr int kSumsBytes = kPanelWidth * 4;
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1;
+    uint8_t start_row = 0;
+    uint8_t reserved[14] = {};
+    uint16_t bytes_per_row[16] = {};
+    uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileConfig) == 64);
+
+thread_local int configured_rows = 0;
+
+// Up to 16 rows: sums in tiles 0 to 3, side by side, activations in 4, weights in 5.
+// More: sums in 0 and 1 (first 16 rows) and 2 and 3 (the others), activations in 4 and 5, weights in 6 and 7.
+void configure(int rows) {
+    if (rows == configured_rows) return;
+    const bool two = rows > kTileRows;
+    const auto upper = static_cast<uint8_t>(two ? kTileRows : rows);
+    const auto lower = static_cast<uint8_t>(rows - upper);
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+        config.bytes_per_row[tile] = kTileBytes;
+        config.rows[tile] = kTileRows;
+    }
+    for (int tile = 0; tile < 4; ++tile) config.rows[tile] = two && tile >= 2 ? lower : upper;
+    config.rows[4] = upper;
+    if (two) config.rows[5] = lower;
+    Tiles::configure(&config);
+    configured_rows = rows;
+}
+
+void release() {
+    if (configured_rows != 0) Tiles::release();
+    configured_rows = 0;
+}
+
+void fetch(const char* p, Lines lines) {
+    if (lines == Lines::kNone) return;
+    for (int step = 0; step < kTileRows; ++step, p += kStepBytes) {
+        if (lines == Lines::kAll) {
+            for (int i = 0; i < kStepBytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+        } else {
+            __builtin_prefetch(p, 0, 2);
+            if (lines == Lines::kTwo) __builtin_prefetch(p + 64, 0, 2);
+        }
+    }
+}
+
+template <int kTile>
+void start(bool first, const char* sums) {
+    if (first)
+        Tiles::zero<kTile>();
+    else
+        Tiles::load<kTile>(sums, kSumsBytes);
+}
+
+void multiply_upper(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, char* sums,
+                    swiftkv::Prefetch ahead) {
+    start<0>(first, sums);
+    start<1>(first, sums + 64);
+    start<2>(first, sums + 128);
+    start<3>(first, sums + 192);
+    for (int64_t k = 0; k < k_steps; k += kTileRows, a += kTileBytes, panel += kTileRows * kStepBytes) {
+        fetch(panel + ahead.bytes, ahead.lines);
+        Tiles::load<4>(a, a_stride_bytes);
+        Tiles::load<5>(panel, kStepBytes);
+        Tiles::dot<0, 4, 5>();
+        Tiles::load<6>(panel + 64, kStepBytes);
+        Tiles::dot<1, 4, 6>();
+        Tiles::load<7>(panel + 128, kStepBytes);
+        Tiles::dot<2, 4, 7>();
+        Tiles::load<5>(panel + 192, kStepBytes);
+        Tiles::dot<3, 4, 5>();
+    }
+    Tiles::store<0>(sums, kSumsBytes);
+    Tiles::store<1>(sums + 64, kSumsBytes);
+    Tiles::store<2>(sums + 128, kSumsBytes);
+    Tiles::store<3>(sums + 192, kSumsBytes);
+}
+
+// Half of the panel's columns.
+void multiply_both(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, char* sums,
+                   swiftkv::Prefetch ahead) {
+    const char* a_lower = a + kTileRows * a_stride_bytes;
+    char* sums_lower = sums + kTileRows * kSumsBytes;
+    start<0>(first, sums);
+    start<1>(first, sums + 64);
+    start<2>(first, sums_lower);
+    start<3>(first, sums_lower + 64);
+    for (int64_t k = 0; k < k_steps; k += kTileRows, panel += kTileRows * kStepBytes) {
+        fetch(panel + ahead.bytes, ahead.lines);
+        Tiles::load<4>(a + k * 4, a_stride_bytes);
+        Tiles::load<6>(panel, kStepBytes);
+        Tiles::dot<0, 4, 6>();
+        Tiles::load<7>(panel + 64, kStepBytes);
+        Tiles::dot<1, 4, 7>();
+        Tiles::load<5>(a_lower + k * 4, a_stride_bytes);
+        Tiles::dot<2, 5, 6>();
+        Tiles::dot<3, 5, 7>();
+    }
+    Tiles::store<0>(sums, kSumsBytes);
+    Tiles::store<1>(sums + 64, kSumsBytes);
+    Tiles::store<2>(sums_lower, kSumsBytes);
+    Tiles::store<3>(sums_lower + 64, kSumsBytes);
+}
+
+void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
+              float* sums, swiftkv::Prefetch ahead) {
+    configure(rows);
+    const auto* x = static_cast<const char*>(a);
+    const auto* weights = static_cast<const char*>(panel);
+    auto* out = reinterpret_cast<char*>(sums);
+    if (rows <= kTileRows) return multiply_upper(x, a_stride_bytes, weights, k_steps, first, out, ahead);
+    multiply_both(x, a_stride_bytes, weights, k_steps, first, out, ahead);
+    multiply_both(x, a_stride_bytes, weights + 128, k_steps, first, out + 128, {});
+}
+
+constexpr swiftkv::GemmKernel kKernel = {kPanelWidth, 2, 2 * kTileRows, 2 * kTileRows, false, multiply, release};
+
+}  // namespace
