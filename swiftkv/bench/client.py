@@ -100,8 +100,9 @@ async def _read_stream(response: httpx.Response, answer: Answer) -> None:
             answer.num_output_tokens = usage["completion_tokens"]
             answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for choice in event.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-            if not (text or choice.get("token_ids") or choice.get("finish_reason")):
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or ""
+            if delta.get("role") and not (text or choice.get("finish_reason")):
                 continue  # a chat's first event says who speaks; nothing was generated yet
             if answer.ttft_s:
                 answer.itls_s.append(now_s - last_s)
