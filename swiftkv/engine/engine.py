@@ -6,11 +6,13 @@ import time
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from swiftkv._core import Scheduler, StepPlan, StepResult
 from swiftkv.engine.logprobs import PromptLogprobs
 from swiftkv.engine.messages import (
+    FINISH_ABORTED,
     Abort,
     AddRequest,
     EngineConfig,
@@ -94,6 +96,8 @@ class Engine:
         sampled = self._sampler.sample(
             self._runner.logits(hidden, rows), plan.row_slots[sequences], plan.positions[rows] + np.int32(1)
         )
+        if sampled.broken.any():
+            self._fail(plan.request_ids[sequences[sampled.broken]])
         result = self._scheduler.commit(sampled.token_ids)
         self._publish(plan, sampled, result)
         return self._scheduler.has_work()
@@ -159,19 +163,28 @@ class Engine:
         self._slot_request_ids[slots] = request_ids
         self._slot_taken[slots] = True
 
+    def _fail(self, request_ids: npt.NDArray[np.uint64]) -> None:
+        """End requests for which there is no token, and only those; before the commit, so that the cache does not keep
+        the KV that led there."""
+        self._scheduler.abort(request_ids)
+        for request_id in request_ids.tolist():
+            self._forget(request_id)
+            self._send(RequestError(request_id, 500, "the logits for the next token are not finite"))
+
     def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
         self._steps_total += 1
         self._prompt_tokens_total += plan.num_prompt_tokens_in_step
-        self._generation_tokens_total += len(result.token_ids)
+        rows = np.flatnonzero(result.finish_reasons != FINISH_ABORTED)
+        self._generation_tokens_total += len(rows)
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
         admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
-        if len(result.token_ids) or admitted or stats:
+        if len(rows) or admitted or stats:
             self._send(
                 StepOutput(
-                    result.request_ids.tobytes(),
-                    result.token_ids.tobytes(),
-                    result.finish_reasons.tobytes(),
+                    result.request_ids[rows].tobytes(),
+                    result.token_ids[rows].tobytes(),
+                    result.finish_reasons[rows].tobytes(),
                     admitted,
                     {int(result.request_ids[row]): entry for row, entry in sampled.logprobs.items()} or None,
                     self._finished_prompt_logprobs(result) if self._prompt_logprobs else None,

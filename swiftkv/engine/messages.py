@@ -17,8 +17,9 @@ MAX_MESSAGE_BYTES = 256 << 20
 HIGH_WATER_MARK = 10_000
 """ZMQ_SNDHWM and ZMQ_RCVHWM of both sockets, in messages."""
 
-FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
-"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself."""
+FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ABORTED = range(4)
+"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED stays
+between scheduler and engine."""
 
 EXIT_LOAD_FAILED = 3
 """Exit code of an engine whose model cannot be loaded: starting it again would not help."""

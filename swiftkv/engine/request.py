@@ -13,6 +13,10 @@ import numpy.typing as npt
 from swiftkv.engine.messages import AddRequest, SamplingParams
 
 MAX_TOP_LOGPROBS = 100
+MAX_PROMPT_LOGPROBS = 4 << 20
+"""Entries in one answer: as Python objects about 300 MB, as a message a quarter of `MAX_MESSAGE_BYTES`."""
+
+_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,14 @@ class Request:
             )
         sampling = message.sampling
         _check_sampling(sampling, vocab_size)
+        if not -_INT32_MAX <= message.priority <= _INT32_MAX:
+            raise ValueError("priority must fit 32 bits")
+        num_prompt_logprobs = len(prompt) * (1 + (sampling.prompt_logprobs or 0))
+        if sampling.prompt_logprobs is not None and num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
+            raise ValueError(
+                f"prompt_logprobs for {len(prompt)} tokens would be {num_prompt_logprobs} numbers; "
+                f"at most {MAX_PROMPT_LOGPROBS} are given in one answer"
+            )
         stop = sampling.stop_token_ids if sampling.ignore_eos else [*sampling.stop_token_ids, *eos_token_ids]
         return cls(
             request_id=message.request_id,
@@ -59,7 +71,7 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raises `ValueError`. Comparisons are written so that NaN fails them."""
     bias = params.logit_bias or {}
     rules = {
-        "max_tokens must be at least 1": params.max_tokens >= 1,
+        "max_tokens must be at least 1 and fit 32 bits": 1 <= params.max_tokens <= _INT32_MAX,
         "min_tokens must be from 0 to max_tokens": 0 <= params.min_tokens <= params.max_tokens,
         "temperature must be a number from 0": 0 <= params.temperature < math.inf,
         "top_p must be above 0 and at most 1": 0 < params.top_p <= 1,

@@ -31,6 +31,7 @@ _SLICE_BYTES = 1 << 20  # logits of so many rows at a time stay in the cache
 class Sampled:
     token_ids: npt.NDArray[np.int32]  # [R]
     logprobs: dict[int, TokenLogprobs]  # by row, of the rows that asked
+    broken: npt.NDArray[np.bool_]  # [R] logits that are not finite, or forbid every token: the token means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +103,20 @@ class Sampler:
     def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
         """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
 
-        `positions [R]` are those that the sampled tokens will have. Raises `FloatingPointError` if a row to draw from
-        is not finite.
+        `positions [R]` are those that the sampled tokens will have.
         """
         if not np.any(self._flags[slots]):
-            return Sampled(_to_numpy(logits.argmax(-1)), {})
+            best = logits.max(-1)
+            return Sampled(_to_numpy(best.indices), {}, _is_broken(best.values))
         token_ids = np.empty(len(slots), np.int32)
+        broken = np.empty(len(slots), np.bool_)
         logprobs: dict[int, TokenLogprobs] = {}
         for begin in range(0, len(slots), self._rows_per_slice):
             part = slice(begin, begin + self._rows_per_slice)
             some = self._sample_slice(logits[part], slots[part], positions[part])
-            token_ids[part] = some.token_ids
+            token_ids[part], broken[part] = some.token_ids, some.broken
             logprobs.update((begin + row, entry) for row, entry in some.logprobs.items())
-        return Sampled(token_ids, logprobs)
+        return Sampled(token_ids, logprobs, broken)
 
     def _sample_slice(
         self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
@@ -129,15 +131,17 @@ class Sampler:
             self._edit(logits, edited, slots, positions)
         if len(penalised):
             logits[penalised] = self._penalised(logits[penalised], slots[penalised])
-        token_ids = _to_numpy(logits.argmax(-1))
+        best = logits.max(-1)
+        token_ids, broken = _to_numpy(best.indices), _is_broken(best.values)
+        drawn = drawn[~broken[drawn]]
         if len(drawn):
-            token_ids[drawn] = self._draw(logits[drawn], slots[drawn], positions[drawn])
+            token_ids[drawn] = self._draw(logits[drawn], best.values[drawn], slots[drawn], positions[drawn])
         if len(penalised):
             self._output_counts[slots[penalised], token_ids[penalised]] += 1  # a slot has at most one row
         if not len(asked):
-            return Sampled(token_ids, {})
+            return Sampled(token_ids, {}, broken)
         entries = token_logprobs(raw_logits, token_ids[asked], self._logprob_counts[slots[asked]].tolist())
-        return Sampled(token_ids, dict(zip(asked.tolist(), entries, strict=True)))
+        return Sampled(token_ids, dict(zip(asked.tolist(), entries, strict=True)), broken)
 
     def _seat_edits(self, slot: int, request: Request) -> None:
         self._edits.pop(slot, None)
@@ -196,14 +200,18 @@ class Sampler:
         return penalised - self._frequency[row_slots] * counts - self._presence[row_slots] * seen
 
     def _draw(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+        self,
+        logits: torch.Tensor,
+        largest: torch.Tensor,
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
-        """Draws for a few rows [R, vocab], each at its uniform number."""
+        """Draws for a few rows [R, vocab], each at its uniform number; `largest [R]` of each row is finite."""
         row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
         num_blocks = -(-self._vocab_size // _BLOCK)
         weights = logits.new_full((len(logits), num_blocks * _BLOCK), -math.inf)
-        torch.div(logits, self._temperature[row_slots].unsqueeze(1), out=weights[:, : self._vocab_size])
-        weights.sub_(weights.amax(-1, keepdim=True)).exp_()  # the likeliest token weighs 1
+        torch.sub(logits, largest.unsqueeze(1), out=weights[:, : self._vocab_size])
+        weights.div_(self._temperature[row_slots].unsqueeze(1)).exp_()  # the likeliest token weighs 1
         if np.any(self._flags[slots] & _FILTERED):
             self._filter(weights, slots)
         uniform = torch.from_numpy(uniforms(self._seeds[slots], positions)).to(self._device)
@@ -248,13 +256,10 @@ def _nucleus_edge(weights: torch.Tensor, top_p: float) -> torch.Tensor:
 def _invert_distribution(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The token [R] where the running sum of `weights [R, blocks, _BLOCK]` passes the fraction `uniform [R]` of it.
 
-    First the block is found, then the token in it. Raises `FloatingPointError` if weights are not finite.
+    First the block is found, then the token in it.
     """
     sums = weights.sum(-1).cumsum(-1, dtype=torch.float64)  # [R, blocks]
-    total = sums[:, -1]
-    if not bool(torch.isfinite(total).all()):
-        raise FloatingPointError("the model's logits are not finite")
-    target = (uniform * total).unsqueeze(1)
+    target = (uniform * sums[:, -1]).unsqueeze(1)
     block = _first_above(sums, target)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     rows = torch.arange(len(weights), device=weights.device)
@@ -280,6 +285,12 @@ def _mix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+def _is_broken(largest: torch.Tensor) -> npt.NDArray[np.bool_]:
+    """Of rows with the largest logits `largest [R]`, which a NaN or an infinity anywhere shows in."""
+    broken: npt.NDArray[np.bool_] = (~torch.isfinite(largest)).to("cpu").numpy()
+    return broken
 
 
 def _to_numpy(token_ids: torch.Tensor) -> npt.NDArray[np.int32]:

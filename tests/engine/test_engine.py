@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from swiftkv.engine.messages import FINISH_LENGTH, FINISH_STOP, AddRequest, SamplingParams
-from tests.engine.engine_process import EngineProcess
+from tests.engine.engine_process import Answer, EngineProcess
 from tests.support.checkpoints import SHAPE, make_checkpoint
 
 MAX_MODEL_LEN = 512
@@ -140,6 +141,7 @@ def test_aborted_requests_give_back_their_blocks(engine: EngineProcess) -> None:
         ([3], {"temperature": float("nan")}, "temperature"),
         ([3], {"logit_bias": {10**9: 1.0}}, "logit_bias"),
         ([3], {"max_tokens": 0}, "max_tokens"),
+        ([3], {"max_tokens": 2**40}, "max_tokens"),
     ],
 )
 def test_what_is_wrong_with_a_request_is_answered(
@@ -152,10 +154,26 @@ def test_what_is_wrong_with_a_request_is_answered(
     assert len(engine.generate([[3]], max_tokens=2)[0].token_ids) == 2
 
 
+def test_a_request_without_a_next_token_ends_alone(engine: EngineProcess) -> None:
+    steady = engine.add([3, 4, 5], max_tokens=30)
+    nothing_is_left = {"stop_token_ids": list(range(SHAPE["vocab_size"])), "min_tokens": 1, "temperature": 1.0}
+    answers = engine.wait([engine.add([9] * 40, logprobs=1, prompt_logprobs=1, **nothing_is_left), steady])
+    assert answers[0].error is not None
+    assert answers[0].error.status == 500
+    assert not answers[0].token_ids
+    assert len(answers[1].token_ids) == 30
+
+
+def test_a_priority_that_is_no_int32_is_answered(engine: EngineProcess) -> None:
+    engine.answers[10**10] = Answer()
+    engine.send(AddRequest(10**10, np.ones(1, np.int32).tobytes(), SamplingParams(4), priority=2**40))
+    [answer] = engine.wait([10**10])
+    assert answer.error is not None
+    assert "priority" in answer.error.message
+
+
 def test_a_prompt_that_is_no_whole_number_of_tokens_is_answered(engine: EngineProcess) -> None:
-    request_id = engine.add([3])
-    engine.wait([request_id])
-    engine.answers[10**9] = type(engine.answers[request_id])()
+    engine.answers[10**9] = Answer()
     engine.send(AddRequest(10**9, b"abc", SamplingParams(4)))
     [answer] = engine.wait([10**9])
     assert answer.error is not None

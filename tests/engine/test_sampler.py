@@ -194,17 +194,39 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert entry.top_logprobs == pytest.approx(raw.topk(3).values.tolist())
 
 
-def test_logits_that_are_no_numbers_are_not_drawn_from() -> None:
-    sampler = Sampler(1, VOCAB, torch.device("cpu"))
-    sampler.seat(0, make_request(1, [0], seed=1))
-    with pytest.raises(FloatingPointError):
-        sampler.sample(torch.full((1, VOCAB), math.nan), np.zeros(1, np.int32), np.ones(1, np.int32))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_token_are_told_and_leave_the_others_alone(temperature: float) -> None:
+    params = {"temperature": temperature, "top_p": 0.9, "logprobs": 1, "seed": 1}
+    sampler = Sampler(6, VOCAB, torch.device("cpu"))
+    for slot in range(4):
+        sampler.seat(slot, make_request(slot, [0], **params))
+    sampler.seat(4, make_request(4, [0], **params, min_tokens=1, stop_token_ids=list(range(VOCAB))))
+    sampler.seat(5, make_request(5, [0], **params, repetition_penalty=1e-40))
+    row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2))
+    logits = row.repeat(6, 1)
+    logits[0, 7], logits[2, 7] = math.nan, math.inf
+    logits[5, 0] = 1.0  # the prompt's token, which the penalty then makes infinite
+    slots, positions = np.arange(6, dtype=np.int32), np.ones(6, np.int32)
+    sampled = sampler.sample(logits.clone(), slots, positions)
+    assert sampled.broken.tolist() == [True, False, True, False, True, True]
+    alone = sampler.sample(logits[1:2].clone(), slots[1:2], positions[:1])
+    assert sampled.token_ids[1] == sampled.token_ids[3] == alone.token_ids[0]
+
+
+def test_greedy_rows_that_are_no_numbers_are_told() -> None:
+    sampler = Sampler(2, VOCAB, torch.device("cpu"))
+    for slot in range(2):
+        sampler.seat(slot, make_request(slot, [0], temperature=0.0))
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 3] = math.nan
+    assert sampler.sample(logits, np.arange(2, dtype=np.int32), np.ones(2, np.int32)).broken.tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"max_tokens": 0},
+        {"max_tokens": 2**31},
         {"min_tokens": 101},
         {"temperature": math.nan},
         {"temperature": -1.0},
@@ -222,3 +244,9 @@ def test_logits_that_are_no_numbers_are_not_drawn_from() -> None:
 def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         make_request(1, [1], **wrong)
+
+
+def test_prompt_logprobs_beyond_what_a_message_holds_are_refused() -> None:
+    message = AddRequest(1, np.zeros(1 << 20, np.int32).tobytes(), SamplingParams(10, prompt_logprobs=4))
+    with pytest.raises(ValueError, match="prompt_logprobs for 1048576 tokens"):
+        Request.from_message(message, "m", VOCAB, 1 << 21, ())
