@@ -14,6 +14,8 @@ from swiftkv.errors import CheckpointError, ConfigError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
+_HEAD_DIM_MULTIPLE, _MAX_HEAD_DIM = 16, 256  # what the attention kernels take
+
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
@@ -109,8 +111,11 @@ class DecoderConfig:
             raise ConfigError(
                 f"{file}: num_key_value_heads: {num_kv_heads} does not divide the {raw.num_attention_heads} heads"
             )
-        if head_dim % 2:
-            raise ConfigError(f"{file}: head_dim: {head_dim} is odd, rotary embedding turns pairs")
+        if head_dim % _HEAD_DIM_MULTIPLE or head_dim > _MAX_HEAD_DIM:
+            raise ConfigError(
+                f"{file}: head_dim: {head_dim} is not supported, multiples of {_HEAD_DIM_MULTIPLE} up to "
+                f"{_MAX_HEAD_DIM} are"
+            )
         biases = architecture.biases(raw)
         return cls(
             architecture=name,
@@ -293,7 +298,8 @@ def _read_eos_token_ids(directory: Path, raw: _HFConfig) -> tuple[int, ...]:
     ids: list[int] = []
     for value in (raw.eos_token_id, generation.eos_token_id):
         ids += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(ids))
+    # Some configurations name tokens that the model does not have: those cannot end anything.
+    return tuple(token for token in dict.fromkeys(ids) if 0 <= token < raw.vocab_size)
 
 
 def _decode(file: Path, kind: type[_Struct]) -> _Struct:

@@ -67,6 +67,7 @@ def test_what_an_architecture_implies(tmp_path: Path) -> None:
         ({"eos_token_id": 7}, None, (7,)),
         ({"eos_token_id": [7, 8]}, {"eos_token_id": [8, 9]}, (7, 8, 9)),
         ({"eos_token_id": None}, {"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": -1}, {"eos_token_id": [7, LLAMA["vocab_size"]]}, (7,)),
     ],
 )
 def test_end_tokens(tmp_path: Path, config: Any, generation: Any, expected: tuple[int, ...]) -> None:
@@ -118,7 +119,8 @@ def test_sequences_may_be_as_long_as_the_window(tmp_path: Path, values: dict[str
         ({"hidden_size": "wide"}, ["hidden_size", "int"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
-        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"head_dim": 72}, ["head_dim", "72", "16"]),
+        ({"head_dim": 512}, ["head_dim", "512", "256"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling", "longrope", "yarn"]),
