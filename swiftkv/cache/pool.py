@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -55,7 +56,8 @@ class Pool:
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.nbytes)
         mapping = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel that was built without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
 
     def region_tensor(self, index: int) -> torch.Tensor:
