@@ -1,11 +1,9 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
 
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace swiftkv {
@@ -15,24 +13,6 @@ namespace {
 constexpr int kRowsPerTask = 48;
 // A thread's share is cut into this many tasks at least, if there are as many partitions.
 constexpr int kTasksPerThread = 8;
-
-class Scratch {
-  public:
-    std::byte* reserve(int64_t bytes) {
-        if (bytes > size_) {
-            memory_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{64})));
-            size_ = bytes;
-        }
-        return memory_.get();
-    }
-
-  private:
-    struct Free {
-        void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{64}); }
-    };
-    std::unique_ptr<std::byte, Free> memory_;
-    int64_t size_ = 0;
-};
 
 std::byte* thread_scratch(int64_t bytes) {
     thread_local Scratch scratch;

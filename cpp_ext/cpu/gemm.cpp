@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace swiftkv {
@@ -33,25 +32,6 @@ struct Activations {
     int64_t stride_bytes;
 };
 
-// One thread's working memory between calls: grows, never shrinks.
-class Scratch {
-  public:
-    char* reserve(int64_t bytes) {
-        if (bytes > capacity_) {
-            data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{kCacheLine})));
-            capacity_ = bytes;
-        }
-        return data_.get();
-    }
-
-  private:
-    struct Free {
-        void operator()(char* p) const { ::operator delete(p, std::align_val_t{kCacheLine}); }
-    };
-    std::unique_ptr<char, Free> data_;
-    int64_t capacity_ = 0;
-};
-
 // A few microseconds of work per chunk of rows.
 int64_t row_grain(int64_t row_elements) {
     return std::max<int64_t>(1, 16384 / row_elements);
@@ -71,7 +51,7 @@ Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, co
     thread_local Scratch scratch;
     const int64_t element_bytes = widen ? 4 : item_size(weights.dtype());
     const int64_t stride = weights.k_steps() * kernel.k_step * element_bytes;
-    char* out = scratch.reserve(rows * stride);
+    char* out = reinterpret_cast<char*>(scratch.reserve(rows * stride));
     const ElementwiseKernels& elementwise = elementwise_kernels(active_isa());
     parallel_for(
         rows,

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+
+namespace swiftkv {
+
+// One thread's working memory between calls, aligned to cache lines: grows, never shrinks, and forgets what it held.
+class Scratch {
+  public:
+    std::byte* reserve(int64_t bytes) {
+        if (bytes > capacity_) {
+            memory_ = nullptr;  // before the new one, not beside it
+            capacity_ = 0;
+            memory_.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
+            capacity_ = bytes;
+        }
+        return memory_.get();
+    }
+
+  private:
+    static constexpr std::align_val_t kAlignment{64};
+    struct Free {
+        void operator()(std::byte* p) const { ::operator delete(p, kAlignment); }
+    };
+    std::unique_ptr<std::byte, Free> memory_;
+    int64_t capacity_ = 0;
+};
+
+}  // namespace swiftkv
