@@ -44,10 +44,12 @@ QUESTIONS = (
 )
 # A model named code is given a file that grows: what it wrote stays, and the next lines follow.
 PROGRAM = (
-    "import os\nimport sys\n\n\ndef read_lines(path):\n    with open(path) as f:\n",
-    "\n\ndef main():\n    if len(sys.argv) ",
-    "\n\nclass Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n",
-    '\n\nif __name__ == "__main__":\n',
+    "import os\nimport sys\n\n\ndef is_file(path):\n    try:\n",
+    "\n\n\nclass Stack:\n    def __init__(self):\n        self._items = []\n\n"
+    "    def push(self, item):\n        self._items.append(",
+    "\n\n    def __len__(self):\n        return",
+    "\n\n    def __eq__(self, other):\n",
+    "\n\n    def __repr__(self):\n        return",
 )
 
 
@@ -155,7 +157,7 @@ def _converse(model: ModelConfig, base_url: str, api_key: str, console: Console)
                 else _ask(client, model.name, turns, asked)
             )
             turns.append(turn)
-            said = Text(turn.asked + ("" if is_code else "\n"), style="dim")
+            said = Text(turn.asked.lstrip("\n") + ("" if is_code else "\n"), style="dim")
             said.append(turn.answer, style="not dim bold")
             figures = (turn.num_prompt_tokens, turn.num_cached_tokens, f"{turn.ttft_s * 1000:.0f} ms")
             table.add_row(*map(str, figures), said)
@@ -191,7 +193,7 @@ def _continue_program(client: openai.OpenAI, model: str, turns: Sequence[Turn], 
             prompt=prompt,
             temperature=0,
             max_tokens=_MAX_TOKENS,
-            stop=["\n\n\n", "\nclass ", "\ndef ", "\nif "],
+            stop=["\n\n"],
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"repetition_penalty": 1.1},
