@@ -145,11 +145,14 @@ class _Packer:
         self, out_features: dict[str, int], in_features: int, bias: bool, interleave: bool = False
     ) -> PackedLinear:
         """Modules of the checkpoint, with their output sizes, packed as one."""
-        return self.ops.pack_linear(
+        packed = self.ops.pack_linear(
             [self._tensor(f"{name}.weight", (size, in_features)) for name, size in out_features.items()],
             [self._tensor(f"{name}.bias", (size,)) if bias else None for name, size in out_features.items()],
             interleave,
         )
+        for name in out_features:
+            self.weights.forget(f"{name}.weight")
+        return packed
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.weights.get(name, shape).to(device=self.device, dtype=self.dtype)

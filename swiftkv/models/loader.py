@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,14 @@ class MappedWeights:
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}, neither of {', '.join(map(str, _DTYPES))}")
         return tensor
+
+    def forget(self, name: str) -> None:
+        """Stop counting the bytes of tensor `name` as this process's: whoever reads it again reads the file again."""
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        if length > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 class _Index(msgspec.Struct):

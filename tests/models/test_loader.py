@@ -101,6 +101,25 @@ def is_mapped_from(tensor: torch.Tensor, directory: Path) -> bool:
     return False
 
 
+def resident_bytes(directory: Path) -> int:
+    """How much of the files in `directory` this process has mapped and in memory."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key = line.split(maxsplit=1)[0]
+        if not key.endswith(":"):
+            counts = str(directory) in line
+        elif counts and key == "Rss:":
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def test_what_is_packed_does_not_stay_in_memory_twice(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", hidden_size=512, intermediate_size=2048)
+    decoder = load(tmp_path)
+    assert is_mapped_from(decoder._embedding, tmp_path)
+    assert resident_bytes(tmp_path) < (tmp_path / "model.safetensors").stat().st_size // 4
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_embedding_stays_in_the_file_and_small_tensors_do_not(tied: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=tied)
