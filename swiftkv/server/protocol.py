@@ -25,12 +25,15 @@ from swiftkv.server.errors import ApiError
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 256
+MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # A list of a million wrong items must not make a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+# The bound makes pydantic look into the string: JSON has halves of surrogate pairs, which no tokenizer takes.
+Text = Annotated[str, Field(max_length=INT32_MAX)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Label = Annotated[str, Field(max_length=1024)]
@@ -71,7 +74,7 @@ class GenerationBody(ModelBody):
     """What completions and chat completions have in common."""
 
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -83,7 +86,7 @@ class GenerationBody(ModelBody):
     skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = (
         None
     )
@@ -110,7 +113,7 @@ class GenerationBody(ModelBody):
 
 def _prompt_kind(value: Any) -> str | None:
     if isinstance(value, str):
-        return "text"
+        return "one_text"
     if not isinstance(value, list) or not value:
         return None
     if isinstance(value[0], str):
@@ -119,8 +122,8 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    Annotated[Text, Tag("one_text")]
+    | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
     | Annotated[TokenIds, Field(min_length=1), Tag("token_ids")]
     | Annotated[
         list[Annotated[TokenIds, Field(min_length=1)]],
@@ -156,12 +159,12 @@ class CompletionBody(GenerationBody):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: Text | list[TextPart] | None = None
     name: Label | None = None
     refusal: Annotated[None, Unsupported("")] = None
     audio: Annotated[None, Unsupported()] = None
@@ -203,7 +206,7 @@ class ChatBody(GenerationBody):
 class TokenizeBody(ModelBody):
     """vLLM's ``/tokenize``: a prompt, or messages."""
 
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -223,9 +226,11 @@ _FIELDS = frozenset(
 
 def explain_invalid(errors: Sequence[Any]) -> ApiError:
     """What pydantic found wrong with a body, as one error about one field."""
-    # Of a field that takes several types, the error that got furthest into the value is the one to show.
+    # Of a field that takes several types, the error that got furthest into the value is the one to show, and of equals
+    # the one about a value of the right type.
     first_field = errors[0]["loc"][:2]
-    error = max((e for e in errors if e["loc"][:2] == first_field), key=lambda e: len(e["loc"]))
+    candidates = (e for e in errors if e["loc"][:2] == first_field)
+    error = max(candidates, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     kind, text = error["type"], error["msg"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {error['ctx']['error']}", code="invalid_json")

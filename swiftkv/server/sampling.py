@@ -46,10 +46,7 @@ def _prompt_bytes(model: ModelHandle, prompt: Sequence[int]) -> bytes:
     if not prompt:
         raise ApiError(400, "the prompt is empty", param="prompt")
     ids = np.asarray(prompt, "<i4")
-    if (largest := ids.max()) >= model.vocab_size:
-        raise ApiError(
-            400, f"token id {largest} is not in the model's vocabulary of {model.vocab_size}", param="prompt"
-        )
+    _check_vocabulary(model, int(ids.max()), "prompt")
     return ids.tobytes()
 
 
@@ -75,7 +72,7 @@ def _sampling_params(model: ModelHandle, body: CompletionBody | ChatBody, num_pr
         logit_bias=_logit_bias(model, body),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        stop_token_ids=body.stop_token_ids or [],
+        stop_token_ids=_stop_token_ids(model, body),
         ignore_eos=bool(body.ignore_eos),
     )
 
@@ -121,11 +118,22 @@ def _logit_bias(model: ModelHandle, body: GenerationBody) -> dict[int, float] | 
     if not body.logit_bias:
         return None
     bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
-    if (largest := max(bias)) >= model.vocab_size:
-        raise ApiError(
-            400, f"token id {largest} is not in the model's vocabulary of {model.vocab_size}", param="logit_bias"
-        )
+    _check_vocabulary(model, max(bias), "logit_bias")
     return bias
+
+
+def _stop_token_ids(model: ModelHandle, body: GenerationBody) -> list[int]:
+    token_ids = body.stop_token_ids or []
+    _check_vocabulary(model, max(token_ids, default=0), "stop_token_ids")
+    return token_ids
+
+
+def _check_vocabulary(model: ModelHandle, token_id: int, field: str) -> None:
+    if token_id >= model.vocab_size:
+        raise ApiError(
+            400, f"field '{field}': token id {token_id} is not in the model's vocabulary of {model.vocab_size}",
+            param=field,
+        )  # fmt: skip
 
 
 def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -85,6 +85,7 @@ def test_unsupported_fields_of_chat_are_named(gateway: Gateway, field: str, valu
         ("temperature", -1),
         ("temperature", "hot"),
         ("temperature", 10**400),
+        ("temperature", 1e308),
         ("top_p", 0),
         ("top_p", 1.1),
         ("top_k", -2),
@@ -99,12 +100,14 @@ def test_unsupported_fields_of_chat_are_named(gateway: Gateway, field: str, valu
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", [1] * 300),
+        ("stop_token_ids", [VOCAB_SIZE]),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {str(i): 0 for i in range(2000)}),
         ("presence_penalty", 3),
         ("logit_bias", {str(VOCAB_SIZE): 1}),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
         ("stream", "yes"),
         ("cache_salt", ""),
         ("stream_options", {"include_usage": True}),
@@ -133,6 +136,10 @@ def test_bad_values_are_named(gateway: Gateway, field: str, value: object) -> No
     assert status == 400
     assert error["param"] is None or error["param"].startswith(field)
     assert field in error["message"] or "prompt" in error["message"] or "token id" in error["message"]
+
+
+def test_a_list_that_is_too_long_is_not_called_a_wrong_type(gateway: Gateway) -> None:
+    assert "at most 16" in post(gateway, "/v1/completions", {**COMPLETION, "stop": ["x"] * 17})[1]["message"]
 
 
 def test_too_many_sequences_for_any_queue(gateway: Gateway) -> None:
@@ -182,9 +189,13 @@ def test_bad_messages(gateway: Gateway, messages: object, param: str | None) -> 
         b'{"\xf0\x9f": 1}',
         b'{"\\ud800": "\\ud800"}',
         b'{"model": "\\ud800", "prompt": "a"}',
+        b'{"model": "chat", "prompt": "\\ud800"}',
+        b'{"model": "chat", "prompt": ["a", "\\ud800"]}',
+        b'{"model": "chat", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "chat", "messages": [{"role": "user", "content": [{"type": "text", "text": "\\ud800"}]}]}',
         b"1" * 10_000,
     ],
-    ids=lambda content: content[:12],
+    ids=lambda content: content[:80],
 )
 def test_bodies_that_are_no_request(gateway: Gateway, path: str, content: bytes) -> None:
     with gateway.http() as http:
