@@ -144,21 +144,23 @@ def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -
     Args:
         arch: the architecture; its defaults apart from the shape are the published models'.
         size: ``tiny`` (3 layers, 0.6 M parameters, for tests) or ``small`` (28 layers, 0.47 B, for benchmarks).
-        directory: made if it does not exist.
+        directory: empty, or made if it does not exist.
         seed: of the weights.
 
     Raises:
-        CheckpointError: an unknown ``arch`` or ``size``, or a directory that holds something else.
+        CheckpointError: an unknown ``arch`` or ``size``, or a directory that holds something or cannot be made.
     """
     if arch not in get_args(Architecture):
         raise CheckpointError(f"arch: {arch!r} is not one of {', '.join(get_args(Architecture))}")
     if size not in get_args(Size):
         raise CheckpointError(f"size: {size!r} is not one of {', '.join(get_args(Size))}")
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise CheckpointError(f"directory: {directory} is a file; give a directory that is new or empty")
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").exists():
-        raise CheckpointError(f"directory: {directory} holds something that is no model; give a new or empty one")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"directory: {directory} cannot be made: {error.strerror}; give another") from None
+    if any(directory.iterdir()):
+        raise CheckpointError(f"directory: {directory} holds something already; give a new or empty one")
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -170,7 +172,6 @@ def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)  # type: ignore[no-untyped-call]
-    directory.mkdir(parents=True, exist_ok=True)
     save(model, tokenizer, directory)
     return directory
 

@@ -81,10 +81,11 @@ def test_seed_decides_the_weights(tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_making_again_replaces(tmp_path: Path) -> None:
-    make("qwen3", "tiny", tmp_path)
-    make("llama", "tiny", tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).model_type == "llama"
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds something already"):
+        make("qwen3", "tiny", tmp_path)
+    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
@@ -93,8 +94,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"size.*huge.*tiny, small"):
         make("qwen3", "huge", tmp_path / "a")  # type: ignore[arg-type]
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds something that is no model"):
+    with pytest.raises(CheckpointError, match="holds something already"):
         make("qwen3", "tiny", tmp_path)
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match=r"cannot be made: File exists"):
         make("qwen3", "tiny", tmp_path / "notes.txt")
     assert not (tmp_path / "a").exists()

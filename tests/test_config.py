@@ -109,6 +109,10 @@ def test_a_key_written_twice_is_a_mistake(tmp_path: Path) -> None:
     assert message == f"{tmp_path / 'node.yaml'}:4:3: the key 'name' is written twice"
 
 
+def test_a_key_that_is_no_word_is_a_mistake(tmp_path: Path) -> None:
+    assert message_for("node:\n  [port]: 8000\n", tmp_path) == f"{tmp_path / 'node.yaml'}:2:3: a key must be a word"
+
+
 def test_broken_yaml_names_file_and_line(tmp_path: Path) -> None:
     message = message_for("node: {port: 8000\nmodels: [", tmp_path)
     assert message.startswith(f"{tmp_path / 'node.yaml'}:2:")

@@ -95,11 +95,12 @@ class DecoderConfig:
         readable `config.json`.
         """
         file = directory / "config.json"
-        raw = _decode(file, _HFConfig)
-        name = next((name for name in raw.architectures if name in ARCHITECTURES), None)
+        names = _decode(file, _Architectures).architectures  # first: other architectures have other keys
+        name = next((name for name in names if name in ARCHITECTURES), None)
         if name is None:
-            found = ", ".join(raw.architectures) or "none"
+            found = ", ".join(names) or "none"
             raise ConfigError(f"{file}: architectures: {found}; supported are {', '.join(ARCHITECTURES)}")
+        raw = _decode(file, _HFConfig)
         architecture = ARCHITECTURES[name]
         if raw.hidden_act != "silu":
             raise ConfigError(f"{file}: hidden_act: {raw.hidden_act!r} is not supported, only 'silu' is")
@@ -143,6 +144,10 @@ class DecoderConfig:
         return (KVGroup(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, block_size),)
 
 
+class _Architectures(msgspec.Struct):
+    architectures: list[str] = []
+
+
 class _HFConfig(msgspec.Struct):
     """The keys of `config.json` that matter; defaults are those of transformers."""
 
@@ -152,7 +157,6 @@ class _HFConfig(msgspec.Struct):
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
-    architectures: list[str] = []
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6

@@ -136,6 +136,11 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, change: dict[str, Any], 
     assert all(word in str(error.value) for word in [str(tmp_path / "config.json"), *words])
 
 
+def test_an_architecture_with_other_keys_is_named_and_not_its_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="architectures: GPT2LMHeadModel; supported are"):
+        read(tmp_path, {"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
+
+
 def test_no_readable_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         DecoderConfig.from_pretrained(tmp_path)
