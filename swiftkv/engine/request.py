@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ MAX_PROMPT_LOGPROBS = 4 << 20
 """Entries in one answer: as Python objects about 300 MB, as a message a quarter of `MAX_MESSAGE_BYTES`."""
 
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +68,20 @@ class Request:
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `ValueError`. Comparisons are written so that NaN fails them."""
+    """Raises `ValueError`. Written so that NaN fails the comparisons, and what the sampler keeps in float32 fits it."""
     bias = params.logit_bias or {}
     rules = {
         "max_tokens must be at least 1 and fit 32 bits": 1 <= params.max_tokens <= _INT32_MAX,
         "min_tokens must be from 0 to max_tokens": 0 <= params.min_tokens <= params.max_tokens,
-        "temperature must be a number from 0": 0 <= params.temperature < math.inf,
+        "temperature must be a number from 0": 0 <= params.temperature <= _FLOAT32_MAX,
         "top_p must be above 0 and at most 1": 0 < params.top_p <= 1,
         "top_k must be at least -1": params.top_k >= -1,
         "min_p must be from 0 to 1": 0 <= params.min_p <= 1,
-        "presence_penalty must be a number": math.isfinite(params.presence_penalty),
-        "frequency_penalty must be a number": math.isfinite(params.frequency_penalty),
-        "repetition_penalty must be a number above 0": 0 < params.repetition_penalty < math.inf,
+        "presence_penalty must be a number": abs(params.presence_penalty) <= _FLOAT32_MAX,
+        "frequency_penalty must be a number": abs(params.frequency_penalty) <= _FLOAT32_MAX,
+        "repetition_penalty must be a number above 0": 0 < params.repetition_penalty <= _FLOAT32_MAX,
         "logit_bias must give numbers for token ids of the vocabulary": all(
-            0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items()
+            0 <= token < vocab_size and abs(value) <= _FLOAT32_MAX for token, value in bias.items()
         ),
         "stop_token_ids must be token ids of the vocabulary": all(
             0 <= token < vocab_size for token in params.stop_token_ids
