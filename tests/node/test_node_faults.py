@@ -94,6 +94,34 @@ def test_the_printed_lines_can_be_pasted(node: NodeProcess) -> None:
     assert not node.url_of("steady").startswith(node.url)
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1, 100])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 2**31 - 1, "top_p": 1e-300},
+        {"top_k": 1, "top_p": 1e-9, "min_p": 1},
+        {"top_k": -1, "min_p": 1e-300},
+        {"repetition_penalty": 0.01, "presence_penalty": 2, "frequency_penalty": 2},
+        {"repetition_penalty": 100, "presence_penalty": -2, "frequency_penalty": -2},
+        {"logit_bias": {str(token): -100 for token in range(300)}, "logprobs": 20},
+        {"logit_bias": {"5": 100, "6": 100}, "logprobs": 0, "prompt_logprobs": 20},
+        {"seed": -(2**63) + 1, "priority": 2**31 - 1, "n": 3},
+        {"seed": 2**63 - 1, "priority": -(2**31) + 1, "n": 128},
+        {"min_tokens": 4, "stop_token_ids": list(range(256)), "ignore_eos": False},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_the_ends_of_what_a_field_may_be_harm_no_engine(
+    node: NodeProcess, fields: dict[str, Any], temperature: float
+) -> None:
+    engine = node.engines()["steady"].pid
+    body = {"prompt": "def", "max_tokens": 4, "ignore_eos": True, "temperature": temperature, **fields}
+    answer = httpx.post(f"{node.url}/models/steady/v1/completions", json=body, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == fields.get("n", 1)
+    assert node.engines()["steady"].pid == engine
+
+
 def test_a_killed_engine_fails_its_requests_alone_and_comes_back(node: NodeProcess) -> None:
     with ExitStack() as stack:
         other = stack.enter_context(streaming(node, "steady", max_tokens=2000))
