@@ -104,11 +104,11 @@ def test_a_key_that_is_named_must_be_set(tmp_path: Path, checkpoint: Path) -> No
     assert "node.api_key_env: the environment variable SWIFTKV_TEST_NO_KEY is not set" in result.stderr
 
 
-def test_a_cuda_device_that_is_not_there(tmp_path: Path, checkpoint: Path) -> None:
-    file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, device: 'cuda:99'}}]")
+def test_a_device_that_is_not_served(tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, device: 'cuda:0'}}]")
     result = run("serve", file)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"{file}: models[0].device: cuda:99 is not there, torch finds ")
+    assert result.stderr.startswith(f"{file}: models[0].device: cuda:0 is not served by this version; write cpu")
 
 
 def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:
