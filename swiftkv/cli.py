@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,9 @@ from swiftkv.checkpoint import Architecture, Size
 from swiftkv.errors import ConfigError, SwiftkvError
 
 if TYPE_CHECKING:
-    from swiftkv.cache.plan import ModelPlan
+    from rich.table import Table
+
+    from swiftkv.cache.plan import LendingPair, MasterRoom, ModelPlan
     from swiftkv.config import Config
 
 app = typer.Typer(
@@ -88,22 +90,25 @@ def serve(
         run_node(config, plans)
 
 
-@app.command(epilog="Example: `swiftkv plan configs/embedded.yaml --json | jq '.models[].num_blocks'`")
+@app.command(epilog="Example: `swiftkv plan configs/embedded.yaml --json | jq '.lending.masters[].with_lending'`")
 def plan(
     config_path: ConfigPath,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
 ) -> None:
-    """Show sizes and block counts of every model of CONFIG; nothing is started."""
+    """Show sizes of every model of CONFIG and what masters can borrow, from config.json alone; nothing is started."""
     with _mistakes_as_lines(config_path):
-        from swiftkv.cache.plan import plan_as_dict, plan_node
+        from swiftkv.cache.plan import lending_as_dict, plan_as_dict, plan_lending, plan_node
         from swiftkv.config import load_config
 
         config = load_config(config_path)
         plans = plan_node(config, need_weights=False)
+        rooms = plan_lending(plans)
         if as_json:
-            print(json.dumps({"models": [plan_as_dict(model_plan) for model_plan in plans]}, indent=2))
+            models = [plan_as_dict(model_plan) for model_plan in plans]
+            print(json.dumps({"models": models, "lending": lending_as_dict(rooms)}, indent=2))
         else:
             _print_plan(config, plans)
+            _print_lending(rooms)
 
 
 def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
@@ -136,6 +141,84 @@ def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
     console.print(table)
     total_bytes = sum(p.pool_bytes + p.weight_bytes for p in plans)
     console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
+
+
+def _print_lending(rooms: Sequence[MasterRoom]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for room in rooms:
+        others = " (as if no other master did)" if len(rooms) > 1 else ""
+        console.print(f"\n{room.master.name} borrows{others}:", highlight=False)
+        console.print(_lending_table(room))
+        for note in _lending_notes(room):
+            console.print(f"- {note}", highlight=False)
+    if rooms:
+        console.print("\nNot used yet by serve: max_model_len is still checked against its own pool.")
+
+
+def _lending_table(room: MasterRoom) -> Table:
+    """A column for each pair, between the master without lending and, if there are several, with all of them."""
+    from rich.table import Table
+
+    from swiftkv.config import format_size
+
+    pairs = room.pairs
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    together = [room] if len(pairs) > 1 else []
+    for label in ("", "no lending", *(_pair_name(pair) for pair in pairs), *("together" for _ in together)):
+        table.add_column(label, justify="right" if label else "left")
+    for label, cells in {
+        "block of the worker": [format_size(p.extent.lender_block_bytes) for p in pairs],
+        "block of the master": [format_size(p.extent.borrower_block_bytes) for p in pairs],
+        "extent": [format_size(p.extent.num_bytes) for p in pairs],
+        "extent is": ["the LCM" if p.extent.is_lcm else f"{float(p.extent.waste):.2%} waste" for p in pairs],
+        "MEU_w (worker blocks)": [f"{p.extent.meu_w:,}" for p in pairs],
+        "MEU_m (master blocks)": [f"{p.extent.meu_m:,}" for p in pairs],
+        "lending budget": [f"{100 * float(p.worker.lending_budget):.6g}%" for p in pairs],
+        "extents lent": [f"{p.num_extents:,} of {p.max_extents:,}" for p in pairs],
+    }.items():
+        table.add_row(label, "", *cells)
+    lent_bytes = [*(pair.lent_bytes for pair in pairs), *(r.lent_bytes for r in together)]
+    table.add_row("bytes lent", "", *(format_size(num_bytes) for num_bytes in lent_bytes))
+
+    rooms = [(room.beside(), 0), *((room.beside(p.worker), p.master_group) for p in pairs), *((r, 0) for r in together)]
+    for label, cells in {
+        "K_i (master blocks)": [f"{r.borrowed_blocks(group):,}" for r, group in rooms],
+        "N_LSC": [f"{r.split(group)[0]:,}" for r, group in rooms],
+        "N_RC": [f"{r.split(group)[1]:,}" for r, group in rooms],
+        "tokens that fit": [f"{r.sequence_tokens:,}" for r, _ in rooms],
+        "longest context": [f"{r.longest_context:,}" for r, _ in rooms],
+    }.items():
+        table.add_row(label, *cells)
+    for label, extents in (("one extent less", -1), ("one extent more", 1)):
+        table.add_row(label, "", *(_change_in_tokens(room, pair, extents) for pair in pairs))
+    return table
+
+
+def _pair_name(pair: LendingPair) -> str:
+    several = len(pair.worker.groups) > 1 or len(pair.master.groups) > 1
+    return f"{pair.worker.name} {pair.worker_group}>{pair.master_group}" if several else pair.worker.name
+
+
+def _change_in_tokens(room: MasterRoom, pair: LendingPair, extents: int) -> str:
+    tokens = room.sequence_tokens_after(pair, extents)
+    return "-" if tokens is None else f"{tokens - room.sequence_tokens:+,} tokens"
+
+
+def _lending_notes(room: MasterRoom) -> Iterator[str]:
+    alone, model_limit = room.beside(), room.master.max_context_len
+    if alone.sequence_tokens:
+        times = room.sequence_tokens / alone.sequence_tokens
+        yield f"{room.sequence_tokens:,} tokens of one sequence fit, {times:.2f} times those without lending"
+    if room.sequence_tokens > model_limit:
+        yield f"{room.master.name} itself was made for {model_limit:,} tokens"
+    for pair in room.pairs:
+        if pair.num_extents == 0:
+            why = "its budget is less than one extent" if pair.worker.lending_budget else "it has no lending.budget"
+            yield f"{_pair_name(pair)} lends nothing: {why}"
+    if room.cached_tokens > room.sequence_tokens:
+        yield f"{room.cached_tokens:,} tokens of several sequences fit: one alone is limited by N_LSC"
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")

@@ -121,6 +121,26 @@ def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:
     assert [(model["name"], model["num_blocks"]) for model in planned] == [("tiny-model", 85)]
 
 
+def test_plan_shows_what_each_master_can_borrow(tmp_path: Path, checkpoint: Path) -> None:
+    models = [
+        f"{{name: one, path: {checkpoint}, role: master, kv_cache: {{memory: 1MiB}}}}",
+        f"{{name: two, path: {checkpoint}, role: master, kv_cache: {{memory: 2MiB}}}}",
+        f"{{name: lender, path: {checkpoint}, kv_cache: {{memory: 1MiB}}, lending: {{budget: 50%}}}}",
+        f"{{name: keeper, path: {checkpoint}}}",
+    ]
+    file = write(tmp_path, f"models: [{', '.join(models)}]")
+    table = run("plan", file)
+    assert table.exit_code == 0
+    for text in ("one borrows (as if no other master did):", "two borrows", "the LCM", "42 of 85", "together"):
+        assert text in table.stdout
+    assert "- keeper lends nothing: it has no lending.budget" in table.stdout
+    assert "- one itself was made for 512 tokens" in table.stdout
+    assert table.stdout.count("Not used yet by serve") == 1
+    masters = json.loads(run("plan", file, "--json").stdout)["lending"]["masters"]
+    assert [master["master"] for master in masters] == ["one", "two"]
+    assert [pair["k_i"] for pair in masters[0]["pairs"]] == [42, 0]
+
+
 def test_plan_and_help_do_without_torch(tmp_path: Path, checkpoint: Path) -> None:
     file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}}}]")
     program = (

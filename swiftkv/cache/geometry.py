@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of every dtype that a model can be served in."""
 
 BLOCK_SIZE_MULTIPLE = 16
 """Kernels read keys and values sixteen tokens at a time."""
+
+MAX_EXACT_EXTENT_BLOCKS = 32
+"""A least common multiple of more blocks of the larger model than this is too coarse to lend by."""
+
+MAX_EXTENT_WASTE = Fraction(1, 100)
+"""An extent that is not the least common multiple wastes less than this part of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,66 @@ class KVGroup:
     def bytes_per_token(self) -> int:
         """The paper's "overhead per token" (Table 2), for this group's layers."""
         return self.block_bytes // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The smallest unit that one KV group can lend to another: `meu_w` lender blocks that hold `meu_m` borrower blocks.
+
+    Eqs. 6 to 9 in bytes: the paper counts elements, which is right only between models of one dtype.
+    """
+
+    lender_block_bytes: int
+    borrower_block_bytes: int
+    meu_w: int  # lender blocks
+    meu_m: int  # borrower blocks
+
+    def __post_init__(self) -> None:
+        assert self.meu_w > 0
+        assert self.meu_m > 0
+        assert 0 <= self.wasted_bytes < self.borrower_block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.meu_w * self.lender_block_bytes
+
+    @property
+    def wasted_bytes(self) -> int:
+        """What is left behind the last of the borrower's blocks."""
+        return self.num_bytes - self.meu_m * self.borrower_block_bytes
+
+    @property
+    def waste(self) -> Fraction:
+        """The part of the extent that is wasted: 0, or less than `MAX_EXTENT_WASTE`."""
+        return Fraction(self.wasted_bytes, self.num_bytes)
+
+    @property
+    def is_lcm(self) -> bool:
+        return self.num_bytes == math.lcm(self.lender_block_bytes, self.borrower_block_bytes)
+
+    def count_within(self, budget: Fraction, pool_blocks: int) -> int:
+        """Whole extents in the part `budget` (0 to 1) of a lender's pool of `pool_blocks`."""
+        return math.floor(budget * pool_blocks) // self.meu_w
+
+
+def extent_between(lender_block_bytes: int, borrower_block_bytes: int) -> Extent:
+    """The least common multiple of both blocks, in bytes (Eqs. 8 and 9); where that is absurdly large, less.
+
+    Then it is the smallest multiple of the lender's block that holds a whole number of the borrower's blocks with
+    waste below `MAX_EXTENT_WASTE`: never larger than the least common multiple, and found in a hundred steps.
+    """
+
+    def of_lender_blocks(meu_w: int) -> Extent:
+        return Extent(
+            lender_block_bytes, borrower_block_bytes, meu_w, meu_w * lender_block_bytes // borrower_block_bytes
+        )
+
+    larger_bytes = max(lender_block_bytes, borrower_block_bytes)
+    exact = of_lender_blocks(math.lcm(lender_block_bytes, borrower_block_bytes) // lender_block_bytes)
+    if exact.num_bytes <= MAX_EXACT_EXTENT_BLOCKS * larger_bytes:
+        return exact
+    candidates = (of_lender_blocks(-(-n * larger_bytes // lender_block_bytes)) for n in count(1))
+    return next(extent for extent in candidates if extent.waste < MAX_EXTENT_WASTE)
 
 
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from swiftkv.cache.geometry import DTYPE_BYTES, KVGroup, blocks_in_pool, pool_bytes_for_tokens
+from swiftkv.cache.geometry import (
+    DTYPE_BYTES,
+    Extent,
+    KVGroup,
+    blocks_in_pool,
+    extent_between,
+    pool_bytes_for_tokens,
+    split_pool,
+)
 from swiftkv.config import Config, ModelConfig, format_size
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import locate_checkpoint
@@ -28,6 +38,7 @@ class ModelPlan:
     max_model_len: int
     max_context_len: int  # that the model was made for
     vocab_size: int
+    lending_budget: Fraction  # of its pool, at most this part is lent
 
     @property
     def block_size(self) -> int:
@@ -53,6 +64,116 @@ class ModelPlan:
     def longest_context(self) -> int:
         """Tokens of the longest sequence that the pool and the model allow."""
         return min(self.pool_tokens, self.max_context_len)
+
+
+@dataclass(frozen=True, slots=True)
+class LendingPair:
+    """What one KV group of a worker lends to one of a master: whole extents, as many as the budget allows."""
+
+    master: ModelPlan
+    master_group: int  # index into `master.groups`
+    worker: ModelPlan
+    worker_group: int
+    extent: Extent
+    num_extents: int
+
+    @property
+    def max_extents(self) -> int:
+        """Extents in the whole pool of the worker."""
+        return self.extent.count_within(_share(self.master, self.master_group), self.worker.num_blocks)
+
+    @property
+    def lent_blocks(self) -> int:
+        """Blocks of the worker."""
+        return self.num_extents * self.extent.meu_w
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.num_extents * self.extent.num_bytes
+
+    @property
+    def borrowed_blocks(self) -> int:
+        """`K_i`: blocks of the master (Eq. 2, rounded down to extents)."""
+        return self.num_extents * self.extent.meu_m
+
+    @property
+    def tokens_per_extent(self) -> int:
+        """Tokens of the master that one extent holds."""
+        return self.extent.meu_m * self.master.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class MasterRoom:
+    """How a master's pool is divided while it borrows from `pairs`, and what fits then. One layer-stream buffer."""
+
+    master: ModelPlan
+    pairs: tuple[LendingPair, ...]
+
+    def borrowed_blocks(self, group: int) -> int:
+        """`K_i` of all lenders together."""
+        return sum(pair.borrowed_blocks for pair in self.pairs if pair.master_group == group)
+
+    def split(self, group: int) -> tuple[int, int]:
+        """`(N_LSC, N_RC)` of one of the master's KV groups (Eqs. 4 and 5)."""
+        num_layers = self.master.groups[group].num_layers
+        return split_pool(self.master.num_blocks * num_layers, [self.borrowed_blocks(group)], num_layers)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of the longest sequence that the memory allows."""
+        return self.master.block_size * min(sum(self.split(group)) for group in range(len(self.master.groups)))
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence that memory and model allow."""
+        return min(self.sequence_tokens, self.master.max_context_len)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all sequences together; more than `sequence_tokens` where the layer-stream cache is the limit."""
+        groups = range(len(self.master.groups))
+        return self.master.block_size * min(self.split(group)[1] + self.borrowed_blocks(group) for group in groups)
+
+    @property
+    def lent_bytes(self) -> int:
+        return sum(pair.lent_bytes for pair in self.pairs)
+
+    def beside(self, *workers: ModelPlan) -> MasterRoom:
+        """As if nobody else lent."""
+        return replace(self, pairs=tuple(pair for pair in self.pairs if pair.worker in workers))
+
+    def sequence_tokens_after(self, pair: LendingPair, extents: int) -> int | None:
+        """`sequence_tokens` if `pair` lent `extents` more (or fewer); None if it cannot."""
+        num_extents = pair.num_extents + extents
+        if not 0 <= num_extents <= pair.max_extents:
+            return None
+        changed = replace(pair, num_extents=num_extents)
+        return replace(self, pairs=tuple(changed if p is pair else p for p in self.pairs)).sequence_tokens
+
+
+def plan_lending(plans: Sequence[ModelPlan]) -> tuple[MasterRoom, ...]:
+    """Every master of a node beside every worker, each master as if no other borrowed."""
+    workers = [plan for plan in plans if plan.role == "worker"]
+    return tuple(
+        MasterRoom(master, tuple(pair for worker in workers for pair in _pairs(master, worker)))
+        for master in plans
+        if master.role == "master" and workers
+    )
+
+
+def _pairs(master: ModelPlan, worker: ModelPlan) -> list[LendingPair]:
+    pairs = []
+    for i, lender in enumerate(worker.groups):
+        for j, borrower in enumerate(master.groups):
+            extent = extent_between(lender.block_bytes, borrower.block_bytes)
+            budget = worker.lending_budget * _share(master, j)
+            pairs.append(LendingPair(master, j, worker, i, extent, extent.count_within(budget, worker.num_blocks)))
+    return pairs
+
+
+def _share(master: ModelPlan, group: int) -> Fraction:
+    """The part of what is borrowed that goes to one KV group: a token needs a slot in each."""
+    return Fraction(master.groups[group].block_bytes, master.block_bytes)
 
 
 def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
@@ -93,6 +214,7 @@ def _plan_model(model: ModelConfig, directory: Path, need_weights: bool) -> Mode
         max_model_len=_max_model_len(model, decoder, groups, num_blocks),
         max_context_len=decoder.max_context_len,
         vocab_size=decoder.vocab_size,
+        lending_budget=_exact(model.lending.budget) if model.lending else Fraction(0),
     )
 
 
@@ -110,6 +232,11 @@ def _max_model_len(model: ModelConfig, decoder: DecoderConfig, groups: tuple[KVG
             f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"
         )
     return asked or min(positions, pool_tokens)
+
+
+def _exact(percentage: float) -> Fraction:
+    """29 % as 29/100: in binary it is a little less, and rounding down would lose an extent."""
+    return Fraction(percentage).limit_denominator(1_000_000)
 
 
 def _num_parameters(decoder: DecoderConfig) -> int:
@@ -144,4 +271,61 @@ def plan_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "longest_context": plan.longest_context,
         "max_model_len": plan.max_model_len,
         "max_context_len": plan.max_context_len,
+        "lending_budget": float(plan.lending_budget),
+    }
+
+
+def lending_as_dict(rooms: Sequence[MasterRoom]) -> dict[str, Any]:
+    """What each master can borrow, for machines: numbers in bytes, tokens, blocks and extents."""
+    return {
+        "used_by_serve": False,
+        "masters": [
+            {
+                "master": room.master.name,
+                "without_lending": _room_as_dict(room.beside()),
+                "with_lending": _room_as_dict(room),
+                "pairs": [_pair_as_dict(room, pair) for pair in room.pairs],
+            }
+            for room in rooms
+        ],
+    }
+
+
+def _room_as_dict(room: MasterRoom) -> dict[str, Any]:
+    groups = []
+    for i, group in enumerate(room.master.groups):
+        n_lsc, n_rc = room.split(i)
+        k_master = room.master.num_blocks * group.num_layers
+        groups.append({"k_master": k_master, "sum_k_i": room.borrowed_blocks(i), "n_lsc": n_lsc, "n_rc": n_rc})
+    return {
+        "kv_groups": groups,
+        "sequence_tokens": room.sequence_tokens,
+        "longest_context": room.longest_context,
+        "cached_tokens": room.cached_tokens,
+    }
+
+
+def _pair_as_dict(room: MasterRoom, pair: LendingPair) -> dict[str, Any]:
+    extent = pair.extent
+    return {
+        "worker": pair.worker.name,
+        "master_group": pair.master_group,
+        "worker_group": pair.worker_group,
+        "master_block_bytes": extent.borrower_block_bytes,
+        "worker_block_bytes": extent.lender_block_bytes,
+        "extent_bytes": extent.num_bytes,
+        "extent_is_lcm": extent.is_lcm,
+        "extent_wasted_bytes": extent.wasted_bytes,
+        "meu_m": extent.meu_m,
+        "meu_w": extent.meu_w,
+        "budget": float(pair.worker.lending_budget),
+        "num_extents": pair.num_extents,
+        "max_extents": pair.max_extents,
+        "lent_bytes": pair.lent_bytes,
+        "lent_blocks": pair.lent_blocks,
+        "k_i": pair.borrowed_blocks,
+        "this_worker_alone": _room_as_dict(room.beside(pair.worker)),
+        "tokens_per_extent": pair.tokens_per_extent,
+        "sequence_tokens_one_extent_less": room.sequence_tokens_after(pair, -1),
+        "sequence_tokens_one_extent_more": room.sequence_tokens_after(pair, 1),
     }

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.cache.geometry import KVGroup, blocks_for_tokens, blocks_in_pool, pool_bytes_for_tokens, split_pool
+from swiftkv.cache.geometry import (
+    MAX_EXACT_EXTENT_BLOCKS,
+    MAX_EXTENT_WASTE,
+    KVGroup,
+    blocks_for_tokens,
+    blocks_in_pool,
+    extent_between,
+    pool_bytes_for_tokens,
+    split_pool,
+)
 
 MIB = 1 << 20
 
@@ -70,3 +82,71 @@ def test_the_pool_that_a_sequence_needs_is_the_smallest(group: KVGroup, num_toke
     assert (blocks - 1) * group.block_size < num_tokens <= blocks * group.block_size
     assert blocks_in_pool(needed, [group]) == blocks
     assert blocks_in_pool(needed - 1, [group]) == blocks - 1
+
+
+@pytest.mark.parametrize(
+    ("worker_layers", "meu_w", "meu_m", "mebibytes"),
+    [pytest.param(36, 16, 9, 36, id="Qwen3-8B"), pytest.param(40, 8, 5, 20, id="Qwen3-14B")],
+)
+def test_extents_beside_qwen3_32b(worker_layers: int, meu_w: int, meu_m: int, mebibytes: int) -> None:
+    extent = extent_between(dense(worker_layers, 8, 128).block_bytes, dense(64, 8, 128).block_bytes)
+    assert (extent.meu_w, extent.meu_m, extent.num_bytes) == (meu_w, meu_m, mebibytes * MIB)
+    assert (extent.is_lcm, extent.wasted_bytes) == (True, 0)
+
+
+def test_an_extent_counts_bytes_not_elements() -> None:
+    group, in_float32 = dense(36, 8, 128, "bfloat16"), dense(36, 8, 128, "float32")
+    extent = extent_between(group.block_bytes, in_float32.block_bytes)
+    assert (extent.meu_w, extent.meu_m) == (2, 1)
+
+
+def test_coprime_blocks_waste_a_little_rather_than_lend_by_the_gigabyte() -> None:
+    extent = extent_between(61 * MIB, 53 * MIB)
+    assert math.lcm(61, 53) == 3233
+    assert (extent.meu_w, extent.meu_m, extent.wasted_bytes) == (7, 8, 3 * MIB)
+    assert extent.waste == Fraction(3, 427)
+    assert not extent.is_lcm
+
+
+block_bytes = st.one_of(
+    st.integers(1, 3_000),
+    st.builds(lambda layers, heads, dim: layers * heads * dim, st.integers(1, 96), st.integers(1, 64), st.just(8192)),
+)
+
+
+@given(lender=block_bytes, borrower=block_bytes)
+def test_an_extent_is_a_common_multiple_or_wastes_little(lender: int, borrower: int) -> None:
+    extent = extent_between(lender, borrower)
+    lcm = math.lcm(lender, borrower)
+    assert extent.num_bytes == extent.meu_w * lender
+    assert extent.meu_m == extent.num_bytes // borrower
+    assert extent.num_bytes <= lcm
+    assert extent.is_lcm == (extent.num_bytes == lcm) == (extent.wasted_bytes == 0)
+    assert extent.waste < MAX_EXTENT_WASTE
+    if lcm <= MAX_EXACT_EXTENT_BLOCKS * max(lender, borrower):
+        assert extent.is_lcm
+
+
+@given(lender=st.integers(1, 400), borrower=st.integers(1, 400))
+def test_where_it_is_not_the_lcm_no_smaller_extent_would_do(lender: int, borrower: int) -> None:
+    extent = extent_between(lender, borrower)
+    if math.lcm(lender, borrower) > MAX_EXACT_EXTENT_BLOCKS * max(lender, borrower):
+        sizes = (n * lender for n in range(-(-borrower // lender), math.lcm(lender, borrower) // lender + 1))
+        assert extent.num_bytes == next(size for size in sizes if (size % borrower) * 100 < size)
+
+
+@given(lender=block_bytes, borrower=block_bytes, pool_blocks=st.integers(0, 10**12), percent=st.integers(0, 99))
+def test_a_budget_is_whole_extents_within_it(lender: int, borrower: int, pool_blocks: int, percent: int) -> None:
+    extent = extent_between(lender, borrower)
+    lent, more = (extent.count_within(Fraction(p, 100), pool_blocks) for p in (percent, percent + 1))
+    assert lent * extent.num_bytes * 100 <= percent * pool_blocks * lender < (lent + 1) * extent.num_bytes * 100
+    assert lent <= more
+    assert lent <= extent.count_within(Fraction(percent, 100), pool_blocks + 1)
+
+
+@given(pool=st.integers(0, 10**9), borrowed=st.integers(0, 10**9), num_layers=st.integers(1, 100))
+def test_borrowing_more_never_shortens_the_longest_sequence(pool: int, borrowed: int, num_layers: int) -> None:
+    lsc_slots, rc_blocks = split_pool(pool, [borrowed], num_layers)
+    assert lsc_slots + rc_blocks * num_layers <= pool
+    assert sum(split_pool(pool, [borrowed, 1], num_layers)) >= lsc_slots + rc_blocks
+    assert sum(split_pool(pool + 1, [borrowed], num_layers)) >= lsc_slots + rc_blocks

@@ -1,0 +1,174 @@
+"""What masters can borrow, from nothing but `config.json`: the paper's example, Qwen3 by hand, rounding."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.plan import MasterRoom, ModelPlan, lending_as_dict, plan_lending, plan_node
+from swiftkv.config import load_config
+from tests.cache.test_plan import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
+
+
+def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction = Fraction(0)) -> ModelPlan:
+    """In each, a layer block is 2 KiB."""
+    return ModelPlan(
+        name=name,
+        role=role,
+        checkpoint=Path(name),
+        architecture="LlamaForCausalLM",
+        dtype="bfloat16",
+        groups=(KVGroup(tuple(range(num_layers)), 1, 32, "bfloat16", 16),),
+        weight_bytes=0,
+        num_blocks=num_blocks,
+        max_model_len=16,
+        max_context_len=1_000_000_000,
+        vocab_size=1000,
+        lending_budget=budget,
+    )
+
+
+def rooms(tmp_path: Path, *models_yaml: str) -> tuple[MasterRoom, ...]:
+    for name, hf_config in PUBLISHED.items():
+        make(tmp_path / name, hf_config)
+    make(tmp_path / "tiny", TINY)
+    file = tmp_path / "node.yaml"
+    file.write_text(f"models: [{', '.join(f'{{{text}}}' for text in models_yaml)}]")
+    return plan_lending(plan_node(load_config(file), need_weights=False))
+
+
+def test_the_papers_example() -> None:
+    """L = 10, K_master = 100, K = 9 and 8: with workers of the same shape an extent is one block."""
+    master = model("m", "master", 10, 10)
+    (room,) = plan_lending(
+        [master, model("a", "worker", 10, 12, Fraction(3, 4)), model("b", "worker", 10, 16, Fraction(1, 2))]
+    )
+    assert [pair.borrowed_blocks for pair in room.pairs] == [9, 8]
+    assert room.split(0) == (17, 8)
+    assert room.sequence_tokens == 25 * 16
+    assert room.beside().split(0) == (0, 10)
+    assert room.beside().sequence_tokens == 10 * 16
+
+
+def test_qwen3_32b_borrows_from_8b_and_14b(tmp_path: Path) -> None:
+    (room,) = rooms(
+        tmp_path,
+        "name: m, path: Qwen3-32B, role: master, kv_cache: {memory: 20GiB}",
+        "name: w8, path: Qwen3-8B, kv_cache: {memory: 68GiB}, lending: {budget: 75%}",
+        "name: w14, path: Qwen3-14B, kv_cache: {memory: 56GiB}, lending: {budget: 75%}",
+    )
+    w8, w14 = room.pairs
+    assert (w8.extent.meu_w, w8.extent.meu_m, w8.extent.num_bytes) == (16, 9, 36 << 20)
+    assert (w14.extent.meu_w, w14.extent.meu_m, w14.extent.num_bytes) == (8, 5, 20 << 20)
+    # 68 GiB hold 30,947 blocks of 2.25 MiB; three quarters are 23,210, which are 1,450 extents and a bit.
+    assert (w8.num_extents, w8.max_extents, w8.borrowed_blocks) == (1450, 1934, 13050)
+    assert (w14.num_extents, w14.max_extents, w14.borrowed_blocks) == (2150, 2867, 10750)
+    # K_master = 5,120 blocks x 64 layers = 327,680; (327,680 - 23,800) / 64 = 4,748.1
+    assert room.split(0) == (23800, 4748)
+    assert room.sequence_tokens == (23800 + 4748) * 16
+    assert room.longest_context == 40960  # what the model was made for
+    # 303,880 layer blocks are left for RC, 8 over 4,748 blocks: 9 more for LSC cost one of them, 9 fewer none.
+    assert room.sequence_tokens_after(w8, 1) == room.sequence_tokens + 8 * 16
+    assert room.sequence_tokens_after(w8, -1) == room.sequence_tokens - 9 * 16
+
+
+def test_more_than_the_layer_stream_cache_can_hold_is_only_for_other_sequences() -> None:
+    (room,) = plan_lending([model("m", "master", 10, 10), model("w", "worker", 10, 130, Fraction(1))])
+    assert room.split(0) == (100, 0)
+    assert (room.sequence_tokens, room.cached_tokens) == (100 * 16, 130 * 16)
+    assert room.sequence_tokens_after(room.pairs[0], -1) == room.sequence_tokens
+    assert room.sequence_tokens_after(room.pairs[0], 1) is None  # the pool has no more
+
+
+def test_a_worker_without_a_budget_lends_nothing() -> None:
+    (room,) = plan_lending([model("m", "master", 10, 10), model("w", "worker", 7, 100)])
+    assert room.pairs[0].num_extents == 0
+    assert room.sequence_tokens == room.beside().sequence_tokens
+    assert room.sequence_tokens_after(room.pairs[0], -1) is None
+
+
+def test_the_percentage_is_exact(tmp_path: Path) -> None:
+    """0.29 is a little less than 29/100 in binary."""
+    (room,) = rooms(
+        tmp_path,
+        "name: m, path: tiny, role: master",
+        f"name: w, path: tiny, kv_cache: {{memory: {100 * TINY_BLOCK_BYTES}}}, lending: {{budget: 29%}}",
+    )
+    assert room.pairs[0].num_extents == 29
+
+
+def test_each_master_is_planned_as_if_it_borrowed_alone() -> None:
+    worker = model("w", "worker", 10, 50, Fraction(1))
+    both = plan_lending([model("m", "master", 10, 10), worker, model("n", "master", 5, 10)])
+    assert [room.master.name for room in both] == ["m", "n"]
+    assert [pair.borrowed_blocks for room in both for pair in room.pairs] == [50, 100]
+
+
+@pytest.mark.parametrize("role", ["master", "worker"])
+def test_one_role_alone_has_no_pairs(role: str) -> None:
+    assert plan_lending([model("a", role, 10, 10), model("b", role, 10, 10)]) == ()
+
+
+def test_a_master_of_two_kv_groups_has_room_for_a_token_in_each() -> None:
+    """What is lent is divided in the proportion of the groups' blocks: 3 and 1 layers of 4."""
+    full = KVGroup((0, 1, 2), 1, 32, "bfloat16", 16)
+    windowed = KVGroup((3,), 1, 32, "bfloat16", 16, window=1024)
+    master = replace(model("m", "master", 4, 10), groups=(full, windowed))
+    (room,) = plan_lending([master, model("w", "worker", 3, 40, Fraction(1))])
+    assert [(p.extent.meu_w, p.extent.meu_m, p.num_extents) for p in room.pairs] == [(1, 1, 30), (1, 3, 10)]
+    assert [room.split(0), room.split(1)] == [(30, 0), (10, 0)]
+    assert room.sequence_tokens == 10 * 16
+
+
+def test_a_pool_of_a_petabyte_is_planned_at_once() -> None:
+    (room,) = plan_lending([model("m", "master", 61, 10**12), model("w", "worker", 53, 10**12, Fraction(9, 10))])
+    pair = room.pairs[0]
+    assert (pair.extent.is_lcm, pair.num_extents) == (False, 900_000_000_000 // pair.extent.meu_w)
+
+
+@given(
+    master_layers=st.integers(1, 80),
+    worker_layers=st.integers(1, 80),
+    blocks=st.integers(1, 10_000),
+    percent=st.integers(0, 99),
+)
+def test_a_larger_budget_never_means_a_shorter_context(
+    master_layers: int, worker_layers: int, blocks: int, percent: int
+) -> None:
+    master = model("m", "master", master_layers, 50)
+    (less,), (more,) = (
+        plan_lending([master, model("w", "worker", worker_layers, blocks, Fraction(p, 100))])
+        for p in (percent, percent + 1)
+    )
+    assert less.beside().sequence_tokens <= less.sequence_tokens <= more.sequence_tokens
+    assert less.cached_tokens >= less.sequence_tokens
+    assert less.pairs[0].lent_bytes * 100 <= percent * less.pairs[0].worker.pool_bytes
+    one_more = less.sequence_tokens_after(less.pairs[0], 1)
+    assert one_more is None or less.sequence_tokens <= one_more
+
+
+def test_the_machine_readable_plan_is_json() -> None:
+    master, worker = model("m", "master", 10, 10), model("w", "worker", 5, 20, Fraction(1, 2))
+    planned = json.loads(json.dumps(lending_as_dict(plan_lending([master, worker]))))
+    assert planned["used_by_serve"] is False
+    (of_master,) = planned["masters"]
+    assert of_master["with_lending"] == {
+        "kv_groups": [{"k_master": 100, "sum_k_i": 5, "n_lsc": 5, "n_rc": 9}],
+        "sequence_tokens": 14 * 16,
+        "longest_context": 14 * 16,
+        "cached_tokens": 14 * 16,
+    }
+    (pair,) = of_master["pairs"]
+    assert (pair["worker"], pair["budget"], pair["meu_w"], pair["meu_m"]) == ("w", 0.5, 2, 1)
+    assert (pair["extent_bytes"], pair["extent_is_lcm"], pair["extent_wasted_bytes"]) == (10 * 2048, True, 0)
+    assert (pair["num_extents"], pair["lent_blocks"], pair["k_i"], pair["tokens_per_extent"]) == (5, 10, 5, 16)
+    assert pair["this_worker_alone"] == of_master["with_lending"]
+    # 95 layer blocks are left for RC, 5 over 9 blocks: the sixth extent's slot is one of those.
+    assert pair["sequence_tokens_one_extent_more"] == 15 * 16
