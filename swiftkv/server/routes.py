@@ -16,12 +16,14 @@ from swiftkv.server.responses import Detokenized, ModelList, Tokenized
 from swiftkv.server.sampling import sequence_requests
 from swiftkv.server.streaming import json_response, streamed_answer, whole_answer
 
+_SERVER_SENT_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
 
 def documented(schema: str, *error_statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
     """A route's answers for the OpenAPI document."""
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     if stream:
-        content = {**content, "text/event-stream": {"schema": {"type": "string"}}}
+        content = {**content, "text/event-stream": {"schema": _SERVER_SENT_EVENT}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
     return {
         200: {"description": "OK", "content": content},

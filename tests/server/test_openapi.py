@@ -28,6 +28,7 @@ OPTIONS = [
     "--workers=4",
     "--warnings=off",
     "--no-color",
+    *(["--generation-deterministic"] if os.environ.get("CI") else []),
 ]
 
 
