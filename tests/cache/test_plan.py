@@ -11,7 +11,6 @@ import pytest
 from swiftkv.cache.plan import ModelPlan, plan_as_dict, plan_node
 from swiftkv.config import load_config
 from swiftkv.errors import ConfigError
-from tests.support.hf_configs import TINY_LLAMA
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -47,6 +46,16 @@ PUBLISHED = {
         "num_hidden_layers": 64,
         "num_attention_heads": 64,
     },
+}
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
 }
 TINY_BLOCK_BYTES = 3 * (2 * 16 * 2 * 16 * 2)  # layers x layer block of 16 tokens, 2 heads of 16, 2 bytes
 
@@ -86,7 +95,7 @@ def test_table_2(name: str, megabytes_per_token: float, billion_parameters: floa
 
 
 def test_sizes_by_hand(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY_LLAMA)
+    make(tmp_path / "tiny", TINY)
     planned = plan(tmp_path, f"path: tiny, kv_cache: {{memory: {10 * TINY_BLOCK_BYTES + 1}}}")
     assert (planned.num_blocks, planned.block_bytes) == (10, TINY_BLOCK_BYTES)
     assert (planned.pool_bytes, planned.pool_tokens) == (10 * TINY_BLOCK_BYTES, 160)
@@ -97,7 +106,7 @@ def test_sizes_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_machine_readable_plan_is_json(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY_LLAMA)
+    make(tmp_path / "tiny", TINY)
     as_json = json.loads(json.dumps(plan_as_dict(plan(tmp_path, "path: tiny, kv_cache: {memory: 1MiB}"))))
     assert as_json["num_blocks"] == (1 << 20) // TINY_BLOCK_BYTES
     assert as_json["kv_groups"][0]["layers"] == [0, 1, 2]
@@ -111,15 +120,15 @@ def test_a_path_starts_where_the_file_lies_and_else_where_you_are(
     file_dir.mkdir()
     working_dir.mkdir()
     monkeypatch.chdir(working_dir)
-    make(working_dir / "tiny", TINY_LLAMA)
+    make(working_dir / "tiny", TINY)
     assert plan(file_dir, "path: tiny").checkpoint == working_dir / "tiny"
-    make(file_dir / "tiny", TINY_LLAMA)
+    make(file_dir / "tiny", TINY)
     assert plan(file_dir, "path: tiny").checkpoint == file_dir / "tiny"
     assert plan(file_dir, f"path: {working_dir / 'tiny'}").checkpoint == working_dir / "tiny"
 
 
 def test_a_pool_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY_LLAMA)
+    make(tmp_path / "tiny", TINY)
     needed = 7 * TINY_BLOCK_BYTES
     text = "path: tiny, max_model_len: 100, kv_cache: {memory: %d}"
     assert mistake(tmp_path, text % (needed - 1)) == (
@@ -131,7 +140,7 @@ def test_a_pool_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_length_beyond_the_model(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY_LLAMA)
+    make(tmp_path / "tiny", TINY)
     message = mistake(tmp_path, "path: tiny, max_model_len: 513")
     assert message == "models[0].max_model_len: 513 is more than the 512 positions that the model has"
 
@@ -158,7 +167,7 @@ def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
 
 
 def test_serving_needs_weights_and_tokenizer(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY_LLAMA)
+    make(tmp_path / "tiny", TINY)
     assert "has no *.safetensors" in mistake(tmp_path, "path: tiny", need_weights=True)
     (tmp_path / "tiny" / "model.safetensors").touch()
     assert "has no tokenizer.json" in mistake(tmp_path, "path: tiny", need_weights=True)
@@ -167,7 +176,7 @@ def test_serving_needs_weights_and_tokenizer(tmp_path: Path) -> None:
 
 
 def test_an_architecture_that_is_not_supported_names_those_that_are(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", {**TINY_LLAMA, "architectures": ["BertModel"]})
+    make(tmp_path / "tiny", {**TINY, "architectures": ["BertModel"]})
     message = mistake(tmp_path, "path: tiny")
     assert message.startswith("models[0].path: ")
     assert "BertModel; supported are Qwen3ForCausalLM, " in message

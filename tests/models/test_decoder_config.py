@@ -13,9 +13,18 @@ import pytest
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import DecoderConfig
-from tests.support.hf_configs import TINY_LLAMA
 
-QWEN2_5 = TINY_LLAMA | {
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+QWEN2_5 = LLAMA | {
     "architectures": ["Qwen2ForCausalLM"],
     "max_window_layers": 2,
     "rope_theta": 1e6,
@@ -34,7 +43,7 @@ def read(tmp_path: Path, values: dict[str, Any], generation: dict[str, Any] | No
 
 
 def test_shape(tmp_path: Path) -> None:
-    config = read(tmp_path, TINY_LLAMA)
+    config = read(tmp_path, LLAMA)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
     assert config.rope.theta == 10000.0
     assert not config.tie_word_embeddings
@@ -45,9 +54,9 @@ def test_what_an_architecture_implies(tmp_path: Path) -> None:
     qwen2 = read(tmp_path, QWEN2_5)
     assert (qwen2.qkv_bias, qwen2.attention_out_bias, qwen2.qk_norm) == (True, False, False)
     assert (qwen2.sliding_window, qwen2.rope.theta, qwen2.tie_word_embeddings) == (None, 1e6, True)
-    qwen3 = read(tmp_path, TINY_LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
+    qwen3 = read(tmp_path, LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
-    no_gqa = read(tmp_path, {key: value for key, value in TINY_LLAMA.items() if key != "num_key_value_heads"})
+    no_gqa = read(tmp_path, {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})
     assert no_gqa.num_kv_heads == 4
 
 
@@ -58,11 +67,11 @@ def test_what_an_architecture_implies(tmp_path: Path) -> None:
         ({"eos_token_id": 7}, None, (7,)),
         ({"eos_token_id": [7, 8]}, {"eos_token_id": [8, 9]}, (7, 8, 9)),
         ({"eos_token_id": None}, {"eos_token_id": 0}, (0,)),
-        ({"eos_token_id": -1}, {"eos_token_id": [7, TINY_LLAMA["vocab_size"]]}, (7,)),
+        ({"eos_token_id": -1}, {"eos_token_id": [7, LLAMA["vocab_size"]]}, (7,)),
     ],
 )
 def test_end_tokens(tmp_path: Path, config: Any, generation: Any, expected: tuple[int, ...]) -> None:
-    assert read(tmp_path, TINY_LLAMA | config, generation).eos_token_ids == expected
+    assert read(tmp_path, LLAMA | config, generation).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -76,19 +85,19 @@ def test_end_tokens(tmp_path: Path, config: Any, generation: Any, expected: tupl
     ],
 )
 def test_scaling_stretches_the_context(tmp_path: Path, scaling: dict[str, Any], expected: int) -> None:
-    assert read(tmp_path, TINY_LLAMA | {"rope_scaling": scaling}).max_context_len == expected
+    assert read(tmp_path, LLAMA | {"rope_scaling": scaling}).max_context_len == expected
 
 
 @pytest.mark.parametrize(
     ("values", "window"),
     [
-        (TINY_LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
-        (TINY_LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 256}, 256),
-        (TINY_LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096),  # what transformers takes it to be
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 256}, 256),
+        (LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096),  # what transformers takes it to be
         (QWEN2_5 | {"use_sliding_window": True}, 128),
         (QWEN2_5 | {"use_sliding_window": True, "max_window_layers": 3}, None),
         (QWEN2_5 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
-        (TINY_LLAMA | {"sliding_window": 128}, None),
+        (LLAMA | {"sliding_window": 128}, None),
     ],
 )
 def test_sequences_may_be_as_long_as_the_window(tmp_path: Path, values: dict[str, Any], window: int | None) -> None:
@@ -123,7 +132,7 @@ def test_sequences_may_be_as_long_as_the_window(tmp_path: Path, values: dict[str
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        read(tmp_path, TINY_LLAMA | change)
+        read(tmp_path, LLAMA | change)
     assert all(word in str(error.value) for word in [str(tmp_path / "config.json"), *words])
 
 
