@@ -15,3 +15,4 @@ class AttentionSpec:
     block_size: int  # tokens per block
     scale: float  # multiplies query · key
     window: int = 0  # tokens a query looks back on, itself included; 0: all of them
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are

@@ -1,0 +1,60 @@
+"""Where keys and values lie in a pool that the Triton kernels read and write.
+
+A layer block holds `block_size` tokens of one layer: `[2 (keys, values), num_kv_heads, block_size, head_dim]`, in the
+model's dtype. What one head of a block needs is contiguous, so a tile of keys is a few long runs of bytes, and with
+blocks of 64 tokens and more a rectangle that the tensor memory accelerator can fetch by itself.
+
+The helpers take and return numbers of elements, 64 bits wide: pools are larger than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swiftkv.kernels.attention_spec import AttentionSpec
+
+NO_BLOCK = -(2**31)
+"""Stands in a block table where no block is: no token that may be read or written belongs there."""
+
+INT32_MIN = tl.constexpr(NO_BLOCK)
+
+
+@triton.jit
+def layer_block_index(entry: Any, layer: Any) -> Any:
+    """The layer block, int64, that a table entry names at `layer`: `entry + layer`, or `~entry` if it is negative.
+
+    Follow it only where `entry != INT32_MIN`.
+    """
+    return tl.where(entry < 0, ~entry, entry + layer).to(tl.int64)
+
+
+@triton.jit
+def layer_block_offset(index: Any, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> Any:
+    """The first element of layer block `index`, int64."""
+    return index * (2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+
+
+@triton.jit
+def key_offset(head: Any, slot: Any, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> Any:
+    """Of kv head `head`'s key of the token in `slot` (position % block_size), within its layer block."""
+    return (head * BLOCK_SIZE + slot) * HEAD_DIM
+
+
+@triton.jit
+def value_offset(
+    head: Any, slot: Any, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+) -> Any:
+    """Of kv head `head`'s value of the token in `slot`, within its layer block."""
+    return ((NUM_KV_HEADS + head) * BLOCK_SIZE + slot) * HEAD_DIM
+
+
+def layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
+    """The pool, uint8 and flat, as layer blocks `[N, 2, num_kv_heads, block_size, head_dim]`, a view."""
+    nbytes = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * dtype.itemsize
+    whole = pool[: pool.numel() // nbytes * nbytes]
+    return whole.view(dtype).view(-1, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
