@@ -1,0 +1,163 @@
+"""Moves layer blocks between our own pool and peers' pools: every run of a layer in one launch.
+
+Which blocks move in a step is the same for all layers, so the list of them is made once per step, on the host and for
+whole arrays at a time (`flatten_runs`), and goes to the device once (`upload`). A launch adds the layer to it. The
+addresses of peers are kept as distances from our own pool, whatever allocation they belong to, so that runs of several
+links share the launch, and every address is a multiple of 16 bytes by construction: a thread moves 16 at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+VECTOR_BYTES = 16
+"""What one thread moves at a time; widths, pitches, offsets and distances are multiples of it."""
+
+_WORDS_PER_VECTOR = VECTOR_BYTES // 4
+_MAX_TILE_BYTES = 32 << 10
+_BYTES_PER_THREAD = 64  # four loads in flight
+_WARPS_PER_SM = 48  # of 64, so that registers do not limit it
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def flatten_runs(runs: Int64Array, width_bytes: int, block_bytes: int, peer_distances: Mapping[int, int]) -> Int64Array:
+    """The layer blocks that `runs` name, one column each: int64 `[3, N]`, in units of `VECTOR_BYTES`.
+
+    Rows: peer address of layer 0 and local address of layer 0, both as distances from the first byte of our pool, and
+    how far apart the local addresses of two layers are (0 for a layer-stream slot). A run, `[R, 5]`, is (link,
+    peer_offset_bytes, local_offset_bytes, count, staged): blocks of `block_bytes` on the peer's side; on ours too, or
+    packed layer blocks of `width_bytes` if staged. `peer_distances[link]` is the address of that peer's pool minus
+    ours, in bytes.
+
+    Raises `KeyError` for a link without a distance, `ValueError` for what is not a multiple of `VECTOR_BYTES`.
+    """
+    links, peer_offsets, local_offsets, counts, staged = runs.T
+    starts = np.zeros(len(runs), np.int64)
+    if len(runs):
+        present, inverse = np.unique(links, return_inverse=True)
+        starts = np.array([peer_distances[link] for link in present.tolist()], np.int64)[inverse] + peer_offsets
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # block within its run
+    local_pitch = np.repeat(np.where(staged, width_bytes, block_bytes), counts)
+    table = np.stack(
+        (
+            np.repeat(starts, counts) + within * block_bytes,
+            np.repeat(local_offsets, counts) + within * local_pitch,
+            np.repeat(np.where(staged, 0, width_bytes), counts),
+        )
+    )
+    if width_bytes % VECTOR_BYTES or (table % VECTOR_BYTES).any():
+        raise ValueError(f"layer blocks of {width_bytes} bytes at {runs.tolist()}: not multiples of {VECTOR_BYTES}")
+    return table // VECTOR_BYTES
+
+
+def upload(table: Int64Array, device: torch.device) -> Tensor:
+    """`flatten_runs`' table on `device`, copied on the current stream; the host does not wait for it."""
+    host = torch.from_numpy(table)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def move_blocks(
+    pool: Tensor, table: Tensor, width_bytes: int, layer: int, to_peer: bool, max_programs: int = 0
+) -> None:
+    """Copy layer `layer` of every block in `table`, from our pool to the peers or back, on the current stream.
+
+    pool uint8, flat: the whole of our own pool. table int64 `[3, N]`, of `flatten_runs`, on pool's device. The blocks
+    of one call must not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, spread over
+    as many multiprocessors), so that compute goes on beside them; 0: as many as the device holds at once.
+    """
+    num_blocks = table.shape[1]
+    if not num_blocks:
+        return
+    tile_bytes = _tile_bytes(width_bytes)
+    num_warps = max(1, tile_bytes // (32 * _BYTES_PER_THREAD))
+    programs = max_programs or _multiprocessors(pool.device) * (_WARPS_PER_SM // num_warps)
+    _move[(min(programs, num_blocks * triton.cdiv(width_bytes, tile_bytes)),)](
+        pool.view(torch.int32),
+        table,
+        num_blocks,
+        layer,
+        width_bytes // VECTOR_BYTES,
+        TILE_WORDS=tile_bytes // 4,
+        IS_EVEN=width_bytes % tile_bytes == 0,
+        TO_PEER=to_peer,
+        WORDS_PER_VECTOR=_WORDS_PER_VECTOR,
+        num_warps=num_warps,
+    )
+
+
+def move_blocks_reference(
+    pool: Tensor,
+    peers: Mapping[int, Tensor],
+    runs: Int64Array,
+    width_bytes: int,
+    block_bytes: int,
+    layer: int,
+    to_peer: bool,
+) -> None:
+    """What `move_blocks` does, run by run in plain torch: `peers[link]` is that peer's pool, uint8 and flat."""
+    for link, peer_offset, local_offset, count, staged in runs.tolist():
+        theirs = _strided(peers[link], peer_offset + layer * width_bytes, count, block_bytes, width_bytes)
+        local_pitch = width_bytes if staged else block_bytes
+        ours = _strided(pool, local_offset + (0 if staged else layer * width_bytes), count, local_pitch, width_bytes)
+        if to_peer:
+            theirs.copy_(ours)
+        else:
+            ours.copy_(theirs)
+
+
+def _strided(memory: Tensor, offset: int, count: int, pitch: int, width: int) -> Tensor:
+    return memory[offset : offset + (count - 1) * pitch + width].as_strided((count, width), (pitch, 1))
+
+
+def _tile_bytes(width_bytes: int) -> int:
+    """The largest power of two that divides `width_bytes`, where it is large enough to keep a program busy."""
+    divisor = width_bytes & -width_bytes
+    if divisor >= 4 << 10:
+        return min(divisor, _MAX_TILE_BYTES)
+    return min(triton.next_power_of_2(width_bytes), 4 << 10)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """1 without a GPU: programs of the interpreter run one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit(do_not_specialize=["num_blocks", "layer"])  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    pool,
+    table,
+    num_blocks,
+    layer,
+    width,  # in vectors
+    TILE_WORDS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    TO_PEER: tl.constexpr,
+    WORDS_PER_VECTOR: tl.constexpr,
+):
+    width_words = width * WORDS_PER_VECTOR
+    tiles_per_block = tl.cdiv(width_words, TILE_WORDS)
+    offsets = tl.arange(0, TILE_WORDS)
+    tile = tl.program_id(0)
+    while tile < num_blocks * tiles_per_block:
+        block = tile // tiles_per_block
+        words = (tile % tiles_per_block) * TILE_WORDS + offsets
+        peer = tl.load(table + block) + layer * width
+        local = tl.load(table + num_blocks + block) + layer * tl.load(table + 2 * num_blocks + block)
+        source = pool + (local if TO_PEER else peer) * WORDS_PER_VECTOR + words
+        target = pool + (peer if TO_PEER else local) * WORDS_PER_VECTOR + words
+        if IS_EVEN:
+            tl.store(target, tl.load(source))
+        else:
+            mask = words < width_words
+            tl.store(target, tl.load(source, mask=mask), mask=mask)
+        tile += tl.num_programs(0)
