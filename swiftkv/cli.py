@@ -102,13 +102,15 @@ def plan(
 
         config = load_config(config_path)
         plans = plan_node(config, need_weights=False)
-        rooms = plan_lending(plans)
+        rooms = plan_lending(plans) if config.node.lending.enabled else ()
         if as_json:
             models = [plan_as_dict(model_plan) for model_plan in plans]
             print(json.dumps({"models": models, "lending": lending_as_dict(rooms)}, indent=2))
         else:
             _print_plan(config, plans)
             _print_lending(rooms)
+            if not config.node.lending.enabled:
+                print("\nNothing is lent: node.lending is off.")
 
 
 def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
@@ -148,13 +150,11 @@ def _print_lending(rooms: Sequence[MasterRoom]) -> None:
 
     console = Console()
     for room in rooms:
-        others = " (as if no other master did)" if len(rooms) > 1 else ""
+        others = f" (every budget is divided among {len(rooms)} masters)" if len(rooms) > 1 else ""
         console.print(f"\n{room.master.name} borrows{others}:", highlight=False)
         console.print(_lending_table(room))
         for note in _lending_notes(room):
             console.print(f"- {note}", highlight=False)
-    if rooms:
-        console.print("\nNot used yet by serve: max_model_len is still checked against its own pool.")
 
 
 def _lending_table(room: MasterRoom) -> Table:
@@ -164,6 +164,7 @@ def _lending_table(room: MasterRoom) -> Table:
     from swiftkv.config import format_size
 
     pairs = room.pairs
+    shared = any(pair.share < 1 for pair in pairs)
     table = Table(box=None, padding=(0, 2, 0, 0))
     together = [room] if len(pairs) > 1 else []
     for label in ("", "no lending", *(_pair_name(pair) for pair in pairs), *("together" for _ in together)):
@@ -175,7 +176,8 @@ def _lending_table(room: MasterRoom) -> Table:
         "extent is": ["the LCM" if p.extent.is_lcm else f"{float(p.extent.waste):.2%} waste" for p in pairs],
         "MEU_w (worker blocks)": [f"{p.extent.meu_w:,}" for p in pairs],
         "MEU_m (master blocks)": [f"{p.extent.meu_m:,}" for p in pairs],
-        "lending budget": [f"{100 * float(p.worker.lending_budget):.6g}%" for p in pairs],
+        "lending budget": [f"{100 * float(p.worker.budget_part):.4g}%" for p in pairs],
+        **({"share of the budget": [f"{100 * float(p.share):.4g}%" for p in pairs]} if shared else {}),
         "extents lent": [f"{p.num_extents:,} of {p.max_extents:,}" for p in pairs],
     }.items():
         table.add_row(label, "", *cells)
@@ -215,10 +217,19 @@ def _lending_notes(room: MasterRoom) -> Iterator[str]:
         yield f"{room.master.name} itself was made for {model_limit:,} tokens"
     for pair in room.pairs:
         if pair.num_extents == 0:
-            why = "its budget is less than one extent" if pair.worker.lending_budget else "it has no lending.budget"
-            yield f"{_pair_name(pair)} lends nothing: {why}"
+            yield f"{_pair_name(pair)} lends nothing: {_why_not(pair)}"
     if room.cached_tokens > room.sequence_tokens:
         yield f"{room.cached_tokens:,} tokens of several sequences fit: one alone is limited by N_LSC"
+
+
+def _why_not(pair: LendingPair) -> str:
+    if pair.worker.budget_bytes is None:
+        return "it has no lending.budget"
+    if not pair.can_lend:
+        return "an extent is larger than its pool; try another block_size"
+    if not pair.worker.budget_bytes:
+        return "its lending.budget is 0; `swiftkv lending set` can raise it at run time"
+    return "its share of the budget is less than one extent; raise lending.budget or try another block_size"
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from swiftkv.errors import ConfigError
 
@@ -24,7 +37,10 @@ def _parse_unit(text: object, units: dict[str, float]) -> float:
     match = _NUMBER_WITH_UNIT.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[2] not in units:
         raise ValueError(text)
-    return float(match[1]) * units[match[2]]
+    number = float(match[1]) * units[match[2]]
+    if math.isinf(number):
+        raise ValueError(text)
+    return number
 
 
 def parse_size(value: object) -> int:
@@ -39,9 +55,33 @@ def parse_duration(value: object) -> float:
     return _parse_unit(value, _DURATION_UNITS_S)
 
 
-def parse_percentage(value: object) -> float:
-    """A fraction from `75%`. Raises `ValueError`."""
-    return _parse_unit(value, {"%": 0.01})
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most that a worker may lend: a part of its pool (0 to 1), or bytes."""
+
+    amount: Fraction | int
+
+    def bytes_of(self, pool_bytes: int) -> int:
+        """In a pool of that size; more than the pool if that many bytes are asked for."""
+        return self.amount if isinstance(self.amount, int) else int(self.amount * pool_bytes)
+
+    def __str__(self) -> str:
+        return format_size(self.amount) if isinstance(self.amount, int) else f"{float(100 * self.amount):g}%"
+
+
+def parse_budget(value: object) -> Budget:
+    """`75%`, `128MiB` or 0; any other number must say its unit. Raises `ValueError`."""
+    if isinstance(value, Budget):
+        return value
+    if value == "0" or (type(value) is int and value == 0):
+        return Budget(0)
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        # 29 % is 29/100: in binary it is a little less, and rounding down would lose an extent.
+        part = Fraction(_parse_unit(value, {"%": 1.0})).limit_denominator(1_000_000) / 100
+        if part > 1:
+            raise ValueError(value)
+        return Budget(part)
+    return Budget(int(_parse_unit(value, dict(_SIZE_UNITS))))
 
 
 def format_size(num_bytes: int) -> str:
@@ -57,10 +97,11 @@ _SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
 _DURATION = "a duration such as 500ms, 60s or 2m"
 _PORT = "a port number from 0 to 65535 (0 takes any free one)"
 _POSITIVE = "an integer of at least 1"
+BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
+_SWITCH = {"on": True, "off": False}
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
-Percentage = Annotated[float, BeforeValidator(parse_percentage), Field(le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -77,6 +118,26 @@ class RestartConfig(_Section):
     backoff: Duration = Field(1.0, description=f"{_DURATION}; it doubles with every restart in the window")
 
 
+def _read_switch(value: object) -> object:
+    """PyYAML reads on and off as booleans unless they are quoted."""
+    return _SWITCH.get(value, value) if isinstance(value, str) else value
+
+
+def _read_node_lending(value: object) -> object:
+    """`lending: off` is short for `lending: {enabled: off}`."""
+    switch = _read_switch(value)
+    return {"enabled": switch} if isinstance(switch, bool) else value
+
+
+class NodeLendingConfig(_Section):
+    """Lending between the models of this node; what a worker lends stands with the worker."""
+
+    enabled: Annotated[bool, BeforeValidator(_read_switch)] = Field(True, description="on or off")
+    transport: Literal["shm", "p2p"] = Field("shm", description="shm or p2p")
+    stream_buffers: Literal[1, 2] = Field(2, description="1 or 2")
+    max_wait: Duration = Field(30.0, description=_DURATION)
+
+
 class NodeConfig(_Section):
     """The process that owns the ports."""
 
@@ -85,21 +146,49 @@ class NodeConfig(_Section):
     api_key_env: str | None = Field(
         None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="the name of an environment variable, or null"
     )
+    admin_key_env: str | None = Field(
+        None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="the name of an environment variable, or null"
+    )
     shutdown_timeout: Duration = Field(30.0, description=_DURATION)
     max_body: Size = Field(16 << 20, description=_SIZE)
     restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
+    lending: Annotated[NodeLendingConfig, BeforeValidator(_read_node_lending)] = Field(
+        default_factory=NodeLendingConfig, description="on, off or a mapping"
+    )
 
     def api_key(self) -> str | None:
         """The key that OpenAI routes ask for, from the environment. Raises `ConfigError` if it is named but not set."""
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env)
-        if not key:
+        return _key_in("api_key_env", self.api_key_env)
+
+    def admin_key(self) -> str | None:
+        """The key that `/admin` asks for. Raises `ConfigError` if it is named but not set, or is the models' key."""
+        key = _key_in("admin_key_env", self.admin_key_env)
+        if key is not None and key == self.api_key():
             raise ConfigError(
-                f"node.api_key_env: the environment variable {self.api_key_env} is not set; "
-                f"export {self.api_key_env}=… first, or write null for no key"
+                f"node.admin_key_env: {self.admin_key_env} holds the same key as {self.api_key_env}, which must not "
+                "open /admin; set another"
             )
         return key
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the node."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def _key_in(option: str, variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(
+            f"node.{option}: the environment variable {variable} is not set; "
+            f"export {variable}=… first, or write null for no key"
+        )
+    return key
 
 
 class KVCacheConfig(_Section):
@@ -110,10 +199,11 @@ class KVCacheConfig(_Section):
 
 
 class LendingConfig(_Section):
-    """How much of a worker's pool the master may borrow."""
+    """How much of a worker's pool masters may borrow, and how the worker judges what it needs itself."""
 
-    budget: Percentage = Field(0.0, description="a percentage of the pool from 0% to 100%, such as 75%")
-    window: Duration = Field(60.0, description=_DURATION)
+    budget: Annotated[Budget, PlainValidator(parse_budget)] = Field(Budget(0), description=BUDGET_FORMS)
+    window: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] = Field(60.0, description=_DURATION)
+    policy: Literal["total", "longest"] = Field("total", description="total or longest")
 
 
 class EndpointConfig(_Section):
@@ -175,6 +265,12 @@ class Config(_Section):
             if model.lending is not None and model.role == "master":
                 mistakes.append(
                     f"models[{i}].lending: a master borrows, it does not lend; make it a worker or drop this"
+                )
+            budget_bytes = model.lending.budget.bytes_of(model.kv_cache.memory) if model.lending else 0
+            if budget_bytes > model.kv_cache.memory:
+                mistakes.append(
+                    f"models[{i}].lending.budget: {format_size(budget_bytes)} is more than kv_cache.memory "
+                    f"({format_size(model.kv_cache.memory)}); lower it or write 100%"
                 )
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(
@@ -283,9 +379,10 @@ def _description_at(location: Sequence[int | str]) -> str:
         return "a mapping with the keys of a model"
     field = _section_at(location[:-1]).model_fields[location[-1]]
     section = _section_of(field.annotation)
-    if field.description == "a mapping" and section is not None:
-        return f"a mapping with the keys {', '.join(section.model_fields)}"
-    return field.description or "right"
+    description = field.description or "right"
+    if description.endswith("a mapping") and section is not None:
+        return f"{description} with the keys {', '.join(section.model_fields)}"
+    return description
 
 
 def _show(value: object) -> str:

@@ -131,14 +131,15 @@ def test_plan_shows_what_each_master_can_borrow(tmp_path: Path, checkpoint: Path
     file = write(tmp_path, f"models: [{', '.join(models)}]")
     table = run("plan", file)
     assert table.exit_code == 0
-    for text in ("one borrows (as if no other master did):", "two borrows", "the LCM", "42 of 85", "together"):
+    for text in ("one borrows (every budget is divided among 2 masters):", "two borrows", "the LCM", "21 of 42"):
         assert text in table.stdout
     assert "- keeper lends nothing: it has no lending.budget" in table.stdout
     assert "- one itself was made for 512 tokens" in table.stdout
-    assert table.stdout.count("Not used yet by serve") == 1
     masters = json.loads(run("plan", file, "--json").stdout)["lending"]["masters"]
     assert [master["master"] for master in masters] == ["one", "two"]
-    assert [pair["k_i"] for pair in masters[0]["pairs"]] == [42, 0]
+    assert [pair["k_i"] for pair in masters[0]["pairs"]] == [21, 0]
+    file.write_text(f"node: {{lending: off}}\nmodels: [{', '.join(models)}]")
+    assert "Nothing is lent: node.lending is off." in run("plan", file).stdout
 
 
 def test_plan_and_help_do_without_torch(tmp_path: Path, checkpoint: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.config import format_size, load_config, parse_config, parse_size
+from swiftkv.config import Budget, format_size, load_config, parse_budget, parse_config, parse_size
 from swiftkv.errors import ConfigError
 
 ONE_MODEL = "models: [{name: chat, path: somewhere%s}]"
@@ -33,7 +34,29 @@ MISTAKES = [
     ),
     (
         ONE_MODEL % ", lending: {budget: 175%}",
-        "models[0].lending.budget: '175%' is not a percentage of the pool from 0% to 100%, such as 75%",
+        "models[0].lending.budget: '175%' is not a percentage of the pool up to 100% such as 75%, a size such as "
+        "128MiB, or 0",
+    ),
+    (
+        ONE_MODEL % ", lending: {budget: 75}",
+        "models[0].lending.budget: 75 is not a percentage of the pool up to 100% such as 75%, a size such as 128MiB, "
+        "or 0",
+    ),
+    (ONE_MODEL % ", lending: {policy: average}", "models[0].lending.policy: 'average' is not total or longest"),
+    (
+        ONE_MODEL % ", lending: {window: 0s}",
+        "models[0].lending.window: '0s' is not a duration such as 500ms, 60s or 2m",
+    ),
+    ("node: {lending: {enabled: maybe}}\n" + ONE_MODEL % "", "node.lending.enabled: 'maybe' is not on or off"),
+    ("node: {lending: {transport: tcp}}\n" + ONE_MODEL % "", "node.lending.transport: 'tcp' is not shm or p2p"),
+    ("node: {lending: {stream_buffers: 3}}\n" + ONE_MODEL % "", "node.lending.stream_buffers: 3 is not 1 or 2"),
+    (
+        "node: {lending: {max_wait: 30}}\n" + ONE_MODEL % "",
+        "node.lending.max_wait: 30 is not a duration such as 500ms, 60s or 2m",
+    ),
+    (
+        "node: {lending: never}\n" + ONE_MODEL % "",
+        "node.lending: 'never' is not on, off or a mapping with the keys enabled, transport, stream_buffers, max_wait",
     ),
     (
         "node: {shutdown_timeout: 1 minute}\n" + ONE_MODEL % "",
@@ -77,6 +100,10 @@ MISTAKES = [
     (
         ONE_MODEL % ", role: master, lending: {budget: 75%}",
         "models[0].lending: a master borrows, it does not lend; make it a worker or drop this",
+    ),
+    (
+        ONE_MODEL % ", kv_cache: {memory: 128MiB}, lending: {budget: 2GiB}",
+        "models[0].lending.budget: 2GiB is more than kv_cache.memory (128MiB); lower it or write 100%",
     ),
     (
         ONE_MODEL % ", max_num_batched_tokens: 32",
@@ -133,6 +160,8 @@ def test_defaults_for_everything_but_name_and_path() -> None:
     assert (model.max_model_len, model.max_num_seqs, model.max_num_batched_tokens) == (None, 64, 2048)
     assert (model.kv_cache.memory, model.kv_cache.block_size) == (512 << 20, 16)
     assert model.lending is None
+    lending = config.node.lending
+    assert (lending.enabled, lending.transport, lending.stream_buffers, lending.max_wait) == (True, "shm", 2, 30.0)
     assert model.endpoint is None
 
 
@@ -153,8 +182,51 @@ def test_units() -> None:
     model = config.models[0]
     assert model.kv_cache.memory == 3 << 29
     assert model.lending is not None
-    assert (model.lending.budget, model.lending.window) == (0.75, 120.0)
+    assert (model.lending.budget, model.lending.window) == (Budget(Fraction(3, 4)), 120.0)
+    assert model.lending.policy == "total"
     assert config.node.shutdown_timeout == 1.5
+
+
+@pytest.mark.parametrize(
+    ("written", "budget", "bytes_of_1000"),
+    [
+        ("75%", Budget(Fraction(3, 4)), 750),
+        ("29%", Budget(Fraction(29, 100)), 290),
+        ("12.5 %", Budget(Fraction(1, 8)), 125),
+        ("100%", Budget(Fraction(1)), 1000),
+        ("0%", Budget(Fraction(0)), 0),
+        (0, Budget(0), 0),
+        ("0", Budget(0), 0),
+        ("128MiB", Budget(128 << 20), 128 << 20),
+        ("400B", Budget(400), 400),
+    ],
+)
+def test_a_budget_is_a_part_of_the_pool_or_bytes(written: str | int, budget: Budget, bytes_of_1000: int) -> None:
+    assert parse_budget(written) == budget
+    assert budget.bytes_of(1000) == bytes_of_1000
+    assert parse_budget(str(budget)) == budget
+
+
+@pytest.mark.parametrize(
+    "written", [75, -1, 0.5, True, False, None, "", "101%", "-1%", "128", "MiB", "1e9%", "nan%", []]
+)
+def test_what_is_no_budget(written: object) -> None:
+    with pytest.raises(ValueError, match=r"^.*$"):
+        parse_budget(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "enabled"),
+    [
+        ("off", False), ("on", True), ("'off'", False), ("{enabled: off}", False), ("{enabled: 'off'}", False),
+        ("{enabled: true}", True), ("{stream_buffers: 1}", True),
+    ],
+)  # fmt: skip
+def test_lending_of_a_node_is_a_switch_or_a_mapping(written: str, enabled: bool, tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text(f"node: {{lending: {written}}}\n" + ONE_MODEL % "")
+    assert load_config(file).node.lending.enabled is enabled
+    assert load_config(file, lending=False).node.lending.enabled is False
 
 
 @given(st.integers(min_value=1, max_value=1 << 50))
@@ -169,3 +241,27 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         config.node.api_key()
     monkeypatch.setenv("SWIFTKV_TEST_KEY", "secret")
     assert config.node.api_key() == "secret"
+
+
+def test_the_models_key_is_not_the_key_of_admin(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"api_key_env": "SWIFTKV_TEST_KEY", "admin_key_env": "SWIFTKV_TEST_ADMIN_KEY"}
+    config = parse_config({"node": node, "models": [{"name": "a", "path": "b"}]})
+    monkeypatch.setenv("SWIFTKV_TEST_KEY", "secret")
+    monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", "")
+    with pytest.raises(ConfigError, match=r"^node\.admin_key_env: the environment variable SWIFTKV_TEST_ADMIN_KEY is"):
+        config.node.admin_key()
+    monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", "secret")
+    with pytest.raises(ConfigError, match=r"^node\.admin_key_env: .* holds the same key as SWIFTKV_TEST_KEY"):
+        config.node.admin_key()
+    monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", "other")
+    assert config.node.admin_key() == "other"
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False),
+     ("10.0.0.1", False), ("example.org", False)],
+)  # fmt: skip
+def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) -> None:
+    config = parse_config({"node": {"host": host}, "models": [{"name": "a", "path": "b"}]})
+    assert config.node.is_loopback is loopback

@@ -99,9 +99,9 @@ class Extent:
     def is_lcm(self) -> bool:
         return self.num_bytes == math.lcm(self.lender_block_bytes, self.borrower_block_bytes)
 
-    def count_within(self, budget: Fraction, pool_blocks: int) -> int:
-        """Whole extents in the part `budget` (0 to 1) of a lender's pool of `pool_blocks`."""
-        return math.floor(budget * pool_blocks) // self.meu_w
+    def count_within(self, budget_bytes: Fraction) -> int:
+        """Whole extents in a budget; a share of one need not be a whole number of bytes."""
+        return math.floor(budget_bytes / self.num_bytes)
 
 
 def extent_between(lender_block_bytes: int, borrower_block_bytes: int) -> Extent:

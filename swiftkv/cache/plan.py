@@ -38,7 +38,7 @@ class ModelPlan:
     max_model_len: int
     max_context_len: int  # that the model was made for
     vocab_size: int
-    lending_budget: Fraction  # of its pool, at most this part is lent
+    budget_bytes: int | None  # the most that it lends at first; None: it cannot lend
 
     @property
     def block_size(self) -> int:
@@ -65,22 +65,42 @@ class ModelPlan:
         """Tokens of the longest sequence that the pool and the model allow."""
         return min(self.pool_tokens, self.max_context_len)
 
+    @property
+    def budget_part(self) -> Fraction:
+        """`budget_bytes` as a part of the pool, 0 to 1."""
+        return Fraction(self.budget_bytes or 0, self.pool_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class LendingPair:
-    """What one KV group of a worker lends to one of a master: whole extents, as many as the budget allows."""
+    """What one KV group of a worker lends to one of a master: whole extents, as many as its share of the budget allows.
+
+    `share` is the part of the worker's budget that this pair gets: every master gets as much, and in it every group
+    as much as its blocks are of a token's bytes.
+    """
 
     master: ModelPlan
     master_group: int  # index into `master.groups`
     worker: ModelPlan
     worker_group: int
+    share: Fraction
     extent: Extent
     num_extents: int
 
     @property
     def max_extents(self) -> int:
-        """Extents in the whole pool of the worker."""
-        return self.extent.count_within(_share(self.master, self.master_group), self.worker.num_blocks)
+        """Extents that it has at a budget of the worker's whole pool."""
+        return self.extent.count_within(self.worker.pool_bytes * self.share)
+
+    @property
+    def pool_extents(self) -> int:
+        """Extents that the worker's group consists of, whatever the budget: any of them may be lent."""
+        return self.worker.num_blocks // self.extent.meu_w
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether a budget, now or later, may move an extent from this worker to this master."""
+        return self.worker.budget_bytes is not None and self.pool_extents > 0
 
     @property
     def lent_blocks(self) -> int:
@@ -104,7 +124,10 @@ class LendingPair:
 
 @dataclass(frozen=True, slots=True)
 class MasterRoom:
-    """How a master's pool is divided while it borrows from `pairs`, and what fits then. One layer-stream buffer."""
+    """How a master's pool is divided while it borrows from `pairs`, and what fits then.
+
+    With one layer-stream buffer: where two fit, the scheduler takes two, which shortens no context.
+    """
 
     master: ModelPlan
     pairs: tuple[LendingPair, ...]
@@ -152,28 +175,30 @@ class MasterRoom:
 
 
 def plan_lending(plans: Sequence[ModelPlan]) -> tuple[MasterRoom, ...]:
-    """Every master of a node beside every worker, each master as if no other borrowed."""
+    """Every master of a node beside every worker; a worker's budget is divided evenly among the masters."""
     workers = [plan for plan in plans if plan.role == "worker"]
+    masters = [plan for plan in plans if plan.role == "master"]
     return tuple(
-        MasterRoom(master, tuple(pair for worker in workers for pair in _pairs(master, worker)))
-        for master in plans
-        if master.role == "master" and workers
+        MasterRoom(master, tuple(pair for worker in workers for pair in _pairs(master, worker, len(masters))))
+        for master in masters
+        if workers
     )
 
 
-def _pairs(master: ModelPlan, worker: ModelPlan) -> list[LendingPair]:
+def _pairs(master: ModelPlan, worker: ModelPlan, num_masters: int) -> list[LendingPair]:
     pairs = []
     for i, lender in enumerate(worker.groups):
         for j, borrower in enumerate(master.groups):
             extent = extent_between(lender.block_bytes, borrower.block_bytes)
-            budget = worker.lending_budget * _share(master, j)
-            pairs.append(LendingPair(master, j, worker, i, extent, extent.count_within(budget, worker.num_blocks)))
+            share = _part(worker, i) * _part(master, j) / num_masters
+            num_extents = extent.count_within((worker.budget_bytes or 0) * share)
+            pairs.append(LendingPair(master, j, worker, i, share, extent, num_extents))
     return pairs
 
 
-def _share(master: ModelPlan, group: int) -> Fraction:
-    """The part of what is borrowed that goes to one KV group: a token needs a slot in each."""
-    return Fraction(master.groups[group].block_bytes, master.block_bytes)
+def _part(plan: ModelPlan, group: int) -> Fraction:
+    """The part of a model's KV bytes that one of its KV groups has: a token needs a slot in each."""
+    return Fraction(plan.groups[group].block_bytes, plan.block_bytes)
 
 
 def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
@@ -181,11 +206,19 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
 
     `need_weights`: the checkpoints must be complete, as for serving. Raises `ConfigError`, one line per mistake.
     """
-    plans = []
+    plans: list[ModelPlan] = []
     mistakes = []
     for i, model in enumerate(config.models):
         try:
-            plans.append(_plan_model(model, config.directory, need_weights))
+            plans.append(_plan_model(model, config, need_weights))
+        except ConfigError as error:
+            mistakes.append(f"models[{i}].{error}")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    rooms = {room.master.name: room for room in plan_lending(plans)}
+    for i, model in enumerate(config.models):
+        try:
+            plans[i] = _with_max_model_len(plans[i], model, rooms.get(model.name) or MasterRoom(plans[i], ()))
         except ConfigError as error:
             mistakes.append(f"models[{i}].{error}")
     if mistakes:
@@ -193,16 +226,20 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
     return tuple(plans)
 
 
-def _plan_model(model: ModelConfig, directory: Path, need_weights: bool) -> ModelPlan:
-    """Raises `ConfigError` that begins with the key below the model."""
+def _plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelPlan:
+    """The model by itself. Raises `ConfigError` that begins with the key below the model."""
     try:
-        checkpoint = locate_checkpoint(model.path, directory, need_weights)
+        checkpoint = locate_checkpoint(model.path, config.directory, need_weights)
         decoder = DecoderConfig.from_pretrained(checkpoint)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"path: {error}") from None
     groups = decoder.kv_groups(model.kv_cache.block_size, model.dtype)
     num_blocks = blocks_in_pool(model.kv_cache.memory, groups)
-    return ModelPlan(
+    if model.max_model_len is not None:
+        decoder.check_max_model_len(model.max_model_len)
+    if num_blocks == 0:
+        raise _pool_too_small(model, groups, 0)
+    plan = ModelPlan(
         name=model.name,
         role=model.role,
         checkpoint=checkpoint,
@@ -211,32 +248,40 @@ def _plan_model(model: ModelConfig, directory: Path, need_weights: bool) -> Mode
         groups=groups,
         weight_bytes=_num_parameters(decoder) * DTYPE_BYTES[model.dtype],
         num_blocks=num_blocks,
-        max_model_len=_max_model_len(model, decoder, groups, num_blocks),
+        max_model_len=model.max_model_len or decoder.max_context_len,
         max_context_len=decoder.max_context_len,
         vocab_size=decoder.vocab_size,
-        lending_budget=_exact(model.lending.budget) if model.lending else Fraction(0),
+        budget_bytes=None,
+    )
+    if model.lending is None or not config.node.lending.enabled:
+        return plan
+    # What YAML allows may be more than the pool by less than a block.
+    budget_bytes = min(model.lending.budget.bytes_of(plan.pool_bytes), plan.pool_bytes)
+    return replace(plan, budget_bytes=budget_bytes)
+
+
+def _with_max_model_len(plan: ModelPlan, model: ModelConfig, room: MasterRoom) -> ModelPlan:
+    """`plan` with what fits in its pool and in what the configured budgets promise it; see `_plan_model`."""
+    asked = model.max_model_len
+    if asked is None or asked <= room.sequence_tokens:
+        return replace(plan, max_model_len=asked or room.longest_context)
+    if not room.lent_bytes:
+        raise _pool_too_small(model, plan.groups, plan.pool_tokens)
+    lenders = ", ".join(dict.fromkeys(pair.worker.name for pair in room.pairs if pair.num_extents))
+    raise ConfigError(
+        f"max_model_len: {asked} is more than the {room.sequence_tokens} tokens that fit: kv_cache.memory holds "
+        f"{plan.pool_tokens}, what {lenders} may lend brings the rest; lower it, or raise kv_cache.memory or a "
+        "worker's lending.budget"
     )
 
 
-def _max_model_len(model: ModelConfig, decoder: DecoderConfig, groups: tuple[KVGroup, ...], num_blocks: int) -> int:
-    positions = decoder.max_context_len
-    asked = model.max_model_len
-    if asked is not None:
-        decoder.check_max_model_len(asked)
-    pool_tokens = num_blocks * model.kv_cache.block_size
-    if num_blocks == 0 or (asked is not None and asked > pool_tokens):
-        wanted = asked or model.kv_cache.block_size
-        needed = pool_bytes_for_tokens(wanted, groups)
-        raise ConfigError(
-            f"kv_cache.memory: {format_size(model.kv_cache.memory)} holds {pool_tokens} tokens, one sequence of "
-            f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"
-        )
-    return asked or min(positions, pool_tokens)
-
-
-def _exact(percentage: float) -> Fraction:
-    """29 % as 29/100: in binary it is a little less, and rounding down would lose an extent."""
-    return Fraction(percentage).limit_denominator(1_000_000)
+def _pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:
+    wanted = model.max_model_len or model.kv_cache.block_size
+    needed = pool_bytes_for_tokens(wanted, groups)
+    return ConfigError(
+        f"kv_cache.memory: {format_size(model.kv_cache.memory)} holds {pool_tokens} tokens, one sequence of "
+        f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"
+    )
 
 
 def _num_parameters(decoder: DecoderConfig) -> int:
@@ -271,14 +316,13 @@ def plan_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "longest_context": plan.longest_context,
         "max_model_len": plan.max_model_len,
         "max_context_len": plan.max_context_len,
-        "lending_budget": float(plan.lending_budget),
+        "lending_budget_bytes": plan.budget_bytes,
     }
 
 
 def lending_as_dict(rooms: Sequence[MasterRoom]) -> dict[str, Any]:
     """What each master can borrow, for machines: numbers in bytes, tokens, blocks and extents."""
     return {
-        "used_by_serve": False,
         "masters": [
             {
                 "master": room.master.name,
@@ -318,9 +362,11 @@ def _pair_as_dict(room: MasterRoom, pair: LendingPair) -> dict[str, Any]:
         "extent_wasted_bytes": extent.wasted_bytes,
         "meu_m": extent.meu_m,
         "meu_w": extent.meu_w,
-        "budget": float(pair.worker.lending_budget),
+        "budget_bytes": pair.worker.budget_bytes,
+        "share": float(pair.share),
         "num_extents": pair.num_extents,
         "max_extents": pair.max_extents,
+        "pool_extents": pair.pool_extents,
         "lent_bytes": pair.lent_bytes,
         "lent_blocks": pair.lent_blocks,
         "k_i": pair.borrowed_blocks,

@@ -138,10 +138,11 @@ def test_where_it_is_not_the_lcm_no_smaller_extent_would_do(lender: int, borrowe
 @given(lender=block_bytes, borrower=block_bytes, pool_blocks=st.integers(0, 10**12), percent=st.integers(0, 99))
 def test_a_budget_is_whole_extents_within_it(lender: int, borrower: int, pool_blocks: int, percent: int) -> None:
     extent = extent_between(lender, borrower)
-    lent, more = (extent.count_within(Fraction(p, 100), pool_blocks) for p in (percent, percent + 1))
+    pool_bytes = pool_blocks * lender
+    lent, more = (extent.count_within(Fraction(p * pool_bytes, 100)) for p in (percent, percent + 1))
     assert lent * extent.num_bytes * 100 <= percent * pool_blocks * lender < (lent + 1) * extent.num_bytes * 100
     assert lent <= more
-    assert lent <= extent.count_within(Fraction(percent, 100), pool_blocks + 1)
+    assert lent <= pool_blocks // extent.meu_w
 
 
 @given(pool=st.integers(0, 10**9), borrowed=st.integers(0, 10**9), num_layers=st.integers(1, 100))

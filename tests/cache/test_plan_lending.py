@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.plan import MasterRoom, ModelPlan, lending_as_dict, plan_lending, plan_node
 from swiftkv.config import load_config
+from swiftkv.errors import ConfigError
 from tests.cache.test_plan import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
 
 
-def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction = Fraction(0)) -> ModelPlan:
+def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction | None = None) -> ModelPlan:
     """In each, a layer block is 2 KiB."""
+    pool_bytes = num_layers * num_blocks * 2048
     return ModelPlan(
         name=name,
         role=role,
@@ -31,17 +33,21 @@ def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fracti
         max_model_len=16,
         max_context_len=1_000_000_000,
         vocab_size=1000,
-        lending_budget=budget,
+        budget_bytes=None if budget is None else int(budget * pool_bytes),
     )
 
 
-def rooms(tmp_path: Path, *models_yaml: str) -> tuple[MasterRoom, ...]:
+def planned(tmp_path: Path, *models_yaml: str, node_yaml: str = "") -> tuple[ModelPlan, ...]:
     for name, hf_config in PUBLISHED.items():
         make(tmp_path / name, hf_config)
     make(tmp_path / "tiny", TINY)
     file = tmp_path / "node.yaml"
-    file.write_text(f"models: [{', '.join(f'{{{text}}}' for text in models_yaml)}]")
-    return plan_lending(plan_node(load_config(file), need_weights=False))
+    file.write_text(f"node: {{{node_yaml}}}\nmodels: [{', '.join(f'{{{text}}}' for text in models_yaml)}]")
+    return plan_node(load_config(file), need_weights=False)
+
+
+def rooms(tmp_path: Path, *models_yaml: str) -> tuple[MasterRoom, ...]:
+    return plan_lending(planned(tmp_path, *models_yaml))
 
 
 def test_the_papers_example() -> None:
@@ -104,11 +110,77 @@ def test_the_percentage_is_exact(tmp_path: Path) -> None:
     assert room.pairs[0].num_extents == 29
 
 
-def test_each_master_is_planned_as_if_it_borrowed_alone() -> None:
-    worker = model("w", "worker", 10, 50, Fraction(1))
+def test_a_budget_is_divided_evenly_among_the_masters() -> None:
+    worker = model("w", "worker", 10, 51, Fraction(1))
     both = plan_lending([model("m", "master", 10, 10), worker, model("n", "master", 5, 10)])
     assert [room.master.name for room in both] == ["m", "n"]
-    assert [pair.borrowed_blocks for room in both for pair in room.pairs] == [50, 100]
+    pairs = [pair for room in both for pair in room.pairs]
+    assert [pair.share for pair in pairs] == [Fraction(1, 2)] * 2
+    assert [(pair.num_extents, pair.max_extents, pair.pool_extents) for pair in pairs] == [(25, 25, 51)] * 2
+    assert [pair.borrowed_blocks for pair in pairs] == [25, 50]
+    assert sum(pair.lent_bytes for pair in pairs) <= worker.pool_bytes
+
+
+def test_a_budget_in_bytes(tmp_path: Path) -> None:
+    (room,) = rooms(
+        tmp_path,
+        "name: m, path: tiny, role: master",
+        f"name: w, path: tiny, kv_cache: {{memory: 1MiB}}, lending: {{budget: {7 * TINY_BLOCK_BYTES + 6000}B}}",
+        "name: all, path: tiny, kv_cache: {memory: 1MiB}, lending: {budget: 1MiB}",
+    )
+    assert [pair.num_extents for pair in room.pairs] == [7, (1 << 20) // TINY_BLOCK_BYTES]
+    assert room.pairs[1].worker.budget_part == 1
+
+
+def test_lending_that_is_off_promises_nothing(tmp_path: Path) -> None:
+    models = ("name: m, path: tiny, role: master", "name: w, path: tiny, lending: {budget: 75%}")
+    (room,) = plan_lending(planned(tmp_path, *models, node_yaml="lending: off"))
+    assert (room.pairs[0].can_lend, room.lent_bytes) == (False, 0)
+    (room,) = rooms(tmp_path, *models)
+    assert room.pairs[0].can_lend
+
+
+def test_a_budget_of_zero_can_be_raised_at_run_time_and_none_cannot(tmp_path: Path) -> None:
+    (room,) = rooms(
+        tmp_path,
+        "name: m, path: tiny, role: master",
+        "name: zero, path: tiny, lending: {budget: 0}",
+        "name: none, path: tiny",
+    )
+    assert [(pair.can_lend, pair.num_extents) for pair in room.pairs] == [(True, 0), (False, 0)]
+
+
+LENDER = f"name: w, path: tiny, kv_cache: {{memory: {60 * TINY_BLOCK_BYTES}}}, lending: {{budget: 50%}}"
+MASTER = f"name: m, path: tiny, role: master, kv_cache: {{memory: {10 * TINY_BLOCK_BYTES}}}"
+
+
+def test_a_masters_max_model_len_is_what_the_budgets_promise(tmp_path: Path) -> None:
+    """Three layers: 30 blocks borrowed take the 30 layer blocks of the pool as slots."""
+    assert planned(tmp_path, MASTER, LENDER)[0].max_model_len == 30 * 16
+    assert planned(tmp_path, f"{MASTER}, max_model_len: 480", LENDER)[0].max_model_len == 480
+    assert planned(tmp_path, f"{MASTER}, max_model_len: 99", LENDER)[0].max_model_len == 99
+    assert planned(tmp_path, MASTER, LENDER, node_yaml="lending: off")[0].max_model_len == 10 * 16
+    # Two masters: 15 blocks each, 5 whole ones beside their slots.
+    assert [plan.max_model_len for plan in planned(tmp_path, MASTER, LENDER, MASTER.replace("m,", "n,", 1))] == [
+        20 * 16, 512, 20 * 16,
+    ]  # fmt: skip
+
+
+def test_more_than_the_budgets_promise_is_a_mistake_that_says_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(tmp_path, f"{MASTER}, max_model_len: 481", LENDER)
+    assert str(caught.value) == (
+        "models[0].max_model_len: 481 is more than the 480 tokens that fit: kv_cache.memory holds 160, what w may lend "
+        "brings the rest; lower it, or raise kv_cache.memory or a worker's lending.budget"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^models\[0\].kv_cache.memory: 60KiB holds 160 tokens, one sequence of 161 "
+    ):
+        planned(tmp_path, f"{MASTER}, max_model_len: 161", LENDER, node_yaml="lending: off")
+    with pytest.raises(
+        ConfigError, match=r"^models\[1\].kv_cache.memory: 60KiB holds 160 tokens, one sequence of 161 "
+    ):
+        planned(tmp_path, LENDER, f"{MASTER}, max_model_len: 161".replace("role: master", "role: worker"))
 
 
 @pytest.mark.parametrize("role", ["master", "worker"])
@@ -156,9 +228,8 @@ def test_a_larger_budget_never_means_a_shorter_context(
 
 def test_the_machine_readable_plan_is_json() -> None:
     master, worker = model("m", "master", 10, 10), model("w", "worker", 5, 20, Fraction(1, 2))
-    planned = json.loads(json.dumps(lending_as_dict(plan_lending([master, worker]))))
-    assert planned["used_by_serve"] is False
-    (of_master,) = planned["masters"]
+    as_json = json.loads(json.dumps(lending_as_dict(plan_lending([master, worker]))))
+    (of_master,) = as_json["masters"]
     assert of_master["with_lending"] == {
         "kv_groups": [{"k_master": 100, "sum_k_i": 5, "n_lsc": 5, "n_rc": 9}],
         "sequence_tokens": 14 * 16,
@@ -166,7 +237,8 @@ def test_the_machine_readable_plan_is_json() -> None:
         "cached_tokens": 14 * 16,
     }
     (pair,) = of_master["pairs"]
-    assert (pair["worker"], pair["budget"], pair["meu_w"], pair["meu_m"]) == ("w", 0.5, 2, 1)
+    assert (pair["worker"], pair["budget_bytes"], pair["share"]) == ("w", 50 * 2048, 1.0)
+    assert (pair["meu_w"], pair["meu_m"], pair["pool_extents"]) == (2, 1, 10)
     assert (pair["extent_bytes"], pair["extent_is_lcm"], pair["extent_wasted_bytes"]) == (10 * 2048, True, 0)
     assert (pair["num_extents"], pair["lent_blocks"], pair["k_i"], pair["tokens_per_extent"]) == (5, 10, 5, 16)
     assert pair["this_worker_alone"] == of_master["with_lending"]
