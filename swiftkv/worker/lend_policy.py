@@ -1,0 +1,128 @@
+"""How much of a worker's pool the worker needs itself, judged by what it needed lately. In blocks of one KV group.
+
+Pure: time is handed in, on any clock that does not run backwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from swiftkv.cache.geometry import blocks_for_tokens
+
+_BUCKETS = 16
+"""A window is remembered in so many pieces: what happened is forgotten after 1 to 1 + 1/16 windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one KV group was asked for since the last look, in blocks."""
+
+    total_peak: int  # the most that running and waiting requests wanted together
+    longest: int  # of the longest single request
+    total_now: int
+    shortfall: int  # wanted now, and neither free, nor cached, nor to be had by a recall
+
+
+class LendPolicy(Protocol):
+    def observe(self, now_s: float, demand: Demand) -> None:
+        """Take note of what was asked for up to now."""
+
+    def keep_blocks(self, now_s: float) -> int:
+        """Blocks that are not to be lent; what is more than this may be, in whole extents and within the budget."""
+
+
+class TotalDemandPolicy:
+    """Keep what all requests together needed at the busiest moment of the window, and a reserve.
+
+    The reserve is a part of that peak, at least `min_reserve_blocks`: the next request that is a little larger finds
+    its blocks free and needs no recall. What is kept does not follow every change of the peak:
+
+    - it rises at once, to the peak and a whole reserve, when less than half a reserve would be left above the peak;
+    - it falls, to the same, only when more than two reserves are above the peak, and a peak counts for a whole window.
+
+    So demand that swings by less than half a reserve, or faster than the window, moves no extent.
+    """
+
+    def __init__(self, window_s: float, reserve_part: float = 1 / 16, min_reserve_blocks: int = 4) -> None:
+        assert 0 <= reserve_part <= 1
+        assert min_reserve_blocks >= 0
+        self._reserve_part = reserve_part
+        self._min_reserve_blocks = min_reserve_blocks
+        self._peaks = _WindowMaximum(window_s)
+        self._kept = 0
+
+    def observe(self, now_s: float, demand: Demand) -> None:
+        self._peaks.add(now_s, max(demand.total_peak, demand.total_now))
+
+    def keep_blocks(self, now_s: float) -> int:
+        peak = self._peaks.value(now_s)
+        reserve = max(self._min_reserve_blocks, int(peak * self._reserve_part))
+        if not peak + reserve // 2 <= self._kept <= peak + 2 * reserve:
+            self._kept = peak + reserve
+        return self._kept
+
+
+class LongestRequestPolicy:
+    """Keep what the longest single request of the window needed: the paper's Algorithm 1, which does not see that
+    requests come together. No hysteresis but the window's.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._longest = _WindowMaximum(window_s)
+
+    def observe(self, now_s: float, demand: Demand) -> None:
+        self._longest.add(now_s, demand.longest)
+
+    def keep_blocks(self, now_s: float) -> int:
+        return self._longest.value(now_s)
+
+
+def scale_up(num_blocks: int, block_size: int, meu_w: int, meu_m: int, request_tokens: int) -> tuple[int, int]:
+    """Algorithm 1, SCALEUP: blocks that a worker of `num_blocks` takes back, and the master gives up, for a request.
+
+    Returns `(k * meu_w, k * meu_m)`, in blocks of each; `(0, 0)` if the request fits.
+    """
+    missing = blocks_for_tokens(request_tokens, block_size) - num_blocks
+    extents = max(0, -(-missing // meu_w))
+    return extents * meu_w, extents * meu_m
+
+
+def scale_down(num_blocks: int, block_size: int, meu_w: int, meu_m: int, longest_tokens: int) -> tuple[int, int]:
+    """Algorithm 1, SCALEDOWN: blocks that a worker of `num_blocks` gives, and the master gets.
+
+    `longest_tokens`: of the longest request of the window. Returns `(k * meu_w, k * meu_m)`, in blocks of each.
+    """
+    spare = num_blocks - blocks_for_tokens(longest_tokens, block_size)
+    extents = max(0, spare // meu_w)
+    return extents * meu_w, extents * meu_m
+
+
+class _WindowMaximum:
+    """The largest value of the last `window_s`, in memory and time that do not grow with how many there were.
+
+    Time is cut into buckets; the ring has one for each bucket of the window and one for the bucket that has begun.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        assert window_s > 0
+        self._bucket_s = window_s / _BUCKETS
+        self._ring = [0] * (_BUCKETS + 1)
+        self._newest = 0  # number of the newest bucket, from time 0 on
+
+    def add(self, now_s: float, value: int) -> None:
+        self._advance(now_s)
+        slot = self._newest % len(self._ring)
+        self._ring[slot] = max(self._ring[slot], value)
+
+    def value(self, now_s: float) -> int:
+        """0 if there was none."""
+        self._advance(now_s)
+        return max(self._ring)
+
+    def _advance(self, now_s: float) -> None:
+        bucket = int(now_s // self._bucket_s)
+        first = max(self._newest + 1, bucket - _BUCKETS)
+        for passed in range(first, bucket + 1):
+            self._ring[passed % len(self._ring)] = 0
+        self._newest = max(self._newest, bucket)
