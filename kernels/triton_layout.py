@@ -9,8 +9,6 @@ The helpers take and return numbers of elements, 64 bits wide: pools are larger 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +23,7 @@ INT32_MIN = tl.constexpr(NO_BLOCK)
 
 
 @triton.jit
-def layer_block_index(entry: Any, layer: Any) -> Any:
+def layer_block_index(entry: tl.tensor, layer: tl.tensor) -> tl.tensor:
     """The layer block, int64, that a table entry names at `layer`: `entry + layer`, or `~entry` if it is negative.
 
     Follow it only where `entry != INT32_MIN`.
@@ -34,21 +32,23 @@ def layer_block_index(entry: Any, layer: Any) -> Any:
 
 
 @triton.jit
-def layer_block_offset(index: Any, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> Any:
+def layer_block_offset(
+    index: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+) -> tl.tensor:
     """The first element of layer block `index`, int64."""
     return index * (2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
 
 
 @triton.jit
-def key_offset(head: Any, slot: Any, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> Any:
+def key_offset(head: tl.tensor, slot: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
     """Of kv head `head`'s key of the token in `slot` (position % block_size), within its layer block."""
     return (head * BLOCK_SIZE + slot) * HEAD_DIM
 
 
 @triton.jit
 def value_offset(
-    head: Any, slot: Any, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
-) -> Any:
+    head: tl.tensor, slot: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+) -> tl.tensor:
     """Of kv head `head`'s value of the token in `slot`, within its layer block."""
     return ((NUM_KV_HEADS + head) * BLOCK_SIZE + slot) * HEAD_DIM
 

@@ -1,0 +1,336 @@
+"""What a decoder does between its matrix products, on a GPU: RMSNorm, SiLU, rotary embedding and the write of new KV.
+
+Each is bound by memory: one launch reads every operand once and writes every result once. Sums and products are float32
+and are rounded to the tensors' dtype where a model in that dtype would store them; a row of a result depends on its own
+row alone, bit for bit. Tensors are bfloat16, float16 or float32, contiguous, on one device.
+
+`kernels/reference.py` has the same functions in plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.triton_layout import INT32_MIN, key_offset, layer_block_index, layer_block_offset
+
+_HEADS_TILE = 2048  # elements of q, k and v that one program turns and writes
+_SILU_TILE = 1024
+_ELEMENTS_PER_THREAD = 8  # 16 bytes of a 2-byte dtype
+_TOKENS_TILE = 128
+
+
+class TokenBlocks(Protocol):
+    """Where each of a step's tokens belongs. int32 `[T]`."""
+
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def token_entries(self) -> Tensor: ...
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x `[..., K]` / sqrt(mean(x^2) + eps), rounded to the dtype, times weight `[K]`, rounded again."""
+    out = torch.empty_like(x)
+    _launch_rms_norm(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual `[..., K]` += x in place, rounded; then `rms_norm(residual, weight, eps)`."""
+    assert residual.shape == x.shape
+    assert residual.is_contiguous()
+    out = torch.empty_like(x)
+    _launch_rms_norm(x, residual, weight, eps, out)
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, rounded once: gate_up `[T, 2 * N]`, gates first -> `[T, N]`."""
+    assert gate_up.is_contiguous()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((num_rows, width))
+    if out.numel():
+        tile = min(_SILU_TILE, triton.next_power_of_2(width))
+        _silu_and_mul[(num_rows, triton.cdiv(width, tile))](gate_up, out, width, TILE=tile, num_warps=_num_warps(tile))
+    return out
+
+
+def rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+    """Turn x `[T, heads, head_dim]` in place, as `rope_write_kv` turns q: cos_sin float32 `[max_len, rotary_dim]`."""
+    _, num_heads, head_dim = x.shape
+    _launch_rope(x, cos_sin, None, None, 0.0, (num_heads, 0, head_dim, 1), positions, None, None, 0)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    spec: AttentionSpec,
+    batch: TokenBlocks,
+    pool: Tensor,
+    layer: int,
+) -> None:
+    """Normalise and rotate q in place and k on its way, and write k and v to the sequences' layer blocks.
+
+    qkv `[T, (num_heads + 2 num_kv_heads) * head_dim]`, of which k and v keep what was there; cos_sin float32
+    `[max_len, rotary_dim]`: cosines, then sines; the first `rotary_dim` dimensions of a head are turned, one half
+    against the other; q_norm and k_norm `[head_dim]` in qkv's dtype, for an RMSNorm of each head, or None for both;
+    pool uint8, flat, from the group's first byte on. Rounds to the dtype where transformers does: cosines and sines,
+    each product, their sum. Nothing is written for a token whose entry is `NO_BLOCK`.
+    """
+    shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+    layer_bytes = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * qkv.element_size()
+    kv = pool[: pool.numel() // layer_bytes * layer_bytes].view(qkv.dtype)
+    _launch_rope(qkv, cos_sin, q_norm, k_norm, eps, shape, batch.positions, batch.token_entries, kv, layer)
+
+
+def token_entries(
+    block_size: int, positions: Tensor, query_starts: Tensor, block_table: Tensor, table_starts: Tensor
+) -> Tensor:
+    """The block table entry of the block that each token's KV goes to, int32 `[T]`, once per step and KV group.
+
+    int32: positions `[T]`, query_starts `[S + 1]`, block_table `[number of entries]`, table_starts `[S + 1]`. Tokens
+    from `query_starts[S]` on belong to no sequence (a captured step is padded with such) and get `NO_BLOCK`.
+    """
+    num_tokens = len(positions)
+    out = torch.empty_like(positions)
+    if num_tokens:
+        grid = (triton.cdiv(num_tokens, _TOKENS_TILE),)
+        _token_entries[grid](
+            positions,
+            query_starts,
+            block_table,
+            table_starts,
+            out,
+            num_tokens,
+            len(query_starts) - 1,
+            BLOCK_SIZE=block_size,
+            TILE=_TOKENS_TILE,
+        )
+    return out
+
+
+def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    width = x.shape[-1]
+    assert weight.shape == (width,)
+    if x.numel():
+        tile = triton.next_power_of_2(width)
+        _rms_norm[(x.numel() // width,)](x, residual, weight, out, width, eps, TILE=tile, num_warps=_num_warps(tile))
+
+
+def _launch_rope(
+    x: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    shape: tuple[int, int, int, int],  # num_heads, num_kv_heads, head_dim, block_size
+    positions: Tensor,
+    entries: Tensor | None,
+    kv: Tensor | None,
+    layer: int,
+) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    rotary_dim = cos_sin.shape[1]
+    assert x.is_contiguous()
+    assert cos_sin.is_contiguous()
+    assert cos_sin.dtype == torch.float32
+    assert rotary_dim <= head_dim
+    assert rotary_dim % 2 == 0
+    assert (q_norm is None) == (k_norm is None), "a norm for both or for neither"
+    num_tokens, all_heads = x.shape[0], num_heads + 2 * num_kv_heads
+    if not num_tokens:
+        return
+    heads = min(triton.next_power_of_2(all_heads), max(1, _HEADS_TILE // triton.next_power_of_2(head_dim)))
+    rest = head_dim - rotary_dim
+    _rope_write_kv[(num_tokens, triton.cdiv(all_heads, heads))](
+        x,
+        cos_sin,
+        q_norm,
+        k_norm,
+        positions,
+        entries,
+        kv,
+        layer,
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=rotary_dim // 2,
+        BLOCK_SIZE=block_size,
+        HEADS=heads,
+        HALF_TILE=triton.next_power_of_2(rotary_dim // 2),
+        REST_TILE=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=4,
+    )
+
+
+def _num_warps(tile: int) -> int:
+    return min(16, max(1, tile // (32 * _ELEMENTS_PER_THREAD)))
+
+
+@triton.jit
+def _rms_norm(
+    x: tl.tensor,  # [rows, width]
+    residual: tl.tensor,  # [rows, width] or None
+    weight: tl.tensor,  # [width]
+    out: tl.tensor,  # [rows, width]
+    width: tl.tensor,
+    eps: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    start = tl.program_id(0).to(tl.int64) * width
+    offsets = tl.arange(0, TILE)
+    mask = offsets < width
+    dtype = out.dtype.element_ty
+    wide = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        wide += tl.load(residual + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        summed = wide.to(dtype)
+        tl.store(residual + start + offsets, summed, mask=mask)
+        wide = summed.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)).to(dtype).to(tl.float32)
+    scale = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + start + offsets, (normed * scale).to(dtype), mask=mask)
+
+
+@triton.jit
+def _silu_and_mul(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, TILE: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = offsets < width
+    gate = tl.load(gate_up + row * 2 * width + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + offsets, mask=mask, other=0.0).to(tl.float32)
+    activated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + offsets, activated.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_heads(x: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_heads(
+    x: tl.tensor,
+    scale: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    dims: tl.tensor,
+    mask: tl.tensor,
+    is_query: tl.tensor,
+    dtype: tl.tensor,
+) -> tl.tensor:
+    """x [heads, dims] times scale [heads, 1], rounded to `dtype`, times the head's norm weights, rounded."""
+    weight = tl.where(
+        is_query, tl.load(q_norm + dims, mask=mask, other=0.0), tl.load(k_norm + dims, mask=mask, other=0.0)
+    )
+    return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rope_write_kv(
+    x: tl.tensor,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
+    cos_sin: tl.tensor,  # [max_len, 2 * HALF]
+    q_norm: tl.tensor,  # [HEAD_DIM] or None, as k_norm
+    k_norm: tl.tensor,
+    positions: tl.tensor,  # [T]
+    entries: tl.tensor,  # [T], or None if there is no kv to write
+    kv: tl.tensor,  # [layer blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM] or None
+    layer: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,  # of one program
+    HALF_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,  # 0: all dimensions are turned
+) -> None:
+    dtype = x.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    is_query = head < NUM_HEADS
+    is_turned = head < NUM_HEADS + NUM_KV_HEADS
+    source = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    half = tl.arange(0, HALF_TILE)[None, :]
+    half_mask = half < HALF
+    first = _load_heads(x, source + half, exists & half_mask)
+    second = _load_heads(x, source + HALF + half, exists & half_mask)
+    rest_dims = 2 * HALF + tl.arange(0, REST_TILE if REST_TILE else 1)[None, :]
+    rest_mask = rest_dims < HEAD_DIM
+    rest = _load_heads(x, source + rest_dims, exists & rest_mask)  # masked out where all is turned
+
+    turned_first, turned_second, turned_rest = first, second, rest
+    if q_norm is not None:
+        squares = tl.sum(first * first + second * second, axis=1) + tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        turned_first = _norm_heads(first, scale, q_norm, k_norm, half, half_mask, is_query, dtype)
+        turned_second = _norm_heads(second, scale, q_norm, k_norm, HALF + half, half_mask, is_query, dtype)
+        turned_rest = _norm_heads(rest, scale, q_norm, k_norm, rest_dims, rest_mask, is_query, dtype)
+    position = tl.load(positions + token)
+    angles = cos_sin + position.to(tl.int64) * 2 * HALF + half
+    cos = tl.load(angles, mask=half_mask, other=0.0).to(dtype).to(tl.float32)
+    sin = tl.load(angles + HALF, mask=half_mask, other=0.0).to(dtype).to(tl.float32)
+    first_cos, second_sin = (turned_first * cos).to(dtype), (turned_second * sin).to(dtype)
+    second_cos, first_sin = (turned_second * cos).to(dtype), (turned_first * sin).to(dtype)
+    first = tl.where(is_turned, first_cos.to(tl.float32) - second_sin.to(tl.float32), first).to(dtype)
+    second = tl.where(is_turned, second_cos.to(tl.float32) + first_sin.to(tl.float32), second).to(dtype)
+    rest = tl.where(is_turned, turned_rest, rest).to(dtype)
+
+    tl.store(x + source + half, first, mask=is_query & half_mask)
+    tl.store(x + source + HALF + half, second, mask=is_query & half_mask)
+    if REST_TILE:
+        tl.store(x + source + rest_dims, rest, mask=is_query & rest_mask)
+    if kv is not None:
+        entry = tl.load(entries + token)
+        is_kept = exists & (head >= NUM_HEADS) & (entry != INT32_MIN)
+        block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        # Values follow keys as if they were further heads.
+        target = kv + block + key_offset(head - NUM_HEADS, position % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
+        tl.store(target + half, first, mask=is_kept & half_mask)
+        tl.store(target + HALF + half, second, mask=is_kept & half_mask)
+        if REST_TILE:
+            tl.store(target + rest_dims, rest, mask=is_kept & rest_mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
+def _token_entries(
+    positions: tl.tensor,
+    query_starts: tl.tensor,
+    block_table: tl.tensor,
+    table_starts: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    num_sequences: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    exists = token < num_tokens
+    low = tl.zeros((TILE,), tl.int32)  # the token's sequence is in [low, high)
+    high = tl.zeros((TILE,), tl.int32) + num_sequences
+    unknown = num_sequences
+    while unknown > 1:
+        middle = (low + high) // 2
+        is_later = tl.load(query_starts + middle) <= token
+        low = tl.where(is_later, middle, low)
+        high = tl.where(is_later, high, middle)
+        unknown = (unknown + 1) // 2
+    belongs = exists & (token < tl.load(query_starts + num_sequences))
+    start = tl.load(table_starts + low, mask=belongs, other=0)
+    position = tl.load(positions + token, mask=belongs, other=0)
+    entry = tl.load(block_table + start + position // BLOCK_SIZE, mask=belongs, other=INT32_MIN)
+    tl.store(out + token, entry, mask=exists)

@@ -1,0 +1,229 @@
+"""The memory-bound Triton kernels against torch, in Triton's interpreter, with poisoned outputs and pools."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftkv.kernels import triton_elementwise as elementwise
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
+from tests.support.interpreter import round_to_nearest
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+EPS = 1e-6
+NUM_LAYERS = 3
+MAX_LEN = 200
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    round_to_nearest(monkeypatch)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # torch.empty is full of NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """In float64, but rounded to the dtype where the kernel rounds."""
+    wide = x.double()
+    normal = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return (normal.double() * weight.double()).to(x.dtype)
+
+
+def assert_close(got: Tensor, expected: Tensor, slack: float = 2.0) -> None:
+    assert got.dtype == expected.dtype
+    tolerance = slack * ROUNDING[got.dtype]
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 80, 257, 1024])
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    x, weight = (3 * torch.randn(2, 3, width)).to(dtype), torch.randn(width).to(dtype)
+    assert_close(elementwise.rms_norm(x, weight, EPS), exact_norm(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [96, 300])
+def test_add_rms_norm(width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(5, width).to(dtype), torch.randn(5, width).to(dtype), torch.randn(width).to(dtype)
+    summed = x + residual
+    normed = elementwise.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(residual, summed)
+    assert_close(normed, exact_norm(summed, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 96, 1500])
+def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
+    gate_up = (4 * torch.randn(3, 2 * width)).to(dtype)
+    gate_up[0, 0], gate_up[1, 0] = -88.0, 1e4
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(elementwise.silu_and_mul(gate_up), (gate * gate.sigmoid() * up).to(dtype))
+
+
+def test_nothing_is_done_for_no_tokens() -> None:
+    empty = torch.empty(0, 64)
+    assert elementwise.rms_norm(empty, torch.ones(64), EPS).shape == (0, 64)
+    assert elementwise.silu_and_mul(empty).shape == (0, 32)
+    elementwise.rope(empty.view(0, 1, 64), cos_sin_table(64), int32([]))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens of several sequences and where they lie."""
+
+    positions: Tensor
+    query_starts: Tensor
+    block_table: Tensor
+    table_starts: Tensor
+    token_entries: Tensor  # as python finds them
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_step(block_size: int, lengths: list[tuple[int, int]], num_blocks: int, seed: int) -> Step:
+    """Sequences of (context length, cached part of it), with blocks at random: half whole ones, half of one layer."""
+    rng = random.Random(seed)
+    free = [block * NUM_LAYERS for block in range(num_blocks // 2)]
+    free += [~index for index in range(num_blocks // 2 * NUM_LAYERS, num_blocks * NUM_LAYERS)]
+    rng.shuffle(free)
+    positions, entries, query_starts, table_starts, table = [], [], [0], [0], []
+    for context_len, num_cached in lengths:
+        first_written = num_cached // block_size
+        blocks = [NO_BLOCK] * first_written  # nobody may follow what lies before the new tokens
+        blocks += [free.pop() for _ in range(first_written, -(-context_len // block_size))]
+        positions += range(num_cached, context_len)
+        entries += [blocks[position // block_size] for position in range(num_cached, context_len)]
+        table += blocks
+        query_starts.append(len(positions))
+        table_starts.append(len(table))
+    return Step(int32(positions), int32(query_starts), int32(table), int32(table_starts), int32(entries))
+
+
+def cos_sin_table(rotary_dim: int) -> Tensor:
+    frequencies = 1e4 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.arange(MAX_LEN)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def turned(x: Tensor, norm: Tensor | None, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """x `[tokens, heads, head_dim]` as transformers normalises and rotates it, in x's dtype."""
+    if norm is not None:
+        x = exact_norm(x, norm)
+    rotary_dim = cos_sin.shape[1]
+    cos, sin = (t.repeat(1, 2)[positions.long(), None].to(x.dtype) for t in cos_sin.chunk(2, dim=1))
+    part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    low, high = part.chunk(2, dim=-1)
+    return torch.cat([part * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
+
+
+def assert_turned(got: Tensor, expected: Tensor, is_normed: bool) -> None:
+    if is_normed:  # a sum in another order may round the norm the other way
+        assert_close(got, expected, slack=4)
+    else:
+        assert torch.equal(got, expected)
+
+
+SHAPES = [  # heads, kv heads, head_dim, rotary_dim, block_size
+    (4, 2, 64, 64, 16),
+    (3, 1, 80, 80, 32),
+    (2, 2, 80, 32, 16),
+    (4, 1, 96, 72, 16),
+    (14, 2, 128, 128, 48),
+    (2, 1, 192, 192, 16),
+    (5, 1, 256, 64, 16),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary_dim", "block_size"), SHAPES)
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_queries_are_turned_and_keys_and_values_written_and_nothing_else(
+    dtype: torch.dtype,
+    is_normed: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    block_size: int,
+) -> None:
+    spec = AttentionSpec(heads, kv_heads, head_dim, block_size, 1.0)
+    step = make_step(block_size, [(9, 0), (70, 69), (33, 30), (block_size, block_size - 1)], 24, seed=head_dim)
+    layer, num_tokens = 1, len(step.positions)
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    norms = [torch.randn(head_dim).to(dtype) if is_normed else None for _ in range(2)]
+    cos_sin = cos_sin_table(rotary_dim)
+    spare_bytes = 12  # a pool need not be a whole number of layer blocks
+    elements = 24 * NUM_LAYERS * 2 * kv_heads * block_size * head_dim
+    pool = torch.full((elements * dtype.itemsize + spare_bytes,), 0xFF, dtype=torch.uint8)  # NaN
+
+    q, k, v = qkv.view(num_tokens, -1, head_dim).clone().split([heads, kv_heads, kv_heads], dim=1)
+    elementwise.rope_write_kv(qkv, cos_sin, norms[0], norms[1], EPS, spec, step, pool, layer)
+
+    got_q, got_k, got_v = qkv.view(num_tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    assert_turned(got_q, turned(q, norms[0], cos_sin, step.positions), is_normed)
+    assert torch.equal(got_k, k)
+    assert torch.equal(got_v, v)
+    blocks = layer_blocks(pool, spec, dtype)
+    index = torch.where(step.token_entries < 0, ~step.token_entries, step.token_entries + layer).long()
+    slots = (step.positions % block_size).long()
+    assert_turned(blocks[index, 0, :, slots], turned(k, norms[1], cos_sin, step.positions), is_normed)
+    assert torch.equal(blocks[index, 1, :, slots], v)
+    assert int((~blocks.isnan()).sum()) == 2 * k.numel()
+    assert (pool[-spare_bytes:] == 0xFF).all()
+
+
+def test_values_that_are_no_numbers_are_written_as_they_are() -> None:
+    spec = AttentionSpec(1, 1, 64, 16, 1.0)
+    step = make_step(16, [(3, 0)], 2, seed=0)
+    qkv = torch.randn(3, 3 * 64).to(torch.bfloat16)
+    qkv[:, 2 * 64 :] = math.inf
+    pool = torch.zeros(2 * NUM_LAYERS * 2 * 16 * 64 * 2, dtype=torch.uint8)
+    elementwise.rope_write_kv(qkv, cos_sin_table(64), None, None, EPS, spec, step, pool, 0)
+    blocks = layer_blocks(pool, spec, torch.bfloat16)
+    assert int(blocks.isinf().sum()) == 3 * 64
+    assert not blocks.isnan().any()
+
+
+def test_tokens_without_a_block_write_nothing() -> None:
+    spec = AttentionSpec(2, 1, 64, 16, 1.0)
+    step = make_step(16, [(20, 0)], 4, seed=0)
+    none = Step(step.positions, step.query_starts, step.block_table, step.table_starts, int32([NO_BLOCK] * 20))
+    qkv = torch.randn(20, 4 * 64)
+    expected = turned(qkv.view(20, 4, 64)[:, :2], None, cos_sin_table(64), step.positions)
+    pool = torch.full((4 * NUM_LAYERS * 2 * 16 * 64 * 4,), 0xFF, dtype=torch.uint8)
+    elementwise.rope_write_kv(qkv, cos_sin_table(64), None, None, EPS, spec, none, pool, 2)
+    assert torch.equal(qkv.view(20, 4, 64)[:, :2], expected)
+    assert (pool == 0xFF).all()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 7, 130])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_token_entries(num_sequences: int, padding: int) -> None:
+    rng = random.Random(num_sequences)
+    lengths = [(rng.randint(1, 60), 0) for _ in range(num_sequences)]
+    lengths = [(context_len, rng.randint(0, context_len)) for context_len, _ in lengths]  # some bring no token
+    step = make_step(16, lengths, 4 * num_sequences + 2, seed=1)
+    positions = torch.cat((step.positions, torch.full((padding,), 10**6, dtype=torch.int32)))
+    got = elementwise.token_entries(16, positions, step.query_starts, step.block_table, step.table_starts)
+    assert got.tolist() == step.token_entries.tolist() + [NO_BLOCK] * padding
+
+
+@pytest.mark.parametrize("rotary_dim", [24, 64])
+def test_rope_alone(rotary_dim: int) -> None:
+    x, positions = torch.randn(6, 3, 64).to(torch.bfloat16), int32([5, 0, 199, 3, 3, 17])
+    expected = turned(x, None, cos_sin_table(rotary_dim), positions)
+    elementwise.rope(x, cos_sin_table(rotary_dim), positions)
+    assert torch.equal(x, expected)
