@@ -71,8 +71,8 @@ def move_blocks(
     """Copy layer `layer` of every block in `table`, from our pool to the peers or back, on the current stream.
 
     pool uint8, flat: the whole of our own pool. table int64 `[3, N]`, of `flatten_runs`, on pool's device. The blocks
-    of one call must not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, spread over
-    as many multiprocessors), so that compute goes on beside them; 0: as many as the device holds at once.
+    of one call must not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, spread
+    over as many multiprocessors), so that compute goes on beside them; 0: as many as the device holds at once.
     """
     num_blocks = table.shape[1]
     if not num_blocks:
@@ -123,13 +123,13 @@ def _tile_bytes(width_bytes: int) -> int:
     divisor = width_bytes & -width_bytes
     if divisor >= 4 << 10:
         return min(divisor, _MAX_TILE_BYTES)
-    return min(triton.next_power_of_2(width_bytes), 4 << 10)
+    return min(int(triton.next_power_of_2(width_bytes)), 4 << 10)
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
     """1 without a GPU: programs of the interpreter run one after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 @triton.jit(do_not_specialize=["num_blocks", "layer"])  # type: ignore[untyped-decorator]

@@ -32,6 +32,23 @@ class GroupRegion:
         return self.num_blocks * self.group.block_bytes
 
 
+def lay_out(groups: Sequence[tuple[KVGroup, int]], gap_layer_blocks: int = 0) -> tuple[GroupRegion, ...]:
+    """The regions of `groups`, (group, number of blocks), one after the other, each with a gap behind it."""
+    regions = []
+    offset_bytes = 0
+    for group, num_blocks in groups:
+        assert num_blocks > 0
+        regions.append(GroupRegion(group, num_blocks, offset_bytes))
+        offset_bytes += num_blocks * group.block_bytes + gap_layer_blocks * group.layer_block_bytes
+    return tuple(regions)
+
+
+def region_view(pool: torch.Tensor, region: GroupRegion) -> torch.Tensor:
+    """A region of the flat pool as uint8 `[num_blocks, num_layers, layer_block_bytes]`."""
+    flat = pool[region.base_offset_bytes : region.base_offset_bytes + region.nbytes]
+    return flat.view(region.num_blocks, region.group.num_layers, region.group.layer_block_bytes)
+
+
 class Pool:
     """One flat allocation that other processes can map, with the regions of all KV groups side by side.
 
@@ -44,14 +61,8 @@ class Pool:
 
         Raises `OSError` if the address space cannot be had.
         """
-        regions = []
-        offset_bytes = 0
-        for group, num_blocks in groups:
-            assert num_blocks > 0
-            regions.append(GroupRegion(group, num_blocks, offset_bytes))
-            offset_bytes += num_blocks * group.block_bytes
-        self.regions: tuple[GroupRegion, ...] = tuple(regions)
-        self.nbytes = offset_bytes
+        self.regions: tuple[GroupRegion, ...] = lay_out(groups)
+        self.nbytes = sum(region.nbytes for region in self.regions)
         self.fd = os.memfd_create(f"swiftkv-{name}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.nbytes)
@@ -62,9 +73,7 @@ class Pool:
 
     def region_tensor(self, index: int) -> torch.Tensor:
         """Group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
-        region = self.regions[index]
-        flat = self.tensor[region.base_offset_bytes : region.base_offset_bytes + region.nbytes]
-        return flat.view(region.num_blocks, region.group.num_layers, region.group.layer_block_bytes)
+        return region_view(self.tensor, self.regions[index])
 
     def prefault(self) -> threading.Thread:
         """Have the kernel back the pool with memory from the start of it on, in a thread of low priority.

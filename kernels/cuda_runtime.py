@@ -1,0 +1,124 @@
+"""The few calls of the CUDA runtime that torch does not offer: allocations of their own, IPC handles, 2-D copies.
+
+They act on torch's current device, in the context that torch uses, through the runtime library that torch has loaded.
+Addresses are plain integers. A handle can be opened only in another process than the one that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from functools import cache
+
+import torch
+from torch import Tensor
+
+IPC_HANDLE_BYTES = 64
+
+_IPC_LAZY_ENABLE_PEER_ACCESS = 1
+_MEMCPY_DEFAULT = 4  # the runtime sees from the addresses where they lie
+
+
+class CudaRuntimeError(RuntimeError):
+    """A call of the CUDA runtime failed: its name, CUDA's name for the error, and what it means."""
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
+
+
+class DeviceMemory:
+    """One `cudaMalloc` of its own, so that an IPC handle names its first byte; freed with the last tensor over it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Zeros. Raises `CudaRuntimeError` if the device has no `nbytes` bytes left."""
+        self.nbytes = nbytes
+        self.device = device
+        address = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
+            self.address = int(address.value or 0)
+            weakref.finalize(self, _free, self.address, device).atexit = False  # the driver frees what a process leaves
+            _call("cudaMemset", address, 0, ctypes.c_size_t(nbytes))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def tensor(self) -> Tensor:
+        """uint8 `[nbytes]`, a view that keeps the memory."""
+        tensor = torch.as_tensor(self, device=self.device)
+        assert tensor.data_ptr() == self.address, "torch copied instead of viewing"
+        return tensor
+
+    def ipc_handle(self) -> bytes:
+        """`IPC_HANDLE_BYTES` bytes with which another process opens this memory."""
+        handle = _IpcHandle()
+        with torch.cuda.device(self.device):
+            _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.address))
+        return bytes(handle)
+
+
+def open_ipc_handle(handle: bytes, device: torch.device) -> int:
+    """Map another process's memory for use on `device`, with peer access if it lies on another; returns the address.
+
+    Opening a handle again gives the same address; each call needs a `close_ipc_handle`.
+    Raises `CudaRuntimeError`: that process is gone, or the devices cannot reach each other.
+    """
+    assert len(handle) == IPC_HANDLE_BYTES
+    address = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call(
+            "cudaIpcOpenMemHandle",
+            ctypes.byref(address),
+            _IpcHandle.from_buffer_copy(handle),
+            ctypes.c_uint(_IPC_LAZY_ENABLE_PEER_ACCESS),
+        )
+    return int(address.value or 0)
+
+
+def close_ipc_handle(address: int, device: torch.device) -> None:
+    """Unmap what `open_ipc_handle` mapped. No copy may be using it."""
+    with torch.cuda.device(device):
+        _call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+
+def copy_2d(
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: torch.cuda.Stream
+) -> None:
+    """Copy `height` rows of `width` bytes between device addresses, rows `pitch` bytes apart, in order on `stream`."""
+    _call(
+        "cudaMemcpy2DAsync",
+        ctypes.c_void_p(target),
+        ctypes.c_size_t(target_pitch),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(source_pitch),
+        ctypes.c_size_t(width),
+        ctypes.c_size_t(height),
+        ctypes.c_int(_MEMCPY_DEFAULT),
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+
+
+def _free(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        _call("cudaFree", ctypes.c_void_p(address))
+
+
+def _call(name: str, *arguments: object) -> None:
+    runtime = _runtime()
+    code = getattr(runtime, name)(*arguments)
+    if code != 0:
+        runtime.cudaGetLastError()  # or torch would blame its own next launch
+        error = runtime.cudaGetErrorName(code).decode()
+        raise CudaRuntimeError(f"{name}: {error}: {runtime.cudaGetErrorString(code).decode()}")
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The library that torch has loaded already: dlopen finds it again by its name."""
+    assert torch.version.cuda is not None, "this torch has no CUDA"
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    for name in ("cudaGetErrorName", "cudaGetErrorString"):
+        getattr(runtime, name).restype = ctypes.c_char_p
+    return runtime

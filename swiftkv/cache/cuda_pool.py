@@ -1,0 +1,54 @@
+"""The pool of an engine on a CUDA device: one allocation of its own that peers on the machine can map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.pool import GroupRegion, Pool, lay_out, region_view
+from swiftkv.errors import ConfigError
+from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
+
+
+class CudaPool:
+    """As `cache.pool.Pool`, in device memory, with one layer block of scratch behind each region.
+
+    Kernels of a fixed shape write there for rows that stand for no sequence: the block table entry `scratch_entry`
+    names it for every layer. No sequence and no lease ever has it.
+    """
+
+    def __init__(self, groups: Sequence[tuple[KVGroup, int]], device: torch.device) -> None:
+        """`groups` are (group, number of blocks). Zeros. Raises `ConfigError` if the device cannot hold them."""
+        self.regions: tuple[GroupRegion, ...] = lay_out(groups, gap_layer_blocks=1)
+        last = self.regions[-1]
+        self.nbytes = last.base_offset_bytes + last.nbytes + last.group.layer_block_bytes
+        torch.cuda.empty_cache()  # what loading the weights needed for a moment
+        try:
+            self._memory = DeviceMemory(self.nbytes, device)
+        except CudaRuntimeError as error:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            raise ConfigError(
+                f"kv_cache.memory: {device} has no {self.nbytes} bytes for the pool: {free_bytes} of its {total_bytes} "
+                f"are free ({error})"
+            ) from error
+        self.tensor: torch.Tensor = self._memory.tensor()  # uint8 [nbytes]
+
+    def region_tensor(self, index: int) -> torch.Tensor:
+        """Group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
+        return region_view(self.tensor, self.regions[index])
+
+    def scratch_entry(self, index: int) -> int:
+        """Group `index`'s scratch layer block as a block table entry: negative, one place for all layers."""
+        region = self.regions[index]
+        return ~(region.num_blocks * region.group.num_layers)
+
+    def ipc_handle(self) -> bytes:
+        """With this, another process maps the pool; offsets in it are offsets in the pool."""
+        return self._memory.ipc_handle()
+
+
+def allocate_pool(groups: Sequence[tuple[KVGroup, int]], device: torch.device, name: str = "pool") -> Pool | CudaPool:
+    """The pool for an engine whose model runs on `device`. Raises `ConfigError` or `OSError` if there is no room."""
+    return CudaPool(groups, device) if device.type == "cuda" else Pool(groups, name)
