@@ -7,6 +7,7 @@ wrong with a request is answered by `RequestError`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,11 @@ HIGH_WATER_MARK = 10_000
 FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ABORTED = range(4)
 """Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED stays
 between scheduler and engine."""
+
+DURATION_BOUNDS_S = (
+    1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+"""Upper bounds of the buckets of `Durations`, in seconds."""
 
 EXIT_LOAD_FAILED = 3
 """Exit code of an engine whose model cannot be loaded: starting it again would not help."""
@@ -103,6 +109,17 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: list[float]
 
 
+class Durations(msgspec.Struct, array_like=True):
+    """A histogram: `counts[i]` were longer than bound `i - 1` of DURATION_BOUNDS_S and not longer than bound `i`."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, duration_s: float) -> None:
+        self.counts[bisect_left(DURATION_BOUNDS_S, duration_s)] += 1
+        self.sum_s += duration_s
+
+
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """Totals count from the start of the engine. Blocks are of all KV groups together."""
 
@@ -118,6 +135,12 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     steps_total: int
     prompt_tokens_total: int  # computed, not taken from the cache
     generation_tokens_total: int
+    prefix_hit_tokens_peer_total: int = 0  # of `prefix_hit_tokens_total`, those that were found in borrowed blocks
+    kv_tokens_local: int = 0  # tokens whose KV, in use or cached, lies in the engine's own pool
+    kv_tokens_peer: int = 0  # and in borrowed blocks
+    layer_stream_load: Durations | None = None  # once per step that streams: time that copies to and from lenders took,
+    layer_stream_store: Durations | None = None
+    layer_stream_exposed: Durations | None = None  # and the part of both that no computing hid
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):

@@ -26,7 +26,6 @@ from swiftkv.engine.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
     AddRequest,
-    EngineStats,
     FromEngine,
     Ready,
     RequestError,
@@ -361,7 +360,7 @@ class EngineClient:
         if request_ids:
             self.metrics.generation_tokens.inc(len(request_ids))
         if step.stats is not None:
-            self._on_stats(step.stats)
+            self.metrics.observe_engine(step.stats)
 
     def _on_admitted(self, sequence: _InFlight, cached_tokens: int, now_s: float) -> None:
         sequence.admitted_s = now_s
@@ -376,14 +375,6 @@ class EngineClient:
             self.metrics.observe_inter_token_latency(now_s - sequence.last_token_s)
         sequence.last_token_s = now_s
         sequence.num_tokens += 1
-
-    def _on_stats(self, stats: EngineStats) -> None:
-        self.metrics.num_requests_running.set(stats.num_running)
-        self.metrics.num_requests_waiting.set(stats.num_waiting)
-        self.metrics.kv_cache_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
-        self.metrics.observe_engine_totals(
-            stats.num_preemptions_total, stats.prefix_query_tokens_total, stats.prefix_hit_tokens_total
-        )
 
     def _on_error(self, error: RequestError) -> None:
         if sequence := self._in_flight.get(error.request_id):

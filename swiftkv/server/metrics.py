@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from swiftkv.engine.messages import DURATION_BOUNDS_S, Durations, EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+LOCAL_TIER, PEER_TIER = "local", "peer"
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -45,6 +49,14 @@ class GatewayMetrics:
         self.preemptions = self._counter("vllm:num_preemptions", "Requests preempted and recomputed")
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prefix_tier_hits = self._counter(
+            "swiftkv:prefix_hit_tokens", "Prompt tokens found in the prefix cache, by where their KV lay", ("tier",)
+        )
+        self.kv_tier_tokens = self._gauge(
+            "swiftkv:kv_tier_tokens", "Tokens whose KV is held, in use or cached, by where it lies", ("tier",)
+        )
+        self.layer_stream = _LayerStream()
+        self.registry.register(self.layer_stream)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.request_success = self._counter("vllm:request_success", "Requests finished", ("finished_reason",))
@@ -87,8 +99,8 @@ class GatewayMetrics:
         only.register(_OneModel(self.registry, only_model))
         return generate_latest(only)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ("model_name",), registry=self.registry)
+    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(name, text, ("model_name", *labels), registry=self.registry)
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(name, text, ("model_name", *labels), registry=self.registry)
@@ -121,13 +133,31 @@ class ModelMetrics:
         self._request_generation_tokens = metrics.request_generation_tokens.labels(name)
         self._request_max_tokens = metrics.request_max_tokens.labels(name)
         self._success = {reason: metrics.request_success.labels(name, reason) for reason in FINISHED_REASONS}
+        self._kv_tokens = {tier: metrics.kv_tier_tokens.labels(name, tier) for tier in (LOCAL_TIER, PEER_TIER)}
+        self._name = name
+        self._layer_stream = metrics.layer_stream
         # The engine reports totals since it started; a restarted engine counts from zero again.
-        self._engine_totals = {
-            counter.labels(name): 0 for counter in (metrics.preemptions, metrics.prefix_queries, metrics.prefix_hits)
-        }
+        self._engine_totals = dict.fromkeys(
+            (
+                metrics.preemptions.labels(name),
+                metrics.prefix_queries.labels(name),
+                metrics.prefix_hits.labels(name),
+                metrics.prefix_tier_hits.labels(name, LOCAL_TIER),
+                metrics.prefix_tier_hits.labels(name, PEER_TIER),
+            ),
+            0,
+        )
 
-    def observe_engine_totals(self, preemptions: int, prefix_query_tokens: int, prefix_hit_tokens: int) -> None:
-        totals = (preemptions, prefix_query_tokens, prefix_hit_tokens)
+    def observe_engine(self, stats: EngineStats) -> None:
+        """What the engine says of itself."""
+        self.num_requests_running.set(stats.num_running)
+        self.num_requests_waiting.set(stats.num_waiting)
+        self.kv_cache_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
+        self._kv_tokens[LOCAL_TIER].set(stats.kv_tokens_local)
+        self._kv_tokens[PEER_TIER].set(stats.kv_tokens_peer)
+        self._layer_stream.observe(self._name, stats)
+        hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
+        totals = (stats.num_preemptions_total, stats.prefix_query_tokens_total, hits, hits - peer_hits, peer_hits)
         for (counter, seen), total in zip(self._engine_totals.items(), totals, strict=True):
             if total != seen:
                 counter.inc(max(0, total - seen))
@@ -143,7 +173,8 @@ class ModelMetrics:
         self._engine_totals = dict.fromkeys(self._engine_totals, 0)
 
     def engine_went_down(self) -> None:
-        for gauge in (self.engine_up, self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage):
+        running = (self.engine_up, self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage)
+        for gauge in (*running, *self._kv_tokens.values()):
             gauge.set(0)
 
     def observe_finished(self, request: FinishedRequest) -> None:
@@ -161,6 +192,44 @@ class ModelMetrics:
         self._prefill_time.observe(request.first_token_s - (request.queue_s or 0))
         if request.generation_tokens > 1:
             self._request_time_per_output_token.observe(decode_s / (request.generation_tokens - 1))
+
+
+class _LayerStream(Collector):
+    """Histograms that engines keep themselves, as they last told them; one that is started again begins anew."""
+
+    def __init__(self) -> None:
+        self._stats: dict[str, EngineStats] = {}
+
+    def observe(self, model: str, stats: EngineStats) -> None:
+        self._stats[model] = stats
+
+    def collect(self) -> Iterable[Metric]:
+        load, store, exposed = (
+            HistogramMetricFamily(f"swiftkv:layer_stream_{name}_seconds", text, labels=("model_name",))
+            for name, text in (
+                ("load", "Time of copies from lenders, per step that streams"),
+                ("store", "Time of copies to lenders, per step that streams"),
+                ("exposed", "Time of both that no computing hid, per step that streams"),
+            )
+        )
+        for model, stats in self._stats.items():
+            for family, durations in (
+                (load, stats.layer_stream_load),
+                (store, stats.layer_stream_store),
+                (exposed, stats.layer_stream_exposed),
+            ):
+                if durations is not None:
+                    add_histogram(family, (model,), DURATION_BOUNDS_S, durations)
+        return load, store, exposed
+
+
+def add_histogram(
+    family: HistogramMetricFamily, labels: Sequence[str], bounds: Sequence[float], durations: Durations
+) -> None:
+    """Add counts per bucket as Prometheus wants them: added up from the shortest on."""
+    totals = accumulate(durations.counts)
+    buckets = [(str(bound), total) for bound, total in zip((*bounds, "+Inf"), totals, strict=True)]
+    family.add_metric(labels, buckets, durations.sum_s)
 
 
 class _OneModel(Collector):

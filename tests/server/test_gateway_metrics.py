@@ -4,6 +4,7 @@ import pytest
 from echo_gateway import Gateway
 from prometheus_client.parser import text_string_to_metric_families
 
+from swiftkv.engine.messages import Durations, EngineStats
 from swiftkv.server.metrics import GatewayMetrics
 
 # What the dashboards that come with vLLM ask for.
@@ -69,20 +70,56 @@ def test_a_models_own_port_shows_its_own(gateway: Gateway) -> None:
     assert {of for _, of in shown} == {"chat"}
 
 
+def stats(preemptions: int, query_tokens: int, hit_tokens: int, peer_hit_tokens: int) -> EngineStats:
+    return EngineStats(
+        *[0] * 6, preemptions, query_tokens, hit_tokens, 0, 0, 0, prefix_hit_tokens_peer_total=peer_hit_tokens
+    )
+
+
 def test_totals_survive_a_restarted_engine() -> None:
     metrics = GatewayMetrics()
     model = metrics.for_model("m")
     model.engine_came_up()
-    model.observe_engine_totals(1, 100, 50)
-    model.observe_engine_totals(2, 150, 60)
+    model.observe_engine(stats(preemptions=1, query_tokens=100, hit_tokens=50, peer_hit_tokens=20))
+    model.observe_engine(stats(preemptions=2, query_tokens=150, hit_tokens=60, peer_hit_tokens=25))
     model.engine_went_down()
     model.engine_came_up()
-    model.observe_engine_totals(1, 10, 5)
+    model.observe_engine(stats(preemptions=1, query_tokens=10, hit_tokens=5, peer_hit_tokens=1))
     value = metrics.registry.get_sample_value
     assert value("vllm:num_preemptions_total", {"model_name": "m"}) == 3
     assert value("vllm:prefix_cache_queries_total", {"model_name": "m"}) == 160
     assert value("vllm:prefix_cache_hits_total", {"model_name": "m"}) == 65
     assert value("swiftkv:engine_starts_total", {"model_name": "m"}) == 2
+    tiers = [value("swiftkv:prefix_hit_tokens_total", {"model_name": "m", "tier": tier}) for tier in ("local", "peer")]
+    assert tiers == [39, 26]
+
+
+def test_where_kv_lies_and_what_streaming_it_takes() -> None:
+    metrics = GatewayMetrics()
+    model, other = metrics.for_model("m"), metrics.for_model("other")
+    load, exposed = Durations(), Durations()
+    for duration_s in (0.001, 0.0011, 0.2, 99.0):
+        load.add(duration_s)
+    exposed.add(0.0)
+    model.observe_engine(
+        EngineStats(*[0] * 12, kv_tokens_local=300, kv_tokens_peer=700, layer_stream_load=load,
+                    layer_stream_exposed=exposed)
+    )  # fmt: skip
+    other.observe_engine(EngineStats(*[0] * 12))
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render("m").decode())}
+    held = {sample.labels["tier"]: sample.value for sample in families["swiftkv:kv_tier_tokens"].samples}
+    assert held == {"local": 300, "peer": 700}
+    samples = families["swiftkv:layer_stream_load_seconds"].samples
+    buckets = {float(sample.labels["le"]): sample.value for sample in samples if "le" in sample.labels}
+    assert (buckets[0.0005], buckets[0.001], buckets[0.0025], buckets[0.25], buckets[10], buckets[float("inf")]) == (
+        0, 1, 2, 3, 3, 4,
+    )  # fmt: skip
+    rest = {sample.name.rsplit("_", 1)[1]: sample.value for sample in samples if "le" not in sample.labels}
+    assert rest == {"count": 4, "sum": pytest.approx(99.2021)}
+    assert families["swiftkv:layer_stream_exposed_seconds"].samples[0].value == 1
+    assert not families["swiftkv:layer_stream_store_seconds"].samples
+    model.engine_went_down()
+    assert metrics.registry.get_sample_value("swiftkv:kv_tier_tokens", {"model_name": "m", "tier": "peer"}) == 0
 
 
 @pytest.mark.parametrize("path", ["/health", "/version", "/ready"])
