@@ -19,9 +19,10 @@ LAYERS = [
     {"server"},
     {"engine"},
     {"master", "worker"},
+    {"lease"},
     {"models", "cache", "transport"},
     {"kernels"},
-    {"_core", "_cpu"},
+    {"_core", "_lease", "_cpu", "_transport"},
     {"config", "hub", "errors", "__init__"},
 ]
 NEIGHBOURS = {("models", "cache"), ("cache", "models"), ("hub", "errors"), ("config", "errors")}

@@ -1,0 +1,54 @@
+// The borrower's replica of one lender's table: which extents of a link it may use.
+#pragma once
+
+#include <array>
+#include <span>
+#include <vector>
+
+#include "extent_set.h"
+
+namespace swiftkv {
+
+// An extent is none (not to be touched), held (to be used) or recalled (in use until what is there is drained).
+// The epoch is the latest that was heard of. Every operation is O(1) per extent that it names.
+class BorrowerLedger {
+  public:
+    enum State : uint8_t { kNone, kHeld, kRecalled };
+
+    struct Offered {
+        std::vector<ExtentId> taken;  // held from now on
+        Leases accepted;              // those, and those that were held before
+    };
+    struct Recalled {
+        std::vector<ExtentId> to_drain;
+        Leases returned;  // nothing of ours is there
+    };
+
+    explicit BorrowerLedger(int num_extents);
+
+    int num_extents() const { return static_cast<int>(states_.size()); }
+    int count(State state) const { return counts_[state]; }
+
+    // A later epoch than the last known -> held.
+    Offered on_offer(std::span<const ExtentId> extents, std::span<const Epoch> epochs);
+    // held -> recalled where the epoch is the current one. A recall that overtook its offer makes the offer void.
+    Recalled on_recall(std::span<const ExtentId> extents, std::span<const Epoch> epochs);
+    // held or recalled -> none: drained, or given back unasked. Returns the epochs to return them at. Throws
+    // std::invalid_argument at the first that is none.
+    std::vector<Epoch> give_back(std::span<const ExtentId> extents);
+    // Forgets everything, the epochs too. Returns the extents that were held or recalled.
+    std::vector<ExtentId> lender_died();
+
+    const std::vector<State>& states() const { return states_; }
+    const std::vector<Epoch>& epochs() const { return epochs_; }
+
+  private:
+    void set_state(ExtentId extent, State state);
+
+    std::vector<State> states_;
+    std::vector<Epoch> epochs_;
+    std::array<int, 3> counts_{};
+    ExtentSet borrowed_;  // held or recalled
+};
+
+}  // namespace swiftkv

@@ -1,0 +1,61 @@
+// The few words that both ledgers use.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace swiftkv {
+
+using ExtentId = int32_t;
+// Counts how often an extent was offered; 0: never.
+using Epoch = uint32_t;
+
+// Extents with the epoch each is spoken of at: what a message carries.
+struct Leases {
+    std::vector<ExtentId> extents;
+    std::vector<Epoch> epochs;
+
+    void add(ExtentId extent, Epoch epoch) {
+        extents.push_back(extent);
+        epochs.push_back(epoch);
+    }
+};
+
+// A set of extents: adding, removing and taking the last are O(1), and the order depends on nothing but the history.
+class ExtentSet {
+  public:
+    explicit ExtentSet(int num_extents) : places_(num_extents, 0) {}
+
+    int size() const { return static_cast<int>(members_.size()); }
+    ExtentId last() const { return members_.back(); }
+
+    void add(ExtentId extent) {
+        places_[extent] = size();
+        members_.push_back(extent);
+    }
+
+    void remove(ExtentId extent) {
+        const int place = places_[extent];
+        members_[place] = members_.back();
+        places_[members_[place]] = place;
+        members_.pop_back();
+    }
+
+    std::vector<ExtentId> take_all() { return std::exchange(members_, {}); }
+
+  private:
+    std::vector<ExtentId> members_;
+    std::vector<int> places_;  // of a member in members_; anything for others
+};
+
+inline void check_extent(ExtentId extent, int num_extents) {
+    if (extent < 0 || extent >= num_extents) {
+        throw std::invalid_argument("extent " + std::to_string(extent) + " of a link of " +
+                                    std::to_string(num_extents));
+    }
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,84 @@
+"""Who holds which extent: the lender's table of a link and the borrower's replica of it (C++).
+
+Extents are int32, epochs uint32, arrays one-dimensional; extents and epochs that belong together have one length.
+Messages may come late, reordered and more than once: what is not of the current lease of an extent is ignored.
+Every operation is O(1) per extent that it names. All raise ValueError for an extent that the link does not have. An
+instance belongs to one thread.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+UInt32Array = npt.NDArray[np.uint32]
+UInt8Array = npt.NDArray[np.uint8]
+
+class LenderLedger:
+    """The truth about one link. States, as in `table()`: 0 home, 1 offered, 2 lent, 3 recalled. All start home."""
+
+    def __init__(self, num_extents: int) -> None: ...
+    @property
+    def num_extents(self) -> int: ...
+    @property
+    def home(self) -> int:
+        """How many extents are home: nobody else writes to them."""
+    @property
+    def offered(self) -> int: ...
+    @property
+    def lent(self) -> int: ...
+    @property
+    def recalled(self) -> int:
+        """How many are asked back, and the borrower's still."""
+    def offer(self, extents: Int32Array) -> UInt32Array:
+        """Offer extents; returns the epoch of each. Raises ValueError, and changes nothing, unless all are home."""
+
+    def on_accept(self, extents: Int32Array, epochs: UInt32Array) -> None: ...
+    def recall(self, count: int) -> tuple[Int32Array, UInt32Array]:
+        """Ask back up to `count` extents. Returns them and the epochs to recall them at."""
+
+    def on_return(self, extents: Int32Array, epochs: UInt32Array) -> Int32Array:
+        """Returns the extents that came home by this."""
+
+    def peer_died(self) -> Int32Array:
+        """All leases end. Returns the extents that came home by this; their epochs go on."""
+
+    def table(self) -> tuple[UInt8Array, UInt32Array]:
+        """[num_extents] state and epoch of every extent, as a copy."""
+
+class BorrowerLedger:
+    """The replica of one link. States, as in `table()`: 0 none, 1 held, 2 recalled. All start as none, at epoch 0."""
+
+    def __init__(self, num_extents: int) -> None: ...
+    @property
+    def num_extents(self) -> int: ...
+    @property
+    def none(self) -> int:
+        """How many extents are not to be touched."""
+    @property
+    def held(self) -> int: ...
+    @property
+    def recalled(self) -> int:
+        """How many are asked back and not yet given back."""
+    def on_offer(self, extents: Int32Array, epochs: UInt32Array) -> tuple[Int32Array, Int32Array, UInt32Array]:
+        """Returns the extents that are held from now on, and the (extents, epochs) to accept: those and repetitions.
+
+        Raises ValueError if an extent that is borrowed is offered at a later epoch: no lender may do that.
+        """
+
+    def on_recall(self, extents: Int32Array, epochs: UInt32Array) -> tuple[Int32Array, Int32Array, UInt32Array]:
+        """Returns the extents to drain, then to give back, and the (extents, epochs) to return at once.
+
+        Raises ValueError if an extent that is borrowed is recalled at a later epoch: no lender may do that.
+        """
+
+    def give_back(self, extents: Int32Array) -> UInt32Array:
+        """Stop using extents, recalled or not. Returns the epochs to return them at.
+
+        Raises ValueError at the first that is not borrowed.
+        """
+
+    def lender_died(self) -> Int32Array:
+        """Forget everything, epochs too. Returns the extents that were borrowed."""
+
+    def table(self) -> tuple[UInt8Array, UInt32Array]:
+        """[num_extents] state and epoch of every extent, as a copy."""
