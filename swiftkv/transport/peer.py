@@ -1,0 +1,220 @@
+"""One-sided copies between CUDA devices: a lender's pool is mapped through an IPC handle, and copies have a stream of
+their own that events order with the compute stream. Within a step the host waits for nothing.
+
+CUDA IPC also serves engines that share a GPU, and maps a peer of another GPU where peer access is possible (NVLink, or
+PCIe). Symmetric memory would need all engines to meet each time that one of them starts again; a handle needs two.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from swiftkv.errors import TransferError
+from swiftkv.kernels.cuda_runtime import CudaRuntimeError, close_ipc_handle, copy_2d, open_ipc_handle
+from swiftkv.kernels.triton_copy import flatten_runs, move_blocks, upload
+from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, Runs, Ticket
+
+IoBackend = Literal["kernel", "direct"]
+"""HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
+
+_MAX_JOBS = 4096
+_MAX_TABLES = 64
+_ANCHOR_INTERVAL_S = 10.0  # event times are float32 milliseconds since the anchor
+
+log = logging.getLogger(__name__)
+
+
+class DevicePool(Protocol):
+    """The part of `cache.cuda_pool.CudaPool` that this transport needs."""
+
+    nbytes: int
+    tensor: torch.Tensor  # uint8 [nbytes], on a CUDA device
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    begin: torch.cuda.Event
+    turn: torch.cuda.Event  # all of to_peer is done
+    end: torch.cuda.Event
+    to_peer_bytes: int
+    from_peer_bytes: int
+
+
+class PeerTransport:
+    """`Transport` for pools on CUDA devices. Submits and waits refer to the current stream of the pool's device.
+
+    A lender that dies while its pool is mapped here: the step that reads it goes on with whatever bytes come, and the
+    coordinator, which sees the process end, has the scheduler drop them.
+    """
+
+    def __init__(self, pool: DevicePool, io_backend: IoBackend = "kernel", max_programs: int = 0) -> None:
+        """`max_programs` bounds the share of the device that copy kernels take (`kernels.triton_copy`); 0: no bound."""
+        self._pool = pool
+        self._device = pool.tensor.device
+        self._io_backend = io_backend
+        self._max_programs = max_programs
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._mappings: dict[int, _Mapping] = {}
+        self._tables: OrderedDict[int, tuple[Runs, torch.Tensor]] = OrderedDict()  # by id of the runs, kept alive here
+        self._jobs: OrderedDict[Ticket, _Job] = OrderedDict()
+        self._failures: dict[Ticket, str] = {}
+        self._last_ticket: Ticket = 0
+        self._set_anchor()
+
+    def attach(self, link: int, peer: PeerHandle) -> None:
+        assert link not in self._mappings, f"link {link} is attached"
+        try:
+            address = open_ipc_handle(bytes.fromhex(peer.ipc_handle), self._device)
+        except CudaRuntimeError as error:
+            raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
+        self._mappings[link] = _Mapping(address, peer.nbytes)
+        self._tables.clear()
+        Path(peer.store_path).unlink(missing_ok=True)
+
+    def detach(self, link: int) -> None:
+        mapping = self._mappings.pop(link, None)
+        if mapping is None:
+            return
+        self._stream.synchronize()
+        self._tables.clear()
+        try:
+            close_ipc_handle(mapping.address, self._device)
+        except CudaRuntimeError as error:  # of a lender that died: the mapping is gone either way
+            log.warning("link %d: %s", link, error)
+
+    def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
+        self._last_ticket += 1
+        ticket = self._last_ticket
+        begin, turn, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            begin.record()
+            try:
+                self._copy(to_peer, layer, is_to_peer=True)
+                turn.record()
+                self._copy(from_peer, layer, is_to_peer=False)
+            except (TransferError, CudaRuntimeError) as error:
+                self._failures[ticket] = str(error)
+                turn.record()
+            end.record()
+        sizes = [0 if runs is None else runs.num_bytes for runs in (to_peer, from_peer)]
+        self._jobs[ticket] = _Job(begin, turn, end, *sizes)
+        if len(self._jobs) > _MAX_JOBS:
+            self._jobs.popitem(last=False)
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """The current stream waits; the host does not. A job whose timings were taken has ended."""
+        job = self._jobs.get(ticket)
+        if job is not None:
+            torch.cuda.current_stream(self._device).wait_event(job.end)
+        if (failure := self._failures.pop(ticket, None)) is not None:
+            raise TransferError(failure)
+
+    def settle(self) -> None:
+        self._stream.synchronize()
+        self._failures.clear()
+        if time.monotonic() - self._anchor_s > _ANCHOR_INTERVAL_S and not self._jobs:
+            self._set_anchor()
+
+    def take_timings(self) -> CopyTimings:
+        rows = []
+        while self._jobs:
+            ticket, job = next(iter(self._jobs.items()))
+            if not job.end.query():
+                break
+            del self._jobs[ticket]
+            has_copies = job.to_peer_bytes + job.from_peer_bytes > 0
+            rows.append(
+                (
+                    ticket,
+                    self._anchor_s + self._anchor.elapsed_time(job.begin) / 1e3 if has_copies else 0.0,
+                    job.begin.elapsed_time(job.turn) / 1e3 if job.to_peer_bytes else 0.0,
+                    job.turn.elapsed_time(job.end) / 1e3 if job.from_peer_bytes else 0.0,
+                    job.to_peer_bytes,
+                    job.from_peer_bytes,
+                )
+            )
+        return np.array(rows, COPY_TIMING)
+
+    def close(self) -> None:
+        self.settle()
+        for link in list(self._mappings):
+            self.detach(link)
+
+    def _copy(self, runs: Runs | None, layer: int, is_to_peer: bool) -> None:
+        """Enqueue on the copy stream, which is current. Raises `TransferError` before anything is."""
+        if runs is None or not len(runs.runs):
+            return
+        if (layer + 1) * runs.width_bytes > runs.block_bytes:
+            raise TransferError(f"layer {layer} of blocks of {runs.block_bytes} bytes, {runs.width_bytes} each layer")
+        if self._io_backend == "kernel":
+            table = self._table(runs)
+            move_blocks(self._pool.tensor, table, runs.width_bytes, layer, is_to_peer, self._max_programs)
+        else:
+            self._check(runs)
+            self._copy_runs(runs, layer, is_to_peer)
+
+    def _copy_runs(self, runs: Runs, layer: int, is_to_peer: bool) -> None:
+        width, block = runs.width_bytes, runs.block_bytes
+        for link, peer_offset, local_offset, count, staged in runs.runs.tolist():
+            theirs = (self._mappings[link].address + peer_offset + layer * width, block)
+            ours = (
+                self._pool.tensor.data_ptr() + local_offset + (0 if staged else layer * width),
+                width if staged else block,
+            )
+            target, source = (theirs, ours) if is_to_peer else (ours, theirs)
+            copy_2d(*target, *source, width, count, self._stream)
+
+    def _table(self, runs: Runs) -> torch.Tensor:
+        """On the device; the layers of a step share one, as long as they submit the same `Runs`."""
+        known = self._tables.get(id(runs))
+        if known is not None:
+            return known[1]
+        self._check(runs)
+        base = self._pool.tensor.data_ptr()
+        distances = {link: mapping.address - base for link, mapping in self._mappings.items()}
+        try:
+            flat = flatten_runs(runs.runs, runs.width_bytes, runs.block_bytes, distances)
+        except ValueError as error:
+            raise TransferError(str(error)) from error
+        table = upload(flat, self._device)
+        self._tables[id(runs)] = (runs, table)
+        if len(self._tables) > _MAX_TABLES:
+            self._tables.popitem(last=False)
+        return table
+
+    def _check(self, runs: Runs) -> None:
+        """A kernel would read or write whatever lies there: raises `TransferError` for what is outside the pools."""
+        links, peer_offsets, local_offsets, counts, staged = runs.runs.T
+        missing = set(links.tolist()) - self._mappings.keys()
+        if missing:
+            raise TransferError(f"links {sorted(missing)} are not attached")
+        peer_ends = peer_offsets + counts * runs.block_bytes
+        local_ends = local_offsets + counts * np.where(staged, runs.width_bytes, runs.block_bytes)
+        peer_nbytes = np.array([self._mappings[link].nbytes for link in links.tolist()])
+        outside = (peer_offsets < 0) | (local_offsets < 0) | (counts < 1)
+        outside |= (peer_ends > peer_nbytes) | (local_ends > self._pool.nbytes)
+        if outside.any():
+            raise TransferError(f"runs outside of the pools: {runs.runs[outside].tolist()}")
+
+    def _set_anchor(self) -> None:
+        """A moment that device and host both know the time of."""
+        self._anchor = torch.cuda.Event(enable_timing=True)
+        self._anchor.record(self._stream)
+        self._stream.synchronize()
+        self._anchor_s = time.monotonic()
