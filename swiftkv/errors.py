@@ -17,3 +17,7 @@ class CheckpointError(SwiftkvError, ValueError):
 
 class EngineError(SwiftkvError):
     """An engine process failed to start or died."""
+
+
+class TransferError(SwiftkvError):
+    """A copy between two pools failed: the peer is gone, refused, or was asked for bytes that it does not have."""

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+namespace swiftkv {
+
+// A row of the scheduler's plan: `count` layer blocks of one link at layer 0, a 2-D copy. Offsets count from the first
+// byte of a pool. Staged: the local layer blocks are slots that lie side by side and serve every layer.
+struct Run {
+    int64_t link;
+    int64_t peer_offset_bytes;
+    int64_t local_offset_bytes;
+    int64_t count;
+    int64_t staged;
+};
+
+// Runs of one KV group and one direction. A layer block is `width_bytes`, a whole block `block_bytes`.
+struct Runs {
+    std::span<const Run> runs;
+    int64_t width_bytes = 0;
+    int64_t block_bytes = 0;
+};
+
+// When a job began (CLOCK_MONOTONIC) and what its two directions took. Python reads these bytes as they are.
+struct JobTiming {
+    int64_t ticket;
+    double begin_s;
+    double to_peer_s;
+    double from_peer_s;
+    int64_t to_peer_bytes;
+    int64_t from_peer_bytes;
+};
+
+struct CopyError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Copies between the local pool and mapped peers: one FIFO lane of jobs on threads of its own. A job's rows may be
+// divided between the threads; the next job, and the second direction of the same job, begin when they are all done.
+// Every method may be called from any thread.
+class CopyEngine {
+  public:
+    // Remembers the timings of the last `max_timings` jobs that nobody took.
+    CopyEngine(std::span<std::byte> local, int num_threads, size_t max_timings);
+    // Finishes what was submitted.
+    ~CopyEngine();
+
+    // Both wait until no job is left, so that none refers to a mapping that goes.
+    void set_space(int64_t link, std::span<std::byte> memory);
+    void clear_space(int64_t link);
+
+    // Copies first all of `to_peer`, then all of `from_peer`, at one layer. Returns a ticket: 1, 2, 3...
+    // A run that leaves its space or names none makes the ticket fail, and nothing of that job is copied.
+    int64_t submit(const Runs& to_peer, const Runs& from_peer, int64_t layer);
+
+    // Throws CopyError if the job failed (once), std::invalid_argument if there is no such ticket.
+    void wait(int64_t ticket);
+    // Waits for all jobs and forgets which failed.
+    void settle();
+
+    std::vector<JobTiming> take_timings();
+
+  private:
+    // Rows of one copy, all within their spaces.
+    struct Rows {
+        std::byte* to;
+        const std::byte* from;
+        int64_t to_pitch;
+        int64_t from_pitch;
+        int64_t count;
+        int64_t width;
+    };
+    // One direction of a job, cut into portions that a thread takes at a time: portion i ends before piece ends[i].
+    struct Phase {
+        std::vector<Rows> pieces;
+        std::vector<size_t> ends;
+        size_t taken = 0;
+        size_t done = 0;
+        int64_t num_bytes = 0;
+        bool streaming = false;
+        double begin_s = 0;
+    };
+    struct Job {
+        std::array<Phase, 2> phases;
+        size_t phase = 0;
+        JobTiming timing{};
+    };
+
+    Phase make_phase(const Runs& runs, int64_t layer, bool to_peer) const;
+    std::span<std::byte> place(std::span<std::byte> space, const char* name, int64_t offset, int64_t pitch,
+                               const Runs& runs, const Run& run) const;
+    void work();
+    bool has_portion() const;
+    void end_phase(Job& job);
+    void advance();
+    static void copy(const Phase& phase, size_t portion);
+
+    const std::span<std::byte> local_;
+    const size_t max_timings_;
+    std::unordered_map<int64_t, std::span<std::byte>> spaces_;
+
+    mutable std::mutex mutex_;  // of all that follows, and of spaces_
+    std::condition_variable work_ready_;
+    std::condition_variable job_done_;
+    std::deque<Job> jobs_;  // the first is being copied
+    int64_t last_ticket_ = 0;
+    int64_t last_done_ = 0;
+    std::unordered_map<int64_t, std::string> failed_;
+    std::deque<JobTiming> timings_;
+    bool stop_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace swiftkv

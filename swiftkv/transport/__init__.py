@@ -1,0 +1,1 @@
+"""Moves KV bytes between pools. Decides nothing."""

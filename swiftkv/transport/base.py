@@ -1,0 +1,103 @@
+"""What a transport is: copies of layer blocks between our pool and the pools of the peers that we borrow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int64Array = npt.NDArray[np.int64]
+Ticket = int
+"""Names a job of one transport; later ones are larger."""
+
+COPY_TIMING = np.dtype(
+    [
+        ("ticket", np.int64),
+        ("begin_s", np.float64),  # time.monotonic(); 0 if there was nothing to copy
+        ("to_peer_s", np.float64),
+        ("from_peer_s", np.float64),
+        ("to_peer_bytes", np.int64),
+        ("from_peer_bytes", np.int64),
+    ]
+)
+"""What one job took. One that failed counts no bytes."""
+
+CopyTimings = npt.NDArray[np.void]  # [J], of COPY_TIMING
+
+
+class SharedPool(Protocol):
+    """The part of `cache.pool.Pool` that a transport needs."""
+
+    fd: int
+    nbytes: int
+    tensor: torch.Tensor  # uint8 [nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHandle:
+    """Where a lender's pool is. Valid for one attachment of two engine processes."""
+
+    pid: int
+    fd: int  # of that process: the pool's memory
+    inode: int  # of that memory: a process that took the pid of another has a different one
+    nbytes: int
+    store_path: str  # the rendezvous file that this handle came through
+    ipc_handle: str = ""  # hexadecimal, of a pool on a CUDA device: fd and inode then say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """2-D copies of one KV group, at layer 0: what the scheduler plans, for every layer of the group alike.
+
+    `runs` is int64 [R, 5], C-contiguous: link, peer_offset_bytes, local_offset_bytes, count, staged. A run is `count`
+    layer blocks of `width_bytes`. On the peer's side, and on ours unless staged, they lie `block_bytes` apart, and
+    layer `l` is `l * width_bytes` further on. Staged: ours are slots side by side that serve every layer. Offsets count
+    from the first byte of a pool. Runs of one job and direction do not overlap where they are written.
+    """
+
+    runs: Int64Array
+    width_bytes: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        assert self.runs.dtype == np.int64
+        assert self.runs.ndim == 2
+        assert self.runs.shape[1] == 5
+        assert 0 < self.width_bytes <= self.block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one layer."""
+        return int(self.runs[:, 3].sum()) * self.width_bytes
+
+
+class Transport(Protocol):
+    """One per borrowing engine, bound to its pool. Jobs are one FIFO lane: each begins after the one before ended.
+
+    Nothing here assumes host memory: on a device, `submit` follows what the compute stream did so far, and `wait` makes
+    that stream wait, not the host.
+    """
+
+    def attach(self, link: int, peer: PeerHandle) -> None:
+        """Make a lender's pool reachable as `link`; between steps only. Raises `TransferError` if it is not there."""
+
+    def detach(self, link: int) -> None:
+        """Between steps only; a link that is not attached is ignored. What was submitted is waited for."""
+
+    def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
+        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Never raises for what the runs name."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Until the job has ended. Raises `TransferError`, once, if it did not copy everything."""
+
+    def settle(self) -> None:
+        """Block the host until every job has ended, and forget which failed."""
+
+    def take_timings(self) -> CopyTimings:
+        """Of the jobs that ended since the last call, in order; the latest few thousand."""
+
+    def close(self) -> None:
+        """Settle, and let go of threads and mappings. No other call may follow."""

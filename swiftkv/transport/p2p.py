@@ -1,0 +1,303 @@
+"""Two-sided copies over gloo, where no memory can be mapped: a thread in the lender serves what the borrower asks for.
+
+The protocol of one link, borrower to lender unless said otherwise, every message a tensor:
+
+    int64 [4]      direction, width_bytes, pitch_bytes, number of runs
+    int64 [n, 2]   of each run: offset in the lender's pool, count of rows
+    uint8 [k, w]   the rows, at most MESSAGE_BYTES at a time; from the lender if the direction is FROM_PEER
+    int64 [1]      from the lender, if the direction is TO_PEER: the rows are in its pool
+
+A lender that is asked for bytes it does not have closes the connection, and the borrower's job fails. gloo connects
+through a port of the loopback interface, of which only the rendezvous file says the number.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from swiftkv.errors import TransferError
+from swiftkv.transport.base import COPY_TIMING, CopyTimings, Int64Array, PeerHandle, Runs, SharedPool, Ticket
+from swiftkv.transport.rendezvous import open_store, withdraw_pool
+
+MESSAGE_BYTES = 4 << 20
+"""Rows travel in messages of about this size, which is also what each side needs beside its pool."""
+
+CONNECT_TIMEOUT_S = 10.0
+_NO_TIMEOUT = timedelta(days=365)  # a stopped peer is waited for; one that died is known to be dead by its sockets
+_MAX_RUNS = 1 << 20
+_MAX_TIMINGS = 4096
+_BORROWER, _LENDER = 0, 1
+_TO_PEER, _FROM_PEER = 0, 1
+
+_log = logging.getLogger(__name__)
+
+
+class P2pTransport:
+    """The borrower's half. One thread of Python walks the lane; gloo moves the bytes without the GIL."""
+
+    def __init__(self, pool: SharedPool, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self._rows = _PoolRows(pool)
+        self._connect_timeout_s = connect_timeout_s
+        self._connections: dict[int, _Connection] = {}
+        self._peer_nbytes: dict[int, int] = {}
+        self._jobs: queue.SimpleQueue[tuple[Ticket, Runs | None, Runs | None, int] | None] = queue.SimpleQueue()
+        self._ended = threading.Condition()  # guards all that follows
+        self._last_submitted = 0
+        self._last_ended = 0
+        self._failed: dict[Ticket, TransferError] = {}
+        self._timings: deque[tuple[int, float, float, float, int, int]] = deque(maxlen=_MAX_TIMINGS)
+        self._thread = threading.Thread(target=self._work, name="p2p transport", daemon=True)
+        self._thread.start()
+
+    def attach(self, link: int, peer: PeerHandle) -> None:
+        assert link not in self._connections, f"link {link} is attached"
+        try:
+            connection = _Connection(Path(peer.store_path), _BORROWER, self._connect_timeout_s)
+            connection.receive(torch.empty(1, dtype=torch.int64))  # the lender has connected too
+        except RuntimeError as error:
+            raise TransferError(f"process {peer.pid} does not serve its pool: {error}") from error
+        self._connections[link] = connection
+        self._peer_nbytes[link] = peer.nbytes
+        withdraw_pool(Path(peer.store_path))
+
+    def detach(self, link: int) -> None:
+        self._wait_for(self._last_submitted)
+        self._connections.pop(link, None)
+        self._peer_nbytes.pop(link, None)
+
+    def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
+        self._last_submitted += 1
+        self._jobs.put((self._last_submitted, to_peer, from_peer, layer))
+        return self._last_submitted
+
+    def wait(self, ticket: Ticket) -> None:
+        assert 0 < ticket <= self._last_submitted
+        self._wait_for(ticket)
+        with self._ended:
+            error = self._failed.pop(ticket, None)
+        if error is not None:
+            raise error
+
+    def settle(self) -> None:
+        self._wait_for(self._last_submitted)
+        self._failed.clear()
+
+    def take_timings(self) -> CopyTimings:
+        with self._ended:
+            taken = np.array(list(self._timings), COPY_TIMING)
+            self._timings.clear()
+        return taken
+
+    def close(self) -> None:
+        self.settle()
+        self._jobs.put(None)
+        self._thread.join()
+        self._connections.clear()
+
+    def _wait_for(self, ticket: Ticket) -> None:
+        with self._ended:
+            self._ended.wait_for(lambda: self._last_ended >= ticket)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            ticket, to_peer, from_peer, layer = job
+            begin_s, taken_s, failure = time.monotonic(), [0.0, 0.0], None
+            try:
+                directions = [self._plan(to_peer, layer, _TO_PEER), self._plan(from_peer, layer, _FROM_PEER)]
+                for direction, exchanges in enumerate(directions):
+                    for exchange in exchanges:
+                        started_s = time.monotonic()
+                        exchange.perform(self._rows)
+                        taken_s[direction] += time.monotonic() - started_s
+            except (RuntimeError, TransferError) as error:  # gloo raises nothing more exact
+                failure = TransferError(str(error))
+            to_bytes, from_bytes = (
+                0 if runs is None or failure is not None else runs.num_bytes for runs in (to_peer, from_peer)
+            )
+            with self._ended:
+                self._timings.append((ticket, begin_s, taken_s[_TO_PEER], taken_s[_FROM_PEER], to_bytes, from_bytes))
+                if failure is not None:
+                    self._failed[ticket] = failure
+                self._last_ended = ticket
+                self._ended.notify_all()
+
+    def _plan(self, runs: Runs | None, layer: int, direction: int) -> list[_Exchange]:
+        """What to say to each link. Raises `TransferError` before anything is said if a run is out of bounds."""
+        if runs is None:
+            return []
+        width, block = runs.width_bytes, runs.block_bytes
+        if not 0 <= layer * width <= block - width:
+            raise TransferError(f"a block of {block} bytes has no layer block {layer} of {width} bytes")
+        return [self._exchange(runs, layer, direction, link) for link in np.unique(runs.runs[:, 0]).tolist()]
+
+    def _exchange(self, runs: Runs, layer: int, direction: int, link: int) -> _Exchange:
+        if link not in self._connections:
+            raise TransferError(f"link {link} is not attached")
+        width, block = runs.width_bytes, runs.block_bytes
+        _, peer_offsets, local_offsets, counts, staged = runs.runs[runs.runs[:, 0] == link].T
+        peer_offsets = peer_offsets + layer * width
+        local_offsets = local_offsets + np.where(staged, 0, layer * width)
+        local_pitches = np.where(staged, width, block)
+        _check_bounds(peer_offsets, counts, block, width, self._peer_nbytes[link])
+        _check_bounds(local_offsets, counts, local_pitches, width, self._rows.nbytes)
+        return _Exchange(
+            self._connections[link],
+            direction,
+            np.stack((peer_offsets, counts), axis=1),
+            block,
+            width,
+            _row_offsets(local_offsets, counts, local_pitches),
+        )
+
+
+def serve_p2p(pool: SharedPool, store_path: Path, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> threading.Thread:
+    """The lender's half of one attachment: a thread that sends and receives rows of `pool` as it is asked to.
+
+    It ends when the borrower lets go or dies, when nobody comes in time, or when it is asked for what `pool` has not.
+    """
+    thread = threading.Thread(
+        target=_serve, args=(_PoolRows(pool), store_path, connect_timeout_s), name="p2p lender", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _serve(rows: _PoolRows, store_path: Path, connect_timeout_s: float) -> None:
+    try:
+        connection = _Connection(store_path, _LENDER, connect_timeout_s)
+        connection.send(torch.zeros(1, dtype=torch.int64))
+    except RuntimeError as error:
+        _log.warning("nobody came to borrow through %s: %s", store_path, error)
+        return
+    header = torch.empty(4, dtype=torch.int64)
+    try:
+        while True:
+            connection.receive(header)
+            _answer(connection, header.tolist(), rows)
+    except TransferError as error:
+        _log.error("a borrower asked for what there is not, and is cut off: %s", error)
+    except RuntimeError as error:  # gloo raises nothing more exact
+        _log.info("a borrower has gone: %s", str(error).splitlines()[0])
+
+
+def _answer(connection: _Connection, header: list[int], rows: _PoolRows) -> None:
+    direction, width, pitch, num_runs = header
+    if direction not in (_TO_PEER, _FROM_PEER) or not 0 < width <= pitch or not 0 < num_runs <= _MAX_RUNS:
+        raise TransferError(f"the header {header} makes no sense")
+    runs = torch.empty(num_runs, 2, dtype=torch.int64)
+    connection.receive(runs)
+    offsets, counts = runs.numpy().T
+    _check_bounds(offsets, counts, pitch, width, rows.nbytes)
+    all_rows = _row_offsets(offsets, counts, np.full_like(counts, pitch))
+    if direction == _FROM_PEER:
+        connection.send_rows(rows, all_rows, width)
+    else:
+        connection.receive_rows(rows, all_rows, width)
+        connection.send(torch.zeros(1, dtype=torch.int64))
+
+
+class _Exchange:
+    """One direction of a job, with one peer."""
+
+    def __init__(
+        self,
+        connection: _Connection,
+        direction: int,
+        peer_runs: Int64Array,  # [n, 2]
+        pitch_bytes: int,
+        width_bytes: int,
+        local_rows: Int64Array,
+    ) -> None:
+        self.direction = direction
+        self._connection = connection
+        self._header = np.array([direction, width_bytes, pitch_bytes, len(peer_runs)], np.int64)
+        self._peer_runs = peer_runs
+        self._local_rows = local_rows
+
+    def perform(self, rows: _PoolRows) -> None:
+        connection, width = self._connection, int(self._header[1])
+        connection.send(torch.from_numpy(self._header))
+        connection.send(torch.from_numpy(self._peer_runs))
+        if self.direction == _TO_PEER:
+            connection.send_rows(rows, self._local_rows, width)
+            connection.receive(torch.empty(1, dtype=torch.int64))
+        else:
+            connection.receive_rows(rows, self._local_rows, width)
+
+
+class _Connection:
+    """A gloo pair. Every method raises `RuntimeError` when the other side has gone."""
+
+    def __init__(self, store_path: Path, rank: int, timeout_s: float) -> None:
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs know nothing of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._threads = 1
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group = gloo(open_store(store_path, timeout_s), rank, 2, options)
+        self._peer = 1 - rank
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._group.send([tensor], self._peer, 0).wait(_NO_TIMEOUT)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        self._group.recv([tensor], self._peer, 0).wait(_NO_TIMEOUT)
+
+    def send_rows(self, rows: _PoolRows, offsets: Int64Array, width_bytes: int) -> None:
+        for part in _messages(offsets, width_bytes):
+            self.send(torch.from_numpy(rows.of(width_bytes)[part]))
+
+    def receive_rows(self, rows: _PoolRows, offsets: Int64Array, width_bytes: int) -> None:
+        for part in _messages(offsets, width_bytes):
+            message = torch.empty(len(part), width_bytes, dtype=torch.uint8)
+            self.receive(message)
+            rows.of(width_bytes)[part] = message.numpy()
+
+
+class _PoolRows:
+    """A pool as an array whose index is a byte offset."""
+
+    def __init__(self, pool: SharedPool) -> None:
+        self.nbytes = pool.nbytes
+        self._bytes = pool.tensor.numpy()
+
+    def of(self, width_bytes: int) -> npt.NDArray[np.uint8]:
+        """uint8 [nbytes - width_bytes + 1, width_bytes], a view: row `i` are the bytes from `i` on."""
+        return np.lib.stride_tricks.as_strided(self._bytes, (self.nbytes - width_bytes + 1, width_bytes), (1, 1))
+
+
+def _messages(offsets: Int64Array, width_bytes: int) -> Iterator[Int64Array]:
+    rows = max(1, MESSAGE_BYTES // width_bytes)
+    for begin in range(0, len(offsets), rows):
+        yield offsets[begin : begin + rows]
+
+
+def _row_offsets(offsets: Int64Array, counts: Int64Array, pitches: Int64Array) -> Int64Array:
+    """The offset of every row of runs of `counts` rows."""
+    within: Int64Array = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows: Int64Array = np.repeat(offsets, counts) + within * np.repeat(pitches, counts)
+    return rows
+
+
+def _check_bounds(
+    offsets: Int64Array, counts: Int64Array, pitches: Int64Array | int, width_bytes: int, nbytes: int
+) -> None:
+    """Raises `TransferError` unless every run lies in a pool of `nbytes`."""
+    most = nbytes // np.maximum(pitches, 1) + 1  # rows that fit; keeps the product below from overflowing
+    inside = (offsets >= 0) & (counts >= 0) & (counts <= most) & (offsets <= nbytes)
+    ends = offsets + (np.minimum(counts, most) - 1) * pitches + width_bytes
+    if width_bytes > nbytes or not (inside & ((ends <= nbytes) | (counts == 0))).all():
+        raise TransferError(f"runs leave a pool of {nbytes} bytes")

@@ -1,0 +1,81 @@
+"""One-sided copies in host memory: the lender's pool is mapped here, and C++ threads copy without the GIL."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from swiftkv._transport import CopyEngine, CopyError
+from swiftkv.errors import TransferError
+from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, Runs, SharedPool, Ticket
+from swiftkv.transport.rendezvous import withdraw_pool
+
+_NO_RUNS = Runs(np.empty((0, 5), np.int64), 1, 1)
+
+
+class ShmTransport:
+    """The lender takes no part: it may be stopped or dead, and its memory stays mapped until `detach`."""
+
+    def __init__(self, pool: SharedPool, num_threads: int = 1) -> None:
+        self._pool_tensor = pool.tensor  # keeps its memory where the engine copies
+        self._engine = CopyEngine(pool.tensor.data_ptr(), pool.nbytes, num_threads)
+        self._mappings: dict[int, torch.Tensor] = {}
+
+    def attach(self, link: int, peer: PeerHandle) -> None:
+        assert link not in self._mappings, f"link {link} is attached"
+        mapping = _map(peer)
+        self._engine.set_space(link, mapping.data_ptr(), peer.nbytes)
+        self._mappings[link] = mapping
+        withdraw_pool(Path(peer.store_path))
+
+    def detach(self, link: int) -> None:
+        self._engine.clear_space(link)
+        self._mappings.pop(link, None)
+
+    def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
+        to, from_ = to_peer or _NO_RUNS, from_peer or _NO_RUNS
+        return self._engine.submit(
+            to.runs, to.width_bytes, to.block_bytes, from_.runs, from_.width_bytes, from_.block_bytes, layer
+        )
+
+    def wait(self, ticket: Ticket) -> None:
+        try:
+            self._engine.wait(ticket)
+        except CopyError as error:
+            raise TransferError(str(error)) from error
+
+    def settle(self) -> None:
+        self._engine.settle()
+
+    def take_timings(self) -> CopyTimings:
+        return np.frombuffer(self._engine.take_timings(), COPY_TIMING)
+
+    def close(self) -> None:
+        self.settle()
+        for link in list(self._mappings):
+            self.detach(link)
+
+
+def _map(peer: PeerHandle) -> torch.Tensor:
+    """uint8 [nbytes], shared with the lender; the mapping goes with the tensor."""
+    try:
+        fd = os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferError(f"the pool of process {peer.pid} cannot be opened: {error}") from error
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != peer.inode or status.st_size < peer.nbytes:
+            raise TransferError(f"process {peer.pid} is not the one that published its pool")
+        mapping = mmap.mmap(fd, peer.nbytes, mmap.MAP_SHARED)
+    except OSError as error:
+        raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)
+    with contextlib.suppress(OSError):  # a kernel that was built without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
