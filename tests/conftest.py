@@ -1,10 +1,17 @@
-"""Settings of every property test: no deadline, for a test never asserts time; the same examples each time in CI."""
+"""Settings of every property test: no deadline, for a test never asserts time; the same examples each time in CI.
+
+Triton's kernels run in its interpreter where there is no GPU. That has to be said before any test imports one.
+"""
 
 from __future__ import annotations
 
 import os
 
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

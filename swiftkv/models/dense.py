@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,16 +71,24 @@ class DenseDecoder:
 
         `pool` is the uint8 pool, flat; the model's only KV group begins at its first byte.
         """
-        ops, spec, eps = self.ops, self.spec, self.config.rms_norm_eps
-        attention_batch = ops.prepare_batch(
-            spec,
+        return self.run_layers(batch.token_ids, self.prepare(batch), pool)
+
+    def prepare(self, batch: ModelInput) -> Any:
+        """What attention needs to know about the step, in the form that this model's kernels take."""
+        return self.ops.prepare_batch(
+            self.spec,
             batch.positions,
             batch.query_starts,
             batch.context_lens,
             batch.block_tables[0],
             batch.table_starts[0],
         )
-        hidden = ops.embed(batch.token_ids, self._embedding)  # [T, hidden_size]
+
+    @torch.inference_mode()
+    def run_layers(self, token_ids: Tensor, attention_batch: Any, pool: Tensor) -> Tensor:
+        """`forward` from where the host has nothing left to decide; token_ids int32 [T], on the model's device."""
+        ops, spec, eps = self.ops, self.spec, self.config.rms_norm_eps
+        hidden = ops.embed(token_ids, self._embedding)  # [T, hidden_size]
         for index, layer in enumerate(self._layers):
             qkv = ops.norm_linear(hidden, layer.attention_norm, eps, layer.qkv)
             ops.rope_write_kv(qkv, self._cos_sin, layer.q_norm, layer.k_norm, eps, spec, attention_batch, pool, index)
