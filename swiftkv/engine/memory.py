@@ -1,0 +1,88 @@
+"""How many bytes of KV an engine may have on its device: arithmetic on what was measured in its own process.
+
+Nothing is subtracted from the device's free memory: engines that start together would each count the other's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from swiftkv.errors import ConfigError
+
+RUNTIME_BYTES = 1 << 30
+"""Set aside for what torch's allocator does not count: CUDA's context, kernels, and the libraries' workspaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What an engine takes of its device besides KV, in bytes."""
+
+    weights_bytes: int
+    activation_bytes: int  # the most that the largest step needs beyond the weights
+    graph_bytes: int = 0  # allowed to CUDA graphs
+    runtime_bytes: int = RUNTIME_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.activation_bytes + self.graph_bytes + self.runtime_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"weights {_gib(self.weights_bytes)} + activations {_gib(self.activation_bytes)} + CUDA graphs "
+            f"{_gib(self.graph_bytes)} + runtime {_gib(self.runtime_bytes)}"
+        )
+
+
+def kv_bytes_on_device(memory: int | Fraction, device_bytes: int, use: DeviceUse, minimum_bytes: int) -> int:
+    """Bytes for the pool. `memory` is these bytes, or the part of the device, up to 1, that the whole engine may take.
+
+    Raises `ConfigError`, with the sum, if the engine does not fit or the pool would be less than `minimum_bytes`.
+    """
+    if isinstance(memory, Fraction):
+        if not 0 < memory <= 1:
+            raise ConfigError(
+                f"kv_cache.memory: a part of the device is more than 0 and at most 1, not {float(memory)}"
+            )
+        share_bytes = math.floor(memory * device_bytes)
+        kv_bytes = share_bytes - use.total_bytes
+        if kv_bytes < minimum_bytes:
+            raise ConfigError(
+                f"kv_cache.memory: {float(memory):.0%} of {_gib(device_bytes)} is {_gib(share_bytes)}; minus {use} "
+                f"leaves {_gib(kv_bytes)} for KV, and one sequence of max_model_len needs {_gib(minimum_bytes)}"
+            )
+        return kv_bytes
+    if memory < minimum_bytes:
+        raise ConfigError(
+            f"kv_cache.memory: one sequence of max_model_len needs {_gib(minimum_bytes)}, not {_gib(memory)}"
+        )
+    if memory + use.total_bytes > device_bytes:
+        raise ConfigError(
+            f"kv_cache.memory: KV {_gib(memory)} + {use} = {_gib(memory + use.total_bytes)}, and the device has "
+            f"{_gib(device_bytes)}"
+        )
+    return memory
+
+
+def measure_use(device: torch.device, largest_step: Callable[[], None], graph_bytes: int = 0) -> DeviceUse:
+    """What this process has on `device` now (weights), and the most that `largest_step` takes on top of it.
+
+    To be called once, when the weights are loaded and before there is a pool. What other processes take does not count.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    weights_bytes = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    largest_step()
+    torch.cuda.synchronize(device)
+    activation_bytes = torch.cuda.max_memory_reserved(device) - weights_bytes
+    torch.cuda.empty_cache()
+    return DeviceUse(weights_bytes, activation_bytes, graph_bytes)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
