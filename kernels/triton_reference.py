@@ -1,0 +1,87 @@
+"""Attention over the GPU's layout of KV in float64: what `kernels/triton_attention.py` is compared with.
+
+Plain torch, written to be read, not to be fast; `kernels/reference.py` has everything else.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.triton_layout import layer_blocks
+
+_MAX_SCORES = 1 << 26  # at a time, in float64: 512 MiB
+
+
+def attention(
+    qkv: Tensor,
+    spec: AttentionSpec,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    table_starts: Tensor,
+    pool: Tensor,
+    layer: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The arguments of `prepare_batch` and of `attention` -> float64 `[num_tokens, num_heads * head_dim]`."""
+    out = torch.empty((len(qkv), spec.num_heads, spec.head_dim), dtype=torch.float64, device=qkv.device)
+    queries = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]
+    sequences = zip(
+        pairwise(query_starts.tolist()), context_lens.tolist(), pairwise(table_starts.tolist()), strict=True
+    )
+    for (begin, end), context_len, (first_entry, end_entry) in sequences:
+        entries = block_table[first_entry:end_entry].long().to(qkv.device)
+        group = spec.num_heads // spec.num_kv_heads
+        chunk = max(1, _MAX_SCORES // (context_len * group))
+        for first in range(begin, end, chunk):
+            last = min(first + chunk, end)
+            positions = torch.arange(context_len - (end - first), context_len - (end - last), device=qkv.device)
+            first_key = max(0, int(positions[0]) + 1 - spec.window) if spec.window else 0
+            for head in range(spec.num_kv_heads):
+                keys, values = gather(pool, spec, entries, layer, head, first_key, int(positions[-1]) + 1, qkv.dtype)
+                heads = slice(head * group, (head + 1) * group)
+                sink = None if sinks is None else sinks[heads]
+                out[first:last, heads] = _attend(
+                    queries[first:last, heads], keys, values, positions, first_key, spec, sink
+                )
+    return out.flatten(1)
+
+
+def gather(
+    pool: Tensor, spec: AttentionSpec, entries: Tensor, layer: int, head: int, begin: int, end: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of kv head `head` for positions `[begin, end)`, `[end - begin, head_dim]` each."""
+    positions = torch.arange(begin, end, device=pool.device)
+    entry = entries[positions // spec.block_size]
+    index = torch.where(entry < 0, ~entry, entry + layer)
+    tokens = layer_blocks(pool, spec, dtype)[index, :, head, positions % spec.block_size]  # [tokens, 2, head_dim]
+    return tokens[:, 0], tokens[:, 1]
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    first_key: int,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+) -> Tensor:
+    """queries [tokens, heads, head_dim] at positions [tokens], keys and values [keys, head_dim] -> like queries."""
+    scores = torch.einsum("qhd,kd->qhk", queries.double(), keys.double()) * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    distance = positions[:, None] - torch.arange(first_key, first_key + len(keys), device=positions.device)
+    visible = distance >= 0
+    if spec.window:
+        visible &= distance < spec.window
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        column = sinks.double()[None, :, None].expand(len(queries), -1, 1)
+        scores = torch.cat([scores, column], dim=2)
+    weights = scores.softmax(2)[:, :, : len(keys)]
+    return torch.einsum("qhk,kd->qhd", weights, values.double())

@@ -1,0 +1,187 @@
+"""Triton's attention in its interpreter against torch in float64, over pools full of NaN.
+
+The interpreter multiplies no bfloat16 matrices: `tests/gpu` has those.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from swiftkv.kernels import triton_attention
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.triton_layout import NO_BLOCK
+from swiftkv.kernels.triton_schedule import Tiling
+from tests.support.attention_steps import Step, make_step, relative_error
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
+SMALL_TILES = (Tiling(rows=32, keys=16, num_warps=4, num_stages=2), Tiling(rows=16, keys=16, num_warps=4, num_stages=2))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # torch.empty is full of NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_spec(
+    num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, block_size: int = 16, window: int = 0, cap: float = 0
+) -> AttentionSpec:
+    return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window, cap)
+
+
+def random_lengths(seed: int, longest: int) -> list[tuple[int, int]]:
+    """Single tokens, chunks after a cached part, whole prompts, in any order."""
+    rng = random.Random(seed)
+    lengths = [(0, 1), (16, 1), (rng.randint(1, longest), 1), (63, 64), (0, rng.randint(2, longest))]
+    lengths += [(rng.randint(1, longest), rng.randint(2, longest // 2)), (longest, 2)]
+    rng.shuffle(lengths)
+    return lengths
+
+
+def check(step: Step, dtype: torch.dtype, tilings: tuple[Tiling, Tiling] | None = None) -> None:
+    actual = step.run(step.prepare(tilings=tilings))
+    assert actual.dtype == dtype
+    assert relative_error(actual, step.expected()) < TOLERANCE[dtype]
+
+
+CASES = (
+    make_spec(),
+    make_spec(num_heads=2, head_dim=80, block_size=32),
+    make_spec(num_heads=3, num_kv_heads=1, head_dim=96, window=40, cap=5.0),
+    make_spec(num_heads=2, num_kv_heads=1, head_dim=128, block_size=48, cap=20.0),
+    make_spec(num_heads=8, num_kv_heads=1, head_dim=192, block_size=64, window=100),
+    make_spec(num_heads=7, num_kv_heads=1, head_dim=64, window=1),
+    make_spec(num_heads=2, num_kv_heads=1, head_dim=256, block_size=128, window=130),
+    make_spec(num_heads=20, num_kv_heads=1, head_dim=64, block_size=128),
+)
+
+
+@pytest.mark.parametrize("spec", CASES, ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_dim}w{s.window}")
+def test_mixed_batch_equals_float64(spec: AttentionSpec) -> None:
+    lengths = random_lengths(seed=spec.head_dim, longest=140)
+    step = make_step(spec, lengths, torch.float32, seed=spec.head_dim, sinks=True)
+    check(step, torch.float32)
+    check(replace(step, sinks=None), torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_half_precision_equals_float64(block_size: int) -> None:
+    spec = make_spec(head_dim=128, block_size=block_size, window=90)
+    check(make_step(spec, random_lengths(3, 130), torch.float16, sinks=True), torch.float16)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_lengths_windows_and_tiles(seed: int) -> None:
+    """Tiles far smaller than on a GPU: windows and prompts then begin and end in every part of one."""
+    rng = random.Random(seed)
+    num_kv_heads = rng.choice([1, 2])
+    spec = make_spec(
+        num_heads=num_kv_heads * rng.choice([1, 3, 4, 7]),
+        num_kv_heads=num_kv_heads,
+        head_dim=64,
+        block_size=rng.choice([16, 32, 48]),
+        window=rng.choice([0, rng.randint(1, 60)]),
+        cap=rng.choice([0.0, 10.0]),
+    )
+    lengths = [(rng.randint(0, 90), rng.choice([1, rng.randint(1, 40)])) for _ in range(8)]
+    check(make_step(spec, lengths, torch.float32, seed=seed, layer=rng.randrange(3)), torch.float32, SMALL_TILES)
+
+
+@pytest.mark.parametrize("window", [0, 700])
+def test_long_sequence_is_split_and_combined(window: int) -> None:
+    spec = make_spec(num_heads=2, num_kv_heads=1, window=window)
+    step = make_step(spec, [(5000, 1), (40, 1), (2100, 1)], torch.float32, sinks=True)
+    assert step.prepare().max_splits > 3
+    check(step, torch.float32)
+
+
+def test_chunks_give_what_the_whole_prompt_gives() -> None:
+    spec = make_spec(window=50)
+    whole = make_step(spec, [(0, 150)], torch.float32)
+    out = whole.run(whole.prepare())
+    for begin, end in pairwise([0, 1, 2, 16, 17, 64, 149, 150]):
+        part = replace(
+            whole,
+            qkv=whole.qkv[begin:end],
+            positions=whole.positions[begin:end],
+            query_starts=torch.tensor([0, end - begin], dtype=torch.int32),
+            context_lens=torch.tensor([end], dtype=torch.int32),
+        )
+        assert relative_error(part.run(part.prepare()), out[begin:end].double()) < 1e-5
+
+
+def test_a_neighbour_full_of_nan_changes_nothing() -> None:
+    spec = make_spec()
+    step = make_step(spec, [(80, 1), (50, 40), (60, 1), (30, 30)], torch.float32)
+    expected = step.expected()
+    bad = step.qkv.clone()
+    bad[1:41] = torch.nan
+    bad[41] = torch.nan
+    actual = replace(step, qkv=bad).run(step.prepare())
+    assert actual[1:42].isnan().all()
+    good = [0, *range(42, 72)]
+    assert relative_error(actual[good], expected[good]) < 1e-5
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_buffers_of_a_graph_serve_any_smaller_step(window: int) -> None:
+    """One schedule of fixed size, as a CUDA graph has it, filled again and again; absent rows are zeros."""
+    spec = make_spec(window=window)
+    buffers = triton_attention.decode_buffers(spec, num_seqs=5, num_entries=300, device="cpu")
+    for seed, cached in enumerate([[700, 0, 30], [1, 2, 3, 4, 5], [2500], []]):
+        step = make_step(spec, [(length, 1) for length in cached] or [(0, 1)], torch.float32, seed=seed)
+        used = len(cached)
+        step = replace(
+            step,
+            qkv=torch.nn.functional.pad(step.qkv[:used], (0, 0, 0, 5 - used)),
+            positions=step.positions[:used],
+            query_starts=step.query_starts[: used + 1],
+            context_lens=step.context_lens[:used],
+            table_starts=step.table_starts[: used + 1],
+        )
+        batch = step.prepare(into=buffers)
+        out = step.run(batch)
+        assert batch is buffers
+        assert not out[used:].any()
+        assert (batch.token_entries[used:] == NO_BLOCK).all()
+        assert batch.positions.tolist() == [*cached, *[0] * (5 - used)]
+        if used:
+            assert relative_error(out[:used], step.expected()[:used]) < 1e-5
+
+
+def test_schedule_does_every_row_and_key_once() -> None:
+    spec = make_spec(num_heads=6, window=0)
+    lengths = [(10_000, 1), (0, 300), (7, 1), (64_000, 1), (5, 43)]
+    step = make_step(make_spec(), [(0, 1)], torch.float32)
+    starts = torch.tensor([0, *(new for _, new in lengths)]).cumsum(0).int()
+    counts = [-(-(cached + new) // spec.block_size) for cached, new in lengths]
+    batch = replace(
+        step,
+        spec=spec,
+        positions=torch.cat([torch.arange(c, c + n, dtype=torch.int32) for c, n in lengths]),
+        query_starts=starts,
+        context_lens=torch.tensor([c + n for c, n in lengths], dtype=torch.int32),
+        block_table=torch.arange(sum(counts), dtype=torch.int32),
+        table_starts=torch.tensor([0, *counts]).cumsum(0).int(),
+    ).prepare()
+
+    tiles = sorted(map(tuple, batch.tiles.tolist()))
+    rows = batch.prefill.rows
+    assert tiles == [(s, row) for s in (1, 4) for row in range(0, lengths[s][1] * 3, rows)]
+    for s in (0, 2, 3):
+        first, end = batch.split_starts[s : s + 2].tolist()
+        parts = batch.splits[first:end].tolist()
+        assert {part[0] for part in parts} == {s}
+        assert parts[0][1] == 0
+        assert all(a[2] == b[1] for a, b in pairwise(parts))
+        assert parts[-1][2] == -(-(lengths[s][0] + 1) // batch.decode.keys)
+    assert batch.split_starts[[1, 2]].diff() == batch.split_starts[[4, 5]].diff() == 0
+    longest = batch.splits[:, 2] - batch.splits[:, 1]
+    assert longest.max() <= 2 * longest.sum() / len(batch.splits)
