@@ -1,0 +1,131 @@
+"""Which memory can reach which: what NVML says of this machine's GPUs, and the transport that follows for a pair."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+TransportKind = Literal["shm", "peer", "p2p"]
+Link = Literal["nvlink", "pcie"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as NVML knows it."""
+
+    name: str
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The GPUs that CUDA numbers here, in that order, and which pairs, lower index first, can map each other's memory."""
+
+    gpus: tuple[Gpu, ...]
+    links: Mapping[tuple[int, int], Link]
+    absence: str = ""  # why there are no GPUs
+
+    def link(self, a: int, b: int) -> Link | None:
+        return self.links.get((min(a, b), max(a, b)))
+
+
+class TransportChoice(NamedTuple):
+    """How KV gets from one engine's pool to another's, and why that way, as half a sentence."""
+
+    kind: TransportKind
+    reason: str
+
+
+def choose_transport(lender_device: str, borrower_device: str, topology: Topology) -> TransportChoice:
+    """Devices as in the YAML file: `cpu`, `cuda` or `cuda:N`. Raises `ValueError` for a GPU that is not there."""
+    lender, borrower = _gpu_index(lender_device, topology), _gpu_index(borrower_device, topology)
+    if lender is None and borrower is None:
+        return TransportChoice("shm", "both pools are in host memory")
+    if lender is None or borrower is None:
+        return TransportChoice("p2p", "one pool is in host memory, the other on a GPU")
+    if lender == borrower:
+        return TransportChoice("peer", f"both pools are on GPU {lender}")
+    link = topology.link(lender, borrower)
+    if link == "nvlink":
+        return TransportChoice("peer", f"NVLink between GPU {lender} and GPU {borrower}")
+    if link == "pcie":
+        return TransportChoice("peer", f"GPU {lender} and GPU {borrower} reach each other through PCIe, without NVLink")
+    return TransportChoice("p2p", f"GPU {lender} and GPU {borrower} cannot map each other's memory")
+
+
+def read_topology() -> Topology:
+    """Of this machine, without CUDA: no context is made. Without GPUs, a driver or NVML it is empty and says why."""
+    try:
+        import pynvml
+    except ImportError:
+        return Topology((), {}, "nvidia-ml-py is not installed")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Topology((), {}, f"NVML: {error}")
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [Gpu(_text(pynvml.nvmlDeviceGetName(h)), _text(pynvml.nvmlDeviceGetUUID(h))) for h in handles]
+        chosen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in gpus])
+        links: dict[tuple[int, int], Link] = {}
+        for b, theirs in enumerate(chosen):
+            for a, ours in enumerate(chosen[:b]):
+                if _can(handles[ours], handles[theirs], pynvml.NVML_P2P_CAPS_INDEX_NVLINK):
+                    links[a, b] = "nvlink"
+                elif _can(handles[ours], handles[theirs], pynvml.NVML_P2P_CAPS_INDEX_READ) and _can(
+                    handles[ours], handles[theirs], pynvml.NVML_P2P_CAPS_INDEX_WRITE
+                ):
+                    links[a, b] = "pcie"
+    finally:
+        pynvml.nvmlShutdown()
+    return Topology(
+        tuple(gpus[index] for index in chosen), links, "" if chosen else "CUDA_VISIBLE_DEVICES names no GPU"
+    )
+
+
+def visible_devices(variable: str | None, uuids: list[str]) -> list[int]:
+    """NVML's indices of the GPUs that CUDA numbers from 0 on, given the value of CUDA_VISIBLE_DEVICES.
+
+    As CUDA does, the list ends at the first entry that names no GPU. GPUs are taken in NVML's order, which is CUDA's
+    where they are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    """
+    if variable is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for entry in variable.split(","):
+        name = entry.strip()
+        matches = [index for index, uuid in enumerate(uuids) if name and uuid.startswith(name)]
+        if name.isdecimal() and int(name) < len(uuids):
+            matches = [int(name)]
+        if len(matches) != 1 or matches[0] in chosen:
+            break
+        chosen += matches
+    return chosen
+
+
+def _can(a: object, b: object, capability: int) -> bool:
+    import pynvml
+
+    try:
+        status: int = pynvml.nvmlDeviceGetP2PStatus(a, b, capability)
+    except pynvml.NVMLError:  # a driver that does not know says as much: then it cannot be relied on
+        return False
+    return status == int(pynvml.NVML_P2P_STATUS_OK)
+
+
+def _gpu_index(device: str, topology: Topology) -> int | None:
+    """None: host memory."""
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return None
+    index = int(number or 0)
+    if index >= len(topology.gpus):
+        found = topology.absence or f"{len(topology.gpus)} GPUs are visible"
+        raise ValueError(f"{device} is not there: {found}")
+    return index
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
