@@ -21,7 +21,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The GPUs that CUDA numbers here, in that order, and which pairs, lower index first, can map each other's memory."""
+    """The GPUs that CUDA numbers, in its order, and which pairs, lower index first, can map each other's memory."""
 
     gpus: tuple[Gpu, ...]
     links: Mapping[tuple[int, int], Link]
