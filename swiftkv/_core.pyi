@@ -1,6 +1,6 @@
 """Block pool, prefix tree and scheduler (C++). Token ids are int32, request ids uint64; arrays are one-dimensional."""
 
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 UInt64Array = npt.NDArray[np.uint64]
 UInt8Array = npt.NDArray[np.uint8]
+Int64Array = npt.NDArray[np.int64]
 
 NO_BLOCK: Final[int]
 """Block-table entry of a block that the sliding window has left behind; kernels never follow it."""
@@ -23,23 +24,65 @@ def block_keys(namespace: bytes, token_ids: Int32Array, block_size: int) -> byte
     """
 
 class GroupSpec:
-    """One KV group: its layers, its blocks, and its sliding window in tokens (0: full attention)."""
+    """One KV group: its layers, its blocks, and its sliding window in tokens (0: full attention).
+
+    `layer_block_bytes` and `base_offset_bytes` (of the group's first block in the pool) are for the offsets of copies.
+    """
 
     num_layers: Final[int]
     num_blocks: Final[int]
     window: Final[int]
 
-    def __init__(self, num_layers: int, num_blocks: int, window: int = 0) -> None: ...
+    def __init__(
+        self, num_layers: int, num_blocks: int, window: int = 0, layer_block_bytes: int = 0, base_offset_bytes: int = 0
+    ) -> None: ...
+
+class Link:
+    """What one KV group may lend to one of another engine, or borrow from it.
+
+    `blocks_per_extent` counts this engine's blocks. Of a borrower, `extent_bytes` and `base_offset_bytes` say where
+    extents lie in the lender's pool.
+    """
+
+    group: Final[int]
+    num_extents: Final[int]
+    blocks_per_extent: Final[int]
+    extent_bytes: Final[int]
+    base_offset_bytes: Final[int]
+
+    def __init__(
+        self, group: int, num_extents: int, blocks_per_extent: int, extent_bytes: int = 0, base_offset_bytes: int = 0
+    ) -> None: ...
 
 class GroupStats:
-    """Blocks of one KV group by state: free + used + cached + lent + in_flight = total."""
+    """Blocks of one KV group by state: free + used + cached + lent + in_flight + streaming = total.
+
+    `streaming` blocks are the layer-stream cache: `stream_slots` layer blocks. `borrowed_*` are blocks in the extents of
+    others.
+    """
 
     free: Final[int]
     used: Final[int]
     cached: Final[int]
     lent: Final[int]
     in_flight: Final[int]
+    streaming: Final[int]
     total: Final[int]
+    borrowed_free: Final[int]
+    borrowed_used: Final[int]
+    borrowed_cached: Final[int]
+    borrowed_in_flight: Final[int]
+    stream_slots: Final[int]
+
+class GroupDemand:
+    """What requests want of one KV group, in blocks. Peaks are since `take_demand` was last called."""
+
+    total_peak: Final[int]
+    longest: Final[int]
+    """The most that one request wanted"""
+    total_now: Final[int]
+    shortfall: Final[int]
+    """Of `total_now`, what neither the pool (less what is lent) nor what it has borrowed can hold"""
 
 class SchedulerStats:
     num_running: Final[int]
@@ -47,10 +90,14 @@ class SchedulerStats:
     num_preemptions_total: Final[int]
     prefix_query_tokens_total: Final[int]
     prefix_hit_tokens_total: Final[int]
+    borrowed_hit_tokens_total: Final[int]
     groups: Final[list[GroupStats]]
 
 class StepPlan:
-    """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive."""
+    """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive.
+
+    Where blocks are borrowed, a plan may have no token at all and only copies.
+    """
 
     @property
     def token_ids(self) -> Int32Array:
@@ -75,6 +122,22 @@ class StepPlan:
         """Per group [sum of blocks]: layer-block index of layer 0 of each block, or NO_BLOCK.
 
         Layer l of entry e is layer block e + l; of a negative entry other than NO_BLOCK, layer block ~e for every l.
+        """
+    @property
+    def stream_tables(self) -> list[list[Int32Array]]:
+        """[buffer][group]: the block tables of layers l with l % max(1, num_stream_buffers) == buffer"""
+    @property
+    def num_stream_buffers(self) -> int:
+        """0: no borrowed block is staged in this step; else 1 or 2"""
+    @property
+    def has_copies(self) -> bool: ...
+    def copies(self, group: int, kind: Literal["spill", "load", "store"], buffer: int = 0) -> Int64Array:
+        """[R, 5] runs of one group: link, peer_offset_bytes, local_offset_bytes, count, staged.
+
+        A run copies `count` layer blocks of layer 0. The peer's lie one block apart, layer l at l layer blocks further.
+        So do local ones, unless they are staged: then side by side, at the same address for every layer.
+        Spills go to peers before anything of the layer is written here, loads come before the layer's KV is written or
+        read, stores go to peers once it is written.
         """
     @property
     def table_starts(self) -> list[Int32Array]:
@@ -108,10 +171,14 @@ class StepResult:
         """[R]"""
     @property
     def finish_reasons(self) -> UInt8Array:
-        """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it"""
+        """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it,
+        4 dropped: a lender died, ignore the token, the request goes on"""
 
 class Scheduler:
-    """Continuous batching over a block pool per KV group and a prefix tree. Belongs to one thread."""
+    """Continuous batching over a block pool per KV group and a prefix tree, with blocks lent to and borrowed from others.
+
+    Thread-safe; one thread steps, while others may add and abort requests, and lend, borrow and recall extents.
+    """
 
     def __init__(
         self,
@@ -122,8 +189,12 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
+        lend_links: list[Link] = [],
+        borrow_links: list[Link] = [],
+        stream_buffers: int = 2,
     ) -> None:
-        """Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens."""
+        """Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
+        all links lend all they can."""
 
     def add_request(
         self,
@@ -146,7 +217,7 @@ class Scheduler:
         """Forgets requests at once, at any time; unknown ids are ignored."""
 
     def has_work(self) -> bool: ...
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
         """The next step, or None if nothing can run. Raises RuntimeError if the step before was not committed."""
 
     def commit(self, sampled: Int32Array) -> StepResult:
@@ -154,6 +225,36 @@ class Scheduler:
 
         Raises ValueError if the number of tokens is wrong, RuntimeError if no step is in progress.
         """
+
+    def abandon(self) -> None:
+        """Instead of `commit`: copies of the step failed. What it computed does not count, and requests start over."""
+
+    def starved(self, now_s: float, max_wait_s: float) -> list[int]:
+        """Requests that have waited longer for room that would not be there even if they were alone."""
+
+    def lend(self, link: int, max_extents: int) -> Int32Array:
+        """Takes up to that many extents out of the pool; cached blocks in them are forgotten, used ones never touched."""
+
+    def take_back(self, link: int, extents: Int32Array) -> None:
+        """Extents that came home: their blocks are free."""
+
+    def take_demand(self) -> list[GroupDemand]:
+        """Per KV group; peaks start anew."""
+
+    def is_short(self) -> bool:
+        """Whether requests want more than there is while something is lent."""
+
+    def borrow(self, link: int, extents: Int32Array) -> None:
+        """From now on blocks may lie there."""
+
+    def recall(self, link: int, extents: Int32Array) -> None:
+        """Nothing new goes there; what is there moves or is forgotten in the next step."""
+
+    def take_returned(self, link: int) -> Int32Array:
+        """Recalled extents that nothing uses any more, each named once."""
+
+    def lose(self, link: int) -> None:
+        """The lender is gone, and all its extents. Requests that needed them are computed again."""
 
     def stats(self) -> SchedulerStats: ...
     def check_invariants(self) -> None:

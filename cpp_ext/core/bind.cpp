@@ -4,6 +4,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "blake3.h"
 #include "kv_cache.h"
 #include "scheduler.h"
@@ -43,12 +45,33 @@ void def_array(Binding& binding, const char* name, std::vector<T> Class::* field
     binding.def_prop_ro(name, [field](nb::handle_t<Class> self) { return view(nb::cast<Class&>(self).*field, self); });
 }
 
-template <class Binding>
-void def_arrays(Binding& binding, const char* name, std::vector<std::vector<int32_t>> StepPlan::* field) {
-    binding.def_prop_ro(name, [field](nb::handle_t<StepPlan> self) {
-        nb::list arrays;
-        for (auto& values : nb::cast<StepPlan&>(self).*field) arrays.append(view(values, self));
-        return arrays;
+nb::list views(std::vector<std::vector<int32_t>>& arrays, nb::handle owner) {
+    nb::list list;
+    for (auto& values : arrays) list.append(view(values, owner));
+    return list;
+}
+
+// A copy that Python owns.
+Array<int32_t> to_array(const std::vector<int>& values) {
+    auto* copy = new std::vector<int32_t>(values.begin(), values.end());
+    nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
+    return Array<int32_t>(copy->data(), {copy->size()}, owner);
+}
+
+std::vector<int64_t>& runs_of(StepPlan& plan, size_t group, const std::string& kind, size_t buffer) {
+    GroupCopies& copies = plan.copies.at(group);
+    if (kind == "spill") return copies.spills.rows;
+    if (kind == "load") return copies.loads.at(buffer).rows;
+    if (kind == "store") return copies.stores.at(buffer).rows;
+    throw std::invalid_argument("a kind of copy is spill, load or store, not " + kind);
+}
+
+bool has_copies(const StepPlan& plan) {
+    return std::any_of(plan.copies.begin(), plan.copies.end(), [](const GroupCopies& copies) {
+        const auto any = [](const std::vector<CopyRuns>& buffers) {
+            return std::any_of(buffers.begin(), buffers.end(), [](const CopyRuns& runs) { return !runs.rows.empty(); });
+        };
+        return !copies.spills.rows.empty() || any(copies.loads) || any(copies.stores);
     });
 }
 
@@ -60,8 +83,26 @@ void bind_plan(nb::module_& m) {
     def_array(plan, "context_lens", &StepPlan::context_lens);
     def_array(plan, "request_ids", &StepPlan::request_ids);
     def_array(plan, "row_slots", &StepPlan::row_slots);
-    def_arrays(plan, "block_tables", &StepPlan::block_tables);
-    def_arrays(plan, "table_starts", &StepPlan::table_starts);
+    plan.def_prop_ro("block_tables", [](nb::handle_t<StepPlan> self) {
+        return views(nb::cast<StepPlan&>(self).block_tables[0], self);
+    });
+    plan.def_prop_ro("stream_tables", [](nb::handle_t<StepPlan> self) {
+        nb::list tables;
+        for (auto& of_buffer : nb::cast<StepPlan&>(self).block_tables) tables.append(views(of_buffer, self));
+        return tables;
+    });
+    plan.def_prop_ro("table_starts",
+                     [](nb::handle_t<StepPlan> self) { return views(nb::cast<StepPlan&>(self).table_starts, self); });
+    plan.def_ro("num_stream_buffers", &StepPlan::num_stream_buffers);
+    plan.def_prop_ro("has_copies", &has_copies);
+    plan.def(
+        "copies",
+        [](nb::handle_t<StepPlan> self, size_t group, const std::string& kind, size_t buffer) {
+            std::vector<int64_t>& rows = runs_of(nb::cast<StepPlan&>(self), group, kind, buffer);
+            return nb::ndarray<nb::numpy, int64_t, nb::shape<-1, 5>, nb::c_contig>(rows.data(), {rows.size() / 5, 5},
+                                                                                   self);
+        },
+        "group"_a, "kind"_a, "buffer"_a = 0);
     def_array(plan, "logits_rows", &StepPlan::logits_rows);
     def_array(plan, "logits_seqs", &StepPlan::logits_seqs);
     plan.def_ro("num_prompt_tokens_in_step", &StepPlan::num_prompt_tokens);
@@ -82,42 +123,89 @@ void bind_stats(nb::module_& m) {
         .def_ro("cached", &GroupStats::cached)
         .def_ro("lent", &GroupStats::lent)
         .def_ro("in_flight", &GroupStats::in_flight)
-        .def_ro("total", &GroupStats::total);
+        .def_ro("streaming", &GroupStats::streaming)
+        .def_ro("total", &GroupStats::total)
+        .def_ro("borrowed_free", &GroupStats::borrowed_free)
+        .def_ro("borrowed_used", &GroupStats::borrowed_used)
+        .def_ro("borrowed_cached", &GroupStats::borrowed_cached)
+        .def_ro("borrowed_in_flight", &GroupStats::borrowed_in_flight)
+        .def_ro("stream_slots", &GroupStats::stream_slots);
+    nb::class_<GroupDemand>(m, "GroupDemand")
+        .def_ro("total_peak", &GroupDemand::total_peak)
+        .def_ro("longest", &GroupDemand::longest)
+        .def_ro("total_now", &GroupDemand::total_now)
+        .def_ro("shortfall", &GroupDemand::shortfall);
     nb::class_<SchedulerStats>(m, "SchedulerStats")
         .def_ro("num_running", &SchedulerStats::num_running)
         .def_ro("num_waiting", &SchedulerStats::num_waiting)
         .def_ro("num_preemptions_total", &SchedulerStats::num_preemptions_total)
         .def_ro("prefix_query_tokens_total", &SchedulerStats::prefix_query_tokens_total)
         .def_ro("prefix_hit_tokens_total", &SchedulerStats::prefix_hit_tokens_total)
+        .def_ro("borrowed_hit_tokens_total", &SchedulerStats::borrowed_hit_tokens_total)
         .def_ro("groups", &SchedulerStats::groups);
+}
+
+// Another thread may hold the scheduler's mutex and want the GIL.
+const nb::call_guard<nb::gil_scoped_release> unlocked;
+
+template <class Call>
+auto without_gil(Call call) {
+    nb::gil_scoped_release released;
+    return call();
+}
+
+template <void (Scheduler::*method)(int, std::span<const int32_t>)>
+void with_extents(Scheduler& self, int link, Input<int32_t> extents) {
+    nb::gil_scoped_release released;
+    (self.*method)(link, span_of(extents));
 }
 
 void bind_scheduler(nb::module_& m) {
     nb::class_<GroupSpec>(m, "GroupSpec")
         .def(
             "__init__",
-            [](GroupSpec* self, int num_layers, int num_blocks, int window) {
-                new (self) GroupSpec{num_layers, num_blocks, window};
+            [](GroupSpec* self, int num_layers, int num_blocks, int window, int64_t layer_block_bytes,
+               int64_t base_offset_bytes) {
+                new (self) GroupSpec{num_layers, num_blocks, window, layer_block_bytes, base_offset_bytes};
             },
-            "num_layers"_a, "num_blocks"_a, "window"_a = 0)
+            "num_layers"_a, "num_blocks"_a, "window"_a = 0, "layer_block_bytes"_a = 0, "base_offset_bytes"_a = 0)
         .def_ro("num_layers", &GroupSpec::num_layers)
         .def_ro("num_blocks", &GroupSpec::num_blocks)
         .def_ro("window", &GroupSpec::window);
+
+    nb::class_<Link>(m, "Link")
+        .def(
+            "__init__",
+            [](Link* self, int group, int num_extents, int blocks_per_extent, int64_t extent_bytes,
+               int64_t base_offset_bytes) {
+                new (self) Link{group, num_extents, blocks_per_extent, extent_bytes, base_offset_bytes};
+            },
+            "group"_a, "num_extents"_a, "blocks_per_extent"_a, "extent_bytes"_a = 0, "base_offset_bytes"_a = 0)
+        .def_ro("group", &Link::group)
+        .def_ro("num_extents", &Link::num_extents)
+        .def_ro("blocks_per_extent", &Link::blocks_per_extent)
+        .def_ro("extent_bytes", &Link::extent_bytes)
+        .def_ro("base_offset_bytes", &Link::base_offset_bytes);
 
     nb::class_<Scheduler>(m, "Scheduler")
         .def(
             "__init__",
             [](Scheduler* self, std::vector<GroupSpec> groups, int block_size, int max_num_seqs,
-               int max_num_batched_tokens, int max_model_len, bool enable_prefix_caching, bool enable_chunked_prefill) {
-                new (self) Scheduler(std::move(groups), {.block_size = block_size,
-                                                         .max_num_seqs = max_num_seqs,
-                                                         .max_num_batched_tokens = max_num_batched_tokens,
-                                                         .max_model_len = max_model_len,
-                                                         .enable_prefix_caching = enable_prefix_caching,
-                                                         .enable_chunked_prefill = enable_chunked_prefill});
+               int max_num_batched_tokens, int max_model_len, bool enable_prefix_caching, bool enable_chunked_prefill,
+               std::vector<Link> lend_links, std::vector<Link> borrow_links, int stream_buffers) {
+                new (self) Scheduler(std::move(groups),
+                                     {.block_size = block_size,
+                                      .max_num_seqs = max_num_seqs,
+                                      .max_num_batched_tokens = max_num_batched_tokens,
+                                      .max_model_len = max_model_len,
+                                      .enable_prefix_caching = enable_prefix_caching,
+                                      .enable_chunked_prefill = enable_chunked_prefill,
+                                      .stream_buffers = stream_buffers},
+                                     std::move(lend_links), std::move(borrow_links));
             },
             "groups"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a, "max_model_len"_a,
-            "enable_prefix_caching"_a = true, "enable_chunked_prefill"_a = true)
+            "enable_prefix_caching"_a = true, "enable_chunked_prefill"_a = true, "lend_links"_a = std::vector<Link>(),
+            "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2)
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,
@@ -136,9 +224,14 @@ void bind_scheduler(nb::module_& m) {
             "request_id"_a, "prompt"_a, "max_tokens"_a, "min_tokens"_a, "stop_token_ids"_a, "namespace"_a,
             "skip_prefix_match"_a, "priority"_a = 0)
         .def(
-            "abort", [](Scheduler& self, Input<RequestId> ids) { self.abort(span_of(ids)); }, "request_ids"_a)
-        .def("has_work", &Scheduler::has_work)
-        .def("schedule", &Scheduler::schedule, nb::call_guard<nb::gil_scoped_release>())
+            "abort",
+            [](Scheduler& self, Input<RequestId> ids) {
+                nb::gil_scoped_release released;
+                self.abort(span_of(ids));
+            },
+            "request_ids"_a)
+        .def("has_work", &Scheduler::has_work, unlocked)
+        .def("schedule", &Scheduler::schedule, "now_s"_a = 0.0, unlocked)
         .def(
             "commit",
             [](Scheduler& self, Input<TokenId> sampled) {
@@ -146,9 +239,27 @@ void bind_scheduler(nb::module_& m) {
                 return self.commit(span_of(sampled));
             },
             "sampled"_a)
-        .def("stats", &Scheduler::stats)
-        .def("check_invariants", &Scheduler::check_invariants)
-        .def("reset_prefix_cache", &Scheduler::reset_prefix_cache);
+        .def("abandon", &Scheduler::abandon, unlocked)
+        .def("starved", &Scheduler::starved, "now_s"_a, "max_wait_s"_a, unlocked)
+        .def(
+            "lend",
+            [](Scheduler& self, int link, int max_extents) {
+                return to_array(without_gil([&] { return self.lend(link, max_extents); }));
+            },
+            "link"_a, "max_extents"_a)
+        .def("take_back", &with_extents<&Scheduler::take_back>, "link"_a, "extents"_a)
+        .def("take_demand", &Scheduler::take_demand, unlocked)
+        .def("is_short", &Scheduler::is_short, unlocked)
+        .def("borrow", &with_extents<&Scheduler::borrow>, "link"_a, "extents"_a)
+        .def("recall", &with_extents<&Scheduler::recall>, "link"_a, "extents"_a)
+        .def(
+            "take_returned",
+            [](Scheduler& self, int link) { return to_array(without_gil([&] { return self.take_returned(link); })); },
+            "link"_a)
+        .def("lose", &Scheduler::lose, "link"_a, unlocked)
+        .def("stats", &Scheduler::stats, unlocked)
+        .def("check_invariants", &Scheduler::check_invariants, unlocked)
+        .def("reset_prefix_cache", &Scheduler::reset_prefix_cache, unlocked);
 }
 
 nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int block_size) {

@@ -1,46 +1,106 @@
-// The blocks of one KV group: who holds them, which are cached, which are free.
+// The blocks of one KV group: who holds them, which are cached, free, lent or borrowed.
 #pragma once
 
+#include <array>
 #include <cassert>
+#include <functional>
 #include <vector>
 
+#include "free_set.h"
 #include "types.h"
 
 namespace swiftkv {
 
-// Every block is in exactly one state, so free + used + cached + lent + in_flight = total:
-//   free       nobody needs its bytes
-//   used       running requests hold references to it (it may be in the prefix tree too)
-//   cached     in the prefix tree, and no request holds it; evicted in least-recently-used order
-//   in flight  its request was aborted while a step may still be writing to it
-// Nothing is lent yet.
+enum class BlockState : uint8_t {
+    kAbsent,     // borrowed: its extent is not held
+    kFree,       // nobody needs its bytes
+    kUsed,       // running requests hold references to it (it may be in the prefix tree too)
+    kCached,     // in the prefix tree, and no request holds it; evicted in least-recently-used order
+    kInFlight,   // a step in progress may still read or write it; cached or free once it settles
+    kLent,       // local: another engine's
+    kStreaming,  // local: its layer blocks are slots of the layer-stream cache
+};
+
+enum class Place : uint8_t { kLocal, kBorrowed };
+
+// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + streaming = total.
+// Extents come and go in O(blocks per extent), whatever the size of the pool.
 class BlockPool {
   public:
-    explicit BlockPool(int num_blocks);
+    BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links);
 
-    int total() const { return static_cast<int>(slots_.size()) - 1; }
+    int num_local() const { return num_local_; }
+    int num_ids() const { return static_cast<int>(slots_.size()) - 2; }
+    Place place(BlockId block) const { return block < num_local_ ? Place::kLocal : Place::kBorrowed; }
+    int count(Place place, BlockState state) const { return counts_[static_cast<int>(place)][static_cast<int>(state)]; }
+    int num_free(Place place) const { return count(place, BlockState::kFree); }
+    int num_cached(Place place) const { return count(place, BlockState::kCached); }
     // Blocks that an allocation could have: free ones, and cached ones by eviction.
-    int available() const { return static_cast<int>(free_.size()) + num_cached_; }
-    bool has_free() const { return !free_.empty(); }
+    int available(Place place) const { return num_free(place) + num_cached(place); }
 
-    BlockId take_free();
+    // The lowest free block, used from now on by one holder.
+    BlockId take(Place place);
     // A cached block becomes used again; a used one gains a holder.
     void add_ref(BlockId block);
     // The last holder leaves a block cached if the prefix tree knows it, else free.
     void drop_ref(BlockId block);
-    // The only holder leaves, but a step may still be writing: free after settle().
+    // The only holder leaves, but a step may still use it: cached or free after settle().
     void retire(BlockId block);
     void settle();
+    // The prefix tree forgets a block that may be in any state in which it had a node.
+    void forget(BlockId block);
+    // `to`, just taken, replaces `from` in the tree and for its holders, after a copy in the step that is being
+    // planned. A local `from` is free at once, as spills come first in a step; a borrowed one once the step settles.
+    void replace(BlockId from, BlockId to);
 
+    BlockState state(BlockId block) const { return slots_[block].state; }
     NodeId node(BlockId block) const { return slots_[block].node; }
     void set_node(BlockId block, NodeId node) { slots_[block].node = node; }
     int refs(BlockId block) const { return slots_[block].refs; }
 
     // Least recently used cached block; kNone if none is cached.
-    BlockId oldest_cached() const;
-    void free_cached(BlockId block);
+    BlockId oldest_cached(Place place) const;
 
-    GroupStats stats() const;
+    // ---- layer-stream cache ----
+    void start_streaming(BlockId free_block);
+    void stop_streaming(BlockId block);
+    BlockId highest_free_local() const { return free_[0].highest_below(num_local_); }
+
+    // ---- lending: extents of the local pool ----
+    // Up to `max_extents` that could be lent: wholly free ones, highest first, then if `or_cached` such as hold nothing
+    // but free and cached blocks, least recently used first.
+    std::vector<int> lendable(int lend_link, int max_extents, bool or_cached) const;
+    void lend(int lend_link, int extent);  // whose blocks are all free
+    void take_back(int lend_link, int extent);
+    BlockId first_block(int lend_link, int extent) const {
+        return extent * lend_links_[lend_link].link.blocks_per_extent;
+    }
+    int blocks_per_extent(int lend_link) const { return lend_links_[lend_link].link.blocks_per_extent; }
+
+    // ---- borrowing: extents of others' pools ----
+    void borrow(int borrow_link, int extent);
+    // From now on nothing is allocated there, and what becomes free there is given up.
+    void recall(int borrow_link, int extent);
+    // The same, of all extents, with nobody to give them back to.
+    void lose(int borrow_link);
+    // Recalled extents that have been given up whole since the last call.
+    std::vector<int> take_returned(int borrow_link);
+    bool is_draining() const { return num_draining_ > 0; }
+    // Blocks of extents that are held and not recalled.
+    int num_held() const { return num_held_blocks_; }
+    bool is_leaving(BlockId block) const;  // in an extent that is recalled or lost
+    bool is_lost(BlockId block) const;
+    int count_used_leaving() const;
+    // Calls visit(block) for every present block of the recalled extents, or of one link's.
+    void for_each_leaving(const std::function<void(BlockId)>& visit) const;
+    void for_each_of_link(int borrow_link, const std::function<void(BlockId)>& visit) const;
+    // Where a borrowed block lies: its link, and the offset of its bytes in the lender's pool.
+    struct Location {
+        int link;
+        int64_t offset_bytes;
+    };
+    Location locate(BlockId borrowed, int64_t block_bytes) const;
+
     // `refs[b]` is how many references the requests hold. Throws std::runtime_error on any disagreement.
     void check(const std::vector<int>& refs) const;
 
@@ -49,15 +109,49 @@ class BlockPool {
         int refs = 0;
         NodeId node = kNone;
         BlockId newer = kNone, older = kNone;  // neighbours in the list of cached blocks
+        BlockState state = BlockState::kAbsent;
+        bool is_busy = false;  // the step in progress may read or write it: without holders it is in flight
     };
+    struct LendLink {
+        Link link;
+        std::vector<int> num_pinned, num_cached;  // per extent, blocks that are neither free nor cached; cached ones
+        FreeSet clean;                            // extents all of whose blocks are free
+    };
+    enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kLost };
+    struct BorrowLink {
+        Link link;
+        BlockId first;
+        std::vector<Tenure> tenure;    // per extent
+        std::vector<int> num_present;  // per extent, blocks that are not absent
+        std::vector<int> returned;
+    };
+
+    void move_to(BlockId block, BlockState state);
+    void set_busy(BlockId block);
+    void rest(BlockId block);  // nobody holds it any more
+    void release(BlockId block);  // to free, or to absent if its extent is leaving
+    void count_extents(BlockId local, BlockState state, int by);
     void link_newest(BlockId block);
     void unlink(BlockId block);
-    BlockId sentinel() const { return total(); }
+    BlockId sentinel(Place place) const { return num_ids() + static_cast<int>(place); }
+    FreeSet& free_set(BlockId block) { return free_[static_cast<int>(place(block))]; }
+    int index_in_place(BlockId block) const { return block < num_local_ ? block : block - num_local_; }
+    const BorrowLink& borrow_link_of(BlockId borrowed) const;
+    BorrowLink& borrow_link_of(BlockId borrowed);
+    static int extent_of(const BorrowLink& link, BlockId block) {
+        return (block - link.first) / link.link.blocks_per_extent;
+    }
+    void give_up(BlockId borrowed);
 
-    std::vector<Slot> slots_;  // the last is the sentinel of the circular list of cached blocks
-    std::vector<BlockId> free_;
-    std::vector<BlockId> in_flight_;
-    int num_cached_ = 0;
+    int num_local_;
+    std::vector<Slot> slots_;  // the last two are the sentinels of the circular lists of cached blocks
+    std::vector<FreeSet> free_;
+    std::array<std::array<int, 7>, 2> counts_{};
+    std::vector<BlockId> busy_;
+    std::vector<LendLink> lend_links_;
+    std::vector<BorrowLink> borrow_links_;
+    int num_held_blocks_ = 0;
+    int num_draining_ = 0;  // present blocks of recalled extents
 };
 
 }  // namespace swiftkv

@@ -2,15 +2,24 @@
 
 #include <algorithm>
 #include <cassert>
+#include <iterator>
 
 #include "check.h"
 
 namespace swiftkv {
 namespace {
 
-int count_blocks(const std::vector<GroupSpec>& groups) {
+std::vector<Link> links_of(const std::vector<Link>& links, int group) {
+    std::vector<Link> found;
+    std::copy_if(links.begin(), links.end(), std::back_inserter(found),
+                 [&](const Link& link) { return link.group == group; });
+    return found;
+}
+
+int count_blocks(const std::vector<GroupSpec>& groups, const std::vector<Link>& borrow_links) {
     int total = 0;
     for (const GroupSpec& g : groups) total += g.num_blocks;
+    for (const Link& link : borrow_links) total += link.num_extents * link.blocks_per_extent;
     return total;
 }
 
@@ -26,11 +35,21 @@ void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const 
     }
 }
 
-KvCache::KvCache(std::vector<GroupSpec> groups, int block_size)
-    : block_size_(block_size), tree_(static_cast<int>(groups.size()), count_blocks(groups)) {
-    for (const GroupSpec& spec : groups) {
-        groups_.push_back({spec, ceil_div(spec.window, block_size), BlockPool(spec.num_blocks)});
+KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
+                 const std::vector<Link>& borrow_links)
+    : block_size_(block_size), tree_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
+    for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
+        const GroupSpec& spec = groups[g];
+        BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g));
+        groups_.push_back({spec, ceil_div(spec.window, block_size), std::move(pool), {}});
         has_full_attention_ |= spec.window == 0;
+    }
+    std::vector<int> num_lending(groups.size());
+    for (const Link& link : lend_links) lend_links_.push_back({link.group, num_lending[link.group]++});
+    for (const Link& link : borrow_links) {
+        std::vector<int>& numbers = groups_[link.group].borrow_links;
+        borrow_links_.push_back({link.group, static_cast<int>(numbers.size())});
+        numbers.push_back(static_cast<int>(borrow_links_.size()) - 1);
     }
 }
 
@@ -73,6 +92,13 @@ int KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
     return length;
 }
 
+int KvCache::count_borrowed(const BlockTable& table) const {
+    int count = 0;
+    for (const BlockTable::Group& held : table.groups)
+        count += static_cast<int>(std::count_if(held.entries.begin(), held.entries.end(), is_borrowed));
+    return count;
+}
+
 bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare) {
     const auto missing = [&](int g) {
         const int end = groups_[g].spec.window == 0 ? prompt_end : chunk_end;
@@ -80,28 +106,97 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
     };
     for (int g = 0; g < num_groups(); ++g) {
         const int needed = missing(g);
-        if (needed > 0 && groups_[g].pool.available() < needed + spare) return false;
+        if ((needed > 0 || overdraft(g) > 0) && available(g) < std::max(0, needed) + spare + overdraft(g)) return false;
     }
-    for (int g = 0; g < num_groups(); ++g)
-        for (int n = missing(g); n > 0; --n) table.groups[g].entries.push_back(entry_of(g, take_block(g)));
+    for (int g = 0; g < num_groups(); ++g) {
+        const int needed = missing(g);
+        if (needed <= 0) continue;
+        std::vector<int32_t>& entries = table.groups[g].entries;
+        const size_t old_size = entries.size();
+        entries.resize(old_size + needed);
+        // Borrowed ones first: moving cached blocks out of the local pool would take them.
+        const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
+        for (int i = num_local; i < needed; ++i) entries[old_size + i] = entry_of(g, take_borrowed(g));
+        for (int i = 0; i < num_local; ++i) entries[old_size + i] = entry_of(g, take_local(g));
+    }
     return true;
 }
 
-BlockId KvCache::take_block(int g) {
+int KvCache::available(int g) const {
+    return groups_[g].pool.available(Place::kLocal) + available_borrowed(g);
+}
+
+// A borrowed block is of use only while it has a slot to be staged in.
+int KvCache::available_borrowed(int g) const {
+    const BlockPool& pool = groups_[g].pool;
+    const int slots = stream_slots(g) - pool.count(Place::kBorrowed, BlockState::kUsed);
+    return std::clamp(slots, 0, pool.available(Place::kBorrowed));
+}
+
+// Borrowed blocks in use that have no slot: as many must move in.
+int KvCache::overdraft(int g) const {
+    return std::max(0, groups_[g].pool.count(Place::kBorrowed, BlockState::kUsed) - stream_slots(g));
+}
+
+BlockId KvCache::take_local(int g) {
     BlockPool& pool = groups_[g].pool;
-    if (!pool.has_free()) evict(g, pool.oldest_cached());
-    return pool.take_free();
+    if (pool.num_free(Place::kLocal) == 0) clear_local(g, pool.oldest_cached(Place::kLocal));
+    return pool.take(Place::kLocal);
+}
+
+BlockId KvCache::take_borrowed(int g) {
+    BlockPool& pool = groups_[g].pool;
+    if (pool.num_free(Place::kBorrowed) == 0) evict(g, pool.oldest_cached(Place::kBorrowed));
+    return pool.take(Place::kBorrowed);
+}
+
+// A cached block leaves the local pool: for borrowed space if there is any, where it takes the place of what was used
+// less recently still; else it is forgotten.
+void KvCache::clear_local(int g, BlockId cached) {
+    Group& group = groups_[g];
+    if (group.pool.available(Place::kBorrowed) == 0) {
+        evict(g, cached);
+        return;
+    }
+    const BlockId to = take_borrowed(g);
+    tree_.set_block(group.pool.node(cached), g, to);
+    group.pool.replace(cached, to);
+    group.spills.push_back({to, cached});
+}
+
+// A borrowed block, cached or used, moves to a local one.
+BlockId KvCache::move_in(int g, BlockId borrowed) {
+    Group& group = groups_[g];
+    const BlockId to = take_local(g);
+    if (const NodeId node = group.pool.node(borrowed); node != kNone) tree_.set_block(node, g, to);
+    group.pool.replace(borrowed, to);
+    group.moves_in.push_back({borrowed, to});
+    return to;
+}
+
+void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
+    for (int g = 0; g < num_groups(); ++g) {
+        BlockPool& pool = groups_[g].pool;
+        if (pool.count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
+        for (int32_t& entry : table.groups[g].entries) {
+            if (max_blocks == 0 || pool.available(Place::kLocal) <= spare) break;
+            if (!is_borrowed(entry) || pool.refs(~entry) != 1) continue;
+            entry = entry_of(g, move_in(g, ~entry));
+            --max_blocks;
+        }
+    }
 }
 
 // A node without one of its full-attention blocks is of no use, so it loses all its blocks. Blocks are released last
-// block first, so the oldest cached block of a full-attention group is always a leaf.
+// block first, so the oldest cached block of a full-attention group is a leaf, unless a block in its middle was lost:
+// then those behind it wait in vain until they are the oldest, or until it is computed again.
 void KvCache::evict(int g, BlockId block) {
     const NodeId node = groups_[g].pool.node(block);
     const bool whole_node = groups_[g].spec.window == 0;
     for (int h = 0; h < num_groups(); ++h) {
         const BlockId held = tree_.block(node, h);
         if (held == kNone || (h != g && !whole_node)) continue;
-        groups_[h].pool.free_cached(held);
+        groups_[h].pool.forget(held);
         tree_.set_block(node, h, kNone);
     }
     if (tree_.is_empty(node)) tree_.erase(node);
@@ -120,7 +215,9 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node) {
     BlockPool& pool = groups_[g].pool;
     const BlockId known = tree_.block(node, g);
     const BlockId own = block_of(g, entry);
-    if (known == kNone) {
+    // A local block is worth more than a borrowed one.
+    if (known == kNone || (is_local(g, own) && !is_local(g, known))) {
+        if (known != kNone) pool.forget(known);
         tree_.set_block(node, g, own);
         pool.set_node(own, node);
     } else {
@@ -155,36 +252,237 @@ void KvCache::release(BlockTable& table) {
 void KvCache::retire(BlockTable& table) {
     for (int g = 0; g < num_groups(); ++g) {
         BlockTable::Group& held = table.groups[g];
-        const int keep = std::max(table.num_committed, held.first);
-        for (; static_cast<int>(held.entries.size()) > keep; held.entries.pop_back())
-            groups_[g].pool.retire(block_of(g, held.entries.back()));
+        BlockPool& pool = groups_[g].pool;
+        // A step writes to what is not committed, and where blocks move, copies may touch any of them.
+        for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i) {
+            const BlockId block = block_of(g, held.entries[i]);
+            const bool is_touched = i >= table.num_committed || !borrow_links_.empty();
+            if (pool.refs(block) > 1 || !is_touched) {
+                pool.drop_ref(block);
+            } else {
+                pool.retire(block);
+            }
+        }
     }
-    release(table);
+    table = make_table();
 }
 
 void KvCache::settle() {
-    for (Group& group : groups_) group.pool.settle();
+    for (Group& group : groups_) {
+        group.pool.settle();
+        group.num_fresh = 0;
+        group.spills.clear();
+        group.moves_in.clear();
+    }
+}
+
+void KvCache::settle_failed() {
+    for (int g = 0; g < num_groups(); ++g) {
+        const auto forget = [&](BlockId block) {
+            if (groups_[g].pool.node(block) != kNone) evict(g, block);
+        };
+        for (const BlockCopy& copy : groups_[g].spills) forget(copy.borrowed);
+        for (const BlockCopy& copy : groups_[g].moves_in) forget(copy.local);
+    }
+    settle();
 }
 
 void KvCache::reset() {
     for (int g = 0; g < num_groups(); ++g)
-        for (BlockId b; (b = groups_[g].pool.oldest_cached()) != kNone;) evict(g, b);
+        for (const Place place : {Place::kLocal, Place::kBorrowed})
+            for (BlockId b; (b = groups_[g].pool.oldest_cached(place)) != kNone;) evict(g, b);
+}
+
+// ---- layer-stream cache ----
+
+bool KvCache::could_hold(int num_tokens) const {
+    for (int g = 0; g < num_groups(); ++g) {
+        const Group& group = groups_[g];
+        if (group.spec.window > 0) continue;
+        const int regular =
+            group.spec.num_blocks - group.pool.count(Place::kLocal, BlockState::kLent) - stream_target(g);
+        const int streamed = std::min(group.pool.num_held(), stream_target(g) * group.spec.num_layers);
+        if (ceil_div(num_tokens, block_size_) > regular + streamed) return false;
+    }
+    return true;
+}
+
+int KvCache::stream_target(int g) const {
+    const BlockPool& pool = groups_[g].pool;
+    const int own = pool.num_local() - pool.count(Place::kLocal, BlockState::kLent);
+    return std::min(own, ceil_div(pool.num_held(), groups_[g].spec.num_layers));
+}
+
+void KvCache::resize_stream() {
+    for (int g = 0; g < num_groups(); ++g) {
+        Group& group = groups_[g];
+        const int target = stream_target(g);
+        const int used = group.pool.count(Place::kBorrowed, BlockState::kUsed) - group.pool.count_used_leaving();
+        while (static_cast<int>(group.streaming.size()) > target &&
+               (static_cast<int>(group.streaming.size()) - 1) * group.spec.num_layers >= used) {
+            group.pool.stop_streaming(group.streaming.back());
+            group.streaming.pop_back();
+        }
+        while (static_cast<int>(group.streaming.size()) < target && group.pool.available(Place::kLocal) > 0) {
+            if (group.pool.num_free(Place::kLocal) == 0) {
+                const size_t num_spills = group.spills.size();
+                clear_local(g, group.pool.oldest_cached(Place::kLocal));
+                // Slots serve all layers, so they must not be written before the last layer is spilled.
+                if (group.spills.size() > num_spills) ++group.num_fresh;
+            }
+            group.streaming.push_back(group.pool.highest_free_local());
+            group.pool.start_streaming(group.streaming.back());
+        }
+    }
+}
+
+int KvCache::stream_slots(int g) const {
+    const Group& group = groups_[g];
+    return (static_cast<int>(group.streaming.size()) - group.num_fresh) * group.spec.num_layers;
+}
+
+int32_t KvCache::stream_slot(int g, int index) const {
+    const int num_layers = groups_[g].spec.num_layers;
+    return groups_[g].streaming[index / num_layers] * num_layers + index % num_layers;
+}
+
+// ---- lending and borrowing ----
+
+std::vector<int> KvCache::lend(int lend_link, int max_extents, bool or_cached) {
+    const auto [g, link] = lend_links_[lend_link];
+    BlockPool& pool = groups_[g].pool;
+    const std::vector<int> extents = pool.lendable(link, max_extents, or_cached);
+    for (int extent : extents) {
+        const BlockId first = pool.first_block(link, extent);
+        for (BlockId b = first; b < first + pool.blocks_per_extent(link); ++b)
+            if (pool.state(b) == BlockState::kCached) evict(g, b);
+        pool.lend(link, extent);
+    }
+    return extents;
+}
+
+void KvCache::take_back(int lend_link, std::span<const int32_t> extents) {
+    const auto [g, link] = lend_links_[lend_link];
+    for (int extent : extents) groups_[g].pool.take_back(link, extent);
+}
+
+void KvCache::borrow(int borrow_link, std::span<const int32_t> extents) {
+    const auto [g, link] = borrow_links_[borrow_link];
+    for (int extent : extents) groups_[g].pool.borrow(link, extent);
+}
+
+void KvCache::recall(int borrow_link, std::span<const int32_t> extents) {
+    const auto [g, link] = borrow_links_[borrow_link];
+    for (int extent : extents) groups_[g].pool.recall(link, extent);
+}
+
+std::vector<int> KvCache::take_returned(int borrow_link) {
+    const auto [g, link] = borrow_links_[borrow_link];
+    return groups_[g].pool.take_returned(link);
+}
+
+void KvCache::lose(int borrow_link) {
+    const auto [g, link] = borrow_links_[borrow_link];
+    BlockPool& pool = groups_[g].pool;
+    std::vector<BlockId> in_tree;
+    pool.for_each_of_link(link, [&, g = g](BlockId block) {
+        if (groups_[g].pool.node(block) != kNone) in_tree.push_back(block);
+    });
+    for (BlockId block : in_tree)
+        if (pool.node(block) != kNone) evict(g, block);
+    pool.lose(link);
+}
+
+bool KvCache::is_draining() const {
+    return std::any_of(groups_.begin(), groups_.end(), [](const Group& group) { return group.pool.is_draining(); });
+}
+
+bool KvCache::drain(std::span<BlockTable* const> tables) {
+    std::vector<std::vector<BlockId>> used(groups_.size()), cached(groups_.size());
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        pool.for_each_leaving([&](BlockId block) {
+            if (pool.state(block) == BlockState::kUsed) used[g].push_back(block);
+            if (pool.state(block) == BlockState::kCached) cached[g].push_back(block);
+        });
+        if (static_cast<int>(used[g].size()) > pool.available(Place::kLocal)) return false;
+    }
+    for (int g = 0; g < num_groups(); ++g) {
+        BlockPool& pool = groups_[g].pool;
+        // Before anything is evicted to make room, which must not pick one of these.
+        for (BlockId block : cached[g]) {
+            if (pool.state(block) != BlockState::kCached) continue;  // gone with the node of another group
+            if (pool.num_free(Place::kLocal) > static_cast<int>(used[g].size())) {
+                move_in(g, block);
+            } else {
+                evict(g, block);
+            }
+        }
+        for (BlockId block : used[g]) {
+            const BlockId to = move_in(g, block);
+            for (BlockTable* table : tables)
+                std::replace(table->groups[g].entries.begin(), table->groups[g].entries.end(), ~block, entry_of(g, to));
+        }
+    }
+    return true;
+}
+
+bool KvCache::holds_lost(const BlockTable& table) const {
+    for (int g = 0; g < num_groups(); ++g) {
+        const std::vector<int32_t>& entries = table.groups[g].entries;
+        if (std::any_of(entries.begin(), entries.end(),
+                        [&](int32_t entry) { return is_borrowed(entry) && groups_[g].pool.is_lost(~entry); }))
+            return true;
+    }
+    return false;
+}
+
+BlockPool::Location KvCache::locate(int g, BlockId borrowed) const {
+    const Group& group = groups_[g];
+    const int64_t block_bytes = group.spec.layer_block_bytes * group.spec.num_layers;
+    BlockPool::Location location = group.pool.locate(borrowed, block_bytes);
+    location.link = group.borrow_links[location.link];
+    return location;
+}
+
+bool KvCache::has_copies() const {
+    return std::any_of(groups_.begin(), groups_.end(),
+                       [](const Group& group) { return !group.spills.empty() || !group.moves_in.empty(); });
 }
 
 std::vector<GroupStats> KvCache::stats() const {
     std::vector<GroupStats> stats;
-    for (const Group& group : groups_) stats.push_back(group.pool.stats());
+    for (int g = 0; g < num_groups(); ++g) {
+        const auto local = [&](BlockState state) { return groups_[g].pool.count(Place::kLocal, state); };
+        const auto borrowed = [&](BlockState state) { return groups_[g].pool.count(Place::kBorrowed, state); };
+        stats.push_back({.free = local(BlockState::kFree),
+                         .used = local(BlockState::kUsed),
+                         .cached = local(BlockState::kCached),
+                         .lent = local(BlockState::kLent),
+                         .in_flight = local(BlockState::kInFlight),
+                         .streaming = local(BlockState::kStreaming),
+                         .total = groups_[g].spec.num_blocks,
+                         .borrowed_free = borrowed(BlockState::kFree),
+                         .borrowed_used = borrowed(BlockState::kUsed),
+                         .borrowed_cached = borrowed(BlockState::kCached),
+                         .borrowed_in_flight = borrowed(BlockState::kInFlight),
+                         .stream_slots = stream_slots(g)});
+    }
     return stats;
 }
 
 void KvCache::check(std::span<const BlockTable* const> tables,
                     std::span<const std::vector<BlockKey>* const> keys) const {
     for (int g = 0; g < num_groups(); ++g) {
-        std::vector<int> refs(groups_[g].pool.total(), 0);
+        const Group& group = groups_[g];
+        std::vector<int> refs(group.pool.num_ids(), 0);
         for (const BlockTable* table : tables)
             for (int32_t entry : table->groups[g].entries)
-                refs[entry == kNoBlock ? 0 : block_of(g, entry)] += entry != kNoBlock;
-        groups_[g].pool.check(refs);
+                if (entry != kNoBlock) ++refs[block_of(g, entry)];
+        group.pool.check(refs);
+        const GroupStats s = stats()[g];
+        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.streaming == s.total, "the pool equation");
+        check_that(s.streaming == static_cast<int>(group.streaming.size()), "streaming blocks are listed");
     }
     for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
 
@@ -202,7 +500,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
     });
     for (int g = 0; g < num_groups(); ++g) {
         int with_node = 0;
-        for (BlockId b = 0; b < groups_[g].pool.total(); ++b) with_node += groups_[g].pool.node(b) != kNone;
+        for (BlockId b = 0; b < groups_[g].pool.num_ids(); ++b) with_node += groups_[g].pool.node(b) != kNone;
         check_that(with_node == in_tree[g], "a block that knows a node is in it");
     }
 }
@@ -215,9 +513,8 @@ void KvCache::check_table(const BlockTable& table, const std::vector<BlockKey>& 
         for (int i = 0; i < size; ++i) {
             check_that((held.entries[i] == kNoBlock) == (i < held.first), "only the window's past has no block");
             if (i < held.first || i >= table.num_committed) continue;
-            const NodeId node = tree_.find(keys[i]);
-            check_that(node != kNone && entry_of(g, tree_.block(node, g)) == held.entries[i],
-                       "a committed block is the tree's block of its key");
+            const NodeId node = groups_[g].pool.node(block_of(g, held.entries[i]));
+            check_that(node == kNone || node == tree_.find(keys[i]), "a committed block has the node of its key");
         }
     }
 }

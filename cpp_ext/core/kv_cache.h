@@ -10,9 +10,8 @@
 
 namespace swiftkv {
 
-// The blocks of one request. Entries are what kernels read: the layer-block index of layer 0 of the block, which is
-// block * num_layers, or kNoBlock. (Negative entries are reserved for borrowed blocks, with the same address for
-// every layer.)
+// The blocks of one request. The entry of a local block is what kernels read: the layer-block index of its layer 0,
+// which is block * num_layers. That of a borrowed block is ~block: a step that streams it puts ~slot in its place.
 struct BlockTable {
     struct Group {
         std::vector<int32_t> entries;
@@ -22,55 +21,125 @@ struct BlockTable {
     int num_committed = 0;  // full blocks that have entered the prefix tree, or were found in it
 };
 
+inline bool is_borrowed(int32_t entry) {
+    return entry < 0 && entry != kNoBlock;
+}
+
 // Keys of the first tokens.size() / block_size blocks. Appends what `keys` lacks.
 void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const TokenId> tokens, int block_size);
 
+// A whole block that the step in progress copies, layer by layer.
+struct BlockCopy {
+    BlockId borrowed, local;
+};
+
 class KvCache {
   public:
-    KvCache(std::vector<GroupSpec> groups, int block_size);
+    KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
+            const std::vector<Link>& borrow_links);
 
     int num_groups() const { return static_cast<int>(groups_.size()); }
+    const GroupSpec& spec(int group) const { return groups_[group].spec; }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 
     // Gives an empty table the longest usable cached prefix of `keys`, and returns its length in blocks. A prefix is
     // usable if every full-attention group has all its blocks, and every sliding-window group those that the last
     // `window` tokens before its end lie in.
     int acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
+    // Blocks of a table that are borrowed, of all groups.
+    int count_borrowed(const BlockTable& table) const;
     // Adds blocks so that tokens up to `chunk_end` can be written, in full-attention groups up to `prompt_end`, and
-    // leaves `spare` blocks available in every pool; or changes nothing and returns false.
+    // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before
+    // borrowed ones, and moves cached blocks out of their way.
     bool extend(BlockTable& table, int chunk_end, int prompt_end, int spare);
+    // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as far as that leaves `spare`
+    // local blocks available: what stays borrowed is streamed for every token.
+    void promote(BlockTable& table, int spare, int max_blocks);
     // The bytes of the table's first `num_blocks` full blocks are written: they enter the prefix tree. Where the tree
     // already has equal bytes the table changes to them.
     void commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks);
     // Lets go of what no token from `num_computed` on can see.
     void release_outside_window(BlockTable& table, int num_computed);
     void release(BlockTable& table);
-    // release() while a step may still be writing to blocks that are not committed: those are free after settle().
+    // release() while a step may still use the blocks: nothing else happens to them before settle().
     void retire(BlockTable& table);
+    // The step is over: its copies are done.
     void settle();
+    // The step is over and its copies may have failed: what they wrote is forgotten. No table may hold blocks.
+    void settle_failed();
     // Frees every cached block.
     void reset();
 
+    // Whether one sequence of `num_tokens` could run now if it were alone.
+    bool could_hold(int num_tokens) const;
+    // Makes the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time.
+    void resize_stream();
+    int stream_slots(int group) const;
+    int32_t stream_slot(int group, int index) const;  // layer-block index
+
+    // ---- lending and borrowing ----
+    std::vector<int> lend(int lend_link, int max_extents, bool or_cached);
+    void take_back(int lend_link, std::span<const int32_t> extents);
+    void borrow(int borrow_link, std::span<const int32_t> extents);
+    void recall(int borrow_link, std::span<const int32_t> extents);
+    void lose(int borrow_link);
+    std::vector<int> take_returned(int borrow_link);
+    bool is_draining() const;
+    // Moves what recalled extents hold to local blocks, and forgets cached blocks for which there is no room; false,
+    // with nothing moved, if there is no room for used ones. `tables`: of all requests that hold blocks.
+    bool drain(std::span<BlockTable* const> tables);
+    bool holds_lost(const BlockTable& table) const;
+    BlockPool::Location locate(int group, BlockId borrowed) const;
+    int group_of_lend_link(int link) const { return lend_links_[link].group; }
+
+    // Copies that the step in progress makes before anything else, layer by layer.
+    const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
+    const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
+    bool has_copies() const;
+
     std::vector<GroupStats> stats() const;
+    const BlockPool& pool(int group) const { return groups_[group].pool; }
     // `tables` and `keys` of all requests that hold blocks. Throws std::runtime_error on any disagreement.
     void check(std::span<const BlockTable* const> tables, std::span<const std::vector<BlockKey>* const> keys) const;
 
   private:
+    struct LinkOfGroup {
+        int group;
+        int index;  // among the links of that group
+    };
     struct Group {
         GroupSpec spec;
         int window_blocks;  // blocks that must be resident before a match's end; 0: all
         BlockPool pool;
+        std::vector<int> borrow_links;         // the engine's numbers of the pool's links
+        std::vector<BlockId> streaming = {};   // whose layer blocks are slots
+        int num_fresh = 0;                     // of them, at the end: still being copied from in this step
+        std::vector<BlockCopy> spills = {};    // local to borrowed
+        std::vector<BlockCopy> moves_in = {};  // borrowed to local
     };
     int match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
-    BlockId take_block(int group);
+    int available(int group) const;
+    int available_borrowed(int group) const;
+    int overdraft(int group) const;
+    int stream_target(int group) const;
+    BlockId take_local(int group);
+    BlockId take_borrowed(int group);
+    void clear_local(int group, BlockId cached);
+    BlockId move_in(int group, BlockId borrowed);
     void evict(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node);
-    BlockId block_of(int group, int32_t entry) const { return entry / groups_[group].spec.num_layers; }
-    int32_t entry_of(int group, BlockId block) const { return block * groups_[group].spec.num_layers; }
+    bool is_local(int group, BlockId block) const { return block < groups_[group].spec.num_blocks; }
+    BlockId block_of(int group, int32_t entry) const {
+        return is_borrowed(entry) ? ~entry : entry / groups_[group].spec.num_layers;
+    }
+    int32_t entry_of(int group, BlockId block) const {
+        return is_local(group, block) ? block * groups_[group].spec.num_layers : ~block;
+    }
     void check_table(const BlockTable& table, const std::vector<BlockKey>& keys) const;
 
     int block_size_;
     std::vector<Group> groups_;
+    std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false;
     PrefixTree tree_;
     std::vector<NodeId> path_;  // scratch of acquire_prefix

@@ -8,15 +8,35 @@
 
 namespace swiftkv {
 
-// T tokens of S sequences; R of the tokens need a successor.
+// Copies of layer blocks between the pool and those of lenders, as runs: row i of `rows` is
+//   link, peer_offset_bytes, local_offset_bytes, count, staged
+// and copies `count` layer blocks of layer 0. The peer's lie one block apart, and layer l at l layer blocks further. So
+// do local ones, unless they are staged: then they lie side by side, at the same address for every layer.
+struct CopyRuns {
+    std::vector<int64_t> rows;  // [R, 5]
+
+    void add(int link, int64_t peer_offset, int64_t local_offset, bool staged, int64_t block_bytes,
+             int64_t layer_block_bytes);
+};
+
+// The copies of one KV group in one step.
+struct GroupCopies {
+    CopyRuns spills;               // to peers, before anything of the layer is written here
+    std::vector<CopyRuns> loads;   // per stream buffer, before the layer's KV is written or read
+    std::vector<CopyRuns> stores;  // per stream buffer, to peers, once the layer's KV is written
+};
+
+// T tokens of S sequences; R of the tokens need a successor. A plan may have no token and only copies.
 struct StepPlan {
-    std::vector<TokenId> token_ids;                  // [T]
-    std::vector<int32_t> positions;                  // [T]
-    std::vector<int32_t> query_starts;               // [S+1] rows of T that belong to each sequence
-    std::vector<int32_t> context_lens;               // [S] tokens with KV after this step
-    std::vector<RequestId> request_ids;              // [S]
-    std::vector<int32_t> row_slots;                  // [S]
-    std::vector<std::vector<int32_t>> block_tables;  // per group [sum of blocks]
+    std::vector<TokenId> token_ids;      // [T]
+    std::vector<int32_t> positions;      // [T]
+    std::vector<int32_t> query_starts;   // [S+1] rows of T that belong to each sequence
+    std::vector<int32_t> context_lens;   // [S] tokens with KV after this step
+    std::vector<RequestId> request_ids;  // [S]
+    std::vector<int32_t> row_slots;      // [S]
+    // Per stream buffer (one where nothing is streamed) and group [sum of blocks]: what layers l with
+    // l % num_stream_buffers == buffer read.
+    std::vector<std::vector<std::vector<int32_t>>> block_tables;
     std::vector<std::vector<int32_t>> table_starts;  // per group [S+1]
     std::vector<int32_t> logits_rows;                // [R] into T
     std::vector<int32_t> logits_seqs;                // [R] into S
@@ -24,9 +44,12 @@ struct StepPlan {
     std::vector<RequestId> new_request_ids;        // [A] admitted for the first time
     std::vector<int32_t> new_cached_tokens;        // [A] of them, prompt tokens found in the cache
     std::vector<RequestId> preempted_request_ids;  // [P]
+    int num_stream_buffers = 0;                    // 0: nothing is streamed in this step
+    std::vector<GroupCopies> copies;               // per group
 };
 
-enum class FinishReason : uint8_t { kRunning = 0, kStop = 1, kLength = 2, kAborted = 3 };
+// kDropped: the request goes on, but what it needed was lost during the step: it is computed again.
+enum class FinishReason : uint8_t { kRunning = 0, kStop = 1, kLength = 2, kAborted = 3, kDropped = 4 };
 
 // One row per row of the plan's logits_rows.
 struct StepResult {
@@ -38,7 +61,16 @@ struct StepResult {
 struct SchedulerStats {
     int num_running, num_waiting;
     int64_t num_preemptions_total, prefix_query_tokens_total, prefix_hit_tokens_total;
+    int64_t borrowed_hit_tokens_total;  // of the hits, those that lay in borrowed blocks
     std::vector<GroupStats> groups;
+};
+
+// What requests want of one KV group's local pool, in blocks: what a lender decides by.
+struct GroupDemand {
+    int total_peak;  // the largest `total_now` since it was last asked for
+    int longest;     // of one request, since it was last asked for
+    int total_now;   // running and waiting requests, each to the end of its prompt and a little further
+    int shortfall;   // of it, what neither the pool nor what it has borrowed can hold
 };
 
 }  // namespace swiftkv

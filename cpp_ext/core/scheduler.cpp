@@ -6,12 +6,17 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "check.h"
+#include "scheduler_request.h"
 
 namespace swiftkv {
 
 namespace {
+
+// What a decoding sequence may move into the local pool within one step, so that the step stays short.
+constexpr int kMaxPromotedBlocks = 32;
 
 // Blocks that one sequence holds at most.
 int blocks_for_one_sequence(const GroupSpec& spec, const SchedulerLimits& limits) {
@@ -21,13 +26,38 @@ int blocks_for_one_sequence(const GroupSpec& spec, const SchedulerLimits& limits
     return std::min(whole, ceil_div(spec.window, limits.block_size) + chunk + 1);
 }
 
-void validate_limits(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits) {
+// Blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
+int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<Link>& borrow_links) {
+    int64_t borrowed = 0;
+    for (const Link& link : borrow_links)
+        if (link.group == group) borrowed += int64_t{link.num_extents} * link.blocks_per_extent;
+    const int64_t layer_blocks = int64_t{spec.num_blocks} * spec.num_layers;
+    const int64_t slots = std::min(borrowed, layer_blocks);
+    return slots + (layer_blocks - slots) / spec.num_layers;
+}
+
+void validate_links(const std::vector<GroupSpec>& groups, const std::vector<Link>& links, bool borrows) {
+    for (const Link& link : links) {
+        const bool is_known = link.group >= 0 && link.group < static_cast<int>(groups.size());
+        if (!is_known || link.num_extents < 0 || link.blocks_per_extent <= 0)
+            throw std::invalid_argument("a link needs a KV group, num_extents >= 0 and blocks_per_extent > 0");
+        const GroupSpec& spec = groups[link.group];
+        if (borrows && (spec.layer_block_bytes <= 0 || link.extent_bytes <= 0))
+            throw std::invalid_argument("borrowing needs layer_block_bytes of the group and extent_bytes of the link");
+        if (!borrows && int64_t{link.num_extents} * link.blocks_per_extent > spec.num_blocks)
+            throw std::invalid_argument("a lend link has more extents than its group has blocks for");
+    }
+}
+
+void validate_limits(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
+                     const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links) {
     const auto require = [](bool holds, const std::string& what) {
         if (!holds) throw std::invalid_argument(what);
     };
     require(!groups.empty(), "a scheduler needs at least one KV group");
     require(limits.block_size > 0 && limits.max_num_seqs > 0 && limits.max_num_batched_tokens > 0,
             "block_size, max_num_seqs and max_num_batched_tokens must be positive");
+    require(limits.stream_buffers == 1 || limits.stream_buffers == 2, "stream_buffers must be 1 or 2");
     require(limits.max_model_len > 1, "max_model_len must leave room for a prompt and an answer");
     for (size_t g = 0; g < groups.size(); ++g) {
         const GroupSpec& spec = groups[g];
@@ -37,45 +67,28 @@ void validate_limits(const std::vector<GroupSpec>& groups, const SchedulerLimits
         require(int64_t{spec.num_layers} * spec.num_blocks <= std::numeric_limits<int32_t>::max(),
                 name + " has more layer blocks than an int32 can count");
         const int needed = blocks_for_one_sequence(spec, limits);
-        require(spec.num_blocks >= needed,
-                name + " has " + std::to_string(spec.num_blocks) + " blocks; one sequence of max_model_len " +
-                    std::to_string(limits.max_model_len) + " needs " + std::to_string(needed));
+        const int64_t most = blocks_with_lending(spec, static_cast<int>(g), borrow_links);
+        require(most >= needed, name + " has " + std::to_string(most) + " blocks; one sequence of max_model_len " +
+                                    std::to_string(limits.max_model_len) + " needs " + std::to_string(needed));
     }
+    validate_links(groups, lend_links, false);
+    validate_links(groups, borrow_links, true);
 }
 
 }  // namespace
-
-struct Scheduler::Request {
-    RequestId id;
-    int priority;
-    uint64_t arrival;
-    int prompt_len;
-    int max_tokens;
-    int min_tokens;
-    bool skip_prefix_match;
-    Hash root_key;
-    std::vector<TokenId> stop_token_ids;
-
-    std::vector<TokenId> tokens;  // prompt, then what was sampled
-    std::vector<BlockKey> keys;   // of the full blocks of `tokens`; empty without prefix caching
-    BlockTable table;
-    int num_computed = 0;   // tokens whose KV is in the blocks
-    int num_cached = 0;     // of them, found in the prefix cache at admission
-    int num_scheduled = 0;  // tokens that the step in progress computes
-    int slot = kNone;       // row slot while running
-    bool was_admitted = false;
-
-    int num_tokens() const { return static_cast<int>(tokens.size()); }
-    int num_remaining() const { return num_tokens() - num_computed; }
-    int num_outputs() const { return num_tokens() - prompt_len; }
-};
 
 bool Scheduler::Order::operator()(const Request* a, const Request* b) const {
     return std::tie(a->priority, a->arrival) < std::tie(b->priority, b->arrival);
 }
 
-Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits)
-    : limits_(limits), cache_((validate_limits(groups, limits), std::move(groups)), limits.block_size) {
+Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links,
+                     std::vector<Link> borrow_links)
+    : limits_(limits),
+      borrows_(!borrow_links.empty()),
+      cache_((validate_limits(groups, limits, lend_links, borrow_links), groups), limits.block_size, lend_links,
+             borrow_links),
+      waiting_blocks_(groups.size()),
+      demand_(groups.size()) {
     for (int slot = limits_.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
     std::make_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
 }
@@ -85,6 +98,7 @@ Scheduler::~Scheduler() = default;
 // ---- requests come and go ----
 
 void Scheduler::add_request(const NewRequest& n) {
+    const std::lock_guard lock(mutex_);
     validate(n);
     auto r = std::make_unique<Request>();
     r->id = n.id;
@@ -101,8 +115,26 @@ void Scheduler::add_request(const NewRequest& n) {
         r->root_key = blake3(n.cache_namespace);
         extend_keys(r->keys, r->root_key, r->tokens, limits_.block_size);
     }
-    waiting_.insert(r.get());
+    enqueue(*r);
+    note_length(*r);
+    note_demand();
     requests_.emplace(n.id, std::move(r));
+}
+
+void Scheduler::enqueue(Request& r) {
+    waiting_.insert(&r);
+    for (int g = 0; g < cache_.num_groups(); ++g) waiting_blocks_[g] += blocks_wanted(r, g);
+}
+
+void Scheduler::dequeue(Request& r) {
+    waiting_.erase(&r);
+    r.stuck_since_s = -1;
+    for (int g = 0; g < cache_.num_groups(); ++g) waiting_blocks_[g] -= blocks_wanted(r, g);
+}
+
+bool Scheduler::has_work() const {
+    const std::lock_guard lock(mutex_);
+    return !requests_.empty() || is_step_open_ || cache_.is_draining();
 }
 
 void Scheduler::validate(const NewRequest& n) const {
@@ -119,11 +151,14 @@ void Scheduler::validate(const NewRequest& n) const {
 }
 
 void Scheduler::abort(std::span<const RequestId> ids) {
+    const std::lock_guard lock(mutex_);
     for (RequestId id : ids) {
         const auto found = requests_.find(id);
         if (found == requests_.end()) continue;
         Request& r = *found->second;
-        if (waiting_.erase(&r) == 0) {
+        if (r.slot == kNone) {
+            dequeue(r);
+        } else {
             if (r.num_scheduled > 0) {
                 cache_.retire(r.table);
                 std::find_if(step_.begin(), step_.end(), [&](const StepRow& row) {
@@ -146,35 +181,59 @@ void Scheduler::stop_running(Request& r) {
 
 // ---- schedule ----
 
-std::unique_ptr<StepPlan> Scheduler::schedule() {
+std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
+    const std::lock_guard lock(mutex_);
     if (is_step_open_) throw std::logic_error("schedule() before commit() of the step in progress");
     step_.clear();
     admitted_.clear();
-    preempted_.clear();
     budget_left_ = limits_.max_num_batched_tokens;
 
-    if (!limits_.enable_chunked_prefill) admit_oversized_prompt();
+    settle_lending();
+    const size_t num_preempted = preempted_.size();
+    if (!limits_.enable_chunked_prefill) admit_oversized_prompt(now_s);
     schedule_decodes();
     schedule_prefills();
-    if (preempted_.empty()) admit_waiting();
+    if (preempted_.size() == num_preempted) {
+        admit_waiting(now_s);
+    } else if (step_.empty()) {  // all of them: their blocks may be of other use now
+        settle_lending();
+        admit_waiting(now_s);
+    }
+    note_demand();
 
-    if (step_.empty()) return nullptr;
+    if (step_.empty() && !cache_.has_copies()) return nullptr;
     is_step_open_ = true;
     return write_plan();
 }
 
+// The cache follows what has been lent and recalled since the step before.
+void Scheduler::settle_lending() {
+    cache_.resize_stream();
+    if (!cache_.is_draining()) return;
+    while (!cache_.drain(running_tables())) preempt(*running_.back());
+}
+
+std::vector<BlockTable*> Scheduler::running_tables() {
+    std::vector<BlockTable*> tables;
+    for (Request* r : running_) tables.push_back(&r->table);
+    return tables;
+}
+
 // Without chunking a prompt longer than the budget has a step of its own; decoding pauses for it.
-void Scheduler::admit_oversized_prompt() {
+void Scheduler::admit_oversized_prompt(double now_s) {
     if (waiting_.empty() || free_slots_.empty()) return;
     Request& r = **waiting_.begin();
-    if (r.num_tokens() > limits_.max_num_batched_tokens && !is_being_computed(r) && admit(r, r.num_tokens()))
-        waiting_.erase(waiting_.begin());
+    if (r.num_tokens() > limits_.max_num_batched_tokens && !is_being_computed(r) && !is_stuck(r, now_s))
+        admit(r, r.num_tokens());
 }
 
 void Scheduler::schedule_decodes() {
+    const int spare = static_cast<int>(running_.size());
     for (size_t i = 0; i < running_.size() && budget_left_ > 0; ++i) {
         Request& r = *running_[i];
-        if (r.num_scheduled == 0 && r.num_remaining() == 1 && make_room(r, 1)) add_to_step(r, 1);
+        if (r.num_scheduled > 0 || r.num_remaining() != 1 || !make_room(r, 1)) continue;
+        cache_.promote(r.table, spare, kMaxPromotedBlocks);
+        add_to_step(r, 1);
     }
 }
 
@@ -186,17 +245,30 @@ void Scheduler::schedule_prefills() {
     }
 }
 
-// In order, and nobody overtakes a request that waits for blocks. One that waits for another's prefix lets others by.
-void Scheduler::admit_waiting() {
+// In order, and nobody overtakes a request that waits for blocks. One that waits for another's prefix lets others by,
+// and so does one for which there would not be room if it were alone: until more is lent.
+void Scheduler::admit_waiting(double now_s) {
     for (auto it = waiting_.begin(); it != waiting_.end() && budget_left_ > 0 && !free_slots_.empty();) {
-        if (is_being_computed(**it)) {
-            ++it;
-        } else if (admit(**it, budget_left_)) {
-            it = waiting_.erase(it);
-        } else {
-            return;
-        }
+        Request& r = **it++;
+        if (!is_being_computed(r) && !is_stuck(r, now_s) && !admit(r, budget_left_)) return;
     }
+}
+
+bool Scheduler::is_stuck(Request& r, double now_s) {
+    if (cache_.could_hold(r.num_tokens())) {
+        r.stuck_since_s = -1;
+        return false;
+    }
+    if (r.stuck_since_s < 0) r.stuck_since_s = now_s;
+    return true;
+}
+
+std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) const {
+    const std::lock_guard lock(mutex_);
+    std::vector<RequestId> ids;
+    for (const Request* r : waiting_)
+        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s) ids.push_back(r->id);
+    return ids;
 }
 
 bool Scheduler::admit(Request& r, int token_budget) {
@@ -204,6 +276,7 @@ bool Scheduler::admit(Request& r, int token_budget) {
         const std::span<const BlockKey> keys(r.keys);
         r.num_computed = cache_.acquire_prefix(r.table, keys.first(max_match_blocks(r))) * limits_.block_size;
     }
+    const int borrowed_hits = borrows_ ? cache_.count_borrowed(r.table) : 0;
     const int n = limits_.enable_chunked_prefill ? std::min(r.num_remaining(), token_budget) : r.num_remaining();
     // The whole prompt must fit, beside a next block for each that runs: who is admitted should not be preempted soon.
     const int spare = static_cast<int>(running_.size());
@@ -212,6 +285,8 @@ bool Scheduler::admit(Request& r, int token_budget) {
         r.num_computed = 0;
         return false;
     }
+    if (borrowed_hits > 0) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
+    dequeue(r);
     std::pop_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = free_slots_.back();
     free_slots_.pop_back();
@@ -219,6 +294,7 @@ bool Scheduler::admit(Request& r, int token_budget) {
     if (!r.was_admitted) {
         r.was_admitted = true;
         r.num_cached = r.num_computed;
+        borrowed_hit_tokens_total_ += borrowed_hits * limits_.block_size;
         admitted_.push_back(&r);
     }
     add_to_step(r, n);
@@ -255,7 +331,7 @@ bool Scheduler::make_room(Request& r, int num_tokens) {
 void Scheduler::preempt(Request& r) {
     stop_running(r);
     r.num_computed = 0;
-    waiting_.insert(&r);
+    enqueue(r);
     preempted_.push_back(r.id);
     ++num_preemptions_total_;
 }
@@ -266,48 +342,15 @@ void Scheduler::add_to_step(Request& r, int num_tokens) {
     step_.push_back({&r, r.id, num_tokens, num_tokens == r.num_remaining()});
 }
 
-std::unique_ptr<StepPlan> Scheduler::write_plan() {
-    auto plan = std::make_unique<StepPlan>();
-    plan->query_starts.push_back(0);
-    plan->block_tables.resize(cache_.num_groups());
-    plan->table_starts.assign(cache_.num_groups(), {0});
-    for (const StepRow& row : step_) write_row(*plan, row);
-    for (const Request* r : admitted_) {
-        plan->new_request_ids.push_back(r->id);
-        plan->new_cached_tokens.push_back(r->num_cached);
-        prefix_query_tokens_total_ += r->prompt_len;
-        prefix_hit_tokens_total_ += r->num_cached;
-    }
-    plan->preempted_request_ids = preempted_;
-    return plan;
-}
-
-void Scheduler::write_row(StepPlan& plan, const StepRow& row) const {
-    const Request& r = *row.request;
-    const int begin = r.num_computed, end = begin + row.num_tokens;
-    plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + end);
-    for (int position = begin; position < end; ++position) plan.positions.push_back(position);
-    if (row.samples) {
-        plan.logits_rows.push_back(static_cast<int32_t>(plan.token_ids.size()) - 1);
-        plan.logits_seqs.push_back(static_cast<int32_t>(plan.request_ids.size()));
-    }
-    plan.query_starts.push_back(static_cast<int32_t>(plan.token_ids.size()));
-    plan.context_lens.push_back(end);
-    plan.request_ids.push_back(r.id);
-    plan.row_slots.push_back(r.slot);
-    plan.num_prompt_tokens += std::max(0, std::min(end, r.prompt_len) - begin);
-    const int num_blocks = ceil_div(end, limits_.block_size);
-    for (int g = 0; g < cache_.num_groups(); ++g) {
-        const std::vector<int32_t>& entries = r.table.groups[g].entries;
-        plan.block_tables[g].insert(plan.block_tables[g].end(), entries.begin(), entries.begin() + num_blocks);
-        plan.table_starts[g].push_back(static_cast<int32_t>(plan.block_tables[g].size()));
-    }
-}
-
 // ---- commit ----
 
+void Scheduler::check_is_open(const char* what) const {
+    if (!is_step_open_) throw std::logic_error(std::string(what) + " without a step in progress");
+}
+
 StepResult Scheduler::commit(std::span<const TokenId> sampled) {
-    if (!is_step_open_) throw std::logic_error("commit() without a step in progress");
+    const std::lock_guard lock(mutex_);
+    check_is_open("commit()");
     const auto num_rows = std::count_if(step_.begin(), step_.end(), [](const StepRow& row) { return row.samples; });
     if (static_cast<size_t>(num_rows) != sampled.size())
         throw std::invalid_argument("commit() got " + std::to_string(sampled.size()) + " tokens, the plan has " +
@@ -315,9 +358,15 @@ StepResult Scheduler::commit(std::span<const TokenId> sampled) {
     StepResult result;
     auto token = sampled.begin();
     for (const StepRow& row : step_) {
-        if (row.request) commit_computed(row);
+        const bool is_lost = row.request && row.request->is_lost;
+        if (is_lost) {
+            drop_step(*row.request);
+        } else if (row.request) {
+            commit_computed(row);
+        }
         if (!row.samples) continue;
-        const FinishReason reason = row.request ? append_token(*row.request, *token) : FinishReason::kAborted;
+        FinishReason reason = is_lost ? FinishReason::kDropped : FinishReason::kAborted;
+        if (row.request && !is_lost) reason = append_token(*row.request, *token);
         result.request_ids.push_back(row.id);
         result.token_ids.push_back(*token++);
         result.finish_reasons.push_back(static_cast<uint8_t>(reason));
@@ -326,6 +375,22 @@ StepResult Scheduler::commit(std::span<const TokenId> sampled) {
     step_.clear();
     is_step_open_ = false;
     return result;
+}
+
+void Scheduler::abandon() {
+    const std::lock_guard lock(mutex_);
+    check_is_open("abandon()");
+    // Also those that had no part in the step: what it moved may be theirs.
+    while (!running_.empty()) drop_step(*running_.back());
+    cache_.settle_failed();
+    step_.clear();
+    is_step_open_ = false;
+}
+
+void Scheduler::drop_step(Request& r) {
+    r.num_scheduled = 0;
+    r.is_lost = false;
+    preempt(r);
 }
 
 void Scheduler::commit_computed(const StepRow& row) {
@@ -340,6 +405,7 @@ FinishReason Scheduler::append_token(Request& r, TokenId token) {
     r.tokens.push_back(token);
     const FinishReason reason = finish_reason(r);
     if (reason != FinishReason::kRunning) {
+        note_length(r);
         stop_running(r);
         requests_.erase(r.id);
     } else if (limits_.enable_prefix_caching) {
@@ -356,18 +422,110 @@ FinishReason Scheduler::finish_reason(const Request& r) const {
     return FinishReason::kRunning;
 }
 
+// ---- lending and borrowing ----
+
+std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
+    const std::lock_guard lock(mutex_);
+    // What a step in progress moves may be cached already.
+    return cache_.lend(lend_link, max_extents, !(borrows_ && is_step_open_));
+}
+
+void Scheduler::take_back(int lend_link, std::span<const int32_t> extents) {
+    const std::lock_guard lock(mutex_);
+    cache_.take_back(lend_link, extents);
+}
+
+void Scheduler::borrow(int borrow_link, std::span<const int32_t> extents) {
+    const std::lock_guard lock(mutex_);
+    cache_.borrow(borrow_link, extents);
+}
+
+void Scheduler::recall(int borrow_link, std::span<const int32_t> extents) {
+    const std::lock_guard lock(mutex_);
+    cache_.recall(borrow_link, extents);
+}
+
+std::vector<int> Scheduler::take_returned(int borrow_link) {
+    const std::lock_guard lock(mutex_);
+    return cache_.take_returned(borrow_link);
+}
+
+void Scheduler::lose(int borrow_link) {
+    const std::lock_guard lock(mutex_);
+    cache_.lose(borrow_link);
+    const std::vector<Request*> running = running_;
+    for (Request* r : running) {
+        if (!cache_.holds_lost(r->table)) continue;
+        if (r->num_scheduled > 0) {
+            r->is_lost = true;
+        } else {
+            preempt(*r);
+        }
+    }
+}
+
+// To the end of what it has, and the block that it then grows into.
+int Scheduler::blocks_wanted(const Request& r, int g) const {
+    const int whole = ceil_div(r.num_tokens(), limits_.block_size) + 1;
+    return std::min(whole, blocks_for_one_sequence(cache_.spec(g), limits_));
+}
+
+GroupDemand Scheduler::demand(int g) const {
+    const BlockPool& pool = cache_.pool(g);
+    const auto local = [&](BlockState state) { return pool.count(Place::kLocal, state); };
+    const int used = local(BlockState::kUsed) + local(BlockState::kInFlight);
+    const int total = used + waiting_blocks_[g] + static_cast<int>(running_.size());
+    const int capacity = pool.num_local() - local(BlockState::kLent) + pool.num_held();
+    return {.total_peak = std::max(demand_[g].total_peak, total),
+            .longest = demand_[g].longest,
+            .total_now = total,
+            .shortfall = std::max(0, total - capacity)};
+}
+
+void Scheduler::note_demand() {
+    for (int g = 0; g < cache_.num_groups(); ++g) demand_[g] = demand(g);
+}
+
+void Scheduler::note_length(const Request& r) {
+    for (int g = 0; g < cache_.num_groups(); ++g)
+        demand_[g].longest = std::max(demand_[g].longest, blocks_wanted(r, g));
+}
+
+std::vector<GroupDemand> Scheduler::take_demand() {
+    const std::lock_guard lock(mutex_);
+    note_demand();
+    std::vector<GroupDemand> taken = demand_;
+    demand_.assign(cache_.num_groups(), {});
+    return taken;
+}
+
+bool Scheduler::is_short() const {
+    const std::lock_guard lock(mutex_);
+    for (int g = 0; g < cache_.num_groups(); ++g)
+        if (cache_.pool(g).count(Place::kLocal, BlockState::kLent) > 0 && demand(g).shortfall > 0) return true;
+    return false;
+}
+
 // ---- what others see ----
 
 SchedulerStats Scheduler::stats() const {
+    const std::lock_guard lock(mutex_);
     return {.num_running = static_cast<int>(running_.size()),
             .num_waiting = static_cast<int>(waiting_.size()),
             .num_preemptions_total = num_preemptions_total_,
             .prefix_query_tokens_total = prefix_query_tokens_total_,
             .prefix_hit_tokens_total = prefix_hit_tokens_total_,
+            .borrowed_hit_tokens_total = borrowed_hit_tokens_total_,
             .groups = cache_.stats()};
 }
 
+void Scheduler::reset_prefix_cache() {
+    const std::lock_guard lock(mutex_);
+    cache_.reset();
+}
+
 void Scheduler::check_invariants() const {
+    const std::lock_guard lock(mutex_);
     std::vector<const BlockTable*> tables;
     std::vector<const std::vector<BlockKey>*> keys;
     std::vector<int> slots = free_slots_;
@@ -388,6 +546,10 @@ void Scheduler::check_invariants() const {
     check_that(static_cast<int>(slots.size()) == limits_.max_num_seqs, "every row slot is accounted for");
     check_that(std::is_sorted(running_.begin(), running_.end(), Order{}), "running requests are in order");
     check_that(running_.size() + waiting_.size() == requests_.size(), "every request runs or waits");
+    std::vector<int> wanted(cache_.num_groups());
+    for (const Request* r : waiting_)
+        for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += blocks_wanted(*r, g);
+    check_that(wanted == waiting_blocks_, "what waiting requests want is counted");
     cache_.check(tables, keys);
 }
 

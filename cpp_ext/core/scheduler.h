@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <set>
 #include <span>
 #include <unordered_map>
@@ -20,6 +21,7 @@ struct SchedulerLimits {
     int max_model_len;
     bool enable_prefix_caching;
     bool enable_chunked_prefill;
+    int stream_buffers = 2;  // at most
 };
 
 struct NewRequest {
@@ -33,12 +35,14 @@ struct NewRequest {
     int priority;
 };
 
-// Not thread-safe: one thread owns it. Every schedule() that returns a plan is followed by its commit(); requests may
-// be added and aborted in between.
+// Thread-safe. One thread steps: every schedule() that returns a plan is followed by its commit(), or abandon(). In
+// between requests may come and go, and so may extents.
 class Scheduler {
   public:
-    // Throws std::invalid_argument, also if a pool is too small for one sequence of max_model_len tokens.
-    Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits);
+    // Throws std::invalid_argument, also if one sequence of max_model_len tokens fits neither the pools nor what they
+    // and all links together can hold.
+    Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links = {},
+              std::vector<Link> borrow_links = {});
     ~Scheduler();
     Scheduler(const Scheduler&) = delete;
     Scheduler& operator=(const Scheduler&) = delete;
@@ -46,16 +50,34 @@ class Scheduler {
     // Throws std::invalid_argument.
     void add_request(const NewRequest& request);
     void abort(std::span<const RequestId> ids);
-    bool has_work() const { return !requests_.empty() || is_step_open_; }
+    bool has_work() const;
 
-    // nullptr if nothing can run.
-    std::unique_ptr<StepPlan> schedule();
+    // nullptr if nothing can run. `now_s`: any clock that does not go back.
+    std::unique_ptr<StepPlan> schedule(double now_s);
     // `sampled`: one token per row of the plan's logits_rows.
     StepResult commit(std::span<const TokenId> sampled);
+    // Instead of commit(): copies of the step failed. What it computed does not count.
+    void abandon();
+    // Requests that have waited longer than `max_wait_s` for room that is not there even if they were alone.
+    std::vector<RequestId> starved(double now_s, double max_wait_s) const;
+
+    // ---- of a lender ----
+    // Takes up to `max_extents` extents out of the pool and returns them; cached blocks in them are forgotten.
+    std::vector<int> lend(int lend_link, int max_extents);
+    void take_back(int lend_link, std::span<const int32_t> extents);
+    std::vector<GroupDemand> take_demand();
+    bool is_short() const;  // whether some group's demand has a shortfall
+    // ---- of a borrower ----
+    void borrow(int borrow_link, std::span<const int32_t> extents);
+    // What lies in the extents moves or is forgotten in the next step; then take_returned() names them.
+    void recall(int borrow_link, std::span<const int32_t> extents);
+    std::vector<int> take_returned(int borrow_link);
+    // The lender is gone, and its extents with it. Requests that needed them are computed again.
+    void lose(int borrow_link);
 
     SchedulerStats stats() const;
     void check_invariants() const;
-    void reset_prefix_cache() { cache_.reset(); }
+    void reset_prefix_cache();
 
   private:
     struct Request;
@@ -71,32 +93,49 @@ class Scheduler {
 
     void validate(const NewRequest& request) const;
 
-    void admit_oversized_prompt();
+    void settle_lending();
+    void admit_oversized_prompt(double now_s);
     void schedule_decodes();
     void schedule_prefills();
-    void admit_waiting();
+    void admit_waiting(double now_s);
     bool admit(Request& request, int token_budget);
     bool is_being_computed(const Request& request) const;
     bool make_room(Request& request, int num_tokens);
     void add_to_step(Request& request, int num_tokens);
     void preempt(Request& request);
     void stop_running(Request& request);
+    void enqueue(Request& request);
+    void dequeue(Request& request);
+    bool is_stuck(Request& request, double now_s);
+    int blocks_wanted(const Request& request, int group) const;
+    GroupDemand demand(int group) const;
+    void note_demand();
+    void note_length(const Request& request);
+    std::vector<BlockTable*> running_tables();
+    void check_is_open(const char* what) const;
     int max_match_blocks(const Request& request) const;
 
     std::unique_ptr<StepPlan> write_plan();
     void write_row(StepPlan& plan, const StepRow& row) const;
+    void write_streams(StepPlan& plan) const;
+    void write_copies(StepPlan& plan) const;
 
     void commit_computed(const StepRow& row);
+    void drop_step(Request& request);
     FinishReason append_token(Request& request, TokenId token);
     FinishReason finish_reason(const Request& request) const;
 
+    mutable std::mutex mutex_;  // held by every public function
     SchedulerLimits limits_;
+    bool borrows_;
     KvCache cache_;
     std::unordered_map<RequestId, std::unique_ptr<Request>> requests_;
     std::set<Request*, Order> waiting_;
     std::vector<Request*> running_;  // in Order
     std::vector<int> free_slots_;    // a heap: lowest first
     uint64_t num_arrived_ = 0;
+    std::vector<int> waiting_blocks_;  // per group, what waiting requests want
+    std::vector<GroupDemand> demand_;  // per group, peaks
 
     bool is_step_open_ = false;
     int budget_left_ = 0;  // tokens
@@ -107,6 +146,7 @@ class Scheduler {
     int64_t num_preemptions_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;
     int64_t prefix_hit_tokens_total_ = 0;
+    int64_t borrowed_hit_tokens_total_ = 0;
 };
 
 }  // namespace swiftkv

@@ -10,6 +10,7 @@ namespace swiftkv {
 
 using TokenId = int32_t;
 using RequestId = uint64_t;
+// Local blocks count from 0 to num_blocks; those that may be borrowed follow, link by link and extent by extent.
 using BlockId = int32_t;
 using NodeId = int32_t;
 // Identifies a full block and everything before it: BLAKE3 of its tokens, keyed with the key of the block before.
@@ -22,11 +23,25 @@ inline constexpr int32_t kNoBlock = std::numeric_limits<int32_t>::min();
 struct GroupSpec {
     int num_layers;
     int num_blocks;
-    int window;  // in tokens; 0: full attention
+    int window;                     // in tokens; 0: full attention
+    int64_t layer_block_bytes = 0;  // for the offsets of copies; 0 where nothing is borrowed
+    int64_t base_offset_bytes = 0;  // of the group's first block in the pool
 };
 
+// What one KV group of this engine may lend to one of another, or borrow from it, in extents.
+struct Link {
+    int group;
+    int num_extents;
+    int blocks_per_extent;          // of this engine
+    int64_t extent_bytes = 0;       // of a borrower: where extents lie in the lender's pool
+    int64_t base_offset_bytes = 0;  // of a borrower: of extent 0 in the lender's pool
+};
+
+// Local blocks by state, whose sum is `total`; then borrowed ones.
 struct GroupStats {
-    int free, used, cached, lent, in_flight, total;
+    int free, used, cached, lent, in_flight, streaming, total;
+    int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
+    int stream_slots;  // layer blocks that borrowed blocks can be staged in
 };
 
 inline int ceil_div(int a, int b) {

@@ -1,0 +1,136 @@
+// A scheduled step as flat arrays.
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "scheduler.h"
+#include "scheduler_request.h"
+
+namespace swiftkv {
+
+std::unique_ptr<StepPlan> Scheduler::write_plan() {
+    auto plan = std::make_unique<StepPlan>();
+    plan->query_starts.push_back(0);
+    plan->block_tables.assign(1, std::vector<std::vector<int32_t>>(cache_.num_groups()));
+    plan->table_starts.assign(cache_.num_groups(), {0});
+    for (const StepRow& row : step_) write_row(*plan, row);
+    for (const Request* r : admitted_) {
+        plan->new_request_ids.push_back(r->id);
+        plan->new_cached_tokens.push_back(r->num_cached);
+        prefix_query_tokens_total_ += r->prompt_len;
+        prefix_hit_tokens_total_ += r->num_cached;
+    }
+    plan->preempted_request_ids = std::exchange(preempted_, {});
+    plan->copies.resize(cache_.num_groups());
+    if (borrows_) {
+        write_streams(*plan);
+        write_copies(*plan);
+    }
+    return plan;
+}
+
+void Scheduler::write_row(StepPlan& plan, const StepRow& row) const {
+    const Request& r = *row.request;
+    const int begin = r.num_computed, end = begin + row.num_tokens;
+    plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + end);
+    for (int position = begin; position < end; ++position) plan.positions.push_back(position);
+    if (row.samples) {
+        plan.logits_rows.push_back(static_cast<int32_t>(plan.token_ids.size()) - 1);
+        plan.logits_seqs.push_back(static_cast<int32_t>(plan.request_ids.size()));
+    }
+    plan.query_starts.push_back(static_cast<int32_t>(plan.token_ids.size()));
+    plan.context_lens.push_back(end);
+    plan.request_ids.push_back(r.id);
+    plan.row_slots.push_back(r.slot);
+    plan.num_prompt_tokens += std::max(0, std::min(end, r.prompt_len) - begin);
+    const int num_blocks = ceil_div(end, limits_.block_size);
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const std::vector<int32_t>& entries = r.table.groups[g].entries;
+        std::vector<int32_t>& table = plan.block_tables[0][g];
+        table.insert(table.end(), entries.begin(), entries.begin() + num_blocks);
+        plan.table_starts[g].push_back(static_cast<int32_t>(table.size()));
+    }
+}
+
+void CopyRuns::add(int link, int64_t peer_offset, int64_t local_offset, bool staged, int64_t block_bytes,
+                   int64_t layer_block_bytes) {
+    if (!rows.empty()) {
+        int64_t* last = &rows[rows.size() - 5];
+        const int64_t local_pitch = staged ? layer_block_bytes : block_bytes;
+        if (last[0] == link && last[1] + last[3] * block_bytes == peer_offset &&
+            last[2] + last[3] * local_pitch == local_offset && last[4] == staged) {
+            ++last[3];
+            return;
+        }
+    }
+    rows.insert(rows.end(), {link, peer_offset, local_offset, 1, staged});
+}
+
+// Gives every borrowed block of the step a slot of the layer-stream cache, or two where there is room for two buffers.
+void Scheduler::write_streams(StepPlan& plan) const {
+    struct Streamed {
+        BlockId block;
+        bool is_loaded, is_stored;
+    };
+    std::vector<std::vector<Streamed>> streamed(cache_.num_groups());
+    std::vector<std::unordered_map<BlockId, int>> index(cache_.num_groups());
+    bool is_streaming = false;
+    int num_buffers = limits_.stream_buffers;
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        if (cache_.pool(g).count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
+        for (size_t s = 0; s < step_.size(); ++s) {
+            const int begin = step_[s].request->num_computed, size = limits_.block_size;
+            const int32_t* entries = &plan.block_tables[0][g][plan.table_starts[g][s]];
+            for (int i = 0; i < plan.table_starts[g][s + 1] - plan.table_starts[g][s]; ++i) {
+                if (!is_borrowed(entries[i])) continue;
+                // A block that the step writes to belongs to one sequence, so the first that has it knows it all.
+                if (index[g].try_emplace(~entries[i], static_cast<int>(streamed[g].size())).second)
+                    streamed[g].push_back({~entries[i], i * size<begin, (i + 1) * size> begin});
+            }
+        }
+        is_streaming |= !streamed[g].empty();
+        if (2 * static_cast<int>(streamed[g].size()) > cache_.stream_slots(g)) num_buffers = 1;
+    }
+    if (!is_streaming) num_buffers = 1;
+    plan.num_stream_buffers = is_streaming ? num_buffers : 0;
+    plan.block_tables.resize(num_buffers, plan.block_tables[0]);
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const GroupSpec& spec = cache_.spec(g);
+        const int64_t width = spec.layer_block_bytes, block_bytes = width * spec.num_layers;
+        const int num_streamed = static_cast<int>(streamed[g].size());
+        plan.copies[g].loads.resize(num_buffers);
+        plan.copies[g].stores.resize(num_buffers);
+        for (int buffer = 0; buffer < num_buffers; ++buffer) {
+            const auto slot = [&](int i) { return cache_.stream_slot(g, buffer * num_streamed + i); };
+            for (int i = 0; i < num_streamed; ++i) {
+                const auto [link, peer_offset] = cache_.locate(g, streamed[g][i].block);
+                const int64_t local_offset = spec.base_offset_bytes + slot(i) * width;
+                const auto add_to = [&, link = link, peer_offset = peer_offset](CopyRuns& runs) {
+                    runs.add(link, peer_offset, local_offset, true, block_bytes, width);
+                };
+                if (streamed[g][i].is_loaded) add_to(plan.copies[g].loads[buffer]);
+                if (streamed[g][i].is_stored) add_to(plan.copies[g].stores[buffer]);
+            }
+            if (num_streamed == 0) continue;
+            for (int32_t& entry : plan.block_tables[buffer][g])
+                if (is_borrowed(entry)) entry = ~slot(index[g].at(~entry));
+        }
+    }
+}
+
+void Scheduler::write_copies(StepPlan& plan) const {
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const GroupSpec& spec = cache_.spec(g);
+        const int64_t block_bytes = spec.layer_block_bytes * spec.num_layers;
+        const auto add_to = [&](CopyRuns& runs, const BlockCopy& copy) {
+            const auto [link, peer_offset] = cache_.locate(g, copy.borrowed);
+            runs.add(link, peer_offset, spec.base_offset_bytes + copy.local * block_bytes, false, block_bytes,
+                     spec.layer_block_bytes);
+        };
+        for (const BlockCopy& copy : cache_.spills(g)) add_to(plan.copies[g].spills, copy);
+        for (CopyRuns& loads : plan.copies[g].loads)
+            for (const BlockCopy& copy : cache_.moves_in(g)) add_to(loads, copy);
+    }
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,37 @@
+// What a scheduler knows of one request.
+#pragma once
+
+#include <vector>
+
+#include "scheduler.h"
+
+namespace swiftkv {
+
+struct Scheduler::Request {
+    RequestId id;
+    int priority;
+    uint64_t arrival;
+    int prompt_len;
+    int max_tokens;
+    int min_tokens;
+    bool skip_prefix_match;
+    Hash root_key;
+    std::vector<TokenId> stop_token_ids;
+
+    std::vector<TokenId> tokens;  // prompt, then what was sampled
+    std::vector<BlockKey> keys;   // of the full blocks of `tokens`; empty without prefix caching
+    BlockTable table;
+    int num_computed = 0;   // tokens whose KV is in the blocks
+    int num_cached = 0;     // of them, found in the prefix cache at admission
+    int num_scheduled = 0;  // tokens that the step in progress computes
+    int slot = kNone;       // row slot while running
+    bool was_admitted = false;
+    bool is_lost = false;       // in the step in progress: a block that it reads or writes is gone
+    double stuck_since_s = -1;  // while it waits for room that is not there even if it were alone
+
+    int num_tokens() const { return static_cast<int>(tokens.size()); }
+    int num_remaining() const { return num_tokens() - num_computed; }
+    int num_outputs() const { return num_tokens() - prompt_len; }
+};
+
+}  // namespace swiftkv

@@ -1,0 +1,370 @@
+"""An engine that borrows and lends, simulated to the byte: every plan is carried out, layer by layer, copy by copy.
+
+A layer block is a list of marks, one per token; the mark of a token's KV names the layer and everything up to that
+token. Memory that nobody may count on is emptied: slots between steps, extents that went home. A step may read a block
+only where the marks of that very request lie, and write only where it may.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from kv_oracle import Prefixes
+
+from swiftkv import _core
+
+DROPPED = 4
+WIDTH_BYTES = 64  # of a layer block; any number does
+PEER_BASE_BYTES = 10_000
+LOCAL_BASE_BYTES = 1_000
+
+Marks = list[tuple[int, int] | None]
+
+
+@dataclass(frozen=True)
+class BorrowSetup:
+    group: int
+    num_extents: int
+    blocks_per_extent: int
+    waste_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LendingSetup:
+    groups: tuple[tuple[int, int, int], ...]  # (num_layers, num_blocks, window)
+    borrow: tuple[BorrowSetup, ...]
+    lend: tuple[tuple[int, int, int], ...] = ()  # (group, num_extents, blocks_per_extent)
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 48
+    stream_buffers: int = 2
+
+    def block_bytes(self, group: int) -> int:
+        return self.groups[group][0] * WIDTH_BYTES
+
+    def extent_bytes(self, link: BorrowSetup) -> int:
+        return link.blocks_per_extent * self.block_bytes(link.group) + link.waste_bytes
+
+    def base_bytes(self, group: int) -> int:
+        return LOCAL_BASE_BYTES + sum(self.groups[g][1] * self.block_bytes(g) for g in range(group))
+
+    def scheduler(self) -> _core.Scheduler:
+        return _core.Scheduler(
+            [_core.GroupSpec(*spec, WIDTH_BYTES, self.base_bytes(g)) for g, spec in enumerate(self.groups)],
+            self.block_size,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_model_len,
+            lend_links=[_core.Link(*link) for link in self.lend],
+            borrow_links=[
+                _core.Link(b.group, b.num_extents, b.blocks_per_extent, self.extent_bytes(b), PEER_BASE_BYTES)
+                for b in self.borrow
+            ],
+            stream_buffers=self.stream_buffers,
+        )
+
+
+@dataclass
+class SimulatedRequest:
+    tokens: list[int]
+    last_len: int
+    prompt_len: int
+
+
+@dataclass
+class LendingEngine:
+    setup: LendingSetup
+    rng: random.Random
+    scheduler: _core.Scheduler = field(init=False)
+    plan: _core.StepPlan | None = None
+    requests: dict[int, SimulatedRequest] = field(default_factory=dict)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    now_s: float = 0.0
+    streamed_blocks: int = 0
+    moved_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = self.setup.scheduler()
+        self.local: dict[int, Marks] = {}  # by offset in the pool
+        self.peers: list[dict[int, Marks]] = [{} for _ in self.setup.borrow]  # by offset in the lender's pool
+        self.held: list[set[int]] = [set() for _ in self.setup.borrow]
+        self.recalled: list[set[int]] = [set() for _ in self.setup.borrow]
+        self.lent: list[set[int]] = [set() for _ in self.setup.lend]
+        # What the step in progress may still reach although the lender died: its memory stays mapped.
+        self.orphaned: list[set[int]] = [set() for _ in self.setup.borrow]
+
+    # ---- requests ----
+
+    def add(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
+        empty = np.zeros(0, np.int32)
+        self.scheduler.add_request(request_id, np.array(prompt, np.int32), max_tokens, 0, empty, b"", False)
+        last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
+        self.requests[request_id] = SimulatedRequest(list(prompt), last_len, len(prompt))
+
+    def abort(self, request_id: int) -> None:
+        self.scheduler.abort(np.array([request_id], np.uint64))
+        self.requests.pop(request_id, None)
+
+    # ---- extents ----
+
+    def borrow(self, link: int, count: int) -> None:
+        known = self.held[link] | self.recalled[link] | self.orphaned[link]
+        extents = sorted(set(range(self.setup.borrow[link].num_extents)) - known)[:count]
+        self.held[link].update(extents)
+        self.scheduler.borrow(link, np.array(extents, np.int32))
+
+    def recall(self, link: int, count: int) -> None:
+        extents = self.rng.sample(sorted(self.held[link]), min(count, len(self.held[link])))
+        self.held[link].difference_update(extents)
+        self.recalled[link].update(extents)
+        self.scheduler.recall(link, np.array(extents, np.int32))
+
+    def take_returned(self) -> None:
+        for link, borrowed in enumerate(self.setup.borrow):
+            for extent in self.scheduler.take_returned(link).tolist():
+                self.recalled[link].remove(extent)
+                first = PEER_BASE_BYTES + extent * self.setup.extent_bytes(borrowed)
+                for offset in [o for o in self.peers[link] if first <= o < first + self.setup.extent_bytes(borrowed)]:
+                    del self.peers[link][offset]
+
+    def lose(self, link: int) -> None:
+        self.scheduler.lose(link)
+        if self.plan is not None:
+            self.orphaned[link] |= self.held[link] | self.recalled[link]
+        else:
+            self.peers[link].clear()
+        self.held[link].clear()
+        self.recalled[link].clear()
+
+    def lend(self, link: int, count: int) -> None:
+        group, _, blocks_per_extent = self.setup.lend[link]
+        extents = self.scheduler.lend(link, count).tolist()
+        assert len(extents) <= count
+        assert not self.lent[link] & set(extents)
+        self.lent[link].update(extents)
+        for extent in extents:
+            for block in range(extent * blocks_per_extent, (extent + 1) * blocks_per_extent):
+                self._empty_block(group, block)
+
+    def take_back(self, link: int, count: int) -> None:
+        extents = self.rng.sample(sorted(self.lent[link]), min(count, len(self.lent[link])))
+        self.lent[link].difference_update(extents)
+        self.scheduler.take_back(link, np.array(extents, np.int32))
+
+    def _empty_block(self, group: int, block: int) -> None:
+        first = self.setup.base_bytes(group) + block * self.setup.block_bytes(group)
+        for layer in range(self.setup.groups[group][0]):
+            self.local.pop(first + layer * WIDTH_BYTES, None)
+
+    # ---- steps ----
+
+    def schedule(self) -> bool:
+        self.now_s += 1
+        self.plan = self.scheduler.schedule(self.now_s)
+        return self.plan is not None
+
+    def commit(self) -> None:
+        """Carry out the step that was planned, whatever has happened since, and commit it."""
+        plan = self.plan
+        assert plan is not None
+        for group in range(len(self.setup.groups)):
+            for _ in self._run(plan, group):
+                pass
+        ids = plan.request_ids[plan.logits_seqs].tolist()
+        sampled = [self._sample(request_id) for request_id in ids]
+        result = self.scheduler.commit(np.array(sampled, np.int32))
+        self._end_step()
+        for request_id, token, reason in zip(ids, sampled, result.finish_reasons.tolist(), strict=True):
+            if request_id in self.requests and reason != DROPPED:
+                self._append(request_id, token, reason)
+
+    def abandon(self) -> None:
+        """A copy fails somewhere in the step."""
+        plan = self.plan
+        assert plan is not None
+        for group in range(len(self.setup.groups)):
+            events = list(range(6 * self.setup.groups[group][0]))
+            stop_at = self.rng.choice(events)
+            for event, _ in enumerate(self._run(plan, group, is_checked=False)):
+                if event == stop_at:
+                    break
+        self.scheduler.abandon()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.plan = None
+        for link in range(len(self.setup.borrow)):
+            if self.orphaned[link]:
+                self.orphaned[link].clear()
+                self.peers[link].clear()
+
+    def _sample(self, request_id: int) -> int:
+        request = self.requests.get(request_id)
+        return 0 if request is None else (sum(request.tokens) * 7 + len(request.tokens)) % 3
+
+    def _append(self, request_id: int, token: int, reason: int) -> None:
+        request = self.requests[request_id]
+        request.tokens.append(token)
+        assert (reason != 0) == (len(request.tokens) == request.last_len)
+        if reason:
+            self.outputs[request_id] = request.tokens[request.prompt_len :]
+            del self.requests[request_id]
+
+    def _run(self, plan: _core.StepPlan, group: int, is_checked: bool = True) -> Iterator[None]:
+        """The order of events that the layer stream promises; with two buffers loads run one layer ahead."""
+        num_layers = self.setup.groups[group][0]
+        num_buffers = max(1, plan.num_stream_buffers)
+        ahead = num_buffers - 1
+        if plan.num_stream_buffers:
+            self._spoil_slots(plan, group)
+        loaded = 0
+        for layer in range(num_layers):
+            while loaded < min(num_layers, layer + 1 + ahead):
+                self._spill(plan, group, loaded)
+                yield
+                self._load(plan, group, loaded)
+                loaded += 1
+                yield
+            self._write(plan, group, layer, is_checked)
+            yield
+            self._read(plan, group, layer, is_checked)
+            yield
+            self._store(plan, group, layer)
+            yield
+
+    def _buffer(self, plan: _core.StepPlan, layer: int) -> int:
+        return layer % max(1, plan.num_stream_buffers)
+
+    def _spoil_slots(self, plan: _core.StepPlan, group: int) -> None:
+        for tables in plan.stream_tables:
+            for entry in tables[group].tolist():
+                if entry < 0 and entry != _core.NO_BLOCK:
+                    self.local.pop(self.setup.base_bytes(group) + ~entry * WIDTH_BYTES, None)
+
+    def _layer_blocks(self, group: int, runs: np.ndarray, layer: int) -> Iterator[tuple[int, int, int]]:
+        """(link, peer offset, local offset) of every layer block of the runs."""
+        block_bytes = self.setup.block_bytes(group)
+        for link, peer, local, count, staged in runs.tolist():
+            assert count > 0
+            for i in range(count):
+                ours = local + (i * WIDTH_BYTES if staged else i * block_bytes + layer * WIDTH_BYTES)
+                yield link, peer + i * block_bytes + layer * WIDTH_BYTES, ours
+
+    def _may_reach(self, group: int, link: int, peer: int) -> None:
+        borrowed = self.setup.borrow[link]
+        assert borrowed.group == group
+        extent, offset = divmod(peer - PEER_BASE_BYTES, self.setup.extent_bytes(borrowed))
+        assert extent in self.held[link] | self.recalled[link] | self.orphaned[link], "an extent that is not ours"
+        assert offset + WIDTH_BYTES <= borrowed.blocks_per_extent * self.setup.block_bytes(group)
+
+    def _to_peer(self, group: int, runs: np.ndarray, layer: int) -> None:
+        for link, peer, local in self._layer_blocks(group, runs, layer):
+            self._may_reach(group, link, peer)
+            self.peers[link][peer] = list(self.local.get(local, []))
+
+    def _spill(self, plan: _core.StepPlan, group: int, layer: int) -> None:
+        self._to_peer(group, plan.copies(group, "spill", 0), layer)
+        self.moved_blocks += len(plan.copies(group, "spill", 0))
+
+    def _store(self, plan: _core.StepPlan, group: int, layer: int) -> None:
+        self._to_peer(group, plan.copies(group, "store", self._buffer(plan, layer)), layer)
+
+    def _load(self, plan: _core.StepPlan, group: int, layer: int) -> None:
+        runs = plan.copies(group, "load", self._buffer(plan, layer))
+        for link, peer, local in self._layer_blocks(group, runs, layer):
+            self._may_reach(group, link, peer)
+            self.local[local] = list(self.peers[link].get(peer, []))
+            self.streamed_blocks += 1
+
+    def _rows(self, plan: _core.StepPlan, group: int, layer: int) -> Iterator[tuple[int, int, int, list[int]]]:
+        """(request, first new position, end, table) of every row."""
+        table = plan.stream_tables[self._buffer(plan, layer)][group]
+        starts = plan.table_starts[group]
+        for s, request_id in enumerate(plan.request_ids.tolist()):
+            end = int(plan.context_lens[s])
+            begin = end - int(plan.query_starts[s + 1] - plan.query_starts[s])
+            yield request_id, begin, end, table[starts[s] : starts[s + 1]].tolist()
+
+    def _address(self, group: int, entry: int, layer: int) -> int:
+        assert entry != _core.NO_BLOCK
+        num_layers, num_blocks, _ = self.setup.groups[group]
+        index = ~entry if entry < 0 else entry + layer
+        assert 0 <= index < num_layers * num_blocks
+        for link, (lent_group, _, blocks_per_extent) in enumerate(self.setup.lend):
+            if lent_group == group:
+                assert index // num_layers // blocks_per_extent not in self.lent[link], "a lent block is in use"
+        return self.setup.base_bytes(group) + index * WIDTH_BYTES
+
+    def _write(self, plan: _core.StepPlan, group: int, layer: int, is_checked: bool) -> None:
+        size = self.setup.block_size
+        written = set()
+        for request_id, begin, end, table in self._rows(plan, group, layer):
+            if request_id not in self.requests:
+                continue
+            prefix = self.prefixes.of(b"", self.requests[request_id].tokens[:end])
+            for position in range(begin, end):
+                address = self._address(group, table[position // size], layer)
+                assert (address, position % size) not in written, "two requests write to one place"
+                written.add((address, position % size))
+                marks = self.local.setdefault(address, [])
+                marks.extend([None] * (size - len(marks)))
+                marks[position % size] = (prefix[position], layer)
+
+    def _read(self, plan: _core.StepPlan, group: int, layer: int, is_checked: bool) -> None:
+        size, window = self.setup.block_size, self.setup.groups[group][2]
+        for request_id, begin, end, table in self._rows(plan, group, layer):
+            if request_id not in self.requests or not is_checked:
+                continue
+            prefix = self.prefixes.of(b"", self.requests[request_id].tokens[:end])
+            first = max(0, begin - window + 1) if window else 0
+            for position in range(first, end):
+                marks = self.local.get(self._address(group, table[position // size], layer), [])
+                assert len(marks) == size, f"layer {layer}: nothing is where position {position} should be"
+                assert marks[position % size] == (prefix[position], layer), f"wrong bytes at position {position}"
+
+    # ---- checks ----
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        for g, stats in enumerate(self.scheduler.stats().groups):
+            local = stats.free + stats.used + stats.cached + stats.lent + stats.in_flight + stats.streaming
+            assert local == stats.total == self.setup.groups[g][1]
+            lent = sum(len(self.lent[i]) * link[2] for i, link in enumerate(self.setup.lend) if link[0] == g)
+            assert stats.lent == lent
+            held = sum(
+                len(self.held[i]) * link.blocks_per_extent
+                for i, link in enumerate(self.setup.borrow)
+                if link.group == g
+            )
+            borrowed = stats.borrowed_free + stats.borrowed_used + stats.borrowed_cached + stats.borrowed_in_flight
+            assert borrowed >= held
+            if not any(self.recalled) and not any(self.orphaned):
+                assert borrowed == held
+            if self.plan is None:
+                assert stats.in_flight == stats.borrowed_in_flight == 0
+
+    def drain(self) -> None:
+        """Everything finishes for which there can be room; nothing that could run waits."""
+        if self.plan is not None:
+            self.commit()
+        steps = 0
+        while self.scheduler.has_work():
+            if self.schedule():
+                self.commit()
+                self.take_returned()
+                self.check()
+                steps += 1
+                assert steps < 2_000, "no end"
+                continue
+            stuck = self.scheduler.starved(self.now_s + 1, 0.5)
+            assert stuck or not self.scheduler.has_work(), "work, but nothing can run"
+            for request_id in stuck:
+                self.abort(request_id)
+        assert not self.requests
+        self.take_returned()
+        assert not any(self.recalled), "a recalled extent is still held by an engine at rest"
