@@ -22,7 +22,6 @@ from swiftkv.kernels.triton_layout import INT32_MIN, key_offset, layer_block_ind
 _HEADS_TILE = 2048  # elements of q, k and v that one program turns and writes
 _SILU_TILE = 1024
 _ELEMENTS_PER_THREAD = 8  # 16 bytes of a 2-byte dtype
-_TOKENS_TILE = 128
 
 
 class TokenBlocks(Protocol):
@@ -90,32 +89,6 @@ def rope_write_kv(
     layer_bytes = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * qkv.element_size()
     kv = pool[: pool.numel() // layer_bytes * layer_bytes].view(qkv.dtype)
     _launch_rope(qkv, cos_sin, q_norm, k_norm, eps, shape, batch.positions, batch.token_entries, kv, layer)
-
-
-def token_entries(
-    block_size: int, positions: Tensor, query_starts: Tensor, block_table: Tensor, table_starts: Tensor
-) -> Tensor:
-    """The block table entry of the block that each token's KV goes to, int32 `[T]`, once per step and KV group.
-
-    int32: positions `[T]`, query_starts `[S + 1]`, block_table `[number of entries]`, table_starts `[S + 1]`. Tokens
-    from `query_starts[S]` on belong to no sequence (a captured step is padded with such) and get `NO_BLOCK`.
-    """
-    num_tokens = len(positions)
-    out = torch.empty_like(positions)
-    if num_tokens:
-        grid = (triton.cdiv(num_tokens, _TOKENS_TILE),)
-        _token_entries[grid](
-            positions,
-            query_starts,
-            block_table,
-            table_starts,
-            out,
-            num_tokens,
-            len(query_starts) - 1,
-            BLOCK_SIZE=block_size,
-            TILE=_TOKENS_TILE,
-        )
-    return out
 
 
 def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -304,33 +277,3 @@ def _rope_write_kv(
         tl.store(target + HALF + half, second, mask=is_kept & half_mask)
         if REST_TILE:
             tl.store(target + rest_dims, rest, mask=is_kept & rest_mask)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
-def _token_entries(
-    positions: tl.tensor,
-    query_starts: tl.tensor,
-    block_table: tl.tensor,
-    table_starts: tl.tensor,
-    out: tl.tensor,
-    num_tokens: tl.tensor,
-    num_sequences: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    exists = token < num_tokens
-    low = tl.zeros((TILE,), tl.int32)  # the token's sequence is in [low, high)
-    high = tl.zeros((TILE,), tl.int32) + num_sequences
-    unknown = num_sequences
-    while unknown > 1:
-        middle = (low + high) // 2
-        is_later = tl.load(query_starts + middle) <= token
-        low = tl.where(is_later, middle, low)
-        high = tl.where(is_later, high, middle)
-        unknown = (unknown + 1) // 2
-    belongs = exists & (token < tl.load(query_starts + num_sequences))
-    start = tl.load(table_starts + low, mask=belongs, other=0)
-    position = tl.load(positions + token, mask=belongs, other=0)
-    entry = tl.load(block_table + start + position // BLOCK_SIZE, mask=belongs, other=INT32_MIN)
-    tl.store(out + token, entry, mask=exists)

@@ -209,18 +209,6 @@ def test_tokens_without_a_block_write_nothing() -> None:
     assert (pool == 0xFF).all()
 
 
-@pytest.mark.parametrize("num_sequences", [1, 2, 3, 7, 130])
-@pytest.mark.parametrize("padding", [0, 5])
-def test_token_entries(num_sequences: int, padding: int) -> None:
-    rng = random.Random(num_sequences)
-    lengths = [(rng.randint(1, 60), 0) for _ in range(num_sequences)]
-    lengths = [(context_len, rng.randint(0, context_len)) for context_len, _ in lengths]  # some bring no token
-    step = make_step(16, lengths, 4 * num_sequences + 2, seed=1)
-    positions = torch.cat((step.positions, torch.full((padding,), 10**6, dtype=torch.int32)))
-    got = elementwise.token_entries(16, positions, step.query_starts, step.block_table, step.table_starts)
-    assert got.tolist() == step.token_entries.tolist() + [NO_BLOCK] * padding
-
-
 @pytest.mark.parametrize("rotary_dim", [24, 64])
 def test_rope_alone(rotary_dim: int) -> None:
     x, positions = torch.randn(6, 3, 64).to(torch.bfloat16), int32([5, 0, 199, 3, 3, 17])
