@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from swiftkv.kernels import triton_schedule
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_layout import (
     key_offset,
@@ -29,6 +30,8 @@ from swiftkv.kernels.triton_schedule import AttentionBatch, decode_buffers, prep
 
 __all__ = ["AttentionBatch", "attention", "decode_buffers", "prepare_batch"]
 
+TILE_FIELDS = tl.constexpr(triton_schedule.TILE_FIELDS)
+SPLIT_FIELDS = tl.constexpr(triton_schedule.SPLIT_FIELDS)
 _LOG2_E = math.log2(math.e)
 _LOG2_E_JIT = tl.constexpr(_LOG2_E)
 
@@ -73,10 +76,7 @@ def _prefill(
         rectangles,
         sinks,
         batch.tiles,
-        batch.query_starts,
-        batch.context_lens,
         batch.block_table,
-        batch.table_starts,
         layer,
         *_scales(spec),
         SOFT_CAP=spec.soft_cap > 0,
@@ -111,11 +111,7 @@ def _decode(
         kv,
         sinks,
         batch.splits,
-        batch.split_starts,
-        batch.query_starts,
-        batch.context_lens,
         batch.block_table,
-        batch.table_starts,
         layer,
         *_scales(spec),
         SOFT_CAP=spec.soft_cap > 0,
@@ -132,7 +128,7 @@ def _decode(
         maxnreg=tiling.max_registers,
     )
     if combine:
-        _combine_kernel[(len(batch.context_lens), spec.num_heads)](
+        _combine_kernel[(len(batch.split_starts) - 1, spec.num_heads)](
             out,
             partial_out,
             partial_log_sum,
@@ -162,10 +158,7 @@ def _prefill_kernel(
     rectangles: tl.tensor,
     sinks: tl.tensor,
     tiles: tl.tensor,
-    query_starts: tl.tensor,
-    context_lens: tl.tensor,
     block_table: tl.tensor,
-    table_starts: tl.tensor,
     layer: tl.tensor,
     cap_scale: tl.tensor,
     scale: tl.tensor,
@@ -182,12 +175,12 @@ def _prefill_kernel(
     """One tile of (token, head) rows of one kv head; the keys all rows see are taken without a mask."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     kv_head = tl.program_id(0)
-    sequence = tl.load(tiles + 2 * tl.program_id(1))
-    first_row = tl.load(tiles + 2 * tl.program_id(1) + 1)
-    query_start = tl.load(query_starts + sequence)
-    num_new = tl.load(query_starts + sequence + 1) - query_start
-    num_cached = tl.load(context_lens + sequence) - num_new
-    table = block_table + tl.load(table_starts + sequence)
+    tile = tiles + TILE_FIELDS * tl.program_id(1)
+    first_row = tl.load(tile + 1)
+    num_new = tl.load(tile + 2)
+    num_cached = tl.load(tile + 3)
+    table = block_table + tl.load(tile + 4)
+    query_start = tl.load(tile + 5)
 
     rows = first_row + tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows % GROUP
@@ -242,11 +235,7 @@ def _decode_kernel(
     kv: tl.tensor,
     sinks: tl.tensor,
     splits: tl.tensor,
-    split_starts: tl.tensor,
-    query_starts: tl.tensor,
-    context_lens: tl.tensor,
     block_table: tl.tensor,
-    table_starts: tl.tensor,
     layer: tl.tensor,
     cap_scale: tl.tensor,
     scale: tl.tensor,
@@ -264,15 +253,16 @@ def _decode_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
-    sequence = tl.load(splits + 3 * split)
-    if sequence < 0:
+    record = splits + SPLIT_FIELDS * split
+    if tl.load(record) < 0:
         return
-    begin = tl.load(splits + 3 * split + 1) * KEYS
-    end_key = tl.load(context_lens + sequence)
-    end = tl.minimum(tl.load(splits + 3 * split + 2) * KEYS, end_key)
+    begin = tl.load(record + 1) * KEYS
+    end_key = tl.load(record + 3)
+    end = tl.minimum(tl.load(record + 2) * KEYS, end_key)
     first_key = tl.maximum(end_key - WINDOW, 0) if WINDOW else 0
-    token = tl.load(query_starts + sequence).to(tl.int64)
-    table = block_table + tl.load(table_starts + sequence)
+    table = block_table + tl.load(record + 4)
+    token = tl.load(record + 5).to(tl.int64)
+    is_only = tl.load(record + 6)
 
     rows = tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows
@@ -291,7 +281,7 @@ def _decode_kernel(
         True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
     )  # fmt: skip
 
-    if tl.load(split_starts + sequence + 1) - tl.load(split_starts + sequence) == 1:
+    if is_only:
         if sinks is not None:
             sink = tl.load(sinks + heads, mask=rows < GROUP, other=0.0).to(tl.float32)
             weighted, row_sum = _add_sinks(weighted, row_sum, row_max, sink)

@@ -8,6 +8,7 @@ copy, so nothing here waits for the device, and the grids of the kernels follow 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -41,24 +42,31 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The sequences of a step and the schedule of their attention; int32 tensors, all views of `buffer`.
+    """The schedule of a step's attention; int32 tensors, all views of `buffer`.
 
-    Has room for at least T tokens, S sequences, P tiles and N splits. What is not needed is marked by sequence -1.
+    A program of a kernel finds all it has to know in one row of `tiles` or `splits`, so that it waits for memory once
+    before it can ask for the table. Rows that a step does not need hold sequence -1.
     """
 
     buffer: Tensor
     positions: Tensor  # [T]
     token_entries: Tensor  # [T], the table entry of the block that the token's KV goes to; NO_BLOCK: nowhere
     query_starts: Tensor  # [S + 1]
-    context_lens: Tensor  # [S]
     block_table: Tensor  # [number of entries]
-    table_starts: Tensor  # [S + 1]
-    tiles: Tensor  # [P, 2]: sequence, first row (token * heads per kv head + head) of several new tokens
-    splits: Tensor  # [N, 3]: sequence, first and end tile of keys of one new token
+    tiles: Tensor  # [P, TILE_FIELDS], parts of sequences with several new tokens
+    splits: Tensor  # [N, SPLIT_FIELDS], parts of the keys of sequences with one new token
     split_starts: Tensor  # [S + 1]: the splits of a sequence
     prefill: Tiling
     decode: Tiling
     max_splits: int  # of one sequence: more than 1 means that results have to be combined
+
+
+TILE_FIELDS = 8
+"""Of a tile: sequence, first row (new token * heads per kv head + head), new tokens, tokens in the cache, first entry of
+the table, first token in the batch."""
+SPLIT_FIELDS = 8
+"""Of a split: sequence, first and end tile of keys, context length, first entry of the table, token in the batch,
+whether it is the sequence's only one."""
 
 
 def prefill_tiling(spec: AttentionSpec) -> Tiling:
@@ -108,23 +116,22 @@ def prepare_batch(
         prefill, decode = into.prefill, into.decode
     else:
         prefill, decode = tilings or (prefill_tiling(spec), decode_tiling(spec))
-    starts, lengths = query_starts.numpy(), context_lens.numpy()
-    token_entries = _token_entries(spec, positions.numpy(), starts, block_table.numpy(), table_starts.numpy())
+    starts, lengths, entry_starts = query_starts.numpy(), context_lens.numpy(), table_starts.numpy()[:-1]
+    token_blocks = np.repeat(entry_starts, np.diff(starts)) + positions.numpy() // spec.block_size
+    token_entries = block_table.numpy()[token_blocks]
     if into is not None:  # the graph's other sequences: one token each, of no context
-        missing = len(into.context_lens) - len(lengths)
+        missing = len(into.query_starts) - len(starts)
         starts = np.append(starts, starts[-1] + np.arange(1, missing + 1, dtype=np.int32))
-        lengths = np.append(lengths, np.zeros(missing, np.int32))
+        lengths, entry_starts = (np.append(array, np.zeros(missing, np.int32)) for array in (lengths, entry_starts))
         token_entries = np.append(token_entries, np.full(missing, NO_BLOCK, np.int32))
-    num_new = np.diff(starts)
-    splits, split_starts = _splits(spec, decode, num_new, lengths, _num_sms(into.buffer.device if into else device))
+    sequences = _Sequences(starts, np.diff(starts), lengths, entry_starts)
+    splits, split_starts = _splits(spec, decode, sequences, _num_sms(into.buffer.device if into else device))
     arrays = {
         "positions": positions.numpy(),
         "token_entries": token_entries,
         "query_starts": starts,
-        "context_lens": lengths,
         "block_table": block_table.numpy(),
-        "table_starts": table_starts.numpy(),
-        "tiles": _tiles(spec, prefill, num_new, lengths),
+        "tiles": _tiles(spec, prefill, sequences),
         "splits": splits,
         "split_starts": split_starts,
     }
@@ -147,11 +154,9 @@ def decode_buffers(
         "positions": (num_seqs,),
         "token_entries": (num_seqs,),
         "query_starts": (num_seqs + 1,),
-        "context_lens": (num_seqs,),
         "block_table": (num_entries,),
-        "table_starts": (num_seqs + 1,),
-        "tiles": (0, 2),
-        "splits": (max_splits, 3),
+        "tiles": (0, TILE_FIELDS),
+        "splits": (max_splits, SPLIT_FIELDS),
         "split_starts": (num_seqs + 1,),
     }
     batch = _allocate(shapes, prefill_tiling(spec), decode_tiling(spec), _device(device))
@@ -159,48 +164,55 @@ def decode_buffers(
     return prepare_batch(spec, none, zero, none, none, zero, into=replace(batch, max_splits=max_splits))
 
 
-def _tiles(spec: AttentionSpec, tiling: Tiling, num_new: _Int32Array, context_lens: _Int32Array) -> _Int32Array:
-    """[P, 2]; tiles that look back on most keys come first, so that the last ones to run are short."""
-    rows = np.where(num_new > 1, num_new * (spec.num_heads // spec.num_kv_heads), 0)
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """int32 [S] each, but for `query_starts` [S + 1]."""
+
+    query_starts: _Int32Array
+    num_new: _Int32Array
+    context_lens: _Int32Array
+    table_starts: _Int32Array
+
+
+def _tiles(spec: AttentionSpec, tiling: Tiling, sequences: _Sequences) -> _Int32Array:
+    """[P, TILE_FIELDS]; tiles that look back on most keys come first, so that the last ones to run are short."""
+    group = spec.num_heads // spec.num_kv_heads
+    rows = np.where(sequences.num_new > 1, sequences.num_new * group, 0)
     counts = -(-rows // tiling.rows)
-    sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    of = np.repeat(np.arange(len(counts)), counts)
     first_row = _ranges(counts) * tiling.rows
-    last_token = np.minimum(first_row + tiling.rows, rows[sequence]) // (spec.num_heads // spec.num_kv_heads)
-    keys = context_lens[sequence] - num_new[sequence] + last_token
+    num_new, num_cached = sequences.num_new[of], (sequences.context_lens - sequences.num_new)[of]
+    keys = num_cached + np.minimum(first_row + tiling.rows, rows[of]) // group
     if spec.window:
         keys = np.minimum(keys, spec.window)
     order = np.argsort(-keys, kind="stable")
-    return np.stack([sequence, first_row], axis=1)[order].astype(np.int32)
+    fields = (of, first_row, num_new, num_cached, sequences.table_starts[of], sequences.query_starts[of])
+    return _records(fields, TILE_FIELDS)[order]
 
 
 def _splits(
-    spec: AttentionSpec, tiling: Tiling, num_new: _Int32Array, context_lens: _Int32Array, num_sms: int
+    spec: AttentionSpec, tiling: Tiling, sequences: _Sequences, num_sms: int
 ) -> tuple[_Int32Array, _Int32Array]:
-    """Splits [N, 3] of about one length, N no more than `_target_splits`, and starts [S + 1]."""
-    is_decode = num_new == 1
+    """Splits [N, SPLIT_FIELDS] of about one length, N no more than `_target_splits`, and starts [S + 1]."""
+    is_decode, context_lens = sequences.num_new == 1, sequences.context_lens
     first = np.maximum(context_lens - spec.window, 0) // tiling.keys if spec.window else np.zeros_like(context_lens)
     tiles = np.where(is_decode, -(-context_lens // tiling.keys) - first, 0)
     target = _target_splits(spec, int(is_decode.sum()), num_sms)
     length = max(-(-int(tiles.sum()) // target), _MIN_SPLIT_TILES)
     while (counts := np.where(is_decode, np.maximum(-(-tiles // length), 1), 0)).sum() > target:
         length += max(1, length // 16)
-    sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    rank, of, span = _ranges(counts), counts[sequence], tiles[sequence].astype(np.int64)
-    begin, end = first[sequence] + rank * span // of, first[sequence] + (rank + 1) * span // of
-    return np.stack([sequence, begin, end], axis=1).astype(np.int32), np.append(0, counts.cumsum()).astype(np.int32)
+    of = np.repeat(np.arange(len(counts)), counts)
+    rank, parts, span = _ranges(counts), counts[of], tiles[of].astype(np.int64)
+    begin, end = first[of] + rank * span // parts, first[of] + (rank + 1) * span // parts
+    fields = (of, begin, end, context_lens[of], sequences.table_starts[of], sequences.query_starts[of], parts == 1)
+    return _records(fields, SPLIT_FIELDS), np.append(0, counts.cumsum()).astype(np.int32)
 
 
-def _token_entries(
-    spec: AttentionSpec,
-    positions: _Int32Array,
-    query_starts: _Int32Array,
-    block_table: _Int32Array,
-    table_starts: _Int32Array,
-) -> _Int32Array:
-    entries: _Int32Array = block_table[
-        np.repeat(table_starts[:-1], np.diff(query_starts)) + positions // spec.block_size
-    ]
-    return entries
+def _records(fields: Sequence[npt.NDArray[Any]], size: int) -> _Int32Array:
+    records = np.zeros((len(fields[0]), size), np.int32)
+    for i, field in enumerate(fields):
+        records[:, i] = field
+    return records
 
 
 def _ranges(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
