@@ -62,8 +62,8 @@ class AttentionBatch:
 
 
 TILE_FIELDS = 8
-"""Of a tile: sequence, first row (new token * heads per kv head + head), new tokens, tokens in the cache, first entry of
-the table, first token in the batch."""
+"""Of a tile: sequence, first row (new token * heads per kv head + head), new tokens, tokens in the cache, first entry
+of the table, first token in the batch."""
 SPLIT_FIELDS = 8
 """Of a split: sequence, first and end tile of keys, context length, first entry of the table, token in the batch,
 whether it is the sequence's only one."""

@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +106,9 @@ def operations(spec: AttentionSpec, new: int, cached: int) -> int:
 def other_tilings(kind: str, spec: AttentionSpec) -> Iterator[Tiling]:
     if kind == "decode":
         rows = decode_tiling(spec).rows
-        for (keys, num_warps), num_stages in product(((32, 4), (64, 4), (128, 4), (128, 8)), (2, 3, 4, 5)):
-            yield Tiling(rows, keys, num_warps, num_stages)
+        for keys, num_stages in ((64, 2), (64, 3), (64, 4), (64, 5), (32, 5), (128, 2), (128, 3)):
+            yield Tiling(rows, keys, 4, num_stages)
+        yield Tiling(rows, 64, 2, 3)
         return
     for keys, num_stages, max_registers in (
         (128, 2, None),
@@ -139,7 +139,7 @@ def tune(spec: AttentionSpec, pool: torch.Tensor, bandwidth: float, rate: float,
                     else:
                         seconds = measure(spec, pool, [(second, first)], budget_s, tilings)
                         fractions.append(operations(spec, first, second) / seconds / rate)
-                except (triton.OutOfResources, RuntimeError, triton.CompilationError) as error:
+                except (triton.OutOfResources, triton.CompilationError, RuntimeError) as error:
                     print(f"{kind} {tiling}: {str(error).splitlines()[0][:100]}")
                     break
             print(
