@@ -1,0 +1,88 @@
+"""A decoder of one attention layer over the Triton kernels, as something that a CUDA graph can capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from swiftkv.engine.cuda_graphs import DenseInputs, fill_token_ids
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.triton_attention import attention, decode_buffers, prepare_batch
+from swiftkv.kernels.triton_elementwise import rope_write_kv
+from swiftkv.models.batch import StepArrays
+
+Int32Array = npt.NDArray[np.int32]
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, scale=64**-0.5)
+VOCAB_SIZE = 50
+LAYER_BLOCK_BYTES = 2 * SPEC.block_size * SPEC.num_kv_heads * SPEC.head_dim * 2
+MAX_LEN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`StepArrays` of one KV group."""
+
+    token_ids: Int32Array
+    positions: Int32Array
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Sequence[Int32Array]
+    table_starts: Sequence[Int32Array]
+
+
+def decode_step(context_lens: Sequence[int], generator: np.random.Generator, num_blocks: int) -> Step:
+    """One new token for each sequence, which brings its context to that length, in blocks drawn at random."""
+    lengths = np.array(context_lens, np.int32)
+    counts = -(-lengths // SPEC.block_size)
+    return Step(
+        token_ids=generator.integers(0, VOCAB_SIZE, len(lengths), np.int32),
+        positions=lengths - np.int32(1),
+        query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+        context_lens=lengths,
+        block_tables=[generator.permutation(num_blocks)[: counts.sum()].astype(np.int32)],
+        table_starts=[np.append(0, counts.cumsum()).astype(np.int32)],
+    )
+
+
+class Toy:
+    """Hidden states are what the layer's attention gives for a random projection of the tokens."""
+
+    def __init__(self, num_blocks: int, device: str) -> None:
+        generator = torch.Generator().manual_seed(3)
+        width = (SPEC.num_heads + 2 * SPEC.num_kv_heads) * SPEC.head_dim
+        self.embedding = torch.randn(VOCAB_SIZE, width, generator=generator).to(device, torch.bfloat16)
+        self.cos_sin = torch.randn(MAX_LEN, SPEC.head_dim, generator=generator).to(device)
+        values = torch.randn(num_blocks * LAYER_BLOCK_BYTES // 2, generator=generator).to(torch.bfloat16)
+        self.pool = values.to(device).view(torch.uint8)
+
+    def inputs(self, num_seqs: int, num_entries: int) -> DenseInputs:
+        token_ids = torch.zeros(num_seqs, dtype=torch.int32, device=self.pool.device)
+        return DenseInputs(token_ids, decode_buffers(SPEC, num_seqs, num_entries, self.pool.device))
+
+    def fill(self, step: StepArrays, inputs: DenseInputs) -> None:
+        fill_token_ids(step, inputs.token_ids)
+        prepare_batch(SPEC, *_host(step), into=inputs.attention)
+
+    def run(self, inputs: DenseInputs) -> Tensor:
+        return self._layer(inputs.token_ids, inputs.attention)
+
+    def eager(self, step: StepArrays) -> Tensor:
+        """The step as it would run without a graph."""
+        token_ids = torch.from_numpy(step.token_ids).to(self.pool.device)
+        return self._layer(token_ids, prepare_batch(SPEC, *_host(step), device=self.pool.device))
+
+    def _layer(self, token_ids: Tensor, batch: object) -> Tensor:
+        qkv = self.embedding[token_ids.long()]
+        rope_write_kv(qkv, self.cos_sin, None, None, 1e-6, SPEC, batch, self.pool, 0)
+        return attention(qkv, SPEC, batch, self.pool, 0)
+
+
+def _host(step: StepArrays) -> list[Tensor]:
+    arrays = (step.positions, step.query_starts, step.context_lens, step.block_tables[0], step.table_starts[0])
+    return [torch.from_numpy(array) for array in arrays]
