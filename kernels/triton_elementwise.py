@@ -269,7 +269,7 @@ def _rope_write_kv(
         tl.store(x + source + rest_dims, rest, mask=is_query & rest_mask)
     if kv is not None:
         entry = tl.load(entries + token)
-        is_kept = exists & (head >= NUM_HEADS) & (entry != INT32_MIN)
+        is_kept = exists & (head >= tl.where(entry == INT32_MIN, NUM_HEADS + 2 * NUM_KV_HEADS, NUM_HEADS))
         block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         # Values follow keys as if they were further heads.
         target = kv + block + key_offset(head - NUM_HEADS, position % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
