@@ -13,10 +13,12 @@ from swiftkv.cache.geometry import blocks_in_pool, pool_bytes_for_tokens
 from swiftkv.cache.pool import Pool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
+from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
+from swiftkv.transport.base import Transport
 
 
 class ModelRunner:
@@ -38,8 +40,13 @@ class ModelRunner:
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
         self.num_blocks = blocks_in_pool(config.kv_bytes, groups)
-        self.group_specs = [GroupSpec(group.num_layers, self.num_blocks, group.window) for group in groups]
-        self._pool = Pool([(group, self.num_blocks) for group in groups], config.name)
+        self.pool = Pool([(group, self.num_blocks) for group in groups], config.name)
+        self.group_specs = [
+            GroupSpec(g.num_layers, self.num_blocks, g.window, g.layer_block_bytes, region.base_offset_bytes)
+            for g, region in zip(groups, self.pool.regions, strict=True)
+        ]
+        self.layer_stream: LayerStream | None = None
+        self._groups = groups
         self._model = DenseDecoder(
             model_config,
             MappedWeights(path),
@@ -49,11 +56,25 @@ class ModelRunner:
             config.block_size,
         )
         self._model.ops.set_num_threads(config.threads)
-        self._pool.prefault()
+        self.pool.prefault()
+
+    def stream_through(self, transport: Transport) -> None:
+        """From now on plans may name blocks that lie in peers' pools, reached through `transport`."""
+        self.layer_stream = LayerStream(transport, self._groups)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's tokens; their KV is in the pool afterwards."""
-        return self._model.forward(ModelInput.from_plan(plan), self._pool.tensor)
+        """Hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
+
+        Raises `TransferError` if a copy failed: nothing of the step counts, and nothing is in flight.
+        """
+        batch = ModelInput.from_plan(plan)
+        if self.layer_stream is None:
+            return self._model.forward(batch, self.pool.tensor)
+        if not len(plan.token_ids):
+            self.layer_stream.run_copies_only(plan)
+            return torch.empty(0, 0, device=self.device)
+        with self.layer_stream.step(plan) as stream:
+            return self._model.forward(batch, self.pool.tensor, stream)
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
         """float32 [R, vocab] of the given rows of `hidden`."""

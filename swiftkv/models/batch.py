@@ -28,6 +28,8 @@ class StepArrays(Protocol):
     @property
     def block_tables(self) -> Sequence[Int32Array]: ...
     @property
+    def stream_tables(self) -> Sequence[Sequence[Int32Array]]: ...
+    @property
     def table_starts(self) -> Sequence[Int32Array]: ...
 
 
@@ -37,15 +39,17 @@ class ModelInput:
 
     Sequence `s` brings tokens `query_starts[s]` to `query_starts[s + 1]`, the last of its `context_lens[s]` tokens:
     after the step the pool holds that many. Its blocks in KV group `g`, from position 0 on, are the entries
-    `table_starts[g][s]` to `table_starts[g][s + 1]` of `block_tables[g]`. An entry is the layer-block index of layer 0;
-    layer `l` is at `entry + l`, or at `~entry` for every layer if the entry is negative.
+    `table_starts[g][s]` to `table_starts[g][s + 1]` of `stream_tables[b][g]`. An entry is the layer-block index of
+    layer 0; layer `l` is at `entry + l`, or at `~entry` for every layer if the entry is negative. Of B tables, layer
+    `l` reads `b = l % B`: they differ in where borrowed blocks pass through, and in nothing else. `l` counts within the
+    group.
     """
 
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
     query_starts: Tensor  # [S + 1]
     context_lens: Tensor  # [S]
-    block_tables: tuple[Tensor, ...]  # per KV group
+    stream_tables: tuple[tuple[Tensor, ...], ...]  # per layer-stream buffer (one if nothing is streamed), per KV group
     table_starts: tuple[Tensor, ...]  # per KV group, [S + 1]
 
     @classmethod
@@ -56,6 +60,6 @@ class ModelInput:
             positions=torch.from_numpy(plan.positions),
             query_starts=torch.from_numpy(plan.query_starts),
             context_lens=torch.from_numpy(plan.context_lens),
-            block_tables=tuple(map(torch.from_numpy, plan.block_tables)),
+            stream_tables=tuple(tuple(map(torch.from_numpy, tables)) for tables in plan.stream_tables),
             table_starts=tuple(map(torch.from_numpy, plan.table_starts)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from swiftkv.models.batch import ModelInput
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.loader import MappedWeights
 from swiftkv.models.rope import cos_sin_table
+from swiftkv.models.stream import NO_STREAM, KVStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +68,39 @@ class DenseDecoder:
         self._lm_head = packer.lm_head()
 
     @torch.inference_mode()
-    def forward(self, batch: ModelInput, pool: Tensor) -> Tensor:
+    def forward(self, batch: ModelInput, pool: Tensor, stream: KVStream = NO_STREAM) -> Tensor:
         """Hidden states [T, hidden_size] before the final norm; writes the KV of the batch's tokens.
 
-        `pool` is the uint8 pool, flat; the model's only KV group begins at its first byte.
+        `pool` is the uint8 pool, flat; the model's only KV group begins at its first byte. `stream` brings and
+        takes the KV that is not in there; what it raises passes through.
         """
-        return self.run_layers(batch.token_ids, self.prepare(batch), pool)
+        return self.run_layers(batch.token_ids, self.prepare(batch), pool, stream)
 
-    def prepare(self, batch: ModelInput) -> Any:
-        """What attention needs to know about the step, in the form that this model's kernels take."""
-        return self.ops.prepare_batch(
-            self.spec,
-            batch.positions,
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_tables[0],
-            batch.table_starts[0],
+    def prepare(self, batch: ModelInput) -> tuple[Any, ...]:
+        """What attention needs to know about the step, in the form that this model's kernels take: one for each
+        layer-stream buffer, for its layers find their blocks through a table of their own."""
+        return tuple(
+            self.ops.prepare_batch(
+                self.spec, batch.positions, batch.query_starts, batch.context_lens, tables[0], batch.table_starts[0]
+            )
+            for tables in batch.stream_tables
         )
 
     @torch.inference_mode()
-    def run_layers(self, token_ids: Tensor, attention_batch: Any, pool: Tensor) -> Tensor:
+    def run_layers(
+        self, token_ids: Tensor, attention_batches: Sequence[Any], pool: Tensor, stream: KVStream = NO_STREAM
+    ) -> Tensor:
         """`forward` from where the host has nothing left to decide; token_ids int32 [T], on the model's device."""
         ops, spec, eps = self.ops, self.spec, self.config.rms_norm_eps
         hidden = ops.embed(token_ids, self._embedding)  # [T, hidden_size]
         for index, layer in enumerate(self._layers):
+            where = attention_batches[index % len(attention_batches)]
             qkv = ops.norm_linear(hidden, layer.attention_norm, eps, layer.qkv)
-            ops.rope_write_kv(qkv, self._cos_sin, layer.q_norm, layer.k_norm, eps, spec, attention_batch, pool, index)
-            attended = ops.attention(qkv, spec, attention_batch, pool, index)  # [T, num_heads * head_dim]
+            stream.before_write(index)
+            ops.rope_write_kv(qkv, self._cos_sin, layer.q_norm, layer.k_norm, eps, spec, where, pool, index)
+            stream.after_write(index)
+            attended = ops.attention(qkv, spec, where, pool, index)  # [T, num_heads * head_dim]
+            stream.after_attention(index)
             ops.linear_residual(attended, layer.attention_out, hidden)
             activated = ops.norm_gate_up_silu(hidden, layer.mlp_norm, eps, layer.gate_up)  # [T, intermediate_size]
             ops.linear_residual(activated, layer.down, hidden)

@@ -70,26 +70,26 @@ class PagedRunner:
         starts = {name: self._lengths[name] for name in tokens}
         tables = [[self._entry(block) for block in self._blocks[name]] for name in tokens]
         return ModelInput(
-            token_ids=_int32([token for new in tokens.values() for token in new]),
-            positions=_int32([starts[name] + i for name, new in tokens.items() for i in range(len(new))]),
-            query_starts=_int32(_offsets([len(new) for new in tokens.values()])),
-            context_lens=_int32([starts[name] + len(new) for name, new in tokens.items()]),
-            block_tables=(_int32([entry for table in tables for entry in table]),),
-            table_starts=(_int32(_offsets([len(table) for table in tables])),),
+            token_ids=int32([token for new in tokens.values() for token in new]),
+            positions=int32([starts[name] + i for name, new in tokens.items() for i in range(len(new))]),
+            query_starts=int32(offsets([len(new) for new in tokens.values()])),
+            context_lens=int32([starts[name] + len(new) for name, new in tokens.items()]),
+            stream_tables=((int32([entry for table in tables for entry in table]),),),
+            table_starts=(int32(offsets([len(table) for table in tables])),),
         )
 
     def _entry(self, block: int) -> int:
         return ~block if self._shared_layers else block * self.num_layers
 
 
-def _offsets(lengths: Sequence[int]) -> list[int]:
+def offsets(lengths: Sequence[int]) -> list[int]:
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
     return offsets
 
 
-def _int32(values: Sequence[int]) -> Tensor:
+def int32(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 

@@ -1,0 +1,249 @@
+"""A decoder with part of its KV in other pools gives the same logits, to the bit, as one with all of it in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.pool import Pool
+from swiftkv.errors import TransferError
+from swiftkv.master.layer_stream import CopyKind, LayerStream, StreamTimings
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
+from swiftkv.transport.base import Int64Array, Transport
+from swiftkv.transport.p2p import serve_p2p
+from swiftkv.transport.rendezvous import publish_pool
+from swiftkv.transport.select import TransportKind, open_transport
+from tests.support.checkpoints import make_checkpoint
+from tests.support.lender import Lender, pool_of
+from tests.support.paged import PagedRunner
+from tests.support.streamed import HandMadePlan, StreamedRunner
+
+CHUNKS = (7, 1, 40, 16, 1, 1, 3, 1)  # whole prompts, chunks and single tokens in one step
+NUM_BLOCKS, NUM_SLOTS = 6, 24
+PEER_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(directory, "qwen3", num_hidden_layers=5)
+    return directory
+
+
+@cache
+def load(directory: Path, dtype: str) -> DenseDecoder:
+    config = DecoderConfig.from_pretrained(directory)
+    return DenseDecoder(config, MappedWeights(directory), getattr(torch, dtype), "cpu", 128)
+
+
+def make_prompts() -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return {str(length): torch.randint(320, (length,), generator=generator).tolist() for length in (1, 16, 37, 60, 100)}
+
+
+def own_pool(decoder: DenseDecoder, dtype: str, num_buffers: int) -> Pool:
+    (group,) = decoder.config.kv_groups(decoder.spec.block_size, dtype)
+    return Pool([(group, NUM_BLOCKS + -(-num_buffers * NUM_SLOTS // group.num_layers))])
+
+
+@contextmanager
+def attached_here(
+    kind: TransportKind, own: Pool, directory: Path, num_links: int
+) -> Iterator[tuple[Transport, list[Tensor]]]:
+    """A transport with links to pools of this very process."""
+    transport, lent = open_transport(kind, own), [pool_of(PEER_BYTES) for _ in range(num_links)]
+    for link, pool in enumerate(lent):
+        path = directory / f"{link}"
+        if kind == "p2p":
+            serve_p2p(pool, path)
+        transport.attach(link, publish_pool(path, pool))
+    try:
+        yield transport, [pool.tensor for pool in lent]
+    finally:
+        transport.close()
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, logits in expected.items():
+        assert torch.isfinite(logits).all()
+        assert torch.equal(actual[name], logits), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_buffers", [1, 2])
+@pytest.mark.parametrize("kind", ["shm", "p2p"])
+def test_logits_do_not_depend_on_where_blocks_lie(
+    kind: TransportKind, num_buffers: int, dtype: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    decoder, prompts = load(checkpoint, dtype), make_prompts()
+    expected = PagedRunner(decoder, dtype).run(prompts, CHUNKS)
+    own = own_pool(decoder, dtype, num_buffers)
+    with attached_here(kind, own, tmp_path, num_links=2) as (transport, peers):
+        for seed in range(4):
+            runner = StreamedRunner(
+                decoder,
+                dtype,
+                transport,
+                own,
+                peers,
+                num_blocks=NUM_BLOCKS,
+                num_buffers=num_buffers,
+                num_slots=NUM_SLOTS,
+                litter=seed % 2 == 1,
+                seed=seed,
+            )
+            assert_same(runner.run(prompts, CHUNKS), expected)
+            assert min(runner.num_moves.values()) > 5, "a test that copies nothing shows nothing"
+
+
+@pytest.mark.parametrize("kind", ["shm", "p2p"])
+def test_a_lender_in_another_process(kind: TransportKind, checkpoint: Path, tmp_path: Path) -> None:
+    """And when it dies: memory that is mapped goes on being there, a process that has to answer does not."""
+    decoder, prompts = load(checkpoint, "bfloat16"), make_prompts()
+    expected = PagedRunner(decoder, "bfloat16").run(prompts, CHUNKS)
+    own = own_pool(decoder, "bfloat16", 2)
+    with Lender([tmp_path / "a", tmp_path / "b"], PEER_BYTES, serve=kind == "p2p") as lender:
+        transport = open_transport(kind, own)
+        for link, handle in enumerate(lender.handles):
+            transport.attach(link, handle)
+
+        def run(seed: int) -> dict[str, Tensor]:
+            runner = StreamedRunner(
+                decoder,
+                "bfloat16",
+                transport,
+                own,
+                lender.pools,
+                num_blocks=NUM_BLOCKS,
+                num_buffers=2,
+                num_slots=NUM_SLOTS,
+                litter=False,
+                seed=seed,
+            )
+            return runner.run(prompts, CHUNKS)
+
+        assert_same(run(1), expected)
+        lender.kill()
+        if kind == "shm":
+            assert_same(run(2), expected)
+        else:
+            with pytest.raises(TransferError):
+                run(2)
+        transport.close()
+
+
+class TwoGroupPlan:
+    """Two buffers; what is asked for is what `rows` has, by group, kind and buffer."""
+
+    num_stream_buffers = 2
+    has_copies = True
+
+    def __init__(self, rows: dict[tuple[int, str, int], list[int]]) -> None:
+        self._rows = rows
+
+    def copies(self, group: int, kind: CopyKind, buffer: int) -> Int64Array:
+        row = self._rows.get((group, kind, buffer), [])
+        return np.array(row, np.int64).reshape(-1, 5)
+
+
+def test_each_kv_group_counts_its_own_layers(tmp_path: Path) -> None:
+    """A hybrid model's groups have blocks, slots and buffers of their own; layers alternate irregularly."""
+    full, windowed = KVGroup((0, 3, 4), 1, 16, "float32", 16), KVGroup((1, 2, 5, 6), 2, 16, "float32", 16, window=32)
+    groups = (full, windowed)
+    own = Pool([(full, 4), (windowed, 4)])
+    bases = [region.base_offset_bytes for region in own.regions]
+    with attached_here("shm", own, tmp_path, 1) as (transport, (peer,)):
+        peer.random_(generator=torch.Generator().manual_seed(0))
+        before = peer.clone()
+        peer_at = [64, 64 + full.block_bytes]
+        stored_at = [4096 * 16, 4096 * 32]
+        rows = {}
+        for number, group in enumerate(groups):
+            for buffer in range(2):
+                slot = bases[number] + buffer * group.layer_block_bytes
+                rows[number, "load", buffer] = [0, peer_at[number], slot, 1, 1]
+                rows[number, "store", buffer] = [0, stored_at[number], slot, 1, 1]
+        stream = LayerStream(transport, groups)
+        with stream.step(TwoGroupPlan(rows)) as hooks:
+            for layer in range(7):
+                number = next(n for n, group in enumerate(groups) if layer in group.layers)
+                group, index = groups[number], groups[number].layers.index(layer)
+                width = group.layer_block_bytes
+                hooks.before_write(layer)
+                slot = own.tensor[bases[number] + index % 2 * width :][:width]
+                assert torch.equal(slot, before[peer_at[number] + index * width :][:width])
+                slot.fill_(layer)
+                hooks.after_write(layer)
+                hooks.after_attention(layer)
+        for number, group in enumerate(groups):
+            stored = peer[stored_at[number] :][: group.block_bytes].view(group.num_layers, -1)
+            assert stored.float().mean(dim=1).tolist() == list(group.layers)
+            assert torch.equal(
+                peer[peer_at[number] :][: group.block_bytes], before[peer_at[number] :][: group.block_bytes]
+            )
+
+
+GROUP = KVGroup((0, 1, 2), 1, 16, "float32", 16)
+
+
+def walk(stream: LayerStream, plan: HandMadePlan) -> None:
+    with stream.step(plan) as hooks:
+        for layer in GROUP.layers:
+            hooks.before_write(layer)
+            hooks.after_write(layer)
+            hooks.after_attention(layer)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+@pytest.mark.parametrize("kind", ["spill", "load", "store"])
+@pytest.mark.parametrize("transport_kind", ["shm", "p2p"])
+def test_a_copy_that_fails_ends_the_step_with_nothing_in_flight(
+    transport_kind: TransportKind, kind: CopyKind, num_buffers: int, tmp_path: Path
+) -> None:
+    own = Pool([(GROUP, 8)])
+    with attached_here(transport_kind, own, tmp_path, 1) as (transport, _):
+        stream = LayerStream(transport, [GROUP])
+        good, bad = HandMadePlan(num_buffers), HandMadePlan(num_buffers)
+        for plan, link in ((good, 0), (bad, 9)):
+            for buffer in range(num_buffers):
+                row = [link, 0, buffer * GROUP.layer_block_bytes, 1, int(kind != "spill")]
+                plan.runs[kind, buffer] = [row]
+        with pytest.raises(TransferError, match="link 9"):
+            walk(stream, bad)
+        assert stream.total == StreamTimings()
+        walk(stream, good)
+        assert stream.total.num_steps == 1
+
+
+def test_books(tmp_path: Path) -> None:
+    own = Pool([(GROUP, 8)])
+    width = GROUP.layer_block_bytes
+    with attached_here("shm", own, tmp_path, 1) as (transport, _):
+        stream = LayerStream(transport, [GROUP])
+        plan = HandMadePlan(2)
+        plan.runs["spill", 0] = [[0, 0, 0, 3, 0]]
+        for buffer in range(2):
+            plan.runs["load", buffer] = [[0, 3 * GROUP.block_bytes, (12 + buffer) * width, 1, 1], [0, 0, 0, 1, 0]]
+            plan.runs["store", buffer] = [[0, 3 * GROUP.block_bytes, (12 + buffer) * width, 1, 1]]
+        walk(stream, HandMadePlan(0))
+        assert not stream.recent
+        walk(stream, plan)
+        walk(stream, plan)
+        first, second = stream.recent
+        assert (first.spill_bytes, first.load_bytes, first.store_bytes) == (9 * width, 6 * width, 3 * width)
+        assert first.load_s > 0
+        assert first.store_s > 0
+        assert first.exposed_s == first.exposed_load_s + first.exposed_store_s > 0
+        assert stream.total == first + second
+        assert stream.total.num_steps == 2
