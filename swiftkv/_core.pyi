@@ -57,8 +57,7 @@ class Link:
 class GroupStats:
     """Blocks of one KV group by state: free + used + cached + lent + in_flight + streaming = total.
 
-    `streaming` blocks are the layer-stream cache: `stream_slots` layer blocks. `borrowed_*` are blocks in the extents of
-    others.
+    `streaming` blocks are the layer-stream cache: `stream_slots` layer blocks. `borrowed_*` are blocks in others' extents.
     """
 
     free: Final[int]
@@ -175,7 +174,7 @@ class StepResult:
         4 dropped: a lender died, ignore the token, the request goes on"""
 
 class Scheduler:
-    """Continuous batching over a block pool per KV group and a prefix tree, with blocks lent to and borrowed from others.
+    """Continuous batching over a block pool per KV group and a prefix tree; blocks are lent to others and borrowed.
 
     Thread-safe; one thread steps, while others may add and abort requests, and lend, borrow and recall extents.
     """
@@ -233,7 +232,7 @@ class Scheduler:
         """Requests that have waited longer for room that would not be there even if they were alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
-        """Takes up to that many extents out of the pool; cached blocks in them are forgotten, used ones never touched."""
+        """Takes up to that many extents out of the pool; cached blocks in them are forgotten, used ones stay."""
 
     def take_back(self, link: int, extents: Int32Array) -> None:
         """Extents that came home: their blocks are free."""

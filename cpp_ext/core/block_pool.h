@@ -128,7 +128,7 @@ class BlockPool {
 
     void move_to(BlockId block, BlockState state);
     void set_busy(BlockId block);
-    void rest(BlockId block);  // nobody holds it any more
+    void rest(BlockId block);     // nobody holds it any more
     void release(BlockId block);  // to free, or to absent if its extent is leaving
     void count_extents(BlockId local, BlockState state, int by);
     void link_newest(BlockId block);
