@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -32,8 +34,17 @@ app = typer.Typer(
 )
 checkpoint_app = typer.Typer(help="Make model directories.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure a server.", no_args_is_help=True)
+lending_app = typer.Typer(help="See and set what workers lend, while a node runs.", no_args_is_help=True)
+app.add_typer(lending_app, name="lending")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
+
+Url = Annotated[str, typer.Option(help="Where the node listens.")]
+AdminKeyEnv = Annotated[
+    str, typer.Option(metavar="NAME", help="Environment variable that holds the node's admin key, if it has one.")
+]
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file such as configs/embedded.yaml.")]
 
@@ -77,13 +88,16 @@ def serve(
     config_path: ConfigPath,
     host: Annotated[str | None, typer.Option(help="Listen here, whatever the file says.")] = None,
     port: Annotated[int | None, typer.Option(help="The node's port, whatever the file says.")] = None,
+    no_lending: Annotated[
+        bool, typer.Option("--no-lending", help="Lend and borrow nothing, whatever the file says.")
+    ] = False,
 ) -> None:
     """Start every model of CONFIG and serve until told to stop (Ctrl-C or SIGTERM)."""
     with _mistakes_as_lines(config_path):
         from swiftkv.cache.plan import plan_node
         from swiftkv.config import load_config
 
-        config = load_config(config_path, host=host, port=port)
+        config = load_config(config_path, host=host, port=port, lending=False if no_lending else None)
         plans = plan_node(config, need_weights=True)
         from swiftkv.node import run_node
 
@@ -233,9 +247,7 @@ def _why_not(pair: LendingPair) -> str:
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")
-def status(
-    url: Annotated[str, typer.Option(help="Where the node listens.")] = "http://127.0.0.1:8000",
-) -> None:
+def status(url: Url = DEFAULT_URL) -> None:
     """Ask a running node which of its models serve. Exit code 0 if all do."""
     import httpx
 
@@ -246,6 +258,117 @@ def status(
         print(f"no node answers at {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(0 if answer.is_success else 1)
+
+
+@lending_app.command("show", epilog="Example: `swiftkv lending show --url http://127.0.0.1:8000`")
+def lending_show(
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /admin/lending answers.")] = False,
+) -> None:
+    """Show what every model of a running node lends and borrows."""
+    overview = _ask_admin("GET", url, "lending", admin_key_env)
+    if as_json:
+        print(json.dumps(overview, indent=2))
+    else:
+        _print_overview(overview)
+
+
+@lending_app.command(
+    "set",
+    epilog="Examples: `swiftkv lending set code 128MiB`, `swiftkv lending set code 50% --dry-run`, "
+    "`swiftkv lending set code 0`",
+)
+def lending_set(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Name of the model that lends.")],
+    budget: Annotated[str, typer.Argument(metavar="BUDGET", help="The most it lends: 128MiB, 50% of its pool, or 0.")],
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be recalled.")] = False,
+) -> None:
+    """Set the most that WORKER lends, until the node stops. What it lends beyond that comes back before this ends."""
+    from swiftkv.config import BUDGET_FORMS, format_size, parse_budget
+
+    try:
+        parse_budget(budget)
+    except ValueError:
+        print(f"swiftkv: BUDGET '{budget}' is not {BUDGET_FORMS}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    query = "?dry_run=true" if dry_run else ""
+    path = f"lending/{quote(worker, safe='')}{query}"
+    change = _ask_admin("PATCH", url, path, admin_key_env, {"budget": budget})
+    size = {key: format_size(change[key]) for key in ("budget_bytes", "lent_bytes", "recalled_bytes")}
+    if dry_run:
+        print(f"{worker} would lend up to {size['budget_bytes']}; {size['recalled_bytes']} would be recalled")
+        return
+    print(f"{worker} lends up to {size['budget_bytes']}, {size['lent_bytes']} at the moment")
+    if change["recalled_bytes"]:
+        print(f"{size['recalled_bytes']} came back in {change['took_s']:.3f} s")
+
+
+def _ask_admin(method: str, url: str, path: str, admin_key_env: str, body: object = None) -> dict[str, Any]:
+    """What `/admin/PATH` answers. Whatever goes wrong is a line on stderr and exit code 1."""
+    import httpx
+
+    key = os.environ.get(admin_key_env)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.request(method, f"{url.rstrip('/')}/admin/{path}", json=body, headers=headers, timeout=90)
+        content: dict[str, Any] = answer.json()
+        if answer.is_success:
+            return content
+        message = content["error"]["message"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        message = f"no node answers at {url}: {error}; name the one that you mean with --url"
+    else:
+        if answer.status_code == 401:
+            message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"
+    print(f"swiftkv: {message}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def _print_overview(overview: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from swiftkv.config import format_size
+
+    def size(num_bytes: int | None) -> str:
+        return "-" if num_bytes is None else format_size(num_bytes)
+
+    console = Console()
+    if not overview["enabled"]:
+        console.print("Nothing is lent: node.lending is off.")
+    models = Table(box=None, padding=(0, 2, 0, 0))
+    links = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "role", "state"):
+        models.add_column(heading)
+    for heading in ("pool", "budget", "lent", "borrowed"):
+        models.add_column(heading, justify="right")
+    for heading in ("lender", "borrower", "state"):
+        links.add_column(heading)
+    for heading in ("extent", "extents lent", "bytes lent"):
+        links.add_column(heading, justify="right")
+    for model in overview["models"]:
+        sizes = [size(model[key]) for key in ("pool_bytes", "budget_bytes", "lent_bytes", "borrowed_bytes")]
+        models.add_row(model["model"], model["role"], model["state"], *sizes)
+        for link in model["lends"]:
+            lent = link["num_extents"] - link["extents"].get("home", 0)
+            links.add_row(
+                link["lender"],
+                link["borrower"],
+                link["peer_state"],
+                size(link["extent_bytes"]),
+                f"{lent:,} of {link['num_extents']:,}",
+                size(link["lent_bytes"]),
+            )
+    console.print(models)
+    if links.row_count:
+        console.print()
+        console.print(links)
+    for model in overview["models"]:
+        if model["error"]:
+            console.print(f"\n{model['error']}", highlight=False)
 
 
 @checkpoint_app.command("make", epilog="Example: `swiftkv checkpoint make --arch qwen3 --size tiny /tmp/tiny-qwen3`")

@@ -173,10 +173,15 @@ class NodeConfig(_Section):
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the node."""
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address means this machine, and nobody else can reach it there."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _key_in(option: str, variable: str | None) -> str | None:

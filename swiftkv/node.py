@@ -13,8 +13,9 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,14 @@ import uvicorn
 import uvloop
 
 from swiftkv import __version__
-from swiftkv.cache.plan import ModelPlan
-from swiftkv.config import Config, ModelConfig, format_size
+from swiftkv.cache.plan import LendingPair, ModelPlan, plan_lending
+from swiftkv.config import Config, format_size
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
+from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import BoundedHeadProtocol
+from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.supervisor import EngineSupervisor
 
@@ -49,10 +52,10 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     """
     check_devices(config)
     _raise_file_limit()
-    api_key = config.node.api_key()
+    keys = NodeKeys(config.node.api_key(), config.node.admin_key())
 
     async def serve(sockets: Sequence[socket.socket], ipc: Path) -> None:
-        await Node(config, plans, api_key, sockets, ipc).run()
+        await Node(config, plans, keys, sockets, ipc).run()
 
     with (
         listen(config) as sockets,
@@ -62,6 +65,14 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         runner.run(serve(sockets, ipc))
 
 
+@dataclass(frozen=True, slots=True)
+class NodeKeys:
+    """What clients must send: of the models' routes, and of `/admin`. None: nothing."""
+
+    api: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+
+
 class Node:
     """Everything that runs in the gateway's process, on one event loop."""
 
@@ -69,24 +80,29 @@ class Node:
         self,
         config: Config,
         plans: Sequence[ModelPlan],
-        api_key: str | None,
+        keys: NodeKeys,
         sockets: Sequence[socket.socket],
         ipc: Path,
     ) -> None:
         """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop."""
         self._config = config
         self._plans = plans
-        self._api_key = api_key
+        self._keys = keys
         self._sockets = sockets
         self._metrics = GatewayMetrics()
         self._clients: list[EngineClient] = []
         self._supervisors: list[EngineSupervisor] = []
-        for i, (model, plan) in enumerate(zip(config.models, plans, strict=True)):
-            engine = _engine_config(model, plan, f"ipc://{ipc}/{i}")
-            metrics = self._metrics.for_model(model.name)
-            client = EngineClient(model.name, engine.requests_address, engine.outputs_address, metrics)
+        members = []
+        for i, plan in enumerate(plans):
+            engine = engine_config(config, plans, i, ipc)
+            metrics = self._metrics.for_model(plan.name)
+            client = EngineClient(plan.name, engine.requests_address, engine.outputs_address, metrics)
             self._clients.append(client)
             self._supervisors.append(EngineSupervisor(engine, client, config.node.restart, say))
+            lending = engine.lending
+            coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
+            members.append(_lending_member(config, plan, client, coordinator))
+        self._lending = NodeLending(members, config.node.lending.enabled, config.node.lending.transport)
         self._watchers: list[asyncio.Task[None]] = []
         self._http: list[tuple[_HttpServer, asyncio.Task[None]]] = []
         self._stop = asyncio.Event()
@@ -105,7 +121,7 @@ class Node:
             for watcher in self._watchers:
                 watcher.cancel()
             await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
-            await asyncio.gather(*(client.close() for client in self._clients))
+            await asyncio.gather(self._lending.close(), *(client.close() for client in self._clients))
         say("stopped")
 
     def _on_signal(self) -> None:
@@ -158,11 +174,12 @@ class Node:
     def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
         from swiftkv.server.app import ServerSettings, create_app, create_model_app
 
-        settings = ServerSettings(self._api_key, self._config.node.max_body)
-        apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics)]
+        node = self._config.node
+        settings = ServerSettings(self._keys.api, node.max_body, self._keys.admin, node.is_loopback)
+        apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics, self._lending)]
         for model, handle in zip(self._config.models, handles, strict=True):
             if model.endpoint is not None:
-                apps.append(create_model_app(handle, settings, self._metrics))
+                apps.append(create_model_app(handle, settings, self._metrics, self._lending))
         for app, listening in zip(apps, self._sockets, strict=True):
             server = _HttpServer(
                 uvicorn.Config(
@@ -205,7 +222,7 @@ class Node:
         ports = [listening.getsockname()[1] for listening in self._sockets]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.node.host, self._config.node.host)
         node_url = f"http://{host}:{ports.pop(0)}"
-        key = f' -H "Authorization: Bearer ${self._config.node.api_key_env}"' if self._api_key else ""
+        key = f' -H "Authorization: Bearer ${self._config.node.api_key_env}"' if self._keys.api else ""
         lines = []
         for model in self._config.models:
             url = f"http://{host}:{ports.pop(0)}/v1" if model.endpoint else f"{node_url}/models/{model.name}/v1"
@@ -242,7 +259,76 @@ def _load_handles(plans: Sequence[ModelPlan], clients: Sequence[EngineClient]) -
     ]
 
 
-def _engine_config(model: ModelConfig, plan: ModelPlan, address: str) -> EngineConfig:
+def engine_addresses(plans: Sequence[ModelPlan], ipc: Path) -> dict[str, str]:
+    """By model; what follows the dot says which of an engine's sockets is meant."""
+    return {plan.name: f"ipc://{ipc}/{i}" for i, plan in enumerate(plans)}
+
+
+def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ipc: Path) -> LendingSpec | None:
+    """`plan`'s part in lending, None if it has none. Links are those that any budget could use, in order of `plans`.
+
+    `ipc`: the directory of the node's sockets.
+    """
+    addresses = engine_addresses(plans, ipc)
+    pairs = [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
+    lends = [pair for pair in pairs if pair.worker is plan]
+    borrows = [pair for pair in pairs if pair.master is plan]
+    if not lends and not borrows:
+        return None
+    model = next(model for model in config.models if model.name == plan.name)
+    return LendingSpec(
+        leases_address=f"{addresses[plan.name]}.leases",
+        lenders=_peers([(pair.worker, pair) for pair in borrows], addresses),
+        borrowers=_peers([(pair.master, pair) for pair in lends], addresses),
+        budget_bytes=plan.budget_bytes or 0,
+        window_s=model.lending.window if model.lending else 0.0,
+        policy=model.lending.policy if model.lending else "total",
+        transport=config.node.lending.transport,
+        stream_buffers=config.node.lending.stream_buffers,
+        rendezvous=str(ipc),
+        max_wait_s=config.node.lending.max_wait,
+    )
+
+
+def _peers(pairs: Sequence[tuple[ModelPlan, LendingPair]], addresses: Mapping[str, str]) -> list[PeerSpec]:
+    links: dict[str, list[LinkGeometry]] = {}
+    for peer, pair in pairs:
+        links.setdefault(peer.name, []).append(_link_geometry(pair))
+    return [PeerSpec(name, f"{addresses[name]}.leases", of_peer) for name, of_peer in links.items()]
+
+
+def _link_geometry(pair: LendingPair) -> LinkGeometry:
+    worker = pair.worker
+    return LinkGeometry(
+        lender_group=pair.worker_group,
+        borrower_group=pair.master_group,
+        meu_w=pair.extent.meu_w,
+        meu_m=pair.extent.meu_m,
+        extent_bytes=pair.extent.num_bytes,
+        num_extents=pair.pool_extents,
+        lender_base_offset_bytes=sum(g.block_bytes for g in worker.groups[: pair.worker_group]) * worker.num_blocks,
+    )
+
+
+def _lending_member(
+    config: Config, plan: ModelPlan, client: EngineClient, coordinator: CoordinatorClient | None
+) -> LendingMember:
+    why_not = None
+    if not config.node.lending.enabled:
+        why_not = "lends and borrows nothing: node.lending is off"
+    elif plan.role == "master":
+        why_not = "is a master: it borrows and does not lend"
+    elif plan.budget_bytes is None:
+        why_not = "has no lending.budget in the file that the node was started with; 0 would do, and can be raised"
+    elif coordinator is None:
+        why_not = "has no master to lend to, or its pool is smaller than one extent: see swiftkv plan"
+    return LendingMember(plan.name, plan.role, plan.pool_bytes, plan.block_bytes, why_not, client, coordinator)
+
+
+def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: Path) -> EngineConfig:
+    """All that the engine of model `index` is told. `ipc`: the directory of the node's sockets."""
+    model, plan = config.models[index], plans[index]
+    address = engine_addresses(plans, ipc)[plan.name]
     return EngineConfig(
         name=model.name,
         path=str(plan.checkpoint),
@@ -258,6 +344,7 @@ def _engine_config(model: ModelConfig, plan: ModelPlan, address: str) -> EngineC
         max_num_batched_tokens=model.max_num_batched_tokens,
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
+        lending=lending_spec(config, plans, plan, ipc),
     )
 
 

@@ -30,6 +30,8 @@ ONLY_THESE_MODULES = {
     ("server", "engine"): {"engine.messages"},
     ("node", "engine"): {"engine.messages"},
     ("supervisor", "engine"): {"engine.messages"},
+    ("server", "lease"): {"lease.messages"},
+    ("node", "lease"): {"lease.messages"},
 }
 
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}

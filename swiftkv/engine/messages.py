@@ -12,15 +12,17 @@ from typing import Literal
 
 import msgspec
 
+from swiftkv.lease.messages import LendingSpec
+
 MAX_MESSAGE_BYTES = 256 << 20
 """ZMQ_MAXMSGSIZE of both sockets; the largest real message is the prompt logprobs of a long prompt."""
 
 HIGH_WATER_MARK = 10_000
 """ZMQ_SNDHWM and ZMQ_RCVHWM of both sockets, in messages."""
 
-FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ABORTED = range(4)
-"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED stays
-between scheduler and engine."""
+FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ABORTED, FINISH_DROPPED = range(5)
+"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED and
+FINISH_DROPPED (the token does not count, the request goes on) stay between scheduler and engine."""
 
 DURATION_BOUNDS_S = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -48,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    lending: LendingSpec | None = None  # None: lends and borrows nothing
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

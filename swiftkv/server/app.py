@@ -12,10 +12,18 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from swiftkv import __version__
+from swiftkv.server.admin import admin_router
 from swiftkv.server.client import EngineState
 from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
+from swiftkv.server.lending import NodeLending
 from swiftkv.server.metrics import CONTENT_TYPE, GatewayMetrics
-from swiftkv.server.middleware import OPEN_PATHS, ApiKeyMiddleware, BodyLimitMiddleware
+from swiftkv.server.middleware import (
+    ADMIN_PATH,
+    OPEN_PATHS,
+    AdminMiddleware,
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+)
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.responses import Health, NotReady, Readiness, Version, openapi_components
@@ -25,28 +33,40 @@ from swiftkv.server.streaming import ClientGone, json_response
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What holds for every port. ``api_key``: who does not send it gets 401; ``None``: everybody may."""
+    """What holds for every port. ``api_key``: who does not send it gets 401; ``None``: everybody may.
+
+    ``admin_key`` is that of ``/admin``; without one it serves this machine alone, and only if ``loopback`` says that
+    nobody else reaches the port.
+    """
 
     api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 16 << 20
+    admin_key: str | None = field(default=None, repr=False)
+    loopback: bool = True
 
 
-def create_app(models: Mapping[str, ModelHandle], settings: ServerSettings, metrics: GatewayMetrics) -> FastAPI:
-    """The node's port: every model by its name in the body, and each under ``/models/{name}``."""
+def create_app(
+    models: Mapping[str, ModelHandle], settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending
+) -> FastAPI:
+    """The node's port: every model by its name in the body, and each under ``/models/{name}``; ``/admin``."""
     table = ModelTable(models)
     app = _new_app(table, settings)
+    app.add_middleware(AdminMiddleware, admin_key=settings.admin_key, loopback=settings.loopback)
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
-    app.include_router(_status_router(table, metrics, only_model=None))
+    app.include_router(admin_router(lending))
+    app.include_router(_status_router(table, metrics, lending, only_model=None))
     return app
 
 
-def create_model_app(model: ModelHandle, settings: ServerSettings, metrics: GatewayMetrics) -> FastAPI:
+def create_model_app(
+    model: ModelHandle, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending
+) -> FastAPI:
     """A model's own port, where requests need not say which model they mean."""
     table = ModelTable({model.name: model})
     app = _new_app(table, settings)
     app.include_router(openai_router(table))
-    app.include_router(_status_router(table, metrics, only_model=model.name))
+    app.include_router(_status_router(table, metrics, lending, only_model=model.name))
     return app
 
 
@@ -69,7 +89,9 @@ def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _status_router(models: ModelTable, metrics: GatewayMetrics, only_model: str | None) -> APIRouter:
+def _status_router(
+    models: ModelTable, metrics: GatewayMetrics, lending: NodeLending, only_model: str | None
+) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", responses=documented("Health"))
@@ -99,6 +121,7 @@ def _status_router(models: ModelTable, metrics: GatewayMetrics, only_model: str 
 
     @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
     async def scrape() -> Response:
+        await lending.observe(metrics.lending, only_model)
         return Response(metrics.render(only_model), media_type=CONTENT_TYPE)
 
     return router
@@ -124,15 +147,27 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
         for operation in operations.values():
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):
-                if parameter["name"] in ("name", "model_id"):
+                if parameter["in"] == "path":
                     parameter["schema"]["enum"] = models.names
-            if settings.api_key is not None and path not in OPEN_PATHS:
-                operation["security"] = [{"bearer": []}]
-                operation["responses"]["401"] = documented("ErrorResponse", 401)[401]
-    if settings.api_key is not None:
-        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+            if refused := _guard(operation, path, settings):
+                operation["responses"][str(refused)] = documented("ErrorResponse", refused)[refused]
+    schemes = {"bearer": settings.api_key, "admin": settings.admin_key}
+    document["components"]["securitySchemes"] = {
+        name: {"type": "http", "scheme": "bearer"} for name, key in schemes.items() if key is not None
+    }
     app.openapi_schema = document
     return document
+
+
+def _guard(operation: dict[str, Any], path: str, settings: ServerSettings) -> int | None:
+    """Write down which key an operation asks for; returns the status for who may not, if anybody may not."""
+    is_admin = path.startswith(f"{ADMIN_PATH}/")
+    if is_admin and settings.admin_key is None:
+        return 403
+    if not is_admin and (settings.api_key is None or path in OPEN_PATHS):
+        return None
+    operation["security"] = [{"admin" if is_admin else "bearer": []}]
+    return 401
 
 
 __all__ = ["ApiError", "GatewayMetrics", "ModelHandle", "ServerSettings", "create_app", "create_model_app"]

@@ -11,7 +11,9 @@ from starlette.responses import Response
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     500: "internal_server_error",
     503: "service_unavailable_error",

@@ -11,7 +11,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swiftkv.engine.messages import DURATION_BOUNDS_S, Durations, EngineStats
+from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats
+from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -57,6 +58,8 @@ class GatewayMetrics:
         )
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
+        self.lending = LendingMetrics()
+        self.registry.register(self.lending)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.request_success = self._counter("vllm:request_success", "Requests finished", ("finished_reason",))
@@ -219,17 +222,8 @@ class _LayerStream(Collector):
                 (exposed, stats.layer_stream_exposed),
             ):
                 if durations is not None:
-                    add_histogram(family, (model,), DURATION_BOUNDS_S, durations)
+                    add_histogram(family, model, DURATION_BOUNDS_S, accumulate(durations.counts), durations.sum_s)
         return load, store, exposed
-
-
-def add_histogram(
-    family: HistogramMetricFamily, labels: Sequence[str], bounds: Sequence[float], durations: Durations
-) -> None:
-    """Add counts per bucket as Prometheus wants them: added up from the shortest on."""
-    totals = accumulate(durations.counts)
-    buckets = [(str(bound), total) for bound, total in zip((*bounds, "+Inf"), totals, strict=True)]
-    family.add_metric(labels, buckets, durations.sum_s)
 
 
 class _OneModel(Collector):

@@ -16,10 +16,13 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     Tag,
+    WithJsonSchema,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from swiftkv.config import BUDGET_FORMS, Budget, parse_budget
 from swiftkv.server.errors import ApiError
 
 MAX_CHOICES = 128
@@ -35,6 +38,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 # The bound makes pydantic look into the string: JSON has halves of surrogate pairs, which no tokenizer takes.
 Text = Annotated[str, Field(max_length=INT32_MAX)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Switch = Literal["true", "false"]  # of a query, where pydantic would take 1, yes and t as well
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Label = Annotated[str, Field(max_length=1024)]
 
@@ -217,11 +221,47 @@ class DetokenizeBody(ModelBody):
     tokens: TokenIds
 
 
+def _read_budget(value: object) -> Budget:
+    try:
+        return parse_budget(value)
+    except ValueError:
+        raise PydanticCustomError("budget", "must be {forms}", {"forms": BUDGET_FORMS}) from None
+
+
+class BudgetBody(Body):
+    """What a worker may lend from now on."""
+
+    budget: Annotated[
+        Budget,
+        PlainValidator(_read_budget),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string", "pattern": r"^[0-9]{1,15}([KMGT]iB|B)$"},
+                    {"type": "string", "pattern": r"^(100|[0-9]{1,2}(\.[0-9]{1,4})?)%$"},
+                    {"type": "integer", "enum": [0]},
+                ],
+                "description": BUDGET_FORMS[0].upper() + BUDGET_FORMS[1:],
+                "examples": ["128MiB", "50%", 0],
+            }
+        ),
+    ]
+
+
 _FIELDS = frozenset(
     name
-    for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ChatMessage, TextPart, StreamOptions)
+    for body in (
+        CompletionBody,
+        ChatBody,
+        TokenizeBody,
+        DetokenizeBody,
+        ChatMessage,
+        TextPart,
+        StreamOptions,
+        BudgetBody,
+    )
     for name in body.model_fields
-)
+) | {"dry_run"}
 
 
 def explain_invalid(errors: Sequence[Any]) -> ApiError:

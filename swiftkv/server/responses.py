@@ -174,9 +174,107 @@ class Version(Struct):
     version: str
 
 
+class LinkView(Struct):
+    """What one KV group of a lender may lend to one of a borrower, as one of the two sees it."""
+
+    lender: str
+    lender_group: int
+    borrower: str
+    borrower_group: int
+    peer_state: str
+    heard_s_ago: float | None
+    """Seconds since the peer last said anything; null: it is not there."""
+    extent_bytes: int
+    meu_w: int
+    meu_m: int
+    num_extents: int
+    extents: dict[str, int]
+    """How many, by state."""
+    lent_bytes: int
+
+
+class ModelLending(Struct):
+    """A model's part in lending. ``error`` says why its coordinator is not heard; what only that knows is null then."""
+
+    model: str
+    role: str
+    state: str
+    error: str | None
+    pool_bytes: int
+    budget_bytes: int | None
+    lent_bytes: int | None
+    borrowed_bytes: int | None
+    recalls: dict[str, int] | None
+    """How many extents were recalled since the engine started, by reason."""
+    lends: list[LinkView]
+    borrows: list[LinkView]
+
+
+class LendingOverview(Struct):
+    enabled: bool
+    transport: str
+    models: list[ModelLending]
+
+
+class BudgetChange(Struct):
+    """``recalled_bytes`` came home, or would in a dry run, for which ``took_s`` seconds were waited."""
+
+    model: str
+    dry_run: bool
+    budget_bytes: int
+    lent_bytes: int
+    recalled_bytes: int
+    took_s: float
+
+
+class GroupView(Struct):
+    """Blocks of one KV group: free + used + cached + lent + in_flight + streaming = total. Borrowed ones are beside."""
+
+    free: int
+    used: int
+    cached: int
+    lent: int
+    in_flight: int
+    streaming: int
+    total: int
+    borrowed_free: int
+    borrowed_used: int
+    borrowed_cached: int
+    borrowed_in_flight: int
+    stream_slots: int
+
+
+class ExtentView(Struct):
+    """``owner`` is the model that may write to the extent now."""
+
+    extent: int
+    state: str
+    owner: str
+    epoch: int
+
+
+class LinkExtents(Struct):
+    """Every extent of a link, in the order in which they lie in the lender's pool."""
+
+    lender: str
+    lender_group: int
+    borrower: str
+    borrower_group: int
+    extents: list[ExtentView]
+
+
+class PoolView(Struct):
+    model: str
+    pool_bytes: int
+    budget_bytes: int | None
+    groups: list[GroupView]
+    lends: list[LinkExtents]
+    borrows: list[LinkExtents]
+
+
 DOCUMENTED = (
     Completion, ChatCompletion, ModelCard, ModelList, Tokenized, Detokenized, Health, Readiness, NotReady, Version,
-    ErrorResponse,
+    ErrorResponse, LendingOverview, BudgetChange, PoolView,
 )  # fmt: skip
 
 

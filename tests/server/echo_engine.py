@@ -4,6 +4,7 @@ It is no stand-in for the engine, whose own tests are elsewhere: it lets the gat
 with answers that are known beforehand. Runs as a process of its own:
 
     python echo_engine.py REQUESTS_ADDRESS OUTPUTS_ADDRESS [--step-ms 0] [--max-model-len 4096]
+                          [--name code --leases-address ADDRESS]
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import zmq
+from echo_coordinator import EchoCoordinator
 
 from swiftkv.engine.messages import (
     FINISH_LENGTH,
@@ -153,7 +155,11 @@ def main() -> None:
     parser.add_argument("outputs_address")
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--name", default="echo")
+    parser.add_argument("--leases-address")
     arguments = parser.parse_args()
+    if arguments.leases_address:
+        EchoCoordinator(arguments.name, arguments.leases_address).start()
     engine = EchoEngine(arguments.requests_address, arguments.outputs_address, arguments.max_model_len)
     engine.run(arguments.step_ms / 1000)
 

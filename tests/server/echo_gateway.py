@@ -15,6 +15,7 @@ import httpx
 import openai
 import uvicorn
 import uvloop
+from echo_coordinator import BLOCK_BYTES, POOL_BYTES
 from fastapi import FastAPI
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv.server.app import GatewayMetrics, ModelHandle, ServerSettings, create_app, create_model_app
 from swiftkv.server.client import EngineClient
+from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.tokenizer import Tokenizer
 
 ECHO_ENGINE = Path(__file__).with_name("echo_engine.py")
@@ -59,11 +61,13 @@ class EchoProcess:
     client: EngineClient
     step_ms: float
     max_model_len: int
+    leases_address: str
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         addresses = [self.client.requests_address, self.client.outputs_address]
         options = [f"--step-ms={self.step_ms}", f"--max-model-len={self.max_model_len}"]
+        options += [f"--name={self.client.name}", f"--leases-address={self.leases_address}"]
         self.process = subprocess.Popen([sys.executable, ECHO_ENGINE, *addresses, *options])
 
     def stop(self) -> int:
@@ -112,8 +116,12 @@ def start_gateway(
     step_ms: float = 0,
     max_model_len: int = MAX_MODEL_LEN,
     settings: ServerSettings | None = None,
+    lending: bool = True,
 ) -> tuple[Gateway, Callable[[], None]]:
-    """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it."""
+    """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it.
+
+    Unless ``lending`` is off, ``code`` lends to ``chat``, as far as their echo engines say.
+    """
     settings = settings or ServerSettings()
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -121,15 +129,26 @@ def start_gateway(
     metrics = GatewayMetrics()
     servers: list[uvicorn.Server] = []
     serving: list[asyncio.Task[None]] = []
+    lendings: list[NodeLending] = []
 
     async def build() -> Gateway:
         handles = {}
+        members = []
         for name in ("chat", "code"):
             addresses = [f"ipc://{directory}/{name}.{end}" for end in ("requests", "outputs")]
             client = EngineClient(name, *addresses, metrics.for_model(name), max_in_flight=600)
             client.start()
             handles[name] = ModelHandle(name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client)
-        apps = [create_app(handles, settings, metrics), create_model_app(handles["chat"], settings, metrics)]
+            coordinator = CoordinatorClient(name, f"ipc://{directory}/{name}.leases") if lending else None
+            role, why_not = ("master", "is a master") if name == "chat" else ("worker", None)
+            why_not = why_not if lending else "lends and borrows nothing: node.lending is off"
+            members.append(LendingMember(name, role, POOL_BYTES, BLOCK_BYTES, why_not, client, coordinator))
+        node_lending = NodeLending(members, lending, "shm")
+        lendings.append(node_lending)
+        apps = [
+            create_app(handles, settings, metrics, node_lending),
+            create_model_app(handles["chat"], settings, metrics, node_lending),
+        ]
         urls = []
         for app in apps:
             listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -138,7 +157,10 @@ def start_gateway(
             serving.append(loop.create_task(server.serve(sockets=[listener])))
             urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
         clients = {name: handle.client for name, handle in handles.items()}
-        engines = {name: EchoProcess(client, step_ms, max_model_len) for name, client in clients.items()}
+        engines = {
+            name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
+            for name, client in clients.items()
+        }
         return Gateway(loop, *urls, clients, engines, metrics, apps, settings.api_key)
 
     gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
@@ -150,6 +172,7 @@ def start_gateway(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
+        await asyncio.gather(*(node_lending.close() for node_lending in lendings))
         for client in gateway.clients.values():
             await client.close()
 

@@ -32,17 +32,19 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture
-def url(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(params=["a model's port", "/admin of the node's port"])
+def url_and_options(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[list[str]]:
+    is_admin = request.param.startswith("/admin")
+    options = ["--include-path-regex=^/admin"] if is_admin else []
     if given := os.environ.get("SWIFTKV_TEST_URL"):
-        yield given
+        yield [f"{given}/openapi.json", *options]
         return
     gateway, stop = start_gateway(tmp_path, tokenizer, max_model_len=64)
-    yield gateway.model_url
+    yield [f"{gateway.url if is_admin else gateway.model_url}/openapi.json", *options]
     stop()
 
 
-def test_the_server_does_as_its_document_says(url: str, tmp_path: Path) -> None:
-    command = [*COMMAND, f"{url}/openapi.json", *OPTIONS]
+def test_the_server_does_as_its_document_says(url_and_options: list[str], tmp_path: Path) -> None:
+    command = [*COMMAND, *url_and_options, *OPTIONS]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -1,0 +1,45 @@
+"""``/admin``: what is lent on this node, and how much may be. Who may ask is decided before, by `AdminMiddleware`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Path, Query
+from pydantic import WithJsonSchema
+from starlette.responses import Response
+
+from swiftkv.server.lending import NodeLending
+from swiftkv.server.middleware import ADMIN_PATH
+from swiftkv.server.protocol import BudgetBody, Switch
+from swiftkv.server.routes import BODY_ERRORS, documented
+from swiftkv.server.streaming import json_response
+
+Name = Annotated[str, Path(description="Name of the model")]
+DryRun = Annotated[
+    Switch, Query(description="Only say what would be recalled"), WithJsonSchema({"type": "boolean", "default": False})
+]
+
+
+def admin_router(lending: NodeLending) -> APIRouter:
+    router = APIRouter(prefix=ADMIN_PATH)
+
+    @router.get("/lending", responses=documented("LendingOverview"))
+    async def show_lending() -> Response:
+        """What every model lends and borrows now."""
+        return json_response(await lending.overview())
+
+    @router.patch("/lending/{worker}", responses=documented("BudgetChange", *BODY_ERRORS, 409, 503))
+    async def set_budget(worker: Name, body: BudgetBody, dry_run: DryRun = "false") -> Response:
+        """Set the most that a worker lends. What it lends beyond that is recalled before the answer comes."""
+        return json_response(await lending.set_budget(worker, body.budget, dry_run == "true"))
+
+    @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
+    async def show_pool(model: Name) -> Response:
+        """Every extent of a model's links, its owner and epoch, and how many blocks of its pool are in which state."""
+        pool = await lending.pool(model)
+        # A large pool lent by small extents has a million of them.
+        return Response(await asyncio.to_thread(msgspec.json.encode, pool), media_type="application/json")
+
+    return router

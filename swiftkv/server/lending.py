@@ -1,0 +1,265 @@
+"""The gateway's line to the coordinators of its engines: what is lent, to whom, and how much may be."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from swiftkv.config import Budget, format_size
+from swiftkv.lease.messages import (
+    MAX_LEASE_MESSAGE_BYTES,
+    BudgetSet,
+    FromAdmin,
+    LendingState,
+    LinkState,
+    SetBudget,
+    ShowLending,
+    ToAdmin,
+)
+from swiftkv.server.client import EngineClient, EngineState
+from swiftkv.server.errors import ApiError
+from swiftkv.server.lending_metrics import LendingMetrics
+from swiftkv.server.responses import (
+    BudgetChange,
+    ExtentView,
+    GroupView,
+    LendingOverview,
+    LinkExtents,
+    LinkView,
+    ModelLending,
+    PoolView,
+)
+
+logger = logging.getLogger(__name__)
+
+LENDER_STATES = ("home", "offered", "lent", "recalled")
+BORROWER_STATES = ("none", "held", "recalled")
+
+_SHOW_TIMEOUT_S = 5.0
+_SCRAPE_TIMEOUT_S = 1.0
+_RECALL_TIMEOUT_S = 60.0
+_RETRY_S = 1.0
+_RECONNECT_MS = 50
+
+
+class CoordinatorClient:
+    """The gateway's end of one engine's coordinator, whichever process that happens to be.
+
+    Create it inside the event loop.
+    """
+
+    def __init__(self, name: str, leases_address: str) -> None:
+        self._name = name
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for an engine that is not there
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEASE_MESSAGE_BYTES)
+        self._socket.connect(leases_address)
+        self._request_ids = count(1)
+        self._waiting: dict[int, asyncio.Future[ToAdmin]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToAdmin] = msgspec.msgpack.Decoder(ToAdmin)
+        self._receiver = asyncio.get_running_loop().create_task(self._receive(), name=f"coordinator {name}")
+
+    async def close(self) -> None:
+        self._receiver.cancel()
+        await asyncio.gather(self._receiver, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+
+    async def set_budget(self, budget_bytes: int, dry_run: bool) -> BudgetSet:
+        """Answered when what is recalled is home. Raises `ApiError` 503 if that takes too long."""
+        answer = await self._ask(lambda request_id: SetBudget(request_id, budget_bytes, dry_run), _RECALL_TIMEOUT_S)
+        assert isinstance(answer, BudgetSet)
+        return answer
+
+    async def show(self, with_extents: bool, timeout_s: float = _SHOW_TIMEOUT_S) -> LendingState:
+        """Raises `ApiError` 503 if no answer comes in time."""
+        answer = await self._ask(lambda request_id: ShowLending(request_id, with_extents), timeout_s)
+        assert isinstance(answer, LendingState)
+        return answer
+
+    async def _ask(self, request: Callable[[int], FromAdmin], timeout_s: float) -> ToAdmin:
+        request_id = next(self._request_ids)
+        self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._socket.send(self._encoder.encode(request(request_id)))
+                return await self._waiting[request_id]
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"model '{self._name}' does not answer about lending within {timeout_s:g} s; what was asked for may "
+                "still happen: GET /admin/lending tells",
+                code="engine_unavailable",
+                retry_after_s=_RETRY_S,
+            ) from None
+        finally:
+            del self._waiting[request_id]
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                answer = self._decoder.decode(frame)
+            except msgspec.DecodeError:
+                logger.exception("the coordinator of %s sent a message that cannot be read", self._name)
+                continue
+            waiting = self._waiting.get(answer.request_id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+
+
+@dataclass(frozen=True)
+class LendingMember:
+    """One model of the node. ``why_not_lend`` completes "model 'x' …"; None: it can lend."""
+
+    name: str
+    role: str
+    pool_bytes: int
+    block_bytes: int
+    why_not_lend: str | None
+    engine: EngineClient
+    coordinator: CoordinatorClient | None  # None: it has no part in lending
+
+
+class NodeLending:
+    """Lending of the whole node, as `/admin` and `/metrics` show it."""
+
+    def __init__(self, members: Sequence[LendingMember], enabled: bool, transport: str) -> None:
+        self._members = {member.name: member for member in members}
+        self._enabled = enabled
+        self._transport = transport
+
+    async def close(self) -> None:
+        coordinators = [member.coordinator for member in self._members.values() if member.coordinator]
+        await asyncio.gather(*(coordinator.close() for coordinator in coordinators))
+
+    async def overview(self) -> LendingOverview:
+        """Of every model; one that does not answer in time is shown as such."""
+        models = await asyncio.gather(*(self._model_lending(member) for member in self._members.values()))
+        return LendingOverview(self._enabled, self._transport, models)
+
+    async def set_budget(self, name: str, budget: Budget, dry_run: bool) -> BudgetChange:
+        """Set what `name` may lend, and wait until what it lends beyond that is home.
+
+        Raises `ApiError`: 404 for no such model, 409 for one that cannot lend, 400 for a budget that cannot be, 503 if
+        it does not answer.
+        """
+        member = self._member(name)
+        if member.why_not_lend is not None or member.coordinator is None:
+            raise ApiError(409, f"model '{name}' {member.why_not_lend}", param="worker", code="cannot_lend")
+        budget_bytes = budget.bytes_of(member.pool_bytes)
+        # kv_cache.memory, which users know, may be more than the pool by less than a block.
+        if budget_bytes >= member.pool_bytes + member.block_bytes:
+            pool = format_size(member.pool_bytes)
+            raise ApiError(400, f"{budget} is more than the pool of '{name}', {pool}; 100% is the most", param="budget")
+        member.engine.check_available()
+        answer = await member.coordinator.set_budget(min(budget_bytes, member.pool_bytes), dry_run)
+        if answer.refused is not None:
+            raise ApiError(400, f"model '{name}' refuses: {answer.refused}", param="budget", code="budget_refused")
+        return BudgetChange(name, dry_run, answer.budget_bytes, answer.lent_bytes, answer.recalled_bytes, answer.took_s)
+
+    async def pool(self, name: str) -> PoolView:
+        """Raises `ApiError`: 404 for no such model, 409 for one that has no part in lending, 503 for no answer."""
+        member = self._member(name)
+        if member.coordinator is None:
+            raise ApiError(409, f"model '{name}' {member.why_not_lend}", param="model", code="cannot_lend")
+        member.engine.check_available()
+        state = await member.coordinator.show(with_extents=True)
+        return PoolView(
+            name,
+            state.pool_bytes,
+            None if member.why_not_lend else state.budget_bytes,
+            [GroupView(*msgspec.structs.astuple(group)) for group in state.groups],
+            [_extents(link, name, lends=True) for link in state.lends],
+            [_extents(link, name, lends=False) for link in state.borrows],
+        )
+
+    async def observe(self, metrics: LendingMetrics, only_model: str | None) -> None:
+        """Ask the coordinators for what `metrics` shows, of all models or one; who does not answer is left out."""
+        members = [m for m in self._members.values() if m.coordinator and only_model in (None, m.name)]
+        for member, answer in zip(members, await asyncio.gather(*map(_scraped, members)), strict=True):
+            metrics.observe(member.name, answer)
+
+    async def _model_lending(self, member: LendingMember) -> ModelLending:
+        error, state = None, None
+        try:
+            if member.coordinator is not None:
+                member.engine.check_available()
+                state = await member.coordinator.show(with_extents=False)
+        except ApiError as unavailable:
+            error = unavailable.message
+        lends = state.lends if state else []
+        borrows = state.borrows if state else []
+        return ModelLending(
+            model=member.name,
+            role=member.role,
+            state=str(member.engine.state),
+            error=error,
+            pool_bytes=member.pool_bytes,
+            budget_bytes=state.budget_bytes if state and member.why_not_lend is None else None,
+            lent_bytes=sum(link.num_bytes for link in lends) if state else None,
+            borrowed_bytes=sum(link.num_bytes for link in borrows) if state else None,
+            recalls=state.recalls_total if state else None,
+            lends=[_link(link, member.name, lends=True) for link in lends],
+            borrows=[_link(link, member.name, lends=False) for link in borrows],
+        )
+
+    def _member(self, name: str) -> LendingMember:
+        if name not in self._members:
+            known = ", ".join(self._members)
+            raise ApiError(404, f"no model '{name}'; there is: {known}", param="model", code="model_not_found")
+        return self._members[name]
+
+
+async def _scraped(member: LendingMember) -> LendingState | None:
+    assert member.coordinator is not None
+    if member.engine.state is not EngineState.READY:
+        return None
+    try:
+        return await member.coordinator.show(with_extents=False, timeout_s=_SCRAPE_TIMEOUT_S)
+    except ApiError:
+        return None
+
+
+def _link(link: LinkState, name: str, lends: bool) -> LinkView:
+    lender, borrower = (name, link.peer) if lends else (link.peer, name)
+    geometry = link.geometry
+    return LinkView(
+        lender=lender,
+        lender_group=geometry.lender_group,
+        borrower=borrower,
+        borrower_group=geometry.borrower_group,
+        peer_state=link.peer_state,
+        heard_s_ago=link.heard_s_ago,
+        extent_bytes=geometry.extent_bytes,
+        meu_w=geometry.meu_w,
+        meu_m=geometry.meu_m,
+        num_extents=geometry.num_extents,
+        extents=link.counts,
+        lent_bytes=link.num_bytes,
+    )
+
+
+def _extents(link: LinkState, name: str, lends: bool) -> LinkExtents:
+    lender, borrower = (name, link.peer) if lends else (link.peer, name)
+    names = LENDER_STATES if lends else BORROWER_STATES
+    states = np.frombuffer(link.states or b"", np.uint8).tolist()
+    epochs = np.frombuffer(link.epochs or b"", "<u4").tolist()
+    extents = [
+        # Only an extent that is home (or was never offered) is the lender's to write to.
+        ExtentView(extent, names[state], borrower if state else lender, epoch)
+        for extent, (state, epoch) in enumerate(zip(states, epochs, strict=True))
+    ]
+    return LinkExtents(lender, link.geometry.lender_group, borrower, link.geometry.borrower_group, extents)

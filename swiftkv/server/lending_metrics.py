@@ -1,0 +1,65 @@
+"""What coordinators last told about lending, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from swiftkv.lease.messages import LendingState, LinkState
+
+
+class LendingMetrics(Collector):
+    """Coordinators keep the counters; one that is started again begins anew, and one that is silent shows nothing."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, LendingState] = {}
+
+    def observe(self, model: str, state: LendingState | None) -> None:
+        """``None``: the model's coordinator did not answer."""
+        if state is None:
+            self._states.pop(model, None)
+        else:
+            self._states[model] = state
+
+    def collect(self) -> Iterable[Metric]:
+        lent = GaugeMetricFamily(
+            "swiftkv:lent_bytes", "Bytes of the model's pool lent now", labels=("model_name", "lender", "borrower")
+        )
+        borrowed = GaugeMetricFamily(
+            "swiftkv:borrowed_bytes", "Bytes of other pools borrowed now", labels=("model_name", "lender", "borrower")
+        )
+        budget = GaugeMetricFamily("swiftkv:lending_budget_bytes", "The most that may be lent", labels=("model_name",))
+        recalls = CounterMetricFamily("swiftkv:recalls", "Extents asked back", labels=("model_name", "reason"))
+        durations = HistogramMetricFamily(
+            "swiftkv:recall_seconds", "From asking extents back to having them", labels=("model_name",)
+        )
+        for model, state in self._states.items():
+            for peer, num_bytes in _by_peer(state.lends):
+                lent.add_metric((model, model, peer), num_bytes)
+            for peer, num_bytes in _by_peer(state.borrows):
+                borrowed.add_metric((model, peer, model), num_bytes)
+            if state.lends:
+                budget.add_metric((model,), state.budget_bytes)
+                recalled = state.recall_seconds
+                totals = (*recalled.counts, recalled.count)
+                add_histogram(durations, model, recalled.bounds, totals, recalled.sum)
+            for reason, total in state.recalls_total.items():
+                recalls.add_metric((model, reason), total)
+        return lent, borrowed, budget, recalls, durations
+
+
+def _by_peer(links: Iterable[LinkState]) -> Iterator[tuple[str, int]]:
+    totals: dict[str, int] = {}
+    for link in links:
+        totals[link.peer] = totals.get(link.peer, 0) + link.num_bytes
+    yield from totals.items()
+
+
+def add_histogram(
+    family: HistogramMetricFamily, model: str, bounds: Sequence[float], totals: Iterable[int], summed: float
+) -> None:
+    """`totals`: how many were at most each bound, and in the end how many there were."""
+    buckets = [(str(bound), total) for bound, total in zip((*bounds, "+Inf"), totals, strict=True)]
+    family.add_metric((model,), buckets, summed)

@@ -1,0 +1,119 @@
+"""What engines are told about lending: both ends of a link, and the plan, agree to the extent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
+from swiftkv.config import Config, load_config
+from swiftkv.engine.messages import EngineConfig
+from swiftkv.lease.messages import LendingSpec
+from swiftkv.node import engine_config, lending_spec
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+MODELS: list[dict[str, Any]] = [
+    {"name": "one", "path": "layers3", "role": "master"},
+    {"name": "lender", "path": "layers4", "lending": {"budget": "75%", "window": "10s", "policy": "longest"}},
+    {"name": "two", "path": "layers2", "role": "master"},
+    {"name": "later", "path": "layers3", "lending": {"budget": 0}},
+    {"name": "keeper", "path": "layers3"},
+]
+
+
+def planned(tmp_path: Path, models: list[dict[str, Any]], **node: Any) -> tuple[Config, tuple[ModelPlan, ...]]:
+    for num_layers in (2, 3, 4):
+        directory = tmp_path / f"layers{num_layers}"
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "num_hidden_layers": num_layers}))
+    file = tmp_path / "node.yaml"
+    models = [{"kv_cache": {"memory": "1MiB"}, **model} for model in models]
+    file.write_text(yaml.safe_dump({"node": node, "models": models}))
+    config = load_config(file)
+    return config, plan_node(config, need_weights=False)
+
+
+def specs(tmp_path: Path, models: list[dict[str, Any]] = MODELS, **node: Any) -> dict[str, LendingSpec | None]:
+    config, plans = planned(tmp_path, models, **node)
+    return {plan.name: lending_spec(config, plans, plan, Path("/run/ipc")) for plan in plans}
+
+
+def test_both_ends_of_a_link_are_told_the_same(tmp_path: Path) -> None:
+    told = specs(tmp_path)
+    assert told["keeper"] is None
+    for name, spec in told.items():
+        for peer in spec.lenders if spec else []:
+            other = told[peer.name]
+            assert other is not None
+            assert other.leases_address == peer.leases_address
+            (end,) = (borrower for borrower in other.borrowers if borrower.name == name)
+            assert end.links == peer.links
+    one, lender, later = told["one"], told["lender"], told["later"]
+    assert one
+    assert lender
+    assert later
+    assert [peer.name for peer in one.lenders] == ["lender", "later"]
+    assert [peer.name for peer in lender.borrowers] == [peer.name for peer in later.borrowers] == ["one", "two"]
+    assert (one.borrowers, lender.lenders) == ([], [])
+    assert one.leases_address == "ipc:///run/ipc/0.leases"
+
+
+def test_a_link_is_over_the_whole_pool_and_the_budget_is_the_plans(tmp_path: Path) -> None:
+    config, plans = planned(tmp_path, MODELS)
+    told = {plan.name: lending_spec(config, plans, plan, Path("/run/ipc")) for plan in plans}
+    lender_plan = plans[1]
+    for room in plan_lending(plans):
+        pair = room.pairs[0]
+        spec = told["lender"]
+        assert spec is not None
+        (link,) = next(peer.links for peer in spec.borrowers if peer.name == room.master.name)
+        assert link.num_extents == lender_plan.num_blocks // link.meu_w
+        assert link.num_extents * link.extent_bytes <= lender_plan.pool_bytes
+        # What an even part of the budget holds is what the plan promised.
+        assert spec.budget_bytes // 2 // link.extent_bytes == pair.num_extents > 0
+    assert (told["lender"].budget_bytes, told["later"].budget_bytes) == (lender_plan.pool_bytes * 3 // 4, 0)
+    assert (told["lender"].window_s, told["lender"].policy) == (10.0, "longest")
+
+
+def test_what_the_node_says_holds_for_every_engine(tmp_path: Path) -> None:
+    told = specs(tmp_path, lending={"transport": "p2p", "stream_buffers": 1, "max_wait": "2s"})
+    for spec in filter(None, told.values()):
+        assert (spec.transport, spec.stream_buffers, spec.max_wait_s) == ("p2p", 1, 2.0)
+        assert spec.rendezvous == "/run/ipc"
+
+
+@pytest.mark.parametrize(
+    ("models", "node"),
+    [
+        (MODELS, {"lending": "off"}),
+        ([MODELS[0], MODELS[4]], {}),
+        ([MODELS[0], MODELS[2]], {}),
+        ([MODELS[1], MODELS[3]], {}),
+        # 64 tokens of a block against 16: one extent is more than the pool of one block.
+        ([{**MODELS[0], "kv_cache": {"memory": "1MiB", "block_size": 64}},
+          {**MODELS[1], "kv_cache": {"memory": "17KiB"}}], {}),
+    ],
+    ids=["lending is off", "no budget", "no worker", "no master", "an extent is more than the pool"],
+)  # fmt: skip
+def test_nobody_has_a_part_in_lending(models: list[dict[str, Any]], node: dict[str, Any], tmp_path: Path) -> None:
+    assert set(specs(tmp_path, models, **node).values()) == {None}
+
+
+def test_an_engine_reads_what_it_is_told(tmp_path: Path) -> None:
+    config, plans = planned(tmp_path, MODELS)
+    told = engine_config(config, plans, 0, Path("/run/ipc"))
+    assert msgspec.json.decode(msgspec.json.encode(told), type=EngineConfig) == told
+    assert told.max_model_len > plans[0].pool_tokens
+    assert told.lending is not None

@@ -1,0 +1,272 @@
+"""``/admin``: what lends to whom, budgets at run time, who may ask, and what happens when an engine does not answer."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from echo_coordinator import BLOCK_BYTES, EXTENT_BYTES, FIRST_BUDGET_BYTES, NUM_EXTENTS, POOL_BYTES
+from echo_gateway import Gateway, start_gateway
+from prometheus_client.parser import text_string_to_metric_families
+
+from swiftkv.server import lending
+from swiftkv.server.app import ServerSettings
+from swiftkv.server.tokenizer import Tokenizer
+
+NUM_LENT = FIRST_BUDGET_BYTES // EXTENT_BYTES
+
+
+@pytest.fixture
+def lending_gateway(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    gateway, stop = start_gateway(tmp_path, tokenizer)
+    yield gateway
+    stop()
+
+
+def patch(gateway: Gateway, budget: object, *, worker: str = "code", query: str = "") -> httpx.Response:
+    with gateway.http() as http:
+        return http.patch(f"/admin/lending/{worker}{query}", json={"budget": budget})
+
+
+def lent_bytes(gateway: Gateway) -> int:
+    with gateway.http() as http:
+        models = {model["model"]: model for model in http.get("/admin/lending").json()["models"]}
+    return int(models["code"]["lent_bytes"])
+
+
+def test_what_every_model_lends_and_borrows(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        answer = http.get("/admin/lending").json()
+    assert (answer["enabled"], answer["transport"]) == (True, "shm")
+    chat, code = answer["models"]
+    assert (code["model"], code["role"], code["state"], code["error"]) == ("code", "worker", "ready", None)
+    assert (code["pool_bytes"], code["budget_bytes"]) == (POOL_BYTES, FIRST_BUDGET_BYTES)
+    assert (code["lent_bytes"], code["borrowed_bytes"]) == (FIRST_BUDGET_BYTES, 0)
+    (link,) = code["lends"]
+    assert (link["lender"], link["borrower"], link["peer_state"]) == ("code", "chat", "attached")
+    assert (link["extent_bytes"], link["meu_w"], link["meu_m"], link["num_extents"]) == (
+        EXTENT_BYTES,
+        2,
+        3,
+        NUM_EXTENTS,
+    )
+    assert link["extents"] == {"home": NUM_EXTENTS - NUM_LENT, "lent": NUM_LENT}
+    assert (chat["budget_bytes"], chat["lent_bytes"], chat["borrowed_bytes"]) == (None, 0, FIRST_BUDGET_BYTES)
+    (link,) = chat["borrows"]
+    assert (link["lender"], link["borrower"], link["lent_bytes"]) == ("code", "chat", FIRST_BUDGET_BYTES)
+
+
+def test_every_extent_its_owner_and_epoch(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        code, chat = (http.get(f"/admin/pools/{name}").json() for name in ("code", "chat"))
+    (group,) = code["groups"]
+    states = ("free", "used", "cached", "lent", "in_flight", "streaming")
+    assert sum(group[state] for state in states) == group["total"]
+    (link,) = code["lends"]
+    assert [extent["extent"] for extent in link["extents"]] == list(range(NUM_EXTENTS))
+    assert link["extents"][0] == {"extent": 0, "state": "lent", "owner": "chat", "epoch": 1}
+    assert link["extents"][-1] == {"extent": NUM_EXTENTS - 1, "state": "home", "owner": "code", "epoch": 0}
+    (replica,) = chat["borrows"]
+    assert (replica["lender"], replica["borrower"]) == ("code", "chat")
+    assert [e["owner"] for e in replica["extents"]] == [e["owner"] for e in link["extents"]]
+    assert (replica["extents"][0]["state"], replica["extents"][-1]["state"]) == ("held", "none")
+
+
+def test_a_budget_lowered_recalls_and_one_raised_lends(lending_gateway: Gateway) -> None:
+    asked = patch(lending_gateway, "16MiB", query="?dry_run=true")
+    assert asked.status_code == 200
+    assert asked.json()["dry_run"] is True
+    assert asked.json()["recalled_bytes"] == 32 << 20
+    assert lent_bytes(lending_gateway) == FIRST_BUDGET_BYTES
+    lowered = patch(lending_gateway, "16MiB").json()
+    assert lowered == {
+        "model": "code", "dry_run": False, "budget_bytes": 16 << 20, "lent_bytes": 16 << 20,
+        "recalled_bytes": 32 << 20, "took_s": 0.25,
+    }  # fmt: skip
+    assert patch(lending_gateway, "16MiB").json()["recalled_bytes"] == 0  # again: nothing is left to do
+    assert patch(lending_gateway, "50%").json()["lent_bytes"] == POOL_BYTES // 2
+    assert patch(lending_gateway, 0).json()["lent_bytes"] == 0
+    # kv_cache.memory may be a little more than the pool: what the file may say, a request may say, too.
+    assert patch(lending_gateway, f"{POOL_BYTES + BLOCK_BYTES - 1}B").json()["budget_bytes"] == POOL_BYTES
+    with lending_gateway.http() as http:
+        families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    assert families["swiftkv:recalls"].samples[0].value == 64
+
+
+@pytest.mark.parametrize(
+    ("budget", "worker", "status", "says"),
+    [
+        (
+            "a lot",
+            "code",
+            400,
+            "field 'budget': must be a percentage of the pool up to 100% such as 75%, a size such as",
+        ),
+        (75, "code", 400, "field 'budget': must be"),
+        (-1, "code", 400, "field 'budget': must be"),
+        (True, "code", 400, "field 'budget': must be"),
+        (None, "code", 400, "field 'budget': must be"),
+        ("101%", "code", 400, "field 'budget': must be"),
+        ("9" * 400 + "TiB", "code", 400, "field 'budget': must be"),
+        ("65MiB", "code", 400, "65MiB is more than the pool of 'code', 64MiB; 100% is the most"),
+        ("13MiB", "code", 400, "model 'code' refuses: thirteen is unlucky"),
+        ("50%", "chat", 409, "model 'chat' is a master"),
+        ("50%", "cod", 404, "no model 'cod'; there is: chat, code"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_reason(
+    gateway: Gateway, budget: object, worker: str, status: int, says: str
+) -> None:
+    response = patch(gateway, budget, worker=worker)
+    assert response.status_code == status
+    assert response.json()["error"]["message"].startswith(says)
+    assert lent_bytes(gateway) == FIRST_BUDGET_BYTES
+
+
+def test_other_fields_and_queries_are_mistakes(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        extra = http.patch("/admin/lending/code", json={"budget": 0, "force": True})
+        missing = http.patch("/admin/lending/code", json={})
+        query = http.patch("/admin/lending/code?dry_run=maybe", json={"budget": 0})
+        unknown = http.get("/admin/pools/nobody")
+    assert [response.status_code for response in (extra, missing, query, unknown)] == [400, 400, 400, 404]
+    assert extra.json()["error"]["message"] == "field 'force' is not supported"
+    assert missing.json()["error"]["message"] == "field 'budget' is required"
+    assert query.json()["error"]["param"] == "dry_run"
+    assert lent_bytes(gateway) == FIRST_BUDGET_BYTES
+
+
+def test_metrics(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+        of_chat = http.get(f"{gateway.model_url}/metrics").text
+
+    def value(name: str, **labels: str) -> float:
+        (sample,) = (s for s in families[name].samples if labels.items() <= s.labels.items())
+        return float(sample.value)
+
+    pair = {"lender": "code", "borrower": "chat"}
+    assert value("swiftkv:lent_bytes", model_name="code", **pair) == FIRST_BUDGET_BYTES
+    assert value("swiftkv:borrowed_bytes", model_name="chat", **pair) == FIRST_BUDGET_BYTES
+    assert value("swiftkv:lending_budget_bytes", model_name="code") == FIRST_BUDGET_BYTES
+    assert value("swiftkv:recalls", model_name="code", reason="demand") == 0
+    samples = {(s.name, s.labels.get("le")): s.value for s in families["swiftkv:recall_seconds"].samples}
+    assert samples == {
+        ("swiftkv:recall_seconds_bucket", "0.1"): 0, ("swiftkv:recall_seconds_bucket", "1.0"): 3,
+        ("swiftkv:recall_seconds_bucket", "+Inf"): 4, ("swiftkv:recall_seconds_count", None): 4,
+        ("swiftkv:recall_seconds_sum", None): 7.5,
+    }  # fmt: skip
+    assert "swiftkv:borrowed_bytes{" in of_chat
+    assert "swiftkv:lent_bytes{" not in of_chat
+
+
+def test_an_engine_that_is_gone_is_503_and_the_others_are_shown(lending_gateway: Gateway) -> None:
+    pid = lending_gateway.engines["code"].stop()
+    client = lending_gateway.clients["code"]
+    lending_gateway.call(lambda: client.engine_down("died and is being restarted", retry_after_s=3, pid=pid))
+    refused = patch(lending_gateway, "50%")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "3")
+    with lending_gateway.http() as http:
+        assert http.get("/admin/pools/code").status_code == 503
+        chat, code = http.get("/admin/lending").json()["models"]
+        assert "swiftkv:lent_bytes{" not in http.get("/metrics").text
+    assert (code["state"], code["error"], code["lent_bytes"]) == (
+        "down",
+        "model 'code' died and is being restarted",
+        None,
+    )
+    assert (chat["error"], chat["borrowed_bytes"]) == (None, FIRST_BUDGET_BYTES)
+    lending_gateway.engines["code"].start()
+    lending_gateway.wait_ready("code")
+    assert patch(lending_gateway, "50%").status_code == 200
+
+
+def test_an_engine_that_is_stopped_is_503_in_time(lending_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "_RECALL_TIMEOUT_S", 0.2)
+    process = lending_gateway.engines["code"].process
+    assert process is not None
+    assert lent_bytes(lending_gateway) == FIRST_BUDGET_BYTES  # they are connected
+    process.send_signal(signal.SIGSTOP)
+    refused = patch(lending_gateway, "25%")
+    with lending_gateway.http() as http:
+        assert http.get("/metrics").status_code == 200
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "does not answer about lending within 0.2 s" in refused.json()["error"]["message"]
+    process.send_signal(signal.SIGCONT)
+    deadline_s = time.monotonic() + 10
+    while lent_bytes(lending_gateway) != POOL_BYTES // 4:  # it was asked, and does it now
+        assert time.monotonic() < deadline_s
+
+
+def test_a_node_that_does_not_lend(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    gateway, stop = start_gateway(tmp_path, tokenizer, lending=False)
+    with gateway.http() as http:
+        answer = http.get("/admin/lending").json()
+        pool = http.get("/admin/pools/chat")
+        assert http.get("/metrics").status_code == 200
+    assert answer["enabled"] is False
+    assert [(model["model"], model["lends"], model["error"]) for model in answer["models"]] == [
+        ("chat", [], None), ("code", [], None),
+    ]  # fmt: skip
+    refused = patch(gateway, "50%")
+    stop()
+    assert (refused.status_code, pool.status_code) == (409, 409)
+    assert refused.json()["error"]["message"] == "model 'code' lends and borrows nothing: node.lending is off"
+
+
+ROUTES = [
+    ("GET", "/admin/lending", None),
+    ("PATCH", "/admin/lending/code", {"budget": 0}),
+    ("GET", "/admin/pools/code", None),
+]
+
+
+def all_routes(gateway: Gateway, headers: dict[str, str]) -> list[httpx.Response]:
+    with gateway.http() as http:
+        http.headers.pop("Authorization", None)
+        return [http.request(method, path, json=body, headers=headers) for method, path, body in ROUTES]
+
+
+def codes(responses: list[httpx.Response]) -> set[tuple[int, Any]]:
+    return {(response.status_code, response.json()["error"]["code"]) for response in responses}
+
+
+def test_admin_has_a_key_of_its_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    settings = ServerSettings(api_key="models", admin_key="admin", loopback=False)
+    assert "admin'" not in repr(settings)
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=settings)
+    for headers in ({}, {"Authorization": "Bearer models"}, {"Authorization": "Bearer admin2"}):
+        assert codes(all_routes(gateway, headers)) == {(401, "invalid_admin_key")}
+    opened = all_routes(gateway, {"Authorization": "Bearer admin"})
+    with gateway.http() as http:
+        models = http.get("/v1/models", headers={"Authorization": "Bearer admin"})
+        own_port = http.get(f"{gateway.model_url}/admin/lending", headers={"Authorization": "Bearer admin"})
+        document = http.get("/openapi.json").json()
+    stop()
+    assert [response.status_code for response in opened] == [200, 200, 200]
+    assert models.status_code == 401  # nor does the admin's key open the models
+    assert own_port.status_code == 404
+    assert document["paths"]["/admin/lending"]["get"]["security"] == [{"admin": []}]
+    assert document["paths"]["/v1/models"]["get"]["security"] == [{"bearer": []}]
+
+
+def test_without_a_key_admin_is_for_this_machine_alone(gateway: Gateway) -> None:
+    """The fixture is bound to loopback; a page whose name was made to point here sends that name."""
+    port = gateway.url.rsplit(":", 1)[1]
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}", "localhost"):
+        assert httpx.get(f"{gateway.url}/admin/lending", headers={"Host": host}).status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "10.0.0.1", "[::1", ""):
+        assert codes(all_routes(gateway, {"Host": host})) == {(403, "admin_is_local")}, host
+
+
+def test_without_a_key_admin_is_off_where_others_can_call(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(api_key="models", loopback=False))
+    refused = all_routes(gateway, {"Authorization": "Bearer models"})
+    stop()
+    assert codes(refused) == {(403, "admin_is_off")}
+    assert "set node.admin_key_env" in refused[0].json()["error"]["message"]
