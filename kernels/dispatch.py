@@ -30,7 +30,7 @@ class PackedLinear(Protocol):
 class Ops:
     """One kind of kernels: the functions of `kernels/reference.py`, where their meaning is written down."""
 
-    name: Literal["cpu", "reference"]
+    name: Literal["cpu", "reference", "triton"]
     set_num_threads: Callable[[int], None]
     pack_linear: Callable[..., PackedLinear]
     linear: Callable[..., Tensor]
@@ -47,7 +47,12 @@ class Ops:
 
 def select_ops(device: torch.device | str) -> Ops:
     """The fastest kernels that `device` and this machine can run."""
-    if torch.device(device).type == "cpu" and os.environ.get(OPS_VARIABLE) != "reference" and _cpu_is_supported():
+    kind = torch.device(device).type
+    if os.environ.get(OPS_VARIABLE) == "reference":
+        return reference_ops()
+    if kind == "cuda":
+        return triton_ops()
+    if kind == "cpu" and _cpu_is_supported():
         return cpu_ops()
     return reference_ops()
 
@@ -59,6 +64,13 @@ def cpu_ops() -> Ops:
     return _collect("cpu", cpu, cpu_attention)
 
 
+def triton_ops() -> Ops:
+    """Triton and cuBLAS, on CUDA devices. Raises `ImportError` if triton is not installed."""
+    from swiftkv.kernels import triton_ops
+
+    return _collect("triton", triton_ops, triton_ops)
+
+
 def reference_ops() -> Ops:
     """Plain torch, on any device."""
     from swiftkv.kernels import reference
@@ -66,7 +78,7 @@ def reference_ops() -> Ops:
     return _collect("reference", reference, reference)
 
 
-def _collect(name: Literal["cpu", "reference"], layers: ModuleType, attention: ModuleType) -> Ops:
+def _collect(name: Literal["cpu", "reference", "triton"], layers: ModuleType, attention: ModuleType) -> Ops:
     return Ops(
         name=name,
         set_num_threads=layers.set_num_threads,

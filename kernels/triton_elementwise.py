@@ -269,11 +269,12 @@ def _rope_write_kv(
         tl.store(x + source + rest_dims, rest, mask=is_query & rest_mask)
     if kv is not None:
         entry = tl.load(entries + token)
-        is_kept = exists & (head >= tl.where(entry == INT32_MIN, NUM_HEADS + 2 * NUM_KV_HEADS, NUM_HEADS))
-        block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        # Values follow keys as if they were further heads.
-        target = kv + block + key_offset(head - NUM_HEADS, position % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
-        tl.store(target + half, first, mask=is_kept & half_mask)
-        tl.store(target + HALF + half, second, mask=is_kept & half_mask)
-        if REST_TILE:
-            tl.store(target + rest_dims, rest, mask=is_kept & rest_mask)
+        if entry != INT32_MIN:
+            block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            # Values follow keys as if they were further heads.
+            target = kv + block + key_offset(head - NUM_HEADS, position % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
+            is_new = exists & (head >= NUM_HEADS)
+            tl.store(target + half, first, mask=is_new & half_mask)
+            tl.store(target + HALF + half, second, mask=is_new & half_mask)
+            if REST_TILE:
+                tl.store(target + rest_dims, rest, mask=is_new & rest_mask)

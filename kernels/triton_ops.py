@@ -1,0 +1,123 @@
+"""Layers of a decoder on a GPU: torch's matrix products (cuBLAS), and Triton kernels for all that lies between.
+
+Activations are contiguous CUDA tensors of the weights' dtype, bfloat16 or float16. `kernels/reference.py` has the same
+functions in plain torch. They differ where a matrix product's result is stored before the next stage takes it up: it is
+rounded to the dtype there, as transformers' models round it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swiftkv.kernels.triton_attention import attention, prepare_batch
+from swiftkv.kernels.triton_elementwise import rms_norm, rope_write_kv, silu_and_mul
+
+__all__ = [
+    "PackedLinear",
+    "attention",
+    "embed",
+    "linear",
+    "linear_residual",
+    "logits",
+    "norm_gate_up_silu",
+    "norm_linear",
+    "pack_linear",
+    "prepare_batch",
+    "rms_norm",
+    "rope_write_kv",
+    "set_num_threads",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is for `norm_gate_up_silu`."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+    interleaved: bool
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def set_num_threads(n: int) -> None:
+    """A GPU shares its work between its multiprocessors by itself."""
+
+
+def pack_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
+) -> PackedLinear:
+    """Weights [N_i, K], biases [N_i] or None -> one layer of sum(N_i) outputs, where the weights are.
+
+    `interleave` is for (gate, up) of equal size: :func:`norm_gate_up_silu` needs it and nothing else takes it.
+
+    Raises:
+        ValueError: the weights differ in K or dtype, or gate and up in size.
+    """
+    biases = [None] * len(weights) if biases is None else biases
+    if not weights or len(biases) != len(weights):
+        raise ValueError(f"{len(weights)} weights and {len(biases)} biases: give one bias or None for each weight")
+    if any(w.shape[1] != weights[0].shape[1] or w.dtype != weights[0].dtype for w in weights):
+        raise ValueError("weights that are packed together must have one dtype and one in_features")
+    if interleave and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+        raise ValueError("interleave takes gate and up, of one shape")
+    bias = None
+    if any(b is not None for b in biases):
+        parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        bias = torch.cat(parts)
+    weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(tuple(weights))
+    return PackedLinear(weight, bias, interleave)
+
+
+def linear(x: Tensor, w: PackedLinear) -> Tensor:
+    """x [M, K] @ w.T + bias -> [M, N]."""
+    assert not w.interleaved
+    return F.linear(x, w.weight, w.bias)
+
+
+def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+    """residual [M, N] += x [M, K] @ w.T + bias in place: rounded once after the sum, with a bias once more before it."""
+    assert not w.interleaved
+    if w.bias is not None:
+        residual += w.bias
+    residual.addmm_(x, w.weight.t())
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    """linear(rms_norm(x [M, K], norm_weight [K], eps), w) -> [M, N]."""
+    return linear(rms_norm(x, norm_weight, eps), w)
+
+
+def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    """gate, up = linear(rms_norm(x [M, K], norm_weight [K], eps), w), rounded; silu(gate) * up -> [M, N / 2]."""
+    assert w.interleaved
+    return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), w.weight, w.bias))
+
+
+def logits(x: Tensor, w: PackedLinear) -> Tensor:
+    """x [M, K] @ w.T + bias -> float32 [M, N], the sums as they were kept."""
+    assert not w.interleaved
+    if x.dtype == torch.float32:
+        return F.linear(x, w.weight, w.bias)
+    product = torch.mm(x, w.weight.t(), out_dtype=torch.float32)
+    return product if w.bias is None else product + w.bias
+
+
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of table [V, K] for token_ids int32 [T], on the host too -> [T, K]. An id outside [0, V) ends the process."""
+    return F.embedding(token_ids.to(table.device, non_blocking=True), table)
