@@ -161,7 +161,7 @@ class DecodeGraphs(Generic[Inputs]):
         The caller sees to it that nothing has to be copied in the step.
         """
         num_seqs = len(step.context_lens)
-        if num_seqs == 0 or len(step.token_ids) != num_seqs:
+        if num_seqs == 0 or len(step.token_ids) != num_seqs or len(step.stream_tables) != 1:
             return None
         size = choose_size(self.sizes, num_seqs)
         if size is None or any(len(table) > self._num_entries for table in step.block_tables):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,16 @@ class SharedPool(Protocol):
     fd: int
     nbytes: int
     tensor: torch.Tensor  # uint8 [nbytes]
+
+
+@runtime_checkable
+class DevicePool(Protocol):
+    """The part of `cache.cuda_pool.CudaPool` that a transport needs."""
+
+    nbytes: int
+    tensor: torch.Tensor  # uint8 [nbytes], on a CUDA device
+
+    def ipc_handle(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)

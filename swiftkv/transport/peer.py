@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from swiftkv.errors import TransferError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, close_ipc_handle, copy_2d, open_ipc_handle
 from swiftkv.kernels.triton_copy import flatten_runs, move_blocks, upload
-from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, Runs, Ticket
+from swiftkv.transport.base import COPY_TIMING, CopyTimings, DevicePool, PeerHandle, Runs, Ticket
 
 IoBackend = Literal["kernel", "direct"]
 """HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
@@ -32,11 +33,10 @@ _ANCHOR_INTERVAL_S = 10.0  # event times are float32 milliseconds since the anch
 log = logging.getLogger(__name__)
 
 
-class DevicePool(Protocol):
-    """The part of `cache.cuda_pool.CudaPool` that this transport needs."""
+EXPOSURE = np.dtype([("ticket", np.int64), ("exposed_s", np.float64)])
+"""How long computing stood still for a job."""
 
-    nbytes: int
-    tensor: torch.Tensor  # uint8 [nbytes], on a CUDA device
+Exposures = npt.NDArray[np.void]  # [W], of EXPOSURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,9 @@ class _Job:
 class PeerTransport:
     """`Transport` for pools on CUDA devices. Submits and waits refer to the current stream of the pool's device.
 
+    The host knows that copies ended when it knows that the compute stream came past their waits, or after `settle`:
+    only then may extents be given back, after a step without tokens as after any other.
+
     A lender that dies while its pool is mapped here: the step that reads it goes on with whatever bytes come, and the
     coordinator, which sees the process end, has the scheduler drop them.
     """
@@ -71,6 +74,7 @@ class PeerTransport:
         self._mappings: dict[int, _Mapping] = {}
         self._tables: OrderedDict[int, tuple[Runs, torch.Tensor]] = OrderedDict()  # by id of the runs, kept alive here
         self._jobs: OrderedDict[Ticket, _Job] = OrderedDict()
+        self._waits: deque[tuple[Ticket, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MAX_JOBS)
         self._failures: dict[Ticket, str] = {}
         self._last_ticket: Ticket = 0
         self._set_anchor()
@@ -121,7 +125,12 @@ class PeerTransport:
         """The current stream waits; the host does not. A job whose timings were taken has ended."""
         job = self._jobs.get(ticket)
         if job is not None:
-            torch.cuda.current_stream(self._device).wait_event(job.end)
+            stream = torch.cuda.current_stream(self._device)
+            arrived, left = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            arrived.record(stream)
+            stream.wait_event(job.end)
+            left.record(stream)
+            self._waits.append((ticket, arrived, left))
         if (failure := self._failures.pop(ticket, None)) is not None:
             raise TransferError(failure)
 
@@ -150,6 +159,14 @@ class PeerTransport:
                 )
             )
         return np.array(rows, COPY_TIMING)
+
+    def take_exposures(self) -> Exposures:
+        """Of the waits that the current stream came past since the last call, in order; the latest few thousand."""
+        rows = []
+        while self._waits and self._waits[0][2].query():
+            ticket, arrived, left = self._waits.popleft()
+            rows.append((ticket, arrived.elapsed_time(left) / 1e3))
+        return np.array(rows, EXPOSURE)
 
     def close(self) -> None:
         self.settle()

@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from swiftkv.errors import TransferError
-from swiftkv.transport.base import PeerHandle, SharedPool
+from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool
 
 _POOL_KEY = "pool"
 
@@ -26,9 +26,12 @@ def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
     return store
 
 
-def publish_pool(store_path: Path, pool: SharedPool) -> PeerHandle:
+def publish_pool(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
     """The lender's side: say where `pool` is to whoever looks at `store_path`. Returns what the borrower will find."""
-    handle = PeerHandle(os.getpid(), pool.fd, os.fstat(pool.fd).st_ino, pool.nbytes, str(store_path))
+    if isinstance(pool, DevicePool):
+        handle = PeerHandle(os.getpid(), -1, 0, pool.nbytes, str(store_path), pool.ipc_handle().hex())
+    else:
+        handle = PeerHandle(os.getpid(), pool.fd, os.fstat(pool.fd).st_ino, pool.nbytes, str(store_path))
     open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
     return handle
 

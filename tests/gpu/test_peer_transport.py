@@ -168,6 +168,9 @@ def test_copies_follow_what_the_compute_stream_did_and_it_follows_them(
     seen = region[8:16, 1].clone()
     assert not before.query(), "the host waited: nothing was shown"
     assert seen.eq(77).all()
+    exposures = transport.take_exposures()
+    assert exposures["ticket"].tolist() == [1, ticket]
+    assert exposures["exposed_s"][1] > 0
     transport.close()
 
 

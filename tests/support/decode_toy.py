@@ -35,6 +35,10 @@ class Step:
     block_tables: Sequence[Int32Array]
     table_starts: Sequence[Int32Array]
 
+    @property
+    def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
+        return [self.block_tables]
+
 
 def decode_step(context_lens: Sequence[int], generator: np.random.Generator, num_blocks: int) -> Step:
     """One new token for each sequence, which brings its context to that length, in blocks drawn at random."""
