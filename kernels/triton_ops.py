@@ -91,7 +91,7 @@ def linear(x: Tensor, w: PackedLinear) -> Tensor:
 
 
 def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
-    """residual [M, N] += x [M, K] @ w.T + bias in place: rounded once after the sum, with a bias once more before it."""
+    """residual [M, N] += x [M, K] @ w.T + bias in place; rounded once, and once more if there is a bias."""
     assert not w.interleaved
     if w.bias is not None:
         residual += w.bias
@@ -119,5 +119,5 @@ def logits(x: Tensor, w: PackedLinear) -> Tensor:
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of table [V, K] for token_ids int32 [T], on the host too -> [T, K]. An id outside [0, V) ends the process."""
+    """Rows of table [V, K] for token_ids int32 [T], on the host too -> [T, K]. Ids outside [0, V) end the process."""
     return F.embedding(token_ids.to(table.device, non_blocking=True), table)

@@ -21,12 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_RUN = 64  # tokens that share a maximum and a sum
-_RUNS_TILE = 128  # runs that a program holds at a time
-_STATISTICS_TILE = 64
-_VOCABULARY_TILE = 2048
-_ROWS_TILE = 128
-_LOWEST_KEY = tl.constexpr(-2139095041)  # of minus infinity
+from swiftkv.kernels.triton_logits import (
+    LOWEST_KEY,
+    RUN_TOKENS,
+    RUNS_TILE,
+    find_edge,
+    inverse,
+    key_of,
+    list_all_runs,
+    list_largest_runs,
+    load_runs,
+    logit_of,
+    measure,
+    run_statistics,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +77,6 @@ class Draw:
     is_broken: Tensor  # bool [R] logits that are not finite, or forbid every token: the token means nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Of tokens under the raw distribution, and its likeliest tokens, the likeliest first; equals by id."""
-
-    logprobs: Tensor  # float32 [N]
-    ranks: Tensor  # int32 [N], 1: no token is likelier
-    top_ids: Tensor  # int32 [N, num_top]
-    top_logprobs: Tensor  # float32 [N, num_top]
-
-
 def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor) -> Draw:
     """One token per row of `logits` float32 `[R, vocab]`, for the requests in `slots` int32 `[R]`.
 
@@ -91,7 +89,7 @@ def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor)
     )
     if not num_rows:
         return draw
-    maxima, sums = _run_statistics(logits, params.temperature, slots)
+    maxima, sums = run_statistics(logits, params.temperature, slots)
     num_runs = maxima.shape[1]
     _sample[(num_rows,)](
         logits,
@@ -111,300 +109,11 @@ def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor)
         vocab_size,
         num_runs,
         ALL_RUNS=triton.next_power_of_2(num_runs),
-        TILE=_RUNS_TILE,
-        RUN=_RUN,
+        TILE=RUNS_TILE,
+        RUN=RUN_TOKENS,
         num_warps=8,
     )
     return draw
-
-
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Of `token_ids` int32 `[N]` under `logits` float32 `[N, vocab]`, as the model gave them. Two launches."""
-    num_rows, vocab_size = logits.shape
-    num_top = min(num_top, vocab_size)
-    device = logits.device
-    found = Logprobs(
-        torch.empty(num_rows, dtype=torch.float32, device=device),
-        torch.empty(num_rows, dtype=torch.int32, device=device),
-        torch.empty((num_rows, num_top), dtype=torch.int32, device=device),
-        torch.empty((num_rows, num_top), dtype=torch.float32, device=device),
-    )
-    if not num_rows:
-        return found
-    maxima, sums = _run_statistics(logits, None, None)
-    num_runs = maxima.shape[1]
-    _token_logprobs[(num_rows,)](
-        logits,
-        logits.stride(0),
-        maxima,
-        sums,
-        torch.empty((num_rows, num_runs), dtype=torch.int32, device=device),
-        torch.empty_like(found.top_ids),
-        torch.empty_like(found.top_logprobs),
-        token_ids,
-        found.logprobs,
-        found.ranks,
-        found.top_ids,
-        found.top_logprobs,
-        vocab_size,
-        num_runs,
-        NUM_TOP=num_top,
-        TOP_TILE=triton.next_power_of_2(max(1, num_top)),
-        ALL_RUNS=triton.next_power_of_2(num_runs),
-        TILE=_RUNS_TILE,
-        RUN=_RUN,
-        num_warps=8,
-    )
-    return found
-
-
-def edit_logits(
-    logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor, min_positions: Tensor, positions: Tensor
-) -> None:
-    """Edit `logits` float32 `[R, vocab]` in place, a logit each: logit bias, and stop tokens that come too early.
-
-    `rows` int32 `[E]`, `token_ids` int32 `[E]`: no pair twice. `biases` float32 `[E]` are added; below `min_positions`
-    int32 `[E]` (0 where it is no stop token) of `positions` int32 `[R]` the token is forbidden.
-    """
-    if len(rows):
-        grid = (triton.cdiv(len(rows), _ROWS_TILE),)
-        _edit_logits[grid](
-            logits,
-            logits.stride(0),
-            rows,
-            token_ids,
-            biases,
-            min_positions,
-            positions,
-            len(rows),
-            TILE=_ROWS_TILE,
-        )
-
-
-def penalise(logits: Tensor, params: SlotParams, slots: Tensor, output_counts: Tensor, in_prompt: Tensor) -> None:
-    """Apply the penalties of the rows that have some to `logits` float32 `[R, vocab]`, in place.
-
-    `output_counts` int32 and `in_prompt` bool, `[num_slots, vocab]`: how often a token was sampled, and whether it was
-    in the prompt.
-    """
-    num_rows, vocab_size = logits.shape
-    if num_rows:
-        _penalise[(num_rows, triton.cdiv(vocab_size, _VOCABULARY_TILE))](
-            logits,
-            logits.stride(0),
-            slots,
-            output_counts,
-            in_prompt,
-            params.is_penalised,
-            params.presence,
-            params.frequency,
-            params.repetition,
-            vocab_size,
-            TILE=_VOCABULARY_TILE,
-            num_warps=8,
-        )
-
-
-def count_tokens(output_counts: Tensor, params: SlotParams, slots: Tensor, token_ids: Tensor) -> None:
-    """Count the sampled `token_ids` int32 `[R]` of rows with penalties in `output_counts`; a slot has at most one row."""
-    if len(slots):
-        _count_tokens[(triton.cdiv(len(slots), _ROWS_TILE),)](
-            output_counts,
-            output_counts.shape[1],
-            slots,
-            token_ids,
-            params.is_penalised,
-            len(slots),
-            TILE=_ROWS_TILE,
-        )
-
-
-def _run_statistics(logits: Tensor, temperature: Tensor | None, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of every run of `_RUN` tokens: the largest logit, and the sum of weights beside it; float32 `[R, runs]`."""
-    assert logits.dtype == torch.float32
-    assert logits.stride(1) == 1
-    num_rows, vocab_size = logits.shape
-    num_runs = triton.cdiv(vocab_size, _RUN)
-    maxima, sums = torch.empty((2, num_rows, num_runs), dtype=torch.float32, device=logits.device)
-    _statistics[(num_rows, triton.cdiv(num_runs, _STATISTICS_TILE))](
-        logits,
-        logits.stride(0),
-        slots,
-        temperature,
-        maxima,
-        sums,
-        vocab_size,
-        num_runs,
-        TILE=_STATISTICS_TILE,
-        RUN=_RUN,
-        num_warps=4,
-    )
-    return maxima, sums
-
-
-@triton.jit
-def _key(x: tl.tensor) -> tl.tensor:
-    """int32 that orders as the float32 does, NaN apart."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _logit(key: tl.tensor) -> tl.tensor:
-    """The float32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(temperature: tl.tensor) -> tl.tensor:
-    return tl.where(temperature == 0, 1.0, 1.0 / temperature)
-
-
-@triton.jit
-def _load_runs(
-    logits: tl.tensor, runs: tl.tensor, mask: tl.tensor, vocab_size: tl.tensor, RUN: tl.constexpr
-) -> tl.tensor:
-    """The logits [runs, RUN] of some runs, their token ids, and which of these are tokens."""
-    tokens = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    mask = mask[:, None] & (tokens < vocab_size)
-    return tl.load(logits + tokens, mask=mask, other=float("-inf")), tokens, mask
-
-
-@triton.jit
-def _statistics(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    slots: tl.tensor,  # None, as temperatures: at 1
-    temperatures: tl.tensor,
-    maxima: tl.tensor,
-    sums: tl.tensor,
-    vocab_size: tl.tensor,
-    num_runs: tl.tensor,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    runs = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = runs < num_runs
-    x, _, _ = _load_runs(logits + row * stride, runs, mask, vocab_size, RUN)
-    x = tl.where(x == x, x, float("inf"))  # NaN: the maximum is to show it
-    largest = tl.max(x, axis=1)
-    scale = 1.0
-    if slots is not None:
-        scale = _inverse(tl.load(temperatures + tl.load(slots + row)))
-    weights = tl.exp((x - largest[:, None]) * scale)
-    total = tl.where(largest == float("-inf"), 0.0, tl.sum(weights, axis=1))
-    tl.store(maxima + row * num_runs + runs, largest, mask=mask)
-    tl.store(sums + row * num_runs + runs, total, mask=mask)
-
-
-@triton.jit
-def _list_largest_runs(
-    maxima: tl.tensor,  # [ALL_RUNS]
-    listed: tl.tensor,  # [num_runs], written
-    num_runs: tl.tensor,
-    ALL_RUNS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """List, in order, the runs that have all tokens from some key on: at most TILE of them. How many, and the key."""
-    runs = tl.arange(0, ALL_RUNS)
-    exists = runs < num_runs
-    keys = tl.where(exists, _key(maxima), _LOWEST_KEY)
-    bound = tl.full((), _LOWEST_KEY, tl.int64)
-    if num_runs > TILE:
-        low = tl.min(tl.where(exists, keys, 0x7FFFFFFF)).to(tl.int64)  # too many from here on
-        bound = tl.max(keys).to(tl.int64) + 1
-        found = 0
-        while (bound - low > 1) & (found < TILE // 2):
-            middle = (low + bound) // 2
-            count = tl.sum((exists & (keys >= middle.to(tl.int32))).to(tl.int32))
-            is_too_many = count > TILE
-            low = tl.where(is_too_many, middle, low)
-            bound = tl.where(is_too_many, bound, middle)
-            found = tl.where(is_too_many, found, count)
-    is_listed = exists & (keys >= bound)
-    tl.store(listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1, runs, mask=is_listed)
-    tl.debug_barrier()
-    return tl.sum(is_listed.to(tl.int32)), bound
-
-
-@triton.jit
-def _list_all_runs(listed: tl.tensor, num_runs: tl.tensor, ALL_RUNS: tl.constexpr) -> None:
-    tl.debug_barrier()  # everybody has read what stood there
-    runs = tl.arange(0, ALL_RUNS)
-    tl.store(listed + runs, runs, mask=runs < num_runs)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _measure(
-    logits: tl.tensor,
-    listed: tl.tensor,
-    num_listed: tl.tensor,
-    vocab_size: tl.tensor,
-    key: tl.tensor,
-    largest: tl.tensor,
-    scale: tl.tensor,
-    min_weight: tl.tensor,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    BY_WEIGHT: tl.constexpr,
-) -> tl.tensor:
-    """How many tokens of the listed runs are at `key` or above, or what those of at least `min_weight` weigh; float64."""
-    total = tl.zeros((), tl.float64)
-    for start in range(0, num_listed, TILE):
-        index = start + tl.arange(0, TILE)
-        runs = tl.load(listed + index, mask=index < num_listed, other=0)
-        x, _, mask = _load_runs(logits, runs, index < num_listed, vocab_size, RUN)
-        value = mask.to(tl.float32)
-        if BY_WEIGHT:
-            value = tl.exp((x - largest) * scale)
-            value = tl.where(value >= min_weight, value, 0.0)
-        total += tl.sum(tl.where(_key(x) >= key, value, 0.0)).to(tl.float64)
-    return total
-
-
-@triton.jit
-def _find_edge(
-    logits: tl.tensor,
-    listed: tl.tensor,
-    num_listed: tl.tensor,
-    vocab_size: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    target: tl.tensor,
-    largest: tl.tensor,
-    scale: tl.tensor,
-    min_weight: tl.tensor,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    BY_WEIGHT: tl.constexpr,
-) -> tl.tensor:
-    """The largest key in [low, high) from which on there is as much as `target` (`_measure`), or low; int64."""
-    while high - low > 1:
-        step = tl.maximum((high - low) // 4, 1)
-        first, second, third = low + step, low + 2 * step, low + 3 * step
-        from_first, from_second, from_third = target * 0, target * 0, target * 0
-        for start in range(0, num_listed, TILE):
-            index = start + tl.arange(0, TILE)
-            runs = tl.load(listed + index, mask=index < num_listed, other=0)
-            x, _, mask = _load_runs(logits, runs, index < num_listed, vocab_size, RUN)
-            value = mask.to(tl.float32)
-            if BY_WEIGHT:
-                value = tl.exp((x - largest) * scale)
-                value = tl.where(value >= min_weight, value, 0.0)
-            keys = _key(x)
-            from_first += tl.sum(tl.where(keys >= first.to(tl.int32), value, 0.0)).to(tl.float64)
-            from_second += tl.sum(tl.where(keys >= second.to(tl.int32), value, 0.0)).to(tl.float64)
-            from_third += tl.sum(tl.where(keys >= third.to(tl.int32), value, 0.0)).to(tl.float64)
-        end = high
-        high = tl.where(from_first >= target, second, first)
-        high = tl.where(from_second >= target, third, high)
-        high = tl.minimum(tl.where(from_third >= target, end, high), end)
-        low = tl.where(from_first >= target, first, low)
-        low = tl.where(from_second >= target, second, low)
-        low = tl.where(from_third >= target, third, low)
-    return low
 
 
 @triton.jit
@@ -455,30 +164,30 @@ def _draw(
     sums = tl.load(run_sums + all_runs, mask=all_runs < num_runs, other=0.0)
     sums = tl.where(sums == 0.0, 0.0, sums * tl.exp((maxima - largest) * scale)).to(tl.float64)
     num_listed = num_runs
-    edge = tl.full((), _LOWEST_KEY, tl.int64)
+    edge = tl.full((), LOWEST_KEY, tl.int64)
     is_filtered = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
     if is_filtered:
-        num_listed, edge = _list_largest_runs(maxima, listed, num_runs, ALL_RUNS, TILE)
+        num_listed, edge = list_largest_runs(maxima, listed, num_runs, ALL_RUNS, TILE)
         # Does what is listed decide? It has all tokens from `edge` on.
         if top_k < vocab_size:
-            listed_tokens = _measure(
+            listed_tokens = measure(
                 logits, listed, num_listed, vocab_size, edge, largest, scale, min_p, TILE, RUN, False
             )
             is_enough = listed_tokens >= top_k
         elif min_p > 0.0:
-            is_enough = tl.exp((_logit(edge.to(tl.int32)) - largest) * scale) < min_p
+            is_enough = tl.exp((logit_of(edge.to(tl.int32)) - largest) * scale) < min_p
         else:
-            listed_weight = _measure(
+            listed_weight = measure(
                 logits, listed, num_listed, vocab_size, edge, largest, scale, min_p, TILE, RUN, True
             )
             is_enough = listed_weight >= top_p * tl.sum(sums)
         if (num_listed < num_runs) & (is_enough == 0):
-            _list_all_runs(listed, num_runs, ALL_RUNS)
+            list_all_runs(listed, num_runs, ALL_RUNS)
             num_listed = num_runs
-            edge = tl.full((), _LOWEST_KEY, tl.int64)
-        end = _key(largest).to(tl.int64) + 1
+            edge = tl.full((), LOWEST_KEY, tl.int64)
+        end = key_of(largest).to(tl.int64) + 1
         if top_k < vocab_size:
-            edge = _find_edge(
+            edge = find_edge(
                 logits,
                 listed,
                 num_listed,
@@ -496,8 +205,8 @@ def _draw(
         if top_p < 1.0:
             total = tl.sum(sums)
             if (top_k < vocab_size) | (min_p > 0.0):
-                total = _measure(logits, listed, num_listed, vocab_size, edge, largest, scale, min_p, TILE, RUN, True)
-            edge = _find_edge(
+                total = measure(logits, listed, num_listed, vocab_size, edge, largest, scale, min_p, TILE, RUN, True)
+            edge = find_edge(
                 logits,
                 listed,
                 num_listed,
@@ -516,9 +225,9 @@ def _draw(
         for start in range(0, num_listed, TILE):
             index = start + tl.arange(0, TILE)
             runs = tl.load(listed + index, mask=index < num_listed, other=0)
-            x, _, _ = _load_runs(logits, runs, index < num_listed, vocab_size, RUN)
+            x, _, _ = load_runs(logits, runs, index < num_listed, vocab_size, RUN)
             weights = tl.exp((x - largest) * scale)
-            is_kept = (_key(x) >= edge) & (weights >= min_p)
+            is_kept = (key_of(x) >= edge) & (weights >= min_p)
             tl.store(run_sums + index, tl.sum(tl.where(is_kept, weights, 0.0), axis=1), mask=index < num_listed)
         tl.debug_barrier()
         sums = tl.load(run_sums + all_runs, mask=all_runs < num_listed, other=0.0).to(tl.float64)
@@ -529,7 +238,7 @@ def _draw(
     tokens = run * RUN + tl.arange(0, RUN)
     x = tl.load(logits + tokens, mask=tokens < vocab_size, other=float("-inf"))
     weights = tl.exp((x - largest) * scale)
-    weights = tl.where((_key(x) >= edge) & (weights >= min_p), weights, 0.0)
+    weights = tl.where((key_of(x) >= edge) & (weights >= min_p), weights, 0.0)
     within, _ = _first_above(weights.to(tl.float64), target, RUN)
     return run * RUN + within
 
@@ -578,7 +287,7 @@ def _sample(
                 sums + row * num_runs,
                 listed + row * num_runs,
                 largest,
-                _inverse(temperature),
+                inverse(temperature),
                 tl.load(top_ks + slot),
                 tl.load(top_ps + slot),
                 tl.load(min_ps + slot),
@@ -591,157 +300,3 @@ def _sample(
             )
     tl.store(token_ids + row, token)
     tl.store(broken + row, is_broken)
-
-
-@triton.jit
-def _token_logprobs(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    maxima: tl.tensor,
-    sums: tl.tensor,
-    listed: tl.tensor,
-    found_ids: tl.tensor,  # [N, NUM_TOP], the top tokens before they are put in order
-    found_logprobs: tl.tensor,
-    token_ids: tl.tensor,
-    logprobs: tl.tensor,
-    ranks: tl.tensor,
-    top_ids: tl.tensor,
-    top_logprobs: tl.tensor,
-    vocab_size: tl.tensor,
-    num_runs: tl.tensor,
-    NUM_TOP: tl.constexpr,
-    TOP_TILE: tl.constexpr,
-    ALL_RUNS: tl.constexpr,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    listed += row * num_runs
-    all_runs = tl.arange(0, ALL_RUNS)
-    exists = all_runs < num_runs
-    row_maxima = tl.load(maxima + row * num_runs + all_runs, mask=exists, other=float("-inf"))
-    row_sums = tl.load(sums + row * num_runs + all_runs, mask=exists, other=0.0)
-    largest = tl.max(row_maxima)
-    log_total = tl.log(tl.sum(tl.where(row_sums == 0.0, 0.0, row_sums * tl.exp(row_maxima - largest))))
-    chosen = tl.load(logits + tl.load(token_ids + row))
-    tl.store(logprobs + row, chosen - largest - log_total)
-    rank = 1
-    for start in range(0, num_runs, TILE):
-        runs = start + tl.arange(0, TILE)
-        run_maxima = tl.load(maxima + row * num_runs + runs, mask=runs < num_runs, other=float("-inf"))
-        x, _, _ = _load_runs(logits, runs, run_maxima > chosen, vocab_size, RUN)
-        rank += tl.sum((x > chosen).to(tl.int32))
-    tl.store(ranks + row, rank)
-
-    if NUM_TOP:
-        found_ids += row * NUM_TOP
-        found_logprobs += row * NUM_TOP
-        num_listed, bound = _list_largest_runs(row_maxima, listed, num_runs, ALL_RUNS, TILE)
-        if num_listed < NUM_TOP:
-            _list_all_runs(listed, num_runs, ALL_RUNS)
-            num_listed = num_runs
-            bound = tl.full((), _LOWEST_KEY, tl.int64)
-        target = tl.full((), NUM_TOP, tl.float64)
-        end = _key(largest).to(tl.int64) + 1
-        edge = _find_edge(
-            logits, listed, num_listed, vocab_size, bound, end, target, largest, 1.0, 0.0, TILE, RUN, False
-        )
-        num_above = _measure(logits, listed, num_listed, vocab_size, edge + 1, largest, 1.0, 0.0, TILE, RUN, False).to(
-            tl.int32
-        )
-        num_equal = num_above  # where the next token at the edge goes
-        num_above = 0
-        for start in range(0, num_listed, TILE):
-            index = start + tl.arange(0, TILE)
-            runs = tl.load(listed + index, mask=index < num_listed, other=0)
-            x, tokens, mask = _load_runs(logits, runs, index < num_listed, vocab_size, RUN)
-            x, tokens = tl.reshape(x, (TILE * RUN,)), tl.reshape(tokens, (TILE * RUN,))
-            keys = tl.where(tl.reshape(mask, (TILE * RUN,)), _key(x).to(tl.int64), edge - 1)
-            is_above, is_equal = (keys > edge).to(tl.int32), (keys == edge).to(tl.int32)
-            place = tl.where(is_above > 0, num_above + tl.cumsum(is_above, 0), num_equal + tl.cumsum(is_equal, 0))
-            is_found = ((is_above + is_equal) > 0) & (place <= NUM_TOP)
-            tl.store(found_ids + place - 1, tokens, mask=is_found)
-            tl.store(found_logprobs + place - 1, x - largest - log_total, mask=is_found)
-            num_above += tl.sum(is_above)
-            num_equal += tl.sum(is_equal)
-        tl.debug_barrier()
-        place = tl.arange(0, TOP_TILE)
-        ids = tl.load(found_ids + place, mask=place < NUM_TOP, other=0)
-        values = tl.load(found_logprobs + place, mask=place < NUM_TOP, other=float("-inf"))
-        other = tl.arange(0, TOP_TILE)[None, :]
-        other_ids = tl.load(found_ids + other, mask=other < NUM_TOP, other=0)
-        other_values = tl.load(found_logprobs + other, mask=other < NUM_TOP, other=float("-inf"))
-        is_before = (other_values > values[:, None]) | ((other_values == values[:, None]) & (other_ids < ids[:, None]))
-        order = tl.sum((is_before & (other < NUM_TOP)).to(tl.int32), axis=1)
-        tl.store(top_ids + row * NUM_TOP + order, ids, mask=place < NUM_TOP)
-        tl.store(top_logprobs + row * NUM_TOP + order, values, mask=place < NUM_TOP)
-
-
-@triton.jit(do_not_specialize=["num_edits"])
-def _edit_logits(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    rows: tl.tensor,
-    token_ids: tl.tensor,
-    biases: tl.tensor,
-    min_positions: tl.tensor,
-    positions: tl.tensor,
-    num_edits: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    edit = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    mask = edit < num_edits
-    row = tl.load(rows + edit, mask=mask, other=0)
-    target = logits + row.to(tl.int64) * stride + tl.load(token_ids + edit, mask=mask, other=0)
-    edited = tl.load(target, mask=mask, other=0.0) + tl.load(biases + edit, mask=mask, other=0.0)
-    position = tl.load(positions + row, mask=mask, other=0)
-    is_early = position < tl.load(min_positions + edit, mask=mask, other=0)
-    tl.store(target, tl.where(is_early, float("-inf"), edited), mask=mask)
-
-
-@triton.jit
-def _penalise(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    slots: tl.tensor,
-    output_counts: tl.tensor,
-    in_prompt: tl.tensor,
-    is_penalised: tl.tensor,
-    presences: tl.tensor,
-    frequencies: tl.tensor,
-    repetitions: tl.tensor,
-    vocab_size: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if tl.load(is_penalised + slot):
-        tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        mask = tokens < vocab_size
-        x = tl.load(logits + row * stride + tokens, mask=mask, other=0.0)
-        count = tl.load(output_counts + slot * vocab_size + tokens, mask=mask, other=0)
-        is_seen = count > 0
-        is_known = is_seen | (tl.load(in_prompt + slot * vocab_size + tokens, mask=mask, other=0) != 0)
-        repetition = tl.load(repetitions + slot)
-        repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-        x = tl.where(is_known, repeated, x) - tl.load(frequencies + slot) * count.to(tl.float32)
-        x -= tl.load(presences + slot) * is_seen.to(tl.float32)
-        tl.store(logits + row * stride + tokens, x, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _count_tokens(
-    output_counts: tl.tensor,
-    vocab_size: tl.tensor,
-    slots: tl.tensor,
-    token_ids: tl.tensor,
-    is_penalised: tl.tensor,
-    num_rows: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    slot = tl.load(slots + row, mask=row < num_rows, other=0).to(tl.int64)
-    mask = (row < num_rows) & (tl.load(is_penalised + slot, mask=row < num_rows, other=0) != 0)
-    target = output_counts + slot * vocab_size + tl.load(token_ids + row, mask=mask, other=0)
-    tl.store(target, tl.load(target, mask=mask, other=0) + 1, mask=mask)

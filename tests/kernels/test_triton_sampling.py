@@ -1,4 +1,4 @@
-"""Sampling by Triton kernels, in Triton's interpreter: against a sort of the whole vocabulary, and the CPU's sampler."""
+"""Sampling by Triton kernels, in Triton's interpreter: against a sort of all logits, and against the CPU's sampler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch import Tensor
 from swiftkv.engine.messages import AddRequest, SamplingParams
 from swiftkv.engine.request import Request
 from swiftkv.engine.sampler import Sampler, uniforms
-from swiftkv.kernels import triton_sampling as sampling
-from swiftkv.kernels.triton_sampling import SlotParams
+from swiftkv.kernels import triton_logits, triton_logprobs, triton_sampling
+from swiftkv.kernels.triton_logprobs import token_logprobs
+from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
+from swiftkv.kernels.triton_sampling import SlotParams, sample
 
 CPU = torch.device("cpu")
 
@@ -32,10 +34,11 @@ def _poisoned_outputs() -> Iterator[None]:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small vocabularies then have more runs than a program lists."""
-    monkeypatch.setattr(sampling, "_RUN", 8)
-    monkeypatch.setattr(sampling, "_RUNS_TILE", 16)
-    monkeypatch.setattr(sampling, "_STATISTICS_TILE", 4)
-    monkeypatch.setattr(sampling, "_VOCABULARY_TILE", 64)
+    for module in (triton_logits, triton_logprobs, triton_sampling):
+        monkeypatch.setattr(module, "RUN_TOKENS", 8)
+    for module in (triton_logprobs, triton_sampling):
+        monkeypatch.setattr(module, "RUNS_TILE", 16)
+    monkeypatch.setattr(triton_logits, "_STATISTICS_TILE", 4)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def assert_kept(logits: Tensor, filters: Filters) -> None:
                 positions.append(nearest)
     assert expected
     params = slot_params([filters], [9], len(logits))
-    draw = sampling.sample(logits.repeat(len(expected), 1), params, int32([0] * len(expected)), int32(positions))
+    draw = sample(logits.repeat(len(expected), 1), params, int32([0] * len(expected)), int32(positions))
     assert draw.token_ids.tolist() == expected
     assert not draw.is_broken.any()
 
@@ -144,7 +147,7 @@ def test_the_draw_is_at_the_uniform_number_of_seed_and_position(vocab_size: int)
     positions = generator.integers(0, 2**31, len(seeds), np.int32)
     params = slot_params([Filters()] * len(seeds), seeds, vocab_size)
     logits = torch.full((len(seeds), vocab_size), 1.25)
-    draw = sampling.sample(logits, params, int32(range(len(seeds))), int32(positions))
+    draw = sample(logits, params, int32(range(len(seeds))), int32(positions))
     expected = np.floor(uniforms(np.array(seeds, np.uint64), positions) * vocab_size)
     assert draw.token_ids.tolist() == expected.astype(int).tolist()
 
@@ -156,14 +159,14 @@ def test_a_row_is_the_same_in_every_batch() -> None:
     logits = 2 * torch.randn(num_rows, 181, generator=generator)
     params = slot_params(all_filters, torch.randint(2**62, (num_rows,), generator=generator).tolist(), 181)
     slots, positions = torch.arange(num_rows).int(), int32(range(100, 100 + num_rows))
-    together = sampling.sample(logits, params, slots, positions).token_ids
+    together = sample(logits, params, slots, positions).token_ids
     wide = torch.full((num_rows, 500), math.nan)  # rows need not lie side by side
     wide[:, :181] = logits.flip(0)
-    turned = sampling.sample(wide[:, :181], params, slots.flip(0), positions.flip(0)).token_ids
+    turned = sample(wide[:, :181], params, slots.flip(0), positions.flip(0)).token_ids
     assert torch.equal(turned.flip(0), together)
     for row in range(num_rows):
         one = slice(row, row + 1)
-        assert sampling.sample(logits[one], params, slots[one], positions[one]).token_ids == together[row]
+        assert sample(logits[one], params, slots[one], positions[one]).token_ids == together[row]
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -173,7 +176,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     logits[2] = -math.inf
     logits[2, 77] = -1e30
     params = SlotParams.empty(1, 100, CPU)
-    draw = sampling.sample(logits, params, int32([0] * 4), int32([1] * 4))
+    draw = sample(logits, params, int32([0] * 4), int32([1] * 4))
     assert draw.token_ids.tolist() == [int(logits[0].argmax()), 33, 77, int(logits[3].argmax())]
     assert not draw.is_broken.any()
 
@@ -185,7 +188,7 @@ def test_rows_without_a_token_are_told_and_leave_the_others_alone(filters: Filte
     logits = row.repeat(5, 1)
     logits[0, 50], logits[2, 99], logits[3] = math.nan, math.inf, -math.inf
     params = slot_params([filters], [3], 100)
-    draw = sampling.sample(logits, params, int32([0] * 5), int32([7] * 5))
+    draw = sample(logits, params, int32([0] * 5), int32([7] * 5))
     assert draw.is_broken.tolist() == [True, False, True, True, False]
     assert draw.token_ids[1] == draw.token_ids[4]
     assert ((draw.token_ids >= 0) & (draw.token_ids < 100)).all()
@@ -239,10 +242,10 @@ class TritonSampler:
 
     def sample(self, logits: Tensor, positions: Tensor) -> list[int]:
         slots = torch.arange(len(logits)).int()
-        sampling.edit_logits(logits, *self.edits, positions)
-        sampling.penalise(logits, self.params, slots, self.output_counts, self.in_prompt)
-        token_ids = sampling.sample(logits, self.params, slots, positions).token_ids
-        sampling.count_tokens(self.output_counts, self.params, slots, token_ids)
+        edit_logits(logits, *self.edits, positions)
+        penalise(logits, self.params, slots, self.output_counts, self.in_prompt)
+        token_ids = sample(logits, self.params, slots, positions).token_ids
+        count_tokens(self.output_counts, self.params, slots, token_ids)
         return token_ids.tolist()
 
 
@@ -277,11 +280,11 @@ def test_penalties_touch_only_rows_that_have_some() -> None:
         repeated = torch.where(x > 0, x / repetition, x * repetition)
         x = torch.where(seen | in_prompt[slot], repeated, x)
         expected[row] = x - params.frequency[slot] * counts[slot] - params.presence[slot] * seen
-    sampling.penalise(logits, params, slots, counts, in_prompt)
+    penalise(logits, params, slots, counts, in_prompt)
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(logits[0], expected[0])
     before = counts.clone()
-    sampling.count_tokens(counts, params, slots, int32([7, 8, 9]))
+    count_tokens(counts, params, slots, int32([7, 8, 9]))
     before[0, 8] += 1
     before[1, 9] += 1
     assert torch.equal(counts, before)
@@ -295,7 +298,7 @@ def test_logprobs_are_those_of_log_softmax(num_top: int) -> None:
     logits[1] = logits[1].round()  # many equals
     logits[2, :160] = -math.inf
     token_ids = [int(logits[0].argmax()), 17, 165, 20]
-    found = sampling.token_logprobs(logits, int32(token_ids), num_top)
+    found = token_logprobs(logits, int32(token_ids), num_top)
     expected = torch.log_softmax(logits.double(), 1)
     order = expected.sort(dim=1, descending=True, stable=True)
     for row, token in enumerate(token_ids):
@@ -307,7 +310,7 @@ def test_logprobs_are_those_of_log_softmax(num_top: int) -> None:
 
 def test_logprobs_of_a_large_vocabulary() -> None:
     logits = 3 * torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0))
-    found = sampling.token_logprobs(logits, int32([3, 19_999]), 100)
+    found = token_logprobs(logits, int32([3, 19_999]), 100)
     top = torch.log_softmax(logits, 1).topk(100)
     assert torch.equal(found.top_ids, top.indices.int())
     torch.testing.assert_close(found.top_logprobs, top.values, rtol=1e-5, atol=1e-5)
@@ -317,11 +320,11 @@ def test_logprobs_of_a_large_vocabulary() -> None:
 def test_logprobs_of_no_numbers_come_to_an_end() -> None:
     logits = torch.randn(3, 100)
     logits[0, 3], logits[1, :], logits[2, 5] = math.nan, math.nan, math.inf
-    found = sampling.token_logprobs(logits, int32([3, 4, 5]), 7)
+    found = token_logprobs(logits, int32([3, 4, 5]), 7)
     assert found.top_ids.shape == (3, 7)
 
 
 def test_nothing_is_done_for_no_rows() -> None:
     params, none = SlotParams.empty(2, 50, CPU), int32([])
-    assert sampling.sample(torch.empty(0, 50), params, none, none).token_ids.shape == (0,)
-    assert sampling.token_logprobs(torch.empty(0, 50), none, 3).top_ids.shape == (0, 3)
+    assert sample(torch.empty(0, 50), params, none, none).token_ids.shape == (0,)
+    assert token_logprobs(torch.empty(0, 50), none, 3).top_ids.shape == (0, 3)

@@ -1,0 +1,158 @@
+"""Log-probabilities of the model's raw distribution on a GPU, as `swiftkv/engine/logprobs.py` has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swiftkv.kernels.triton_logits import (
+    LOWEST_KEY,
+    RUN_TOKENS,
+    RUNS_TILE,
+    find_edge,
+    key_of,
+    list_all_runs,
+    list_largest_runs,
+    load_runs,
+    measure,
+    run_statistics,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of tokens under the raw distribution, and its likeliest tokens, the likeliest first; equals by id."""
+
+    logprobs: Tensor  # float32 [N]
+    ranks: Tensor  # int32 [N], 1: no token is likelier
+    top_ids: Tensor  # int32 [N, num_top]
+    top_logprobs: Tensor  # float32 [N, num_top]
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+    """Of `token_ids` int32 `[N]` under `logits` float32 `[N, vocab]`, as the model gave them. Two launches."""
+    num_rows, vocab_size = logits.shape
+    num_top = min(num_top, vocab_size)
+    device = logits.device
+    found = Logprobs(
+        torch.empty(num_rows, dtype=torch.float32, device=device),
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+        torch.empty((num_rows, num_top), dtype=torch.int32, device=device),
+        torch.empty((num_rows, num_top), dtype=torch.float32, device=device),
+    )
+    if not num_rows:
+        return found
+    maxima, sums = run_statistics(logits, None, None)
+    num_runs = maxima.shape[1]
+    _token_logprobs[(num_rows,)](
+        logits,
+        logits.stride(0),
+        maxima,
+        sums,
+        torch.empty((num_rows, num_runs), dtype=torch.int32, device=device),
+        torch.empty_like(found.top_ids),
+        torch.empty_like(found.top_logprobs),
+        token_ids,
+        found.logprobs,
+        found.ranks,
+        found.top_ids,
+        found.top_logprobs,
+        vocab_size,
+        num_runs,
+        NUM_TOP=num_top,
+        TOP_TILE=triton.next_power_of_2(max(1, num_top)),
+        ALL_RUNS=triton.next_power_of_2(num_runs),
+        TILE=RUNS_TILE,
+        RUN=RUN_TOKENS,
+        num_warps=8,
+    )
+    return found
+
+
+@triton.jit
+def _token_logprobs(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    maxima: tl.tensor,
+    sums: tl.tensor,
+    listed: tl.tensor,
+    found_ids: tl.tensor,  # [N, NUM_TOP], the top tokens before they are put in order
+    found_logprobs: tl.tensor,
+    token_ids: tl.tensor,
+    logprobs: tl.tensor,
+    ranks: tl.tensor,
+    top_ids: tl.tensor,
+    top_logprobs: tl.tensor,
+    vocab_size: tl.tensor,
+    num_runs: tl.tensor,
+    NUM_TOP: tl.constexpr,
+    TOP_TILE: tl.constexpr,
+    ALL_RUNS: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    listed += row * num_runs
+    all_runs = tl.arange(0, ALL_RUNS)
+    exists = all_runs < num_runs
+    row_maxima = tl.load(maxima + row * num_runs + all_runs, mask=exists, other=float("-inf"))
+    row_sums = tl.load(sums + row * num_runs + all_runs, mask=exists, other=0.0)
+    largest = tl.max(row_maxima)
+    log_total = tl.log(tl.sum(tl.where(row_sums == 0.0, 0.0, row_sums * tl.exp(row_maxima - largest))))
+    chosen = tl.load(logits + tl.load(token_ids + row))
+    tl.store(logprobs + row, chosen - largest - log_total)
+    rank = 1
+    for start in range(0, num_runs, TILE):
+        runs = start + tl.arange(0, TILE)
+        run_maxima = tl.load(maxima + row * num_runs + runs, mask=runs < num_runs, other=float("-inf"))
+        x, _, _ = load_runs(logits, runs, run_maxima > chosen, vocab_size, RUN)
+        rank += tl.sum((x > chosen).to(tl.int32))
+    tl.store(ranks + row, rank)
+
+    if NUM_TOP:
+        found_ids += row * NUM_TOP
+        found_logprobs += row * NUM_TOP
+        num_listed, bound = list_largest_runs(row_maxima, listed, num_runs, ALL_RUNS, TILE)
+        if num_listed < NUM_TOP:
+            list_all_runs(listed, num_runs, ALL_RUNS)
+            num_listed = num_runs
+            bound = tl.full((), LOWEST_KEY, tl.int64)
+        target = tl.full((), NUM_TOP, tl.float64)
+        end = key_of(largest).to(tl.int64) + 1
+        edge = find_edge(
+            logits, listed, num_listed, vocab_size, bound, end, target, largest, 1.0, 0.0, TILE, RUN, False
+        )
+        num_above = measure(logits, listed, num_listed, vocab_size, edge + 1, largest, 1.0, 0.0, TILE, RUN, False).to(
+            tl.int32
+        )
+        num_equal = num_above  # where the next token at the edge goes
+        num_above = 0
+        for start in range(0, num_listed, TILE):
+            index = start + tl.arange(0, TILE)
+            runs = tl.load(listed + index, mask=index < num_listed, other=0)
+            x, tokens, mask = load_runs(logits, runs, index < num_listed, vocab_size, RUN)
+            x, tokens = tl.reshape(x, (TILE * RUN,)), tl.reshape(tokens, (TILE * RUN,))
+            keys = tl.where(tl.reshape(mask, (TILE * RUN,)), key_of(x).to(tl.int64), edge - 1)
+            is_above, is_equal = (keys > edge).to(tl.int32), (keys == edge).to(tl.int32)
+            place = tl.where(is_above > 0, num_above + tl.cumsum(is_above, 0), num_equal + tl.cumsum(is_equal, 0))
+            is_found = ((is_above + is_equal) > 0) & (place <= NUM_TOP)
+            tl.store(found_ids + place - 1, tokens, mask=is_found)
+            tl.store(found_logprobs + place - 1, x - largest - log_total, mask=is_found)
+            num_above += tl.sum(is_above)
+            num_equal += tl.sum(is_equal)
+        tl.debug_barrier()
+        place = tl.arange(0, TOP_TILE)
+        ids = tl.load(found_ids + place, mask=place < NUM_TOP, other=0)
+        values = tl.load(found_logprobs + place, mask=place < NUM_TOP, other=float("-inf"))
+        other = tl.arange(0, TOP_TILE)[None, :]
+        other_ids = tl.load(found_ids + other, mask=other < NUM_TOP, other=0)
+        other_values = tl.load(found_logprobs + other, mask=other < NUM_TOP, other=float("-inf"))
+        is_before = (other_values > values[:, None]) | ((other_values == values[:, None]) & (other_ids < ids[:, None]))
+        order = tl.sum((is_before & (other < NUM_TOP)).to(tl.int32), axis=1)
+        tl.store(top_ids + row * NUM_TOP + order, ids, mask=place < NUM_TOP)
+        tl.store(top_logprobs + row * NUM_TOP + order, values, mask=place < NUM_TOP)
