@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,13 @@ import numpy.typing as npt
 import torch
 
 from swiftkv._core import GroupSpec, StepPlan
-from swiftkv.cache.geometry import blocks_in_pool, pool_bytes_for_tokens
+from swiftkv.cache.geometry import (
+    KVGroup,
+    blocks_for_tokens,
+    blocks_in_pool,
+    pool_bytes_for_tokens,
+    split_pool,
+)
 from swiftkv.cache.pool import Pool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
@@ -31,11 +38,7 @@ class ModelRunner:
         path = Path(config.path)
         model_config = DecoderConfig.from_pretrained(path)
         groups = model_config.kv_groups(config.block_size, config.dtype)
-        if config.kv_bytes < pool_bytes_for_tokens(config.max_model_len, groups):
-            raise ConfigError(
-                f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs "
-                f"{pool_bytes_for_tokens(config.max_model_len, groups)} bytes, not {config.kv_bytes}"
-            )
+        _check_room(config, groups)
         self.vocab_size = model_config.vocab_size
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
@@ -82,3 +85,21 @@ class ModelRunner:
         if not len(chosen):
             return torch.empty(0, self.vocab_size, device=self.device)
         return self._model.logits(chosen)
+
+
+def _check_room(config: EngineConfig, groups: Sequence[KVGroup]) -> None:
+    """One sequence of `max_model_len` must fit in the pool and in all that lenders have, whatever they lend now.
+
+    Raises `ConfigError`.
+    """
+    num_blocks = blocks_in_pool(config.kv_bytes, groups)
+    links = [link for peer in (config.lending.lenders if config.lending else []) for link in peer.links]
+    for i, group in enumerate(groups):
+        borrowed = [link.num_extents * link.meu_m for link in links if link.borrower_group == i]
+        room = sum(split_pool(num_blocks * group.num_layers, borrowed, group.num_layers))
+        if room < blocks_for_tokens(config.max_model_len, config.block_size):
+            raise ConfigError(
+                f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs "
+                f"{pool_bytes_for_tokens(config.max_model_len, groups)} bytes, not {config.kv_bytes}"
+                + (", and all that could be lent to it is not enough" if links else "")
+            )

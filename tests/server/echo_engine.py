@@ -37,6 +37,7 @@ from swiftkv.engine.messages import (
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1024
 REFUSED_SALT = "refuse"  # a request with this cache_salt is answered by RequestError
+STARVED_SALT = "starve"  # one with this, by one that says to come again
 
 
 @dataclass
@@ -79,6 +80,8 @@ class EchoEngine:
         match message:
             case AddRequest(cache_salt=cache_salt) if cache_salt == REFUSED_SALT:
                 self.send(RequestError(message.request_id, 400, "refused by the engine"))
+            case AddRequest(cache_salt=cache_salt) if cache_salt == STARVED_SALT:
+                self.send(RequestError(message.request_id, 503, "no more was lent"))
             case AddRequest():
                 prompt = np.frombuffer(message.prompt, "<i4").tolist()
                 self.sequences[message.request_id] = Sequence(message, prompt)

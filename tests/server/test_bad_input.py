@@ -237,6 +237,14 @@ def test_an_engine_may_refuse(gateway: Gateway) -> None:
         assert (status, error["message"]) == (400, "refused by the engine")
 
 
+def test_a_request_that_found_no_room_may_come_again(gateway: Gateway) -> None:
+    for stream in (False, True):
+        with gateway.http() as http:
+            response = http.post("/v1/completions", json={**COMPLETION, "cache_salt": "starve", "stream": stream})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert response.json()["error"]["message"] == "no more was lent"
+
+
 def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> bytes:
     """Write a body until the server has something to say; its answer."""
     host, port = gateway.url.removeprefix("http://").split(":")
