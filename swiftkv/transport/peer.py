@@ -81,6 +81,8 @@ class PeerTransport:
 
     def attach(self, link: int, peer: PeerHandle) -> None:
         assert link not in self._mappings, f"link {link} is attached"
+        if not peer.ipc_handle:
+            raise TransferError(f"the pool of process {peer.pid} is not on a CUDA device")
         try:
             address = open_ipc_handle(bytes.fromhex(peer.ipc_handle), self._device)
         except CudaRuntimeError as error:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.engine.cuda_graphs import choose_size, graph_sizes
+from swiftkv.engine.cuda_graphs import DenseDecode, choose_size, graph_sizes
+from swiftkv.kernels.dispatch import select_ops
+from swiftkv.models.batch import ModelInput
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
+from tests.support.checkpoints import make_checkpoint
 from tests.support.decode_toy import LAYER_BLOCK_BYTES, Toy, decode_step
 
 NUM_BLOCKS = 40
@@ -48,6 +58,26 @@ def test_a_padded_step_is_the_step(num_seqs: int, size: int) -> None:
         assert hidden.shape[0] == size
         torch.testing.assert_close(hidden[: len(lengths)], expected, atol=2e-2, rtol=2e-2)
         assert torch.equal(padded.pool, exact.pool)
+
+
+def test_a_dense_decoder_is_captured_as_it_is(tmp_path: Path) -> None:
+    """Three of four rows are taken; the kernels' own step is what the padded one is compared with."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, head_dim=16, hidden_size=32, intermediate_size=48)
+    config, num_blocks = DecoderConfig.from_pretrained(tmp_path), 12
+    ops = select_ops("cuda")
+    ops = replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
+    decoder = DenseDecoder(config, MappedWeights(tmp_path), torch.float32, "cpu", 64, ops=ops)
+    (group,) = config.kv_groups(16, "float32")
+    nbytes = num_blocks * group.block_bytes
+    pool = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(1)).view(torch.uint8)
+    exact = pool.clone()
+    step = decode_step([20, 1, 33], np.random.default_rng(1), num_blocks, num_layers=config.num_layers)
+    expected = decoder.forward(ModelInput.from_plan(step), exact)
+    captured = DenseDecode(decoder, pool)
+    inputs = captured.inputs(4, num_entries=10)
+    captured.fill(step, inputs)
+    torch.testing.assert_close(captured.run(inputs)[:3], expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(pool.view(torch.float32), exact.view(torch.float32), atol=2e-5, rtol=2e-5)
 
 
 def test_a_graph_that_was_never_filled_writes_nothing() -> None:

@@ -40,7 +40,9 @@ class Step:
         return [self.block_tables]
 
 
-def decode_step(context_lens: Sequence[int], generator: np.random.Generator, num_blocks: int) -> Step:
+def decode_step(
+    context_lens: Sequence[int], generator: np.random.Generator, num_blocks: int, num_layers: int = 1
+) -> Step:
     """One new token for each sequence, which brings its context to that length, in blocks drawn at random."""
     lengths = np.array(context_lens, np.int32)
     counts = -(-lengths // SPEC.block_size)
@@ -49,7 +51,7 @@ def decode_step(context_lens: Sequence[int], generator: np.random.Generator, num
         positions=lengths - np.int32(1),
         query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
         context_lens=lengths,
-        block_tables=[generator.permutation(num_blocks)[: counts.sum()].astype(np.int32)],
+        block_tables=[(generator.permutation(num_blocks)[: counts.sum()] * num_layers).astype(np.int32)],
         table_starts=[np.append(0, counts.cumsum()).astype(np.int32)],
     )
 
