@@ -1,0 +1,213 @@
+"""What coordinators say to each other and to the gateway, as MessagePack over ZeroMQ; and what an engine knows of its
+peers when it starts.
+
+Extents are little-endian int32 as bytes, epochs uint32. A *link* within a message is its index in the list of links
+that the two engines have in common, which is the same list on both sides. `sender` and `receiver` are incarnations:
+a message of a process that is no longer there, or to one, is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MAX_LEASE_MESSAGE_BYTES = 64 << 20
+"""ZMQ_MAXMSGSIZE of all lease sockets: a link of ten million extents can be shown in one message."""
+
+
+class LinkGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One KV group of a lender beside one of a borrower; `meu_w` lender blocks hold `meu_m` borrower blocks."""
+
+    lender_group: int
+    borrower_group: int
+    meu_w: int
+    meu_m: int
+    extent_bytes: int
+    num_extents: int  # as many as the lender's group has, whatever the budget
+    lender_base_offset_bytes: int  # of extent 0, from the first byte of the lender's pool
+
+
+class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another engine, and the links that we have with it."""
+
+    name: str
+    leases_address: str  # ipc://…: its coordinator binds ROUTER here
+    links: list[LinkGeometry]
+
+
+class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine's part in lending. Its borrow links are those of `lenders` in order, its lend links of `borrowers`."""
+
+    leases_address: str  # our own coordinator's
+    lenders: list[PeerSpec]
+    borrowers: list[PeerSpec]
+    budget_bytes: int  # of our own pool, at most this much is lent at first
+    window_s: float
+    policy: Literal["total", "longest"]
+    transport: Literal["shm", "p2p"]
+    stream_buffers: Literal[1, 2]
+    rendezvous: str  # a directory of mode 0700 that all engines of the node share
+    max_wait_s: float  # a request that needs more than is lent waits this long
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+    """Borrower to lender, until it is welcomed. Repeating it with the same `attempt` changes nothing."""
+
+    borrower: str
+    sender: int
+    attempt: int  # one more each time that the memory has to be attached anew
+    pid: int
+    start_ticks: int  # `process.start_ticks`: with the pid, names a process for ever
+    links: list[LinkGeometry]
+
+
+class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
+    sender: int
+    receiver: int
+    attempt: int
+    pid: int
+    start_ticks: int
+    store_paths: list[str]  # per link, where the transport finds the pool
+    refused: str | None = None  # why there will be no lending; the rest then means nothing
+
+
+class Attached(msgspec.Struct, tag="attached", array_like=True, frozen=True):
+    """The borrower can reach the lender's pool: extents may be offered."""
+
+    sender: int
+    receiver: int
+    attempt: int
+
+
+class Detached(msgspec.Struct, tag="detached", array_like=True, frozen=True):
+    """The borrower let go of the pool, so all its leases end; it will say Hello anew."""
+
+    sender: int
+    receiver: int
+
+
+class Offer(msgspec.Struct, tag="offer", array_like=True, frozen=True):
+    sender: int
+    receiver: int
+    link: int
+    extents: bytes
+    epochs: bytes
+
+
+class Accept(msgspec.Struct, tag="accept", array_like=True, frozen=True):
+    sender: int
+    receiver: int
+    link: int
+    extents: bytes
+    epochs: bytes
+
+
+class Recall(msgspec.Struct, tag="recall", array_like=True, frozen=True):
+    sender: int
+    receiver: int
+    link: int
+    extents: bytes
+    epochs: bytes
+
+
+class Return(msgspec.Struct, tag="return", array_like=True, frozen=True):
+    sender: int
+    receiver: int
+    link: int
+    extents: bytes
+    epochs: bytes
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
+    """The lender asks, the borrower answers. Decides nothing: it shows who is stuck.
+
+    Only a process that is gone loses its leases; one that is stopped may still write when it goes on.
+    """
+
+    sender: int
+    receiver: int
+    extents: list[int]  # per link: lent and not home, or borrowed
+
+
+class SetBudget(msgspec.Struct, tag="set_budget", array_like=True, frozen=True):
+    request_id: int
+    budget_bytes: int
+    dry_run: bool = False
+
+
+class BudgetSet(msgspec.Struct, tag="budget_set", array_like=True, frozen=True):
+    """Answers `SetBudget` when the recalled extents are home; at once if it is refused or a dry run."""
+
+    request_id: int
+    budget_bytes: int  # now in force, or asked for in a dry run
+    lent_bytes: int  # not home at this moment
+    recalled_bytes: int  # that came home, or would be asked back
+    took_s: float
+    refused: str | None = None
+
+
+class ShowLending(msgspec.Struct, tag="show_lending", array_like=True, frozen=True):
+    request_id: int
+    with_extents: bool = False
+
+
+class LinkState(msgspec.Struct, array_like=True, frozen=True):
+    """One link as one side sees it. Indices into `states`: of a lend link home, offered, lent, recalled; of a borrow
+    link none, held, recalled."""
+
+    peer: str
+    peer_state: str  # "attached", or why not
+    geometry: LinkGeometry
+    counts: dict[str, int]  # extents by state
+    num_bytes: int  # lent and not home, or borrowed
+    heard_s_ago: float | None  # when the peer last said anything; None: it is not there
+    peer_extents: int | None  # what the peer's last heartbeat said of this link
+    states: bytes | None = None  # uint8 [num_extents]
+    epochs: bytes | None = None  # uint32 [num_extents]
+
+
+class GroupBlocks(msgspec.Struct, array_like=True, frozen=True):
+    """`_core.GroupStats`: free + used + cached + lent + in_flight + streaming = total; the others are borrowed."""
+
+    free: int
+    used: int
+    cached: int
+    lent: int
+    in_flight: int
+    streaming: int
+    total: int
+    borrowed_free: int
+    borrowed_used: int
+    borrowed_cached: int
+    borrowed_in_flight: int
+    stream_slots: int
+
+
+class Histogram(msgspec.Struct, array_like=True, frozen=True):
+    """Cumulative, as Prometheus has it: `counts[i]` were at most `bounds[i]`."""
+
+    bounds: list[float]
+    counts: list[int]
+    count: int
+    sum: float
+
+
+class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=True):
+    """Answers `ShowLending`. Counters are since the start of the engine."""
+
+    request_id: int
+    name: str
+    budget_bytes: int
+    pool_bytes: int
+    lends: list[LinkState]
+    borrows: list[LinkState]
+    groups: list[GroupBlocks]
+    recalls_total: dict[str, int]  # by reason: budget, demand, share
+    recall_seconds: Histogram  # from asking until the last of the extents is home
+
+
+FromBorrower = Hello | Attached | Detached | Accept | Return | Heartbeat
+FromLender = Welcome | Offer | Recall | Heartbeat
+FromAdmin = SetBudget | ShowLending
+ToAdmin = BudgetSet | LendingState

@@ -1,0 +1,61 @@
+"""Processes that are known for certain: to be the one that was meant, and to be alive or gone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One engine process, as it introduces itself."""
+
+    name: str
+    incarnation: int  # uint64, random
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of_this_process(cls, name: str) -> Self:
+        return cls(name, secrets.randbits(64), os.getpid(), start_ticks(os.getpid()))
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot: field 22 of proc_pid_stat(5).
+
+    Raises `FileNotFoundError` or `ProcessLookupError` if it is gone.
+    """
+    fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields_after_name[22 - 3])
+
+
+class PeerProcess:
+    """A process that is watched: `fd` becomes readable when it is gone, and never before."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @classmethod
+    def find(cls, pid: int, ticks: int) -> Self | None:
+        """None if it is gone. A process that has got the pid since is another."""
+        try:
+            process = cls(os.pidfd_open(pid))
+        except ProcessLookupError:
+            return None
+        try:
+            if start_ticks(pid) == ticks:
+                return process
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+        process.close()
+        return None
+
+    def is_gone(self) -> bool:
+        return bool(select.select([self.fd], [], [], 0)[0])
+
+    def close(self) -> None:
+        os.close(self.fd)

@@ -1,0 +1,130 @@
+"""The sockets of one coordinator. They belong to its thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import zmq
+
+from swiftkv.lease.messages import (
+    MAX_LEASE_MESSAGE_BYTES,
+    FromAdmin,
+    FromBorrower,
+    FromLender,
+    PeerSpec,
+    ToAdmin,
+)
+from swiftkv.lease.process import PeerProcess
+
+_RECONNECT_MS = 50
+
+Route = bytes
+"""Whoever connected to our ROUTER: a borrower or the gateway; a new one for every connection."""
+
+
+class Wire:
+    """A ROUTER for those who borrow from us and for the gateway, a DEALER to each lender, and the ends of processes.
+
+    Nothing is queued for a peer that is not connected. No queue has a bound of its own: the protocol bounds what one
+    side says before the other answers.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, lenders: Sequence[PeerSpec]) -> None:
+        """Raises `zmq.ZMQError` if `address` cannot be bound."""
+        self._context = context
+        self._lenders = lenders
+        self._poller = zmq.Poller()
+        self._exits: dict[int, Callable[[], None]] = {}  # by pidfd
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decode_inbound = msgspec.msgpack.Decoder[FromBorrower | FromAdmin](FromBorrower | FromAdmin).decode
+        self._decode_from_lender = msgspec.msgpack.Decoder[FromLender](FromLender).decode
+        self._router = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.bind(address)
+        self._dealers = [self._connect(peer) for peer in lenders]
+
+    def send(self, route: Route, message: FromLender | ToAdmin) -> None:
+        """To a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
+        try:
+            self._router.send_multipart([route, self._encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+
+    def send_to_lender(self, index: int, message: FromBorrower) -> None:
+        """Nothing is sent while the lender's coordinator does not listen."""
+        with contextlib.suppress(zmq.Again):
+            self._dealers[index].send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def reconnect(self, index: int) -> None:
+        """Forget what the lender said and what it has not read."""
+        self._poller.unregister(self._dealers[index])
+        self._dealers[index].close(linger=0)
+        self._dealers[index] = self._connect(self._lenders[index])
+
+    def watch_fd(self, fd: int) -> None:
+        """`wait` ends when there is something to be read."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:
+        """`on_exit` is called once, in `wait`, when the process is gone; the file descriptor is closed then."""
+        self._poller.register(process.fd, zmq.POLLIN)
+
+        def exited() -> None:
+            self.forget(process)
+            on_exit()
+
+        self._exits[process.fd] = exited
+
+    def forget(self, process: PeerProcess) -> None:
+        self._poller.unregister(process.fd)
+        del self._exits[process.fd]
+        process.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something has come, or a process is gone. Ends come first: what the dead said then counts no more."""
+        ready = self._poller.poll(max(0, int(timeout_s * 1000) + 1))
+        for source, _ in ready:
+            if isinstance(source, int) and (exited := self._exits.get(source)):
+                exited()
+
+    def received(self) -> Iterator[tuple[Route, FromBorrower | FromAdmin]]:
+        """What borrowers and the gateway said."""
+        while True:
+            try:
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield route, self._decode_inbound(b"".join(frames))
+
+    def received_from_lenders(self) -> Iterator[tuple[int, FromLender]]:
+        for index in range(len(self._dealers)):
+            while True:
+                try:
+                    frame = self._dealers[index].recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                yield index, self._decode_from_lender(frame)
+
+    def close(self) -> None:
+        for socket in (self._router, *self._dealers):
+            socket.close(linger=0)
+        for fd in list(self._exits):
+            del self._exits[fd]
+            PeerProcess(fd).close()
+
+    def _connect(self, peer: PeerSpec) -> zmq.Socket[bytes]:
+        dealer = self._socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        dealer.connect(peer.leases_address)
+        return dealer
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEASE_MESSAGE_BYTES)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket

@@ -1,0 +1,333 @@
+"""The borrower's half of the coordinator: takes what lenders offer, gives back what they recall, and survives them.
+
+All of it runs in the coordinator's thread, but for `apply_pending` and `give_up`, which are the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from swiftkv._core import Scheduler
+from swiftkv._lease import BorrowerLedger
+from swiftkv.errors import SwiftkvError
+from swiftkv.lease.messages import (
+    Accept,
+    Attached,
+    Detached,
+    FromLender,
+    Heartbeat,
+    Hello,
+    LendingSpec,
+    LinkGeometry,
+    LinkState,
+    PeerSpec,
+    Recall,
+    Return,
+    Welcome,
+)
+from swiftkv.lease.process import Identity, PeerProcess
+from swiftkv.lease.wire import Wire
+
+if TYPE_CHECKING:
+    from swiftkv._lease import Int32Array, UInt32Array
+
+_HELLO_RETRY_S = 0.2
+_ATTACH_RETRY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    number: int  # of our borrow links
+    index: int  # of those with this lender
+    geometry: LinkGeometry
+    ledger: BorrowerLedger
+
+    @property
+    def borrowed(self) -> int:
+        return self.ledger.held + self.ledger.recalled
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A lender, there or not. `process` is set while it is known to live, `welcome` from its Welcome until the memory
+    has to be attached anew."""
+
+    spec: PeerSpec
+    index: int
+    links: list[_Link]
+    process: PeerProcess | None = None
+    incarnation: int = 0
+    attempt: int = 1
+    welcome: Welcome | None = None
+    is_attached: bool = False
+    state: str = "not there"
+    hello_due_s: float = 0.0
+    heard_s: float = 0.0
+    reported: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attachment:
+    """Of all links of one lender; `store_paths` in their order."""
+
+    lender: int
+    attempt: int
+    store_paths: list[str]
+
+
+class Borrower:
+    """Owns the replicas of the lenders' tables and tells the scheduler what it may use.
+
+    Pools are attached and detached by the engine's thread, between steps: orders for it lie in `_orders`, what came of
+    them in `_outcomes`.
+    """
+
+    def __init__(
+        self,
+        me: Identity,
+        spec: LendingSpec,
+        scheduler: Scheduler,
+        attach: Callable[[int, str], None],
+        detach: Callable[[int], None],
+        wake_engine: Callable[[], None],
+    ) -> None:
+        """`attach(link, store_path)` maps the pool that a lender published there, or raises a `SwiftkvError`;
+        `detach(link)` lets go of it, and ignores a link that is not attached. Both are called in the engine's thread.
+        """
+        self._me = me
+        self._scheduler = scheduler
+        self._attach = attach
+        self._detach = detach
+        self._wake_engine = wake_engine
+        self._wake: Callable[[], None]
+        self._wire: Wire
+        self._peers = _peers(spec)
+        self._links = [link for peer in self._peers for link in peer.links]
+        self._peer_at = [peer for peer in self._peers for _ in peer.links]  # by link number
+        self._orders: deque[_Attachment | int] = deque()  # a number: the lender to detach
+        self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; else why not
+        self._given_up: deque[tuple[Sequence[int], threading.Event]] = deque()
+        self._is_draining = False
+
+    def start(self, wire: Wire, wake: Callable[[], None]) -> None:
+        self._wire = wire
+        self._wake = wake
+
+    # In the engine's thread.
+
+    def apply_pending(self) -> None:
+        while self._orders:
+            order = self._orders.popleft()
+            if isinstance(order, int):
+                self._detach_all(self._peers[order])
+            else:
+                self._outcomes.append((order, self._try_to_attach(order)))
+                self._wake()
+        if self._is_draining:  # the step before may have drained it
+            self._wake()
+
+    def give_up(self, links: Sequence[int]) -> threading.Event:
+        for peer in {self._peer_at[link].index: self._peer_at[link] for link in links}.values():
+            self._detach_all(peer)
+        done = threading.Event()
+        self._given_up.append((links, done))
+        return done
+
+    def _try_to_attach(self, order: _Attachment) -> str | None:
+        peer = self._peers[order.lender]
+        try:
+            for link, store_path in zip(peer.links, order.store_paths, strict=True):
+                self._attach(link.number, store_path)
+        except SwiftkvError as error:
+            self._detach_all(peer)
+            return str(error)
+        return None
+
+    def _detach_all(self, peer: _Peer) -> None:
+        for link in peer.links:
+            self._detach(link.number)
+
+    # In the coordinator's thread.
+
+    def tick(self, now_s: float) -> float:
+        while self._given_up:
+            links, done = self._given_up.popleft()
+            for index in {self._peer_at[link].index for link in links}:
+                self._let_go(self._peers[index], now_s)
+            done.set()
+        while self._outcomes:
+            self._on_outcome(*self._outcomes.popleft(), now_s)
+        for peer in self._peers:
+            if peer.welcome is None and now_s >= peer.hello_due_s:
+                peer.hello_due_s = now_s + _HELLO_RETRY_S
+                self._say_hello(peer)
+        if self._is_draining:
+            for link in self._links:
+                self._give_back_drained(link)
+            self._is_draining = any(link.ledger.recalled for link in self._links)
+        return min((peer.hello_due_s for peer in self._peers if peer.welcome is None), default=float("inf"))
+
+    def link_states(self, with_extents: bool) -> list[LinkState]:
+        now_s = time.monotonic()
+        return [_link_state(peer, link, now_s, with_extents) for peer in self._peers for link in peer.links]
+
+    def on_message(self, lender: int, message: FromLender) -> None:
+        if message.receiver != self._me.incarnation:
+            return
+        peer = self._peers[lender]
+        if isinstance(message, Welcome):
+            self._on_welcome(peer, message)
+            return
+        if peer.process is None or message.sender != peer.incarnation:
+            return
+        peer.heard_s = time.monotonic()
+        if isinstance(message, Heartbeat):
+            peer.reported = message.extents
+            borrowed = [link.borrowed for link in peer.links]
+            self._wire.send_to_lender(lender, Heartbeat(self._me.incarnation, peer.incarnation, borrowed))
+            return
+        link = peer.links[message.link]
+        extents, epochs = np.frombuffer(message.extents, np.int32), np.frombuffer(message.epochs, np.uint32)
+        if isinstance(message, Recall):
+            self._on_recall(peer, link, extents, epochs)
+        else:
+            self._on_offer(peer, link, extents, epochs)
+
+    def _say_hello(self, peer: _Peer) -> None:
+        me = self._me
+        hello = Hello(me.name, me.incarnation, peer.attempt, me.pid, me.start_ticks, peer.spec.links)
+        self._wire.send_to_lender(peer.index, hello)
+
+    def _on_welcome(self, peer: _Peer, welcome: Welcome) -> None:
+        if peer.welcome is not None or welcome.attempt != peer.attempt:
+            return
+        if welcome.refused is not None:
+            peer.state = welcome.refused
+            return
+        if peer.process is not None and peer.incarnation != welcome.sender:
+            return  # its end comes first
+        if peer.process is None:
+            peer.process = PeerProcess.find(welcome.pid, welcome.start_ticks)
+            if peer.process is None:
+                return
+            self._wire.watch_exit(peer.process, lambda: self._on_exit(peer))
+        peer.incarnation = welcome.sender
+        peer.heard_s = time.monotonic()
+        peer.welcome = welcome
+        peer.state = "attaching"
+        self._orders.append(_Attachment(peer.index, peer.attempt, welcome.store_paths))
+        self._wake_engine()
+
+    def _on_outcome(self, order: _Attachment, failure: str | None, now_s: float) -> None:
+        peer = self._peers[order.lender]
+        if peer.welcome is None or order.attempt != peer.attempt:
+            return
+        if failure is not None:
+            _log.warning("the pool of %s cannot be attached: %s", peer.spec.name, failure)
+            self._attach_anew(peer, now_s + _ATTACH_RETRY_S, failure)
+            return
+        peer.is_attached = True
+        peer.state = "attached"
+        _log.info("attached to the pool of %s", peer.spec.name)
+        self._wire.send_to_lender(peer.index, Attached(self._me.incarnation, peer.incarnation, peer.attempt))
+
+    def _attach_anew(self, peer: _Peer, hello_due_s: float, state: str) -> None:
+        peer.attempt += 1
+        peer.welcome = None
+        peer.is_attached = False
+        peer.state = state
+        peer.hello_due_s = hello_due_s
+
+    def _on_exit(self, peer: _Peer) -> None:
+        """What it lent is lost; what a step in flight reads from it is still mapped until the engine detaches it."""
+        _log.warning("%s has gone with what it lent", peer.spec.name)
+        for link in peer.links:
+            self._scheduler.lose(link.number)
+            link.ledger.lender_died()
+        self._orders.append(peer.index)
+        self._wake_engine()
+        self._wire.reconnect(peer.index)
+        self._attach_anew(peer, 0.0, "not there")
+        peer.process = None
+        peer.reported = []
+
+    def _let_go(self, peer: _Peer, now_s: float) -> None:
+        """Nothing of ours is in flight, and the pool is detached: the lender may have it all back."""
+        if not peer.is_attached:
+            return
+        for link in peer.links:
+            self._scheduler.lose(link.number)
+            link.ledger.give_back(np.flatnonzero(link.ledger.table()[0]).astype(np.int32))
+        self._wire.send_to_lender(peer.index, Detached(self._me.incarnation, peer.incarnation))
+        self._attach_anew(peer, now_s + _ATTACH_RETRY_S, "a transfer failed")
+
+    def _on_offer(self, peer: _Peer, link: _Link, extents: Int32Array, epochs: UInt32Array) -> None:
+        taken, accepted, accepted_epochs = link.ledger.on_offer(extents, epochs)
+        if not peer.is_attached:  # offered before the lender knew
+            self._return(peer, link, taken, link.ledger.give_back(taken))
+            return
+        if len(taken):
+            self._scheduler.borrow(link.number, taken)
+            self._wake_engine()
+        if len(accepted):
+            names = (accepted.tobytes(), accepted_epochs.tobytes())
+            self._wire.send_to_lender(peer.index, Accept(self._me.incarnation, peer.incarnation, link.index, *names))
+
+    def _on_recall(self, peer: _Peer, link: _Link, extents: Int32Array, epochs: UInt32Array) -> None:
+        to_drain, returned, returned_epochs = link.ledger.on_recall(extents, epochs)
+        self._return(peer, link, returned, returned_epochs)
+        if len(to_drain):
+            self._scheduler.recall(link.number, to_drain)
+            self._give_back_drained(link)
+            if link.ledger.recalled:
+                self._is_draining = True
+                self._wake_engine()
+
+    def _give_back_drained(self, link: _Link) -> None:
+        drained = self._scheduler.take_returned(link.number)
+        if len(drained):
+            self._return(self._peer_at[link.number], link, drained, link.ledger.give_back(drained))
+
+    def _return(self, peer: _Peer, link: _Link, extents: Int32Array, epochs: UInt32Array) -> None:
+        if len(extents):
+            names = (extents.tobytes(), epochs.tobytes())
+            self._wire.send_to_lender(peer.index, Return(self._me.incarnation, peer.incarnation, link.index, *names))
+
+
+def _peers(spec: LendingSpec) -> list[_Peer]:
+    peers = []
+    number = 0
+    for lender, peer in enumerate(spec.lenders):
+        links = []
+        for index, geometry in enumerate(peer.links):
+            links.append(_Link(number, index, geometry, BorrowerLedger(geometry.num_extents)))
+            number += 1
+        peers.append(_Peer(peer, lender, links))
+    return peers
+
+
+def _link_state(peer: _Peer, link: _Link, now_s: float, with_extents: bool) -> LinkState:
+    ledger = link.ledger
+    states, epochs = ledger.table() if with_extents else (None, None)
+    is_there = peer.process is not None
+    return LinkState(
+        peer=peer.spec.name,
+        peer_state=peer.state,
+        geometry=link.geometry,
+        counts={"none": ledger.none, "held": ledger.held, "recalled": ledger.recalled},
+        num_bytes=link.borrowed * link.geometry.extent_bytes,
+        heard_s_ago=now_s - peer.heard_s if is_there else None,
+        peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
+        states=None if states is None else states.tobytes(),
+        epochs=None if epochs is None else epochs.tobytes(),
+    )

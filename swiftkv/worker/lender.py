@@ -1,0 +1,493 @@
+"""The lender's half of the coordinator: who gets how much, what is asked back, and what ends with a borrower.
+
+Everything here runs in the coordinator's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from swiftkv._core import Scheduler
+from swiftkv._lease import LenderLedger
+from swiftkv.lease.messages import (
+    Accept,
+    Attached,
+    BudgetSet,
+    Detached,
+    FromBorrower,
+    Heartbeat,
+    Hello,
+    Histogram,
+    LendingSpec,
+    LinkGeometry,
+    LinkState,
+    Offer,
+    PeerSpec,
+    Recall,
+    Return,
+    SetBudget,
+    Welcome,
+)
+from swiftkv.lease.process import Identity, PeerProcess
+from swiftkv.lease.wire import Route, Wire
+from swiftkv.worker.lend_policy import Demand, LendPolicy, LongestRequestPolicy, TotalDemandPolicy
+from swiftkv.worker.recalls import Batch, Recalls
+
+if TYPE_CHECKING:
+    from swiftkv._lease import Int32Array
+
+_HEARTBEAT_S = 1.0
+_LONGEST_INTERVAL_S = 1.0
+_INTERVALS_PER_WINDOW = 20
+_END_POLL_S = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    number: int  # of our lend links
+    index: int  # of those with this borrower
+    geometry: LinkGeometry
+    ledger: LenderLedger
+    share: Fraction  # of what its borrower gets
+
+    @property
+    def asked_for(self) -> int:
+        """Extents that are neither home nor on their way."""
+        return self.ledger.offered + self.ledger.lent
+
+    @property
+    def away(self) -> int:
+        """Extents that are not home."""
+        return self.asked_for + self.ledger.recalled
+
+    @property
+    def away_bytes(self) -> int:
+        return self.away * self.geometry.extent_bytes
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A borrower, there or not. `process` is set from its Hello until it is gone and its leases have ended."""
+
+    spec: PeerSpec
+    links: list[_Link]
+    process: PeerProcess | None = None
+    incarnation: int = 0
+    route: Route = b""
+    welcome: Welcome | None = None
+    is_attached: bool = False
+    is_ending: bool = False  # its leases end when nothing serves it any more
+    is_gone: bool = False
+    servers: list[threading.Thread] = field(default_factory=list)
+    heard_s: float = 0.0
+    heartbeat_due_s: float = 0.0
+    is_asked: bool = False  # a heartbeat that it has not answered
+    reported: list[int] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        if self.is_ending:
+            return "its last transfers are ending"
+        if self.process is None:
+            return "not there"
+        return "attached" if self.is_attached else "not attached"
+
+
+@dataclass(frozen=True, slots=True)
+class _BudgetRequest:
+    """A `SetBudget` that waits for extents to come home."""
+
+    route: Route
+    request: SetBudget
+    begun_s: float
+    batch: Batch | None
+
+
+class Lender:
+    """Owns the lender's tables and the budget.
+
+    What is lent follows a target per attached borrower: an even part of the budget, limited by what the policy says
+    the engine's own requests need. It is approached by offers whenever something changed. Extents are recalled when
+    the engine's requests are short of blocks, when the budget falls, or when a borrower comes that has its part due.
+    After a recall for demand, nothing of that KV group is offered for a window.
+    """
+
+    def __init__(
+        self,
+        me: Identity,
+        spec: LendingSpec,
+        scheduler: Scheduler,
+        pool_bytes: int,
+        serve_link: Callable[[str], threading.Thread | None],
+        wake_engine: Callable[[], None],
+    ) -> None:
+        """`serve_link(store_path)` publishes the pool there for one link, and returns the thread that serves it, if
+        the transport has one; called in the coordinator's thread.
+        """
+        self._me = me
+        self._rendezvous = Path(spec.rendezvous)
+        self._window_s = spec.window_s
+        self._interval_s = min(spec.window_s / _INTERVALS_PER_WINDOW, _LONGEST_INTERVAL_S)
+        self._scheduler = scheduler
+        self._pool_bytes = pool_bytes
+        self._serve_link = serve_link
+        self._wake_engine = wake_engine
+        self._wire: Wire
+        self._peers = {peer.spec.name: peer for peer in _peers(spec)}
+        self._links = [link for peer in self._peers.values() for link in peer.links]
+        self._peer_at = [peer for peer in self._peers.values() for _ in peer.links]  # by link number
+        self._recalls = Recalls([link.geometry.num_extents for link in self._links])
+        group_stats = scheduler.stats().groups
+        policy = {"total": TotalDemandPolicy, "longest": LongestRequestPolicy}[spec.policy]
+        self._policies: list[LendPolicy] = [policy(spec.window_s) for _ in group_stats]
+        self._group_blocks = [group.total for group in group_stats]
+        self._no_offer_before_s = [0.0] * len(group_stats)
+        self._demand_due_s = 0.0
+        self._waiting: list[_BudgetRequest] = []
+        self.budget_bytes = min(spec.budget_bytes, pool_bytes)
+
+    @property
+    def recalls_total(self) -> dict[str, int]:
+        return dict(self._recalls.total)
+
+    @property
+    def recall_seconds(self) -> Histogram:
+        return self._recalls.seconds
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of all extents that are not home."""
+        return sum(link.away_bytes for link in self._links)
+
+    def start(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def tick(self, now_s: float, woken: bool) -> float:
+        if woken or now_s >= self._demand_due_s:
+            self._look_at_demand(now_s)
+        for peer in self._peers.values():
+            self._end_leases(peer, now_s)
+            self._ask_for_life(peer, now_s)
+        self._offer(now_s)
+        self._answer_budget_requests(now_s)
+        return min(
+            self._demand_due_s,
+            min((peer.heartbeat_due_s for peer in self._peers.values() if peer.is_attached), default=float("inf")),
+            now_s + _END_POLL_S if any(peer.is_ending for peer in self._peers.values()) else float("inf"),
+        )
+
+    def link_states(self, with_extents: bool) -> list[LinkState]:
+        now_s = time.monotonic()
+        return [_link_state(peer, link, now_s, with_extents) for peer in self._peers.values() for link in peer.links]
+
+    # What borrowers say.
+
+    def on_message(self, route: Route, message: FromBorrower) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, Hello):
+            self._on_hello(route, message)
+            return
+        peer = self._peer_of(message)
+        if peer is None:
+            return
+        peer.heard_s = now_s
+        match message:
+            case Attached(attempt=attempt):
+                if peer.welcome is not None and attempt == peer.welcome.attempt and not peer.is_attached:
+                    peer.is_attached = True
+                    peer.heartbeat_due_s = now_s
+                    _log.info("%s is attached", peer.spec.name)
+                    self._make_room_for_all(now_s)
+            case Detached():
+                _log.warning("%s cannot reach the pool; its leases end", peer.spec.name)
+                peer.is_attached = False
+                peer.is_ending = True
+            case Accept(link=index, extents=extents, epochs=epochs):
+                peer.links[index].ledger.on_accept(np.frombuffer(extents, np.int32), np.frombuffer(epochs, np.uint32))
+            case Return(link=index, extents=extents, epochs=epochs):
+                link = peer.links[index]
+                home = link.ledger.on_return(np.frombuffer(extents, np.int32), np.frombuffer(epochs, np.uint32))
+                self._take_home(link, home, now_s)
+            case Heartbeat(extents=reported):
+                peer.is_asked = False
+                peer.reported = reported
+
+    def _peer_of(self, message: Attached | Detached | Accept | Return | Heartbeat) -> _Peer | None:
+        if message.receiver != self._me.incarnation:
+            return None
+        return next((p for p in self._peers.values() if p.process and p.incarnation == message.sender), None)
+
+    def _on_hello(self, route: Route, hello: Hello) -> None:
+        peer = self._peers.get(hello.borrower)
+        if peer is None or hello.links != [link.geometry for link in peer.links]:
+            reason = f"{self._me.name} is not configured to lend to {hello.borrower} over these links"
+            self._wire.send(route, self._welcome(hello, [], reason))
+            return
+        if peer.process is not None and peer.incarnation != hello.sender:
+            return  # the process before may still write; this one asks again
+        if peer.process is None:
+            peer.process = PeerProcess.find(hello.pid, hello.start_ticks)
+            if peer.process is None:
+                return
+            peer.incarnation = hello.sender
+            peer.welcome = None
+            self._wire.watch_exit(peer.process, lambda: self._on_exit(peer))
+        if peer.is_ending:
+            return
+        peer.route = route
+        peer.heard_s = time.monotonic()
+        if peer.welcome is None or peer.welcome.attempt < hello.attempt:
+            peer.is_attached = False
+            peer.is_asked = False
+            peer.welcome = self._welcome(hello, [self._publish(peer, hello, link) for link in peer.links])
+        self._wire.send(route, peer.welcome)
+
+    def _welcome(self, hello: Hello, store_paths: list[str], refused: str | None = None) -> Welcome:
+        me = self._me
+        return Welcome(me.incarnation, hello.sender, hello.attempt, me.pid, me.start_ticks, store_paths, refused)
+
+    def _publish(self, peer: _Peer, hello: Hello, link: _Link) -> str:
+        name = f"{self._me.incarnation:016x}-{hello.sender:016x}-{hello.attempt}-{link.index}"
+        store_path = str(self._rendezvous / name)
+        server = self._serve_link(store_path)
+        if server is not None:
+            peer.servers.append(server)
+        return store_path
+
+    # How the leases of a borrower end.
+
+    def _on_exit(self, peer: _Peer) -> None:
+        _log.warning("%s has gone; its leases end", peer.spec.name)
+        peer.is_gone = peer.is_ending = True
+        peer.is_attached = False
+
+    def _end_leases(self, peer: _Peer, now_s: float) -> None:
+        """A thread that serves the borrower may still write what it sent before it died; then nobody does."""
+        peer.servers = [server for server in peer.servers if server.is_alive()]
+        if not peer.is_ending or peer.servers:
+            return
+        peer.is_ending = False
+        if peer.is_gone:
+            peer.is_gone = False
+            peer.process = None
+        for link in peer.links:
+            self._take_home(link, link.ledger.peer_died(), now_s)
+
+    def _ask_for_life(self, peer: _Peer, now_s: float) -> None:
+        """One heartbeat at a time: nothing piles up before a borrower that is stopped."""
+        if peer.is_attached and now_s >= peer.heartbeat_due_s:
+            peer.heartbeat_due_s = now_s + _HEARTBEAT_S
+            if not peer.is_asked:
+                peer.is_asked = True
+                away = [link.away for link in peer.links]
+                self._wire.send(peer.route, Heartbeat(self._me.incarnation, peer.incarnation, away))
+
+    # Demand.
+
+    def _look_at_demand(self, now_s: float) -> None:
+        self._demand_due_s = now_s + self._interval_s
+        demands = self._scheduler.take_demand()
+        for group, (policy, seen) in enumerate(zip(self._policies, demands, strict=True)):
+            policy.observe(now_s, Demand(seen.total_peak, seen.longest, seen.total_now, seen.shortfall))
+            if seen.shortfall > 0:
+                self._recall_for_demand(group, seen.shortfall, now_s)
+
+    def _recall_for_demand(self, group: int, short_blocks: int, now_s: float) -> None:
+        """From whoever has most, what is not on its way already."""
+        self._no_offer_before_s[group] = now_s + self._window_s
+        links = self._links_of(group)
+        missing = short_blocks - sum(link.ledger.recalled * link.geometry.meu_w for link in links)
+        counts: dict[int, int] = {}
+        for link in sorted(links, key=lambda link: link.asked_for * link.geometry.meu_w, reverse=True):
+            count = min(link.asked_for, -(-missing // link.geometry.meu_w))
+            if count > 0:
+                counts[link.number] = count
+                missing -= count * link.geometry.meu_w
+        self._recall("demand", counts, now_s)
+
+    # Budget.
+
+    def set_budget(self, route: Route, request: SetBudget) -> None:
+        now_s = time.monotonic()
+        refused = self._why_not(request.budget_bytes)
+        if refused is not None:
+            self._wire.send(route, self._budget_set(request, 0, 0.0, refused))
+            return
+        counts = self._over_budget(request.budget_bytes)
+        if request.dry_run:
+            num_bytes = sum(n * self._links[number].geometry.extent_bytes for number, n in counts.items())
+            self._wire.send(route, self._budget_set(request, num_bytes, 0.0))
+            return
+        self.budget_bytes = request.budget_bytes
+        batch = self._recall("budget", counts, now_s)
+        self._waiting.append(_BudgetRequest(route, request, now_s, batch))
+
+    def _why_not(self, budget_bytes: int) -> str | None:
+        if budget_bytes < 0:
+            return f"a budget of {budget_bytes} bytes is less than nothing"
+        if budget_bytes > self._pool_bytes:
+            return f"a budget of {budget_bytes} bytes is more than the pool of {self._me.name}: {self._pool_bytes}"
+        return None
+
+    def _budget_set(
+        self, request: SetBudget, recalled_bytes: int, took_s: float, refused: str | None = None
+    ) -> BudgetSet:
+        budget_bytes = self.budget_bytes if refused else request.budget_bytes
+        return BudgetSet(request.request_id, budget_bytes, self.lent_bytes, recalled_bytes, took_s, refused)
+
+    def _over_budget(self, budget_bytes: int) -> dict[int, int]:
+        """Extents to recall by link, so that what is lent falls to the budget: from those furthest above their part."""
+        targets = self._targets(budget_bytes)
+        excess_bytes = sum(link.asked_for * link.geometry.extent_bytes for link in self._links) - budget_bytes
+        over = {link.number: link.asked_for - targets[link.number] for link in self._links}
+        counts = {}
+        for link in sorted(self._links, key=lambda link: over[link.number] * link.geometry.extent_bytes, reverse=True):
+            count = min(over[link.number], -(-excess_bytes // link.geometry.extent_bytes))
+            if count > 0:
+                counts[link.number] = count
+                excess_bytes -= count * link.geometry.extent_bytes
+        return counts
+
+    def _answer_budget_requests(self, now_s: float) -> None:
+        """Each when its own recall is home; the last, whose budget is in force, when no earlier one is owed either."""
+        waiting = []
+        for i, entry in enumerate(self._waiting):
+            is_in_force = i == len(self._waiting) - 1
+            owed = entry.batch.missing if entry.batch else 0
+            if owed or (is_in_force and self.lent_bytes > self.budget_bytes):
+                waiting.append(entry)
+                continue
+            num_bytes = entry.batch.num_bytes if entry.batch else 0
+            self._wire.send(entry.route, self._budget_set(entry.request, num_bytes, now_s - entry.begun_s))
+        self._waiting = waiting
+
+    # Targets, offers and recalls.
+
+    def _targets(self, budget_bytes: int) -> list[int]:
+        """Extents by link: an even part of the budget for each borrower that is attached."""
+        attached = [peer for peer in self._peers.values() if peer.is_attached]
+        targets = [0] * len(self._links)
+        for peer in attached:
+            for link in peer.links:
+                part = budget_bytes * link.share // (len(attached) * link.geometry.extent_bytes)
+                targets[link.number] = min(part, link.geometry.num_extents)
+        return targets
+
+    def _lendable_targets(self, now_s: float) -> list[int]:
+        """The same, cut down in proportion where the policy keeps more of a KV group for the engine's own requests."""
+        targets = self._targets(self.budget_bytes)
+        for group in range(len(self._policies)):
+            links = self._links_of(group)
+            wanted = sum(targets[link.number] * link.geometry.meu_w for link in links)
+            lendable = self._lendable_blocks(group, now_s)
+            if wanted > lendable:
+                for link in links:
+                    targets[link.number] = targets[link.number] * lendable // wanted
+        return targets
+
+    def _lendable_blocks(self, group: int, now_s: float) -> int:
+        return max(0, self._group_blocks[group] - self._policies[group].keep_blocks(now_s))
+
+    def _make_room_for_all(self, now_s: float) -> None:
+        """A borrower came: those before it give up what is its part."""
+        targets = self._lendable_targets(now_s)
+        self._recall("share", {link.number: link.asked_for - targets[link.number] for link in self._links}, now_s)
+
+    def _offer(self, now_s: float) -> None:
+        targets = self._lendable_targets(now_s)
+        room_bytes = self.budget_bytes - self.lent_bytes
+        for group in range(len(self._policies)):
+            if now_s < self._no_offer_before_s[group]:
+                continue
+            links = self._links_of(group)
+            blocks = self._lendable_blocks(group, now_s) - sum(link.away * link.geometry.meu_w for link in links)
+            for link in links:
+                geometry = link.geometry
+                count = min(
+                    targets[link.number] - link.away, blocks // geometry.meu_w, room_bytes // geometry.extent_bytes
+                )
+                if count > 0:
+                    count = self._offer_over(link, count)
+                    blocks -= count * geometry.meu_w
+                    room_bytes -= count * geometry.extent_bytes
+
+    def _offer_over(self, link: _Link, count: int) -> int:
+        """Returns how many extents there were to offer."""
+        extents = self._scheduler.lend(link.number, count)
+        if len(extents):
+            peer = self._peer_at[link.number]
+            epochs = link.ledger.offer(extents)
+            names = (extents.tobytes(), epochs.tobytes())
+            self._wire.send(peer.route, Offer(self._me.incarnation, peer.incarnation, link.index, *names))
+        return len(extents)
+
+    def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> Batch | None:
+        """Ask back extents by link number; None if there are none. A borrower that is gone is not asked."""
+        counts = {number: count for number, count in counts.items() if count > 0}
+        if not counts:
+            return None
+        serial, batch = self._recalls.begin(reason, now_s)
+        for number, count in counts.items():
+            link = self._links[number]
+            peer = self._peer_at[link.number]
+            extents, epochs = link.ledger.recall(count)
+            self._recalls.add(serial, number, extents, link.geometry.extent_bytes)
+            names = (extents.tobytes(), epochs.tobytes())
+            self._wire.send(peer.route, Recall(self._me.incarnation, peer.incarnation, link.index, *names))
+        return batch
+
+    def _take_home(self, link: _Link, extents: Int32Array, now_s: float) -> None:
+        if len(extents):
+            self._scheduler.take_back(link.number, extents)
+            self._recalls.came_home(link.number, extents, now_s)
+            self._wake_engine()
+
+    def _links_of(self, group: int) -> list[_Link]:
+        return [link for link in self._links if link.geometry.lender_group == group]
+
+
+def _peers(spec: LendingSpec) -> Iterable[_Peer]:
+    number = 0
+    for peer in spec.borrowers:
+        # A token needs a slot in each of the borrower's KV groups, so what a lender's group gives is divided among
+        # them by the bytes of their blocks.
+        weights = [Fraction(link.num_extents * link.extent_bytes**2, link.meu_m) for link in peer.links]
+        links = []
+        for index, (geometry, weight) in enumerate(zip(peer.links, weights, strict=True)):
+            share = weight / sum(weights)
+            links.append(_Link(number, index, geometry, LenderLedger(geometry.num_extents), share))
+            number += 1
+        yield _Peer(peer, links)
+
+
+def _link_state(peer: _Peer, link: _Link, now_s: float, with_extents: bool) -> LinkState:
+    ledger = link.ledger
+    states, epochs = ledger.table() if with_extents else (None, None)
+    is_there = peer.process is not None and not peer.is_ending
+    return LinkState(
+        peer=peer.spec.name,
+        peer_state=peer.state,
+        geometry=link.geometry,
+        counts={
+            "home": ledger.home,
+            "offered": ledger.offered,
+            "lent": ledger.lent,
+            "recalled": ledger.recalled,
+        },
+        num_bytes=link.away_bytes,
+        heard_s_ago=now_s - peer.heard_s if is_there else None,
+        peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
+        states=None if states is None else states.tobytes(),
+        epochs=None if epochs is None else epochs.tobytes(),
+    )

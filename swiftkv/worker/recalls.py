@@ -1,0 +1,70 @@
+"""Extents that were asked back, and whether they came home: by whom they are waited for and how long it took."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from swiftkv.lease.messages import Histogram
+
+if TYPE_CHECKING:
+    from swiftkv._lease import Int32Array
+
+RECALL_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+@dataclass(slots=True)
+class Batch:
+    """The extents of one decision to recall."""
+
+    begun_s: float
+    num_bytes: int = 0
+    missing: int = 0  # extents that are not home yet
+
+
+class Recalls:
+    """Counts batches home: O(1) per extent."""
+
+    def __init__(self, num_extents: Sequence[int]) -> None:
+        """`num_extents`: of each link."""
+        self._serial_of = [np.zeros(n, np.int64) for n in num_extents]  # of the batch; 0: not asked back
+        self._last_serial = 0
+        self._open: dict[int, Batch] = {}
+        self._bucket_counts = [0] * (len(RECALL_SECONDS_BOUNDS) + 1)
+        self._sum_s = 0.0
+        self.total: dict[str, int] = {}  # batches by reason
+
+    def begin(self, reason: str, now_s: float) -> tuple[int, Batch]:
+        """A new batch and its number."""
+        self._last_serial += 1
+        self._open[self._last_serial] = Batch(now_s)
+        self.total[reason] = self.total.get(reason, 0) + 1
+        return self._last_serial, self._open[self._last_serial]
+
+    def add(self, serial: int, link: int, extents: Int32Array, extent_bytes: int) -> None:
+        self._serial_of[link][extents] = serial
+        self._open[serial].missing += len(extents)
+        self._open[serial].num_bytes += len(extents) * extent_bytes
+
+    def came_home(self, link: int, extents: Int32Array, now_s: float) -> None:
+        """Asked back or not."""
+        serials, counts = np.unique(self._serial_of[link][extents], return_counts=True)
+        self._serial_of[link][extents] = 0
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            if serial == 0:
+                continue
+            batch = self._open[serial]
+            batch.missing -= count
+            if batch.missing == 0:
+                del self._open[serial]
+                self._bucket_counts[bisect.bisect_left(RECALL_SECONDS_BOUNDS, now_s - batch.begun_s)] += 1
+                self._sum_s += now_s - batch.begun_s
+
+    @property
+    def seconds(self) -> Histogram:
+        cumulative = np.cumsum(self._bucket_counts).tolist()
+        return Histogram(list(RECALL_SECONDS_BOUNDS), cumulative[:-1], cumulative[-1], self._sum_s)

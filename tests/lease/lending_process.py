@@ -1,0 +1,341 @@
+"""An engine without a model: the real scheduler, coordinator and halves in a process of their own, driven by tests.
+
+`python -m tests.lease.lending_process`: the first line of standard input is a `Setup`, each that follows a command.
+Each request that ends is a line on standard output. It checks the scheduler's invariants after every step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import zmq
+
+from swiftkv._core import GroupSpec, Link, Scheduler
+from swiftkv.errors import TransferError
+from swiftkv.lease.coordinator import Coordinator
+from swiftkv.lease.messages import (
+    BudgetSet,
+    LendingSpec,
+    LendingState,
+    LinkGeometry,
+    LinkState,
+    PeerSpec,
+    SetBudget,
+    ShowLending,
+    ToAdmin,
+)
+from swiftkv.lease.process import Identity
+from swiftkv.master.borrower import Borrower
+from swiftkv.worker.lender import Lender
+
+TIMEOUT_S = 30.0
+BLOCK_SIZE = 16
+LAYER_BLOCK_BYTES = 64
+STEP_S = 0.002
+FINISHED = (1, 2)  # stop, length; not aborted or dropped
+
+
+class Group(msgspec.Struct, frozen=True):
+    num_layers: int
+    num_blocks: int
+
+
+class Setup(msgspec.Struct, frozen=True):
+    name: str
+    groups: list[Group]
+    lending: LendingSpec
+    failing_attaches: int = 0  # the first so many fail
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(group.num_layers * group.num_blocks for group in self.groups) * LAYER_BLOCK_BYTES
+
+
+class EngineWithoutModel:
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK)
+        self.attached: set[int] = set()
+        self.failing_attaches = setup.failing_attaches
+        spec = setup.lending
+        groups = []
+        offset = 0
+        for group in setup.groups:
+            groups.append(GroupSpec(group.num_layers, group.num_blocks, 0, LAYER_BLOCK_BYTES, offset))
+            offset += group.num_layers * group.num_blocks * LAYER_BLOCK_BYTES
+        self.scheduler = Scheduler(
+            groups,
+            BLOCK_SIZE,
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+            max_model_len=min(group.num_blocks for group in setup.groups) * BLOCK_SIZE,
+            lend_links=[
+                Link(link.lender_group, link.num_extents, link.meu_w) for peer in spec.borrowers for link in peer.links
+            ],
+            borrow_links=[
+                Link(
+                    link.borrower_group,
+                    link.num_extents,
+                    link.meu_m,
+                    link.extent_bytes,
+                    link.lender_base_offset_bytes,
+                )
+                for peer in spec.lenders
+                for link in peer.links
+            ],
+            stream_buffers=spec.stream_buffers,
+        )
+        me = Identity.of_this_process(setup.name)
+        lender = borrower = None
+        if spec.borrowers:
+            lender = Lender(me, spec, self.scheduler, setup.pool_bytes, self.serve_link, self.wake)
+        if spec.lenders:
+            borrower = Borrower(me, spec, self.scheduler, self.attach, self.detach, self.wake)
+        self.coordinator = Coordinator(
+            setup.name, spec, zmq.Context(), self.scheduler, setup.pool_bytes, lender, borrower, self.wake
+        )
+        self.next_id = 1
+
+    def serve_link(self, store_path: str) -> None:
+        Path(store_path).write_text(str(os.getpid()))
+
+    def attach(self, link: int, store_path: str) -> None:
+        assert link not in self.attached
+        if self.failing_attaches > 0:
+            self.failing_attaches -= 1
+            raise TransferError("as the test wishes")
+        pid = int(Path(store_path).read_text())
+        if not Path(f"/proc/{pid}/fd").exists():
+            raise TransferError(f"process {pid} has gone")
+        self.attached.add(link)
+
+    def detach(self, link: int) -> None:
+        self.attached.discard(link)
+
+    def wake(self) -> None:
+        os.eventfd_write(self.wakeup, 1)
+
+    def run(self) -> None:
+        self.coordinator.start()
+        commands = os.fdopen(os.dup(0), "rb", buffering=0)
+        unread = b""
+        busy = False
+        while True:
+            ready = select.select([commands, self.wakeup], [], [], 0 if busy else None)[0]
+            if self.wakeup in ready:
+                os.eventfd_read(self.wakeup)
+            if commands in ready:
+                read = commands.read(1 << 16)
+                if not read:
+                    return
+                *lines, unread = (unread + read).split(b"\n")
+                for line in lines:
+                    self.obey(**json.loads(line))
+            self.coordinator.apply_pending()
+            busy = self.step()
+
+    def obey(self, command: str, **args: Any) -> None:
+        if command == "give_up":
+            self.coordinator.give_up(args["links"])
+            return
+        assert command == "add"
+        prompt = np.full(args["tokens"], self.next_id, np.int32)
+        none = np.zeros(0, np.int32)
+        self.scheduler.add_request(self.next_id, prompt, args["max_tokens"], args["max_tokens"], none, b"", False)
+        self.next_id += 1
+        self.coordinator.wake()
+
+    def step(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        time.sleep(STEP_S)  # the forward pass: messages come while a step is in progress
+        result = self.scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
+        self.scheduler.check_invariants()
+        for request_id in result.request_ids[np.isin(result.finish_reasons, FINISHED)].tolist():
+            print(request_id, flush=True)
+        return True
+
+
+class LendingProcess:
+    """Such an engine, seen from the test. Killed at the end unless it has ended."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.context = zmq.Context()
+        self.request_ids = count(1)
+        self.answers: dict[int, ToAdmin] = {}  # that came and were not asked for yet
+        self.start()
+
+    def start(self) -> None:
+        """Again, after it was killed."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.lease.lending_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # so that what is there to be read is seen by select
+        )
+        self.write(msgspec.json.encode(self.setup))
+        self.admin = self.context.socket(zmq.DEALER)
+        self.admin.setsockopt(zmq.RECONNECT_IVL, 20)
+        self.admin.connect(self.setup.lending.leases_address)
+
+    def write(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.admin.close(linger=0)
+
+    def close(self) -> None:
+        self.kill()
+        self.context.destroy(linger=0)
+
+    def obey(self, command: str, **args: object) -> None:
+        self.write(json.dumps({"command": command, **args}).encode())
+
+    def finished_request(self) -> int:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], TIMEOUT_S)[0], "no request has ended"
+        return int(self.process.stdout.readline())
+
+    def ask(self, request: SetBudget | ShowLending) -> None:
+        self.admin.send(msgspec.msgpack.encode(request))
+
+    def answer_to(self, request_id: int) -> ToAdmin:
+        while request_id not in self.answers:
+            assert self.admin.poll(TIMEOUT_S * 1000), "no answer"
+            answer = msgspec.msgpack.decode(self.admin.recv(), type=ToAdmin)
+            self.answers[answer.request_id] = answer
+        return self.answers.pop(request_id)
+
+    def show(self, with_extents: bool = False) -> LendingState:
+        request_id = next(self.request_ids)
+        self.ask(ShowLending(request_id, with_extents))
+        state = self.answer_to(request_id)
+        assert isinstance(state, LendingState)
+        return state
+
+    def ask_budget(self, budget_bytes: int, dry_run: bool = False) -> int:
+        """Returns the request's id; it is answered when it is done."""
+        request_id = next(self.request_ids)
+        self.ask(SetBudget(request_id, budget_bytes, dry_run))
+        return request_id
+
+    def budget_set(self, request_id: int) -> BudgetSet:
+        answer = self.answer_to(request_id)
+        assert isinstance(answer, BudgetSet)
+        return answer
+
+    def set_budget(self, budget_bytes: int, dry_run: bool = False) -> BudgetSet:
+        return self.budget_set(self.ask_budget(budget_bytes, dry_run))
+
+    def wait_for(self, holds: Callable[[LendingState], bool]) -> LendingState:
+        """Ask until it holds."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not holds(state := self.show()):
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline_s, state
+            time.sleep(0.005)
+        return state
+
+
+class Node:
+    """A context manager: lenders and borrowers in one directory, every lender linked to every borrower."""
+
+    def __init__(
+        self,
+        lenders: Sequence[str] = ("w",),
+        borrowers: Sequence[str] = ("m",),
+        lender_layers: int = 2,
+        borrower_layers: int = 3,
+        num_blocks: int = 48,
+        budget: float = 1.0,  # of the lender's pool
+        window_s: float = 0.2,
+        failing_attaches: int = 0,
+        policy: Literal["total", "longest"] = "total",
+        start: Sequence[str] | None = None,  # None: all
+    ) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="swiftkv-lease-")
+        # An extent holds the least common multiple of both blocks: 6 layer blocks.
+        extent_layer_blocks = int(np.lcm(lender_layers, borrower_layers))
+        meu_w, meu_m = extent_layer_blocks // lender_layers, extent_layer_blocks // borrower_layers
+        self.link = LinkGeometry(0, 0, meu_w, meu_m, extent_layer_blocks * LAYER_BLOCK_BYTES, num_blocks // meu_w, 0)
+        self.pool_bytes = num_blocks * lender_layers * LAYER_BLOCK_BYTES
+        self.setups: dict[str, Setup] = {}
+        for name, layers, owes, owed in [
+            *((name, lender_layers, [], borrowers) for name in lenders),
+            *((name, borrower_layers, lenders, []) for name in borrowers),
+        ]:
+            spec = LendingSpec(
+                leases_address=self.address(name),
+                lenders=[PeerSpec(peer, self.address(peer), [self.link]) for peer in owes],
+                borrowers=[PeerSpec(peer, self.address(peer), [self.link]) for peer in owed],
+                budget_bytes=int(budget * self.pool_bytes),
+                window_s=window_s,
+                policy=policy,
+                transport="shm",
+                stream_buffers=1,
+                rendezvous=self.directory.name,
+                max_wait_s=10.0,
+            )
+            self.setups[name] = Setup(name, [Group(layers, num_blocks)], spec, failing_attaches if owes else 0)
+        self.processes: dict[str, LendingProcess] = {}
+        self.to_start = list(self.setups) if start is None else start
+
+    def address(self, name: str) -> str:
+        return f"ipc://{self.directory.name}/{name}"
+
+    def __enter__(self) -> Node:
+        for name in self.to_start:
+            self.processes[name] = LendingProcess(self.setups[name])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.close()
+        self.directory.cleanup()
+
+    def __getitem__(self, name: str) -> LendingProcess:
+        return self.processes[name]
+
+
+def lent(state: LendingState) -> list[int]:
+    """Extents lent over each link, if nothing is on its way; else nothing equals it."""
+    moving = any(link.counts["offered"] or link.counts["recalled"] for link in state.lends)
+    return [-1 if moving else link.counts["lent"] for link in state.lends]
+
+
+def held(state: LendingState) -> list[int]:
+    """Extents held over each link, if none is recalled."""
+    return [-1 if link.counts["recalled"] else link.counts["held"] for link in state.borrows]
+
+
+def agrees(lend: LinkState, borrow: LinkState) -> bool:
+    """Whether the replica is the table: everything lent is held at the same epoch, and nothing else is."""
+    assert lend.states is not None
+    assert lend.epochs is not None
+    assert borrow.states is not None
+    assert borrow.epochs is not None
+    is_lent = np.frombuffer(lend.states, np.uint8) == 2
+    is_held = np.frombuffer(borrow.states, np.uint8) == 1
+    epochs, replica = np.frombuffer(lend.epochs, np.uint32), np.frombuffer(borrow.epochs, np.uint32)
+    return bool((is_lent == is_held).all() and (epochs[is_lent] == replica[is_lent]).all())
+
+
+if __name__ == "__main__":
+    EngineWithoutModel(msgspec.json.decode(sys.stdin.buffer.raw.readline(), type=Setup)).run()  # type: ignore[attr-defined]
