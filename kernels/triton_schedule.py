@@ -52,10 +52,10 @@ class AttentionBatch:
     positions: Tensor  # [T]
     token_entries: Tensor  # [T], the table entry of the block that the token's KV goes to; NO_BLOCK: nowhere
     query_starts: Tensor  # [S + 1]
-    block_table: Tensor  # [number of entries]
     tiles: Tensor  # [P, TILE_FIELDS], parts of sequences with several new tokens
     splits: Tensor  # [N, SPLIT_FIELDS], parts of the keys of sequences with one new token
     split_starts: Tensor  # [S + 1]: the splits of a sequence
+    block_table: Tensor  # [number of entries]
     prefill: Tiling
     decode: Tiling
     max_splits: int  # of one sequence: more than 1 means that results have to be combined
@@ -130,10 +130,10 @@ def prepare_batch(
         "positions": positions.numpy(),
         "token_entries": token_entries,
         "query_starts": starts,
-        "block_table": block_table.numpy(),
         "tiles": _tiles(spec, prefill, sequences),
         "splits": splits,
         "split_starts": split_starts,
+        "block_table": block_table.numpy(),
     }
     if into is not None:
         return _fill(into, arrays)
@@ -154,10 +154,10 @@ def decode_buffers(
         "positions": (num_seqs,),
         "token_entries": (num_seqs,),
         "query_starts": (num_seqs + 1,),
-        "block_table": (num_entries,),
         "tiles": (0, TILE_FIELDS),
         "splits": (max_splits, SPLIT_FIELDS),
         "split_starts": (num_seqs + 1,),
+        "block_table": (num_entries,),
     }
     batch = _allocate(shapes, prefill_tiling(spec), decode_tiling(spec), _device(device))
     none, zero = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -236,20 +236,20 @@ def _allocate(
 
 
 def _fill(batch: AttentionBatch, arrays: dict[str, _Int32Array]) -> AttentionBatch:
-    """Through one host buffer, pinned so that the copy does not wait. What the arrays leave free says 'none': -1.
+    """Through one host buffer, pinned so that the copy does not wait, no longer than the table, which comes last.
 
-    Except for positions, which are looked up whether they mean anything or not.
+    What the other arrays leave free says 'none', but for positions, which are looked up whatever they mean.
     """
-    on_gpu = batch.buffer.device.type == "cuda"
-    staging = torch.full(batch.buffer.shape, -1, dtype=torch.int32, pin_memory=on_gpu)
+    used = batch.block_table.storage_offset() + arrays["block_table"].size
+    staging = torch.empty(used, dtype=torch.int32, pin_memory=batch.buffer.device.type == "cuda")
     host = staging.numpy()
-    host[: batch.positions.numel()] = 0
     for name, array in arrays.items():
         view: Tensor = getattr(batch, name)
         assert array.size <= view.numel(), f"{name}: room for {view.numel()}, {array.size} to hold"
         offset = view.storage_offset()
         host[offset : offset + array.size] = array.reshape(-1)
-    batch.buffer.copy_(staging, non_blocking=True)
+        host[offset + array.size : offset + view.numel()] = 0 if name == "positions" else -1
+    batch.buffer[:used].copy_(staging, non_blocking=True)
     return batch
 
 

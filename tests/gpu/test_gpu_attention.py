@@ -60,6 +60,19 @@ def test_mixed_batch_equals_float64(spec: AttentionSpec, dtype: torch.dtype, sin
     assert relative_error(run(step), step.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(
+    "tilings",
+    [
+        (Tiling(64, 64, 4, 3), Tiling(16, 32, 4, 5)),
+        (Tiling(128, 64, 8, 2, max_registers=128), Tiling(16, 64, 2, 3)),
+    ],
+    ids=["small", "two programs"],
+)
+def test_other_tilings_equal_float64(tilings: tuple[Tiling, Tiling]) -> None:
+    step = make_step(make_spec(32, 8, 128, 64), MIXED, BF16, "cuda")
+    assert relative_error(run(step, tilings), step.expected()) < TOLERANCE[BF16]
+
+
 def test_long_prompt_equals_float64() -> None:
     spec = make_spec(8, 2, 128, 64)
     step = make_step(spec, [(0, 16_384), (20_000, 4096)], BF16, "cuda")
