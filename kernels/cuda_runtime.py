@@ -15,6 +15,8 @@ from torch import Tensor
 
 IPC_HANDLE_BYTES = 64
 
+_GRANULARITY_BYTES = 2 << 20  # the runtime cuts smaller allocations out of blocks that they share, also with peers
+
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 _MEMCPY_DEFAULT = 4  # the runtime sees from the addresses where they lie
 
@@ -36,10 +38,12 @@ class DeviceMemory:
         self.device = device
         address = ctypes.c_void_p()
         with torch.cuda.device(device):
-            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
+            allocated = -(-nbytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
+            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(allocated))
             self.address = int(address.value or 0)
             weakref.finalize(self, _free, self.address, device).atexit = False  # the driver frees what a process leaves
             _call("cudaMemset", address, 0, ctypes.c_size_t(nbytes))
+            torch.cuda.synchronize()  # torch's streams do not wait for the one that this ran on
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
