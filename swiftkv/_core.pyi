@@ -57,7 +57,7 @@ class Link:
 class GroupStats:
     """Blocks of one KV group by state: free + used + cached + lent + in_flight + streaming = total.
 
-    `streaming` blocks are the layer-stream cache: `stream_slots` layer blocks. `borrowed_*` are blocks in others' extents.
+    `streaming` blocks are the layer-stream cache, `stream_slots` layer blocks; `borrowed_*` lie in extents of others.
     """
 
     free: Final[int]

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     """
     check_devices(config)
     _raise_file_limit()
+    _run_without_triton()
     keys = NodeKeys(config.node.api_key(), config.node.admin_key())
 
     async def serve(sockets: Sequence[socket.socket], ipc: Path) -> None:
@@ -240,6 +242,12 @@ class _HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _run_without_triton() -> None:
+    """The gateway runs no kernels, but what transformers imports would import Triton: a second, 80 MB, and complaints
+    of leaks at exit."""
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
 def _load_handles(plans: Sequence[ModelPlan], clients: Sequence[EngineClient]) -> list[ModelHandle]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 import zmq
 
-from swiftkv._core import Scheduler, StepPlan, StepResult
+from swiftkv._core import StepPlan, StepResult
+from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs
 from swiftkv.engine.messages import (
     FINISH_ABORTED,
+    FINISH_DROPPED,
+    FINISH_RUNNING,
     Abort,
     AddRequest,
     EngineConfig,
@@ -27,8 +33,13 @@ from swiftkv.engine.messages import (
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.sampler import Sampled, Sampler
+from swiftkv.engine.statistics import EngineStatistics
+from swiftkv.errors import TransferError
+
+logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S = 0.1
+_STARVED_POLL_MS = 100
 
 
 class Engine:
@@ -39,21 +50,22 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, runner: ModelRunner, requests: zmq.Socket[bytes], outputs: zmq.Socket[bytes]
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        requests: zmq.Socket[bytes],
+        outputs: zmq.Socket[bytes],
+        context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self._config = config
         self._runner = runner
         self._requests_socket = requests
         self._outputs_socket = outputs
-        self._scheduler = Scheduler(
-            runner.group_specs,
-            config.block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.max_model_len,
-            config.enable_prefix_caching,
-            config.enable_chunked_prefill,
-        )
+        self._scheduler = make_scheduler(config, runner.group_specs)
+        self._lending = Lending(config, runner, self._scheduler, context)
+        self._poller = zmq.Poller()
+        self._poller.register(requests, zmq.POLLIN)
+        self._poller.register(self._lending.wake_fd, zmq.POLLIN)
         self._sampler = Sampler(config.max_num_seqs, runner.vocab_size, runner.device)
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size)
         self._requests: dict[int, Request] = {}
@@ -61,9 +73,7 @@ class Engine:
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._steps_total = 0
-        self._prompt_tokens_total = 0
-        self._generation_tokens_total = 0
+        self._statistics = EngineStatistics(config, runner, self._scheduler)
         self._stats_due_s = 0.0  # monotonic
         self._stats_changed = True
 
@@ -73,21 +83,40 @@ class Engine:
         while True:
             if not busy and self._stats_changed:
                 self._send_stats()
-            for message in self._receive(wait=not busy):
+            self._lending.before_step()
+            if not busy:
+                self._wait()
+            for message in self._receive():
                 if isinstance(message, Shutdown):
+                    self._lending.close()
                     return
                 self._handle(message)
             busy = self.step()
 
     def step(self) -> bool:
-        """schedule, prepare, run, commit. False: there is nothing to do before another message comes."""
-        plan = self._scheduler.schedule()
+        """schedule, prepare, run, commit. False: there is nothing to do before something happens."""
+        now_s = time.monotonic()
+        plan = self._scheduler.schedule(now_s)
         if plan is None:
+            self._refuse_starved(now_s)
             return False
-        if time.monotonic() >= self._stats_due_s:
+        if now_s >= self._stats_due_s:
             self._send_stats()
         self._seat(plan)
-        hidden = self._runner.forward(plan)
+        try:
+            hidden = self._runner.forward(plan)
+        except TransferError as error:
+            logger.warning("the step is computed again: %s", error)
+            self._lending.transfer_failed(plan)
+            self._announce_admitted(plan)
+            return True
+        sampled = self._sample(plan, hidden)
+        result = self._scheduler.commit(sampled.token_ids)
+        self._lending.demand_changed()
+        self._publish(plan, sampled, result)
+        return self._scheduler.has_work()
+
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
         if self._prompt_logprobs:
             self._prompt_logprobs.collect(
                 plan.request_ids, plan.query_starts, plan.context_lens, lambda rows: self._runner.logits(hidden, rows)
@@ -98,19 +127,39 @@ class Engine:
         )
         if sampled.broken.any():
             self._fail(plan.request_ids[sequences[sampled.broken]])
-        result = self._scheduler.commit(sampled.token_ids)
-        self._publish(plan, sampled, result)
-        return self._scheduler.has_work()
+        return sampled
 
-    def _receive(self, wait: bool) -> list[ToEngine]:
-        """All messages that have come; if `wait`, at least one."""
+    def _wait(self) -> None:
+        """Until a message comes, or something about leases; not for ever while a request waits for more to be lent."""
+        timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else None
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._lending.wake_fd in ready:
+            os.eventfd_read(self._lending.wake_fd)
+
+    def _receive(self) -> list[ToEngine]:
+        """All messages that have come."""
         messages: list[ToEngine] = []
         while True:
             try:
-                frame = self._requests_socket.recv(0 if wait and not messages else zmq.NOBLOCK)
+                frame = self._requests_socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
             messages.append(self._decoder.decode(frame))
+
+    def _refuse_starved(self, now_s: float) -> None:
+        """Requests for which there was no room for too long: it is lent at other times."""
+        if self._config.lending is None:
+            return
+        starved = self._scheduler.starved(now_s, self._config.lending.max_wait_s)
+        self._scheduler.abort(np.array(starved, np.uint64))
+        for request_id in starved:
+            self._forget(request_id)
+            self._stats_changed = True
+            message = (
+                f"model {self._config.name} has not enough KV cache for this request at the moment, and no more was "
+                f"lent to it for {self._config.lending.max_wait_s:g} s; try again later or shorten it"
+            )
+            self._send(RequestError(request_id, 503, message))
 
     def _handle(self, message: AddRequest | Abort) -> None:
         self._stats_changed = True
@@ -145,6 +194,7 @@ class Engine:
             return
         self._requests[request.request_id] = request
         self._prompt_logprobs.add(request)
+        self._lending.demand_changed()
 
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
@@ -172,30 +222,40 @@ class Engine:
             self._send(RequestError(request_id, 500, "the logits for the next token are not finite"))
 
     def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
-        self._steps_total += 1
-        self._prompt_tokens_total += plan.num_prompt_tokens_in_step
-        rows = np.flatnonzero(result.finish_reasons != FINISH_ABORTED)
-        self._generation_tokens_total += len(rows)
+        reasons = result.finish_reasons
+        rows = np.flatnonzero(reasons < FINISH_ABORTED)
+        self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
-        admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
+        admitted = _admitted(plan)
         if len(rows) or admitted or stats:
+            logprobs = {
+                int(result.request_ids[row]): entry
+                for row, entry in sampled.logprobs.items()
+                if reasons[row] != FINISH_DROPPED
+            }
             self._send(
                 StepOutput(
                     result.request_ids[rows].tobytes(),
                     result.token_ids[rows].tobytes(),
-                    result.finish_reasons[rows].tobytes(),
+                    reasons[rows].tobytes(),
                     admitted,
-                    {int(result.request_ids[row]): entry for row, entry in sampled.logprobs.items()} or None,
-                    self._finished_prompt_logprobs(result) if self._prompt_logprobs else None,
+                    logprobs or None,
+                    self._finished_prompt_logprobs(result.request_ids[rows]) if self._prompt_logprobs else None,
                     stats,
                 )
             )
-        for request_id in result.request_ids[result.finish_reasons != 0].tolist():
+        dropped = np.flatnonzero(reasons == FINISH_DROPPED)
+        self._sampler.retract(plan.row_slots[plan.logits_seqs[dropped]], result.token_ids[dropped])
+        for request_id in result.request_ids[(reasons != FINISH_RUNNING) & (reasons != FINISH_DROPPED)].tolist():
             self._forget(request_id)
 
-    def _finished_prompt_logprobs(self, result: StepResult) -> dict[int, list[TokenLogprobs]] | None:
-        found = {request_id: self._prompt_logprobs.pop(request_id) for request_id in result.request_ids.tolist()}
+    def _announce_admitted(self, plan: StepPlan) -> None:
+        if admitted := _admitted(plan):
+            self._send(StepOutput(b"", b"", b"", admitted))
+
+    def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[TokenLogprobs]] | None:
+        found = {request_id: self._prompt_logprobs.pop(request_id) for request_id in request_ids.tolist()}
         return {request_id: logprobs for request_id, logprobs in found.items() if logprobs is not None} or None
 
     def _send_stats(self) -> None:
@@ -204,22 +264,12 @@ class Engine:
     def _stats(self) -> EngineStats:
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S
         self._stats_changed = False
-        stats = self._scheduler.stats()
-        return EngineStats(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_blocks=sum(group.total for group in stats.groups),
-            num_free_blocks=sum(group.free for group in stats.groups),
-            num_used_blocks=sum(group.used for group in stats.groups),
-            num_cached_blocks=sum(group.cached for group in stats.groups),
-            num_preemptions_total=stats.num_preemptions_total,
-            prefix_query_tokens_total=stats.prefix_query_tokens_total,
-            prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
-            steps_total=self._steps_total,
-            prompt_tokens_total=self._prompt_tokens_total,
-            generation_tokens_total=self._generation_tokens_total,
-        )
+        return self._statistics.now()
 
     def _send(self, message: FromEngine) -> None:
         """Blocks while the gateway does not keep up: then the engine has nothing better to do."""
         self._outputs_socket.send(self._encoder.encode(message))
+
+
+def _admitted(plan: StepPlan) -> list[tuple[int, int]]:
+    return list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))

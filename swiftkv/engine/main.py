@@ -60,7 +60,7 @@ def serve(config: EngineConfig) -> int:
         )
         outputs.send(msgspec.msgpack.encode(ready))
         with torch.inference_mode():
-            Engine(config, runner, requests, outputs).run()
+            Engine(config, runner, requests, outputs, context).run()
     finally:
         context.destroy(linger=_LINGER_MS)
     return 0

@@ -118,6 +118,12 @@ class Sampler:
             logprobs.update((begin + row, entry) for row, entry in some.logprobs.items())
         return Sampled(token_ids, logprobs, broken)
 
+    def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
+        """The tokens that were sampled last for `slots` do not count."""
+        penalised = np.flatnonzero(self._flags[slots] & _PENALISED)
+        if len(penalised):
+            self._output_counts[slots[penalised], token_ids[penalised]] -= 1
+
     def _sample_slice(
         self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
     ) -> Sampled:

@@ -1,0 +1,132 @@
+"""An engine's part in lending: puts the coordinator, the transport and the scheduler's links together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from swiftkv._core import GroupSpec, Link, Scheduler, StepPlan
+from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine.runner import ModelRunner
+from swiftkv.lease.coordinator import Coordinator
+from swiftkv.lease.messages import LendingSpec
+from swiftkv.lease.process import Identity
+from swiftkv.master.borrower import Borrower
+from swiftkv.master.layer_stream import CopyKind
+from swiftkv.transport.base import Transport
+from swiftkv.transport.p2p import serve_p2p
+from swiftkv.transport.rendezvous import find_pool, publish_pool
+from swiftkv.transport.select import open_transport
+from swiftkv.worker.lender import Lender
+
+_RENDEZVOUS_TIMEOUT_S = 10.0
+_COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
+
+
+def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Scheduler:
+    """The scheduler of an engine, with the links that its configuration names."""
+    spec = config.lending
+    lend_links = [
+        Link(link.lender_group, link.num_extents, link.meu_w)
+        for peer in (spec.borrowers if spec else [])
+        for link in peer.links
+    ]
+    borrow_links = [
+        Link(link.borrower_group, link.num_extents, link.meu_m, link.extent_bytes, link.lender_base_offset_bytes)
+        for peer in (spec.lenders if spec else [])
+        for link in peer.links
+    ]
+    return Scheduler(
+        group_specs,
+        config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_model_len,
+        config.enable_prefix_caching,
+        config.enable_chunked_prefill,
+        lend_links,
+        borrow_links,
+        spec.stream_buffers if spec else 2,
+    )
+
+
+class Lending:
+    """What the step loop has to do for lending, and the thread that does the rest.
+
+    Without a `LendingSpec` there is no thread, and every call returns at once.
+    """
+
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when the engine should look whether there is something to do."""
+        self._runner = runner
+        self._scheduler = scheduler
+        self._transport: Transport | None = None
+        self._coordinator: Coordinator | None = None
+        if config.lending is not None:
+            self._coordinator = self._start(config.name, config.lending, context)
+
+    def before_step(self) -> None:
+        """Between steps, and before the engine waits."""
+        if self._coordinator is not None:
+            self._coordinator.apply_pending()
+
+    def demand_changed(self) -> None:
+        """Requests came, grew or went: what is lent may be needed here."""
+        if self._coordinator is not None and self._scheduler.is_short():
+            self._coordinator.wake()
+
+    def transfer_failed(self, plan: StepPlan) -> None:
+        """Copies of this step did not arrive. The step does not count, and its lenders are attached anew."""
+        assert self._coordinator is not None
+        self._scheduler.abandon()
+        self._coordinator.give_up(links_of(plan, len(self._runner.group_specs)))
+
+    def close(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._transport is not None:
+            self._transport.close()
+        os.close(self.wake_fd)
+
+    def _start(self, name: str, spec: LendingSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Coordinator:
+        me = Identity.of_this_process(name)
+        pool = self._runner.pool
+        lender = borrower = None
+        if spec.borrowers:
+
+            def serve_link(store_path: str) -> threading.Thread | None:
+                publish_pool(Path(store_path), pool)
+                return serve_p2p(pool, Path(store_path)) if spec.transport == "p2p" else None
+
+            lender = Lender(me, spec, self._scheduler, pool.nbytes, serve_link, self._wake)
+        if spec.lenders:
+            transport = self._transport = open_transport(spec.transport, pool)
+            self._runner.stream_through(transport)
+
+            def attach(link: int, store_path: str) -> None:
+                transport.attach(link, find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S))
+
+            borrower = Borrower(me, spec, self._scheduler, attach, transport.detach, self._wake)
+        coordinator = Coordinator(name, spec, context, self._scheduler, pool.nbytes, lender, borrower, self._wake)
+        coordinator.start()
+        return coordinator
+
+    def _wake(self) -> None:
+        os.eventfd_write(self.wake_fd, 1)
+
+
+def links_of(plan: StepPlan, num_groups: int) -> list[int]:
+    """The borrow links that a step copies over."""
+    links: set[int] = set()
+    for group in range(num_groups):
+        for kind in _COPY_KINDS:
+            for buffer in range(max(1, plan.num_stream_buffers)):
+                links.update(np.unique(plan.copies(group, kind, buffer)[:, 0]).tolist())
+    return sorted(links)
