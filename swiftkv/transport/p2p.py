@@ -245,7 +245,7 @@ class _Connection:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs know nothing of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._threads = 1
+        options._threads = 2  # with one, a message takes 2 ms
         options._timeout = timedelta(seconds=timeout_s)
         self._group = gloo(open_store(store_path, timeout_s), rank, 2, options)
         self._peer = 1 - rank
