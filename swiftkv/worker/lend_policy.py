@@ -36,7 +36,8 @@ class TotalDemandPolicy:
     """Keep what all requests together needed at the busiest moment of the window, and a reserve.
 
     The reserve is a part of that peak, at least `min_reserve_blocks`: the next request that is a little larger finds
-    its blocks free and needs no recall. What is kept does not follow every change of the peak:
+    its blocks free and needs no recall. Who had no request in the window keeps nothing: the whole budget may be lent.
+    What is kept does not follow every change of the peak:
 
     - it rises at once, to the peak and a whole reserve, when less than half a reserve would be left above the peak;
     - it falls, to the same, only when more than two reserves are above the peak, and a peak counts for a whole window.
@@ -57,7 +58,7 @@ class TotalDemandPolicy:
 
     def keep_blocks(self, now_s: float) -> int:
         peak = self._peaks.value(now_s)
-        reserve = max(self._min_reserve_blocks, int(peak * self._reserve_part))
+        reserve = max(self._min_reserve_blocks, int(peak * self._reserve_part)) if peak else 0
         if not peak + reserve // 2 <= self._kept <= peak + 2 * reserve:
             self._kept = peak + reserve
         return self._kept
