@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,13 +12,11 @@ from torch import Tensor
 from swiftkv.kernels import triton_elementwise as elementwise
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
+from tests.support.elementwise import EPS, NUM_LAYERS, Step, cos_sin_table, exact_norm, int32, make_step, turned
 from tests.support.interpreter import round_to_nearest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-EPS = 1e-6
-NUM_LAYERS = 3
-MAX_LEN = 200
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +26,6 @@ def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)  # torch.empty is full of NaN
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """In float64, but rounded to the dtype where the kernel rounds."""
-    wide = x.double()
-    normal = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
-    return (normal.double() * weight.double()).to(x.dtype)
 
 
 def assert_close(got: Tensor, expected: Tensor, slack: float = 2.0) -> None:
@@ -76,57 +65,6 @@ def test_nothing_is_done_for_no_tokens() -> None:
     assert elementwise.rms_norm(empty, torch.ones(64), EPS).shape == (0, 64)
     assert elementwise.silu_and_mul(empty).shape == (0, 32)
     elementwise.rope(empty.view(0, 1, 64), cos_sin_table(64), int32([]))
-
-
-@dataclass(frozen=True)
-class Step:
-    """Tokens of several sequences and where they lie."""
-
-    positions: Tensor
-    query_starts: Tensor
-    block_table: Tensor
-    table_starts: Tensor
-    token_entries: Tensor  # as python finds them
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def make_step(block_size: int, lengths: list[tuple[int, int]], num_blocks: int, seed: int) -> Step:
-    """Sequences of (context length, cached part of it), with blocks at random: half whole ones, half of one layer."""
-    rng = random.Random(seed)
-    free = [block * NUM_LAYERS for block in range(num_blocks // 2)]
-    free += [~index for index in range(num_blocks // 2 * NUM_LAYERS, num_blocks * NUM_LAYERS)]
-    rng.shuffle(free)
-    positions, entries, query_starts, table_starts, table = [], [], [0], [0], []
-    for context_len, num_cached in lengths:
-        first_written = num_cached // block_size
-        blocks = [NO_BLOCK] * first_written  # nobody may follow what lies before the new tokens
-        blocks += [free.pop() for _ in range(first_written, -(-context_len // block_size))]
-        positions += range(num_cached, context_len)
-        entries += [blocks[position // block_size] for position in range(num_cached, context_len)]
-        table += blocks
-        query_starts.append(len(positions))
-        table_starts.append(len(table))
-    return Step(int32(positions), int32(query_starts), int32(table), int32(table_starts), int32(entries))
-
-
-def cos_sin_table(rotary_dim: int) -> Tensor:
-    frequencies = 1e4 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
-    angles = torch.arange(MAX_LEN)[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
-
-
-def turned(x: Tensor, norm: Tensor | None, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """x `[tokens, heads, head_dim]` as transformers normalises and rotates it, in x's dtype."""
-    if norm is not None:
-        x = exact_norm(x, norm)
-    rotary_dim = cos_sin.shape[1]
-    cos, sin = (t.repeat(1, 2)[positions.long(), None].to(x.dtype) for t in cos_sin.chunk(2, dim=1))
-    part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    low, high = part.chunk(2, dim=-1)
-    return torch.cat([part * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
 
 
 def assert_turned(got: Tensor, expected: Tensor, is_normed: bool) -> None:

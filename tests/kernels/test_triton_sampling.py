@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from swiftkv.kernels import triton_logits, triton_logprobs, triton_sampling
 from swiftkv.kernels.triton_logprobs import token_logprobs
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
+from tests.support.sampling import Filters, kept_probabilities, slot_params
 
 CPU = torch.device("cpu")
 
@@ -39,39 +39,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (triton_logprobs, triton_sampling):
         monkeypatch.setattr(module, "RUNS_TILE", 16)
     monkeypatch.setattr(triton_logits, "_STATISTICS_TILE", 4)
-
-
-@dataclass(frozen=True)
-class Filters:
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-def slot_params(all_filters: list[Filters], seeds: list[int], vocab_size: int) -> SlotParams:
-    params = SlotParams.empty(len(all_filters), vocab_size, CPU)
-    for slot, (filters, seed) in enumerate(zip(all_filters, seeds, strict=True)):
-        params.temperature[slot] = filters.temperature
-        params.top_k[slot] = filters.top_k or vocab_size
-        params.top_p[slot] = filters.top_p
-        params.min_p[slot] = filters.min_p
-        params.seeds[slot] = np.uint64(seed).astype(np.int64).item()
-    return params
-
-
-def kept_probabilities(logits: Tensor, filters: Filters) -> Tensor:
-    """By sorting, in float64: min_p, top_k and top_p; equals stay or go together."""
-    weights = torch.exp((logits.double() - logits.max()) / filters.temperature)
-    floor = filters.min_p
-    if filters.top_k:
-        floor = max(floor, float(weights.sort(descending=True).values[min(filters.top_k, len(weights)) - 1]))
-    weights[weights < floor] = 0
-    ordered = weights.sort(descending=True).values
-    if filters.top_p < 1:
-        last = int(torch.searchsorted(ordered.cumsum(0), filters.top_p * weights.sum()))
-        weights[weights < ordered[min(last, len(ordered) - 1)]] = 0
-    return weights / weights.sum()
 
 
 def int32(values: list[int] | np.ndarray) -> Tensor:
