@@ -139,6 +139,7 @@ class DecodeGraphs(Generic[Inputs]):
         A size whose graph takes the total above `memory_limit_bytes` is left out, and its steps run eagerly.
         """
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # as each capture does
         before = torch.cuda.memory_reserved(self._device)
         memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         for size in sorted(sizes, reverse=True):
