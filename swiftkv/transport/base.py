@@ -110,4 +110,4 @@ class Transport(Protocol):
         """Of the jobs that ended since the last call, in order; the latest few thousand."""
 
     def close(self) -> None:
-        """Settle, and let go of threads and mappings. No other call may follow."""
+        """Let go of threads and mappings, without waiting for a peer; again is harmless. No other call may follow."""

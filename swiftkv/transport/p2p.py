@@ -13,6 +13,8 @@ through a port of the loopback interface, of which only the rendezvous file says
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import queue
 import threading
@@ -41,6 +43,7 @@ _MAX_RUNS = 1 << 20
 _MAX_TIMINGS = 4096
 _BORROWER, _LENDER = 0, 1
 _TO_PEER, _FROM_PEER = 0, 1
+_TAG, _UNUSED_TAG = 0, 1
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +105,9 @@ class P2pTransport:
         return taken
 
     def close(self) -> None:
+        """What is still in flight fails: a peer may be stopped."""
+        for connection in self._connections.values():
+            connection.cut()
         self.settle()
         self._jobs.put(None)
         self._thread.join()
@@ -163,34 +169,57 @@ class P2pTransport:
         )
 
 
-def serve_p2p(pool: SharedPool, store_path: Path, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> threading.Thread:
-    """The lender's half of one attachment: a thread that sends and receives rows of `pool` as it is asked to.
+def serve_p2p(pool: SharedPool, store_path: Path, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> P2pServer:
+    """Start the lender's half of one attachment."""
+    server = P2pServer(pool, store_path, connect_timeout_s)
+    server.start()
+    return server
 
-    It ends when the borrower lets go or dies, when nobody comes in time, or when it is asked for what `pool` has not.
+
+class P2pServer(threading.Thread):
+    """Sends and receives rows of a lender's pool as one borrower asks.
+
+    It ends when the borrower lets go or dies, when nobody comes in time, when it is asked for what the pool has not,
+    and with the process.
     """
-    thread = threading.Thread(
-        target=_serve, args=(_PoolRows(pool), store_path, connect_timeout_s), name="p2p lender", daemon=True
-    )
-    thread.start()
-    return thread
 
+    def __init__(self, pool: SharedPool, store_path: Path, connect_timeout_s: float) -> None:
+        super().__init__(name="p2p lender", daemon=True)
+        self._rows = _PoolRows(pool)
+        self._store_path = store_path
+        self._connect_timeout_s = connect_timeout_s
+        self._connection: _Connection | None = None
 
-def _serve(rows: _PoolRows, store_path: Path, connect_timeout_s: float) -> None:
-    try:
-        connection = _Connection(store_path, _LENDER, connect_timeout_s)
-        connection.send(torch.zeros(1, dtype=torch.int64))
-    except RuntimeError as error:
-        _log.warning("nobody came to borrow through %s: %s", store_path, error)
-        return
-    header = torch.empty(4, dtype=torch.int64)
-    try:
+    def run(self) -> None:
+        try:
+            connection = self._connection = _Connection(self._store_path, _LENDER, self._connect_timeout_s)
+            connection.send(torch.zeros(1, dtype=torch.int64))
+        except RuntimeError as error:
+            _log.warning("nobody came to borrow through %s: %s", self._store_path, error)
+            return
+        atexit.register(self.stop)  # a thread that comes back from gloo after the interpreter has gone would abort
+        try:
+            self._serve(connection)
+        except TransferError as error:
+            _log.error("a borrower asked for what there is not, and is cut off: %s", error)
+        except RuntimeError as error:  # gloo raises nothing more exact
+            _log.info("a borrower has gone: %s", str(error).splitlines()[0])
+        finally:
+            self._connection = None
+            atexit.unregister(self.stop)
+
+    def stop(self) -> None:
+        """Cut the borrower off. Returns when nothing touches the pool any more."""
+        connection = self._connection
+        if connection is not None:
+            connection.cut()
+            self.join()
+
+    def _serve(self, connection: _Connection) -> None:
+        header = torch.empty(4, dtype=torch.int64)
         while True:
             connection.receive(header)
-            _answer(connection, header.tolist(), rows)
-    except TransferError as error:
-        _log.error("a borrower asked for what there is not, and is cut off: %s", error)
-    except RuntimeError as error:  # gloo raises nothing more exact
-        _log.info("a borrower has gone: %s", str(error).splitlines()[0])
+            _answer(connection, header.tolist(), self._rows)
 
 
 def _answer(connection: _Connection, header: list[int], rows: _PoolRows) -> None:
@@ -251,10 +280,15 @@ class _Connection:
         self._peer = 1 - rank
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._group.send([tensor], self._peer, 0).wait(_NO_TIMEOUT)
+        self._group.send([tensor], self._peer, _TAG).wait(_NO_TIMEOUT)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        self._group.recv([tensor], self._peer, 0).wait(_NO_TIMEOUT)
+        self._group.recv([tensor], self._peer, _TAG).wait(_NO_TIMEOUT)
+
+    def cut(self) -> None:
+        """From any thread: whatever waits for the other side fails now, as if that had died."""
+        with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait took too long, and says so
+            self._group.recv([torch.empty(1)], self._peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def send_rows(self, rows: _PoolRows, offsets: Int64Array, width_bytes: int) -> None:
         for part in _messages(offsets, width_bytes):

@@ -207,7 +207,7 @@ def pair(kind: TransportKind, tmp_path: Path) -> Iterator[tuple[torch.Tensor, Tr
     with Lender([tmp_path / "store"], NUM_BYTES, serve=kind == "p2p") as lender:
         transport.attach(0, lender.handles[0])
         yield pool.tensor, transport, lender
-    transport.close()
+        transport.close()
 
 
 def round_trip(pool: torch.Tensor, transport: Transport, seed: int) -> bool:
@@ -256,6 +256,29 @@ def test_a_peer_that_is_stopped(kind: TransportKind, pair: tuple[torch.Tensor, T
     lender.process.send_signal(signal.SIGCONT)
     thread.join()
     assert answers == [True]
+
+
+def test_closing_does_not_wait_for_a_peer_that_is_stopped(
+    kind: TransportKind, pair: tuple[torch.Tensor, Transport, Lender]
+) -> None:
+    _, transport, lender = pair
+    lender.process.send_signal(signal.SIGSTOP)
+    transport.submit(runs((0, 0, 0, 8, 1)), None, 0)
+    transport.close()
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_lender_ends_as_it_likes(
+    detached: bool, kind: TransportKind, pair: tuple[torch.Tensor, Transport, Lender]
+) -> None:
+    """With and without a borrower on the other side, its threads let go in time for a clean exit."""
+    pool, transport, lender = pair
+    assert round_trip(pool, transport, 1)
+    if detached:
+        transport.detach(0)
+    assert lender.process.stdin is not None
+    lender.process.stdin.close()
+    assert lender.process.wait() == 0
 
 
 def test_a_link_serves_another_lender_later(
