@@ -100,10 +100,23 @@ class Node:
             metrics = self._metrics.for_model(plan.name)
             client = EngineClient(plan.name, engine.requests_address, engine.outputs_address, metrics)
             self._clients.append(client)
-            self._supervisors.append(EngineSupervisor(engine, client, config.node.restart, say))
+            supervisor = EngineSupervisor(engine, client, config.node.restart, say)
+            self._supervisors.append(supervisor)
             lending = engine.lending
             coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
-            members.append(_lending_member(config, plan, client, coordinator))
+            why_not = _why_not_lend(config, plan, engine)
+            members.append(
+                LendingMember(
+                    plan.name,
+                    plan.role,
+                    plan.pool_bytes,
+                    plan.block_bytes,
+                    why_not,
+                    client,
+                    coordinator,
+                    supervisor.set_lending_budget,
+                )
+            )
         self._lending = NodeLending(members, config.node.lending.enabled, config.node.lending.transport)
         self._watchers: list[asyncio.Task[None]] = []
         self._http: list[tuple[_HttpServer, asyncio.Task[None]]] = []
@@ -318,19 +331,17 @@ def _link_geometry(pair: LendingPair) -> LinkGeometry:
     )
 
 
-def _lending_member(
-    config: Config, plan: ModelPlan, client: EngineClient, coordinator: CoordinatorClient | None
-) -> LendingMember:
-    why_not = None
+def _why_not_lend(config: Config, plan: ModelPlan, engine: EngineConfig) -> str | None:
+    """Completes "model 'x' …"; None: it can lend."""
     if not config.node.lending.enabled:
-        why_not = "lends and borrows nothing: node.lending is off"
-    elif plan.role == "master":
-        why_not = "is a master: it borrows and does not lend"
-    elif plan.budget_bytes is None:
-        why_not = "has no lending.budget in the file that the node was started with; 0 would do, and can be raised"
-    elif coordinator is None:
-        why_not = "has no master to lend to, or its pool is smaller than one extent: see swiftkv plan"
-    return LendingMember(plan.name, plan.role, plan.pool_bytes, plan.block_bytes, why_not, client, coordinator)
+        return "lends and borrows nothing: node.lending is off"
+    if plan.role == "master":
+        return "is a master: it borrows and does not lend"
+    if plan.budget_bytes is None:
+        return "has no lending.budget in the file that the node was started with; 0 would do, and can be raised"
+    if engine.lending is None:
+        return "has no master to lend to, or its pool is smaller than one extent: see swiftkv plan"
+    return None
 
 
 def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: Path) -> EngineConfig:

@@ -84,6 +84,12 @@ class EngineSupervisor:
                 ready = await self.start()
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
 
+    def set_lending_budget(self, budget_bytes: int) -> None:
+        """With what budget an engine that lends is started from now on."""
+        assert self._config.lending is not None
+        lending = msgspec.structs.replace(self._config.lending, budget_bytes=budget_bytes)
+        self._config = msgspec.structs.replace(self._config, lending=lending)
+
     async def stop(self) -> None:
         """End the process: politely, then by its life line, then by force. Returns once it is gone."""
         process = self._process

@@ -122,7 +122,10 @@ class CoordinatorClient:
 
 @dataclass(frozen=True)
 class LendingMember:
-    """One model of the node. ``why_not_lend`` completes "model 'x' …"; None: it can lend."""
+    """One model of the node. ``why_not_lend`` completes "model 'x' …"; None: it can lend.
+
+    ``remember_budget`` is told every budget, in bytes, that was set: an engine that is started again begins with it.
+    """
 
     name: str
     role: str
@@ -131,6 +134,7 @@ class LendingMember:
     why_not_lend: str | None
     engine: EngineClient
     coordinator: CoordinatorClient | None  # None: it has no part in lending
+    remember_budget: Callable[[int], None]
 
 
 class NodeLending:
@@ -168,6 +172,8 @@ class NodeLending:
         answer = await member.coordinator.set_budget(min(budget_bytes, member.pool_bytes), dry_run)
         if answer.refused is not None:
             raise ApiError(400, f"model '{name}' refuses: {answer.refused}", param="budget", code="budget_refused")
+        if not dry_run:
+            member.remember_budget(answer.budget_bytes)
         return BudgetChange(name, dry_run, answer.budget_bytes, answer.lent_bytes, answer.recalled_bytes, answer.took_s)
 
     async def pool(self, name: str) -> PoolView:

@@ -89,6 +89,8 @@ class Gateway:
     metrics: GatewayMetrics
     apps: list[FastAPI] = field(default_factory=list)
     api_key: str | None = None
+    budgets: dict[str, list[int]] = field(default_factory=dict)
+    """Every budget that was set, in bytes."""
 
     def call(self, function: Callable[[], object]) -> None:
         """Run ``function`` in the gateway's event loop."""
@@ -130,6 +132,7 @@ def start_gateway(
     servers: list[uvicorn.Server] = []
     serving: list[asyncio.Task[None]] = []
     lendings: list[NodeLending] = []
+    budgets: dict[str, list[int]] = {"chat": [], "code": []}
 
     async def build() -> Gateway:
         handles = {}
@@ -142,7 +145,9 @@ def start_gateway(
             coordinator = CoordinatorClient(name, f"ipc://{directory}/{name}.leases") if lending else None
             role, why_not = ("master", "is a master") if name == "chat" else ("worker", None)
             why_not = why_not if lending else "lends and borrows nothing: node.lending is off"
-            members.append(LendingMember(name, role, POOL_BYTES, BLOCK_BYTES, why_not, client, coordinator))
+            members.append(
+                LendingMember(name, role, POOL_BYTES, BLOCK_BYTES, why_not, client, coordinator, budgets[name].append)
+            )
         node_lending = NodeLending(members, lending, "shm")
         lendings.append(node_lending)
         apps = [
@@ -161,7 +166,7 @@ def start_gateway(
             name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
             for name, client in clients.items()
         }
-        return Gateway(loop, *urls, clients, engines, metrics, apps, settings.api_key)
+        return Gateway(loop, *urls, clients, engines, metrics, apps, settings.api_key, budgets)
 
     gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
     for name, engine in gateway.engines.items():

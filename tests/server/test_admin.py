@@ -93,6 +93,7 @@ def test_a_budget_lowered_recalls_and_one_raised_lends(lending_gateway: Gateway)
     assert patch(lending_gateway, 0).json()["lent_bytes"] == 0
     # kv_cache.memory may be a little more than the pool: what the file may say, a request may say, too.
     assert patch(lending_gateway, f"{POOL_BYTES + BLOCK_BYTES - 1}B").json()["budget_bytes"] == POOL_BYTES
+    assert lending_gateway.budgets == {"chat": [], "code": [16 << 20, 16 << 20, POOL_BYTES // 2, 0, POOL_BYTES]}
     with lending_gateway.http() as http:
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     assert families["swiftkv:recalls"].samples[0].value == 64

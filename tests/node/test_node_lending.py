@@ -1,0 +1,93 @@
+"""A node that lends, from its YAML to its leases: real engines, tiny random models."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from swiftkv.cache.plan import MasterRoom, plan_lending, plan_node
+from swiftkv.config import load_config
+from tests.support.checkpoints import make_checkpoint
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """`long` has a pool of 128 tokens; `idle` has twenty times as much, and lends three times that."""
+    directory = tmp_path_factory.mktemp("lending")
+    make_checkpoint(directory / "tiny", "llama", tokenizer=True, num_hidden_layers=6, max_position_embeddings=8192)
+    models: list[dict[str, Any]] = [
+        {"name": "long", "role": "master", "kv_cache": {"memory": "400KiB"}},
+        {"name": "idle", "kv_cache": {"memory": "8MiB"}, "lending": {"budget": "15%", "window": "200ms"}},
+    ]
+    models = [{"path": str(directory / "tiny"), "dtype": "float32", "threads": 1, **model} for model in models]
+    config = {"node": {"port": 0, "restart": {"limit": 2, "backoff": "50ms"}}, "models": models}
+    with NodeProcess(config, directory, short_temporary_directory()) as node:
+        yield node
+    remove(node.temporary)
+
+
+def room(node: NodeProcess) -> MasterRoom:
+    (room,) = plan_lending(plan_node(load_config(node.file), need_weights=True))
+    return room
+
+
+def admin(node: NodeProcess, path: str) -> dict[str, Any]:
+    answer = httpx.get(f"{node.url}/admin/{path}", timeout=DEADLINE_S)
+    return answer.json() if answer.status_code == 200 else {}
+
+
+def borrowed_bytes(node: NodeProcess) -> int | None:
+    (borrowed,) = (m["borrowed_bytes"] for m in admin(node, "lending")["models"] if m["model"] == "long")
+    return borrowed
+
+
+def set_budget(node: NodeProcess, budget: str | int) -> dict[str, Any]:
+    answer = httpx.patch(f"{node.url}/admin/lending/idle", json={"budget": budget}, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    change: dict[str, Any] = answer.json()
+    return change
+
+
+def assert_pools_add_up(node: NodeProcess) -> None:
+    for name in ("long", "idle"):
+        for group in admin(node, f"pools/{name}")["groups"]:
+            states = ("free", "used", "cached", "lent", "in_flight", "streaming")
+            assert sum(group[state] for state in states) == group["total"]
+
+
+def test_what_the_plan_promises_is_lent_and_serves_max_model_len(node: NodeProcess) -> None:
+    promised = room(node)
+    wait_for("all that is promised", lambda: borrowed_bytes(node) == promised.lent_bytes)
+    longest = promised.longest_context
+    assert longest > 2 * promised.master.pool_tokens
+    body = {"model": "long", "prompt": [5] * (longest - 4), "max_tokens": 4, "ignore_eos": True}
+    answer = httpx.post(f"{node.url}/v1/completions", json=body, timeout=DEADLINE_S)
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert httpx.post(f"{node.url}/v1/completions", json={**body, "max_tokens": 5}).status_code == 400
+    assert_pools_add_up(node)
+
+
+def test_a_budget_that_was_set_outlives_the_engine(node: NodeProcess) -> None:
+    extent_bytes = room(node).pairs[0].extent.num_bytes
+    wait_for("something to be lent", lambda: (borrowed_bytes(node) or 0) > 2 * extent_bytes)
+    lowered = set_budget(node, f"{2 * extent_bytes}B")
+    assert lowered["lent_bytes"] == 2 * extent_bytes
+    assert lowered["recalled_bytes"] > 0
+    assert borrowed_bytes(node) == 2 * extent_bytes
+    assert_pools_add_up(node)
+    node.engines()["idle"].send_signal(signal.SIGKILL)
+    wait_for("nothing to be borrowed", lambda: borrowed_bytes(node) != 2 * extent_bytes or not node_is_up(node))
+    wait_for("the engine to be back", lambda: node_is_up(node))
+    wait_for("lending to go on", lambda: borrowed_bytes(node) == 2 * extent_bytes)
+    (idle,) = (m for m in admin(node, "lending")["models"] if m["model"] == "idle")
+    assert (idle["budget_bytes"], idle["lent_bytes"]) == (2 * extent_bytes, 2 * extent_bytes)
+    assert_pools_add_up(node)
+
+
+def node_is_up(node: NodeProcess) -> bool:
+    return set(node.ready().values()) == {"ready"}
