@@ -18,14 +18,6 @@ namespace {
 // What a decoding sequence may move into the local pool within one step, so that the step stays short.
 constexpr int kMaxPromotedBlocks = 32;
 
-// Blocks that one sequence holds at most.
-int blocks_for_one_sequence(const GroupSpec& spec, const SchedulerLimits& limits) {
-    const int whole = ceil_div(limits.max_model_len, limits.block_size);
-    if (spec.window == 0 || !limits.enable_chunked_prefill) return whole;
-    const int chunk = ceil_div(limits.max_num_batched_tokens, limits.block_size);
-    return std::min(whole, ceil_div(spec.window, limits.block_size) + chunk + 1);
-}
-
 // Blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
 int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<Link>& borrow_links) {
     int64_t borrowed = 0;
@@ -66,7 +58,7 @@ void validate_limits(const std::vector<GroupSpec>& groups, const SchedulerLimits
                 name + " needs num_layers > 0, num_blocks > 0 and window >= 0");
         require(int64_t{spec.num_layers} * spec.num_blocks <= std::numeric_limits<int32_t>::max(),
                 name + " has more layer blocks than an int32 can count");
-        const int needed = blocks_for_one_sequence(spec, limits);
+        const int needed = limits.blocks_for_one_sequence(spec);
         const int64_t most = blocks_with_lending(spec, static_cast<int>(g), borrow_links);
         require(most >= needed, name + " has " + std::to_string(most) + " blocks; one sequence of max_model_len " +
                                     std::to_string(limits.max_model_len) + " needs " + std::to_string(needed));
@@ -76,6 +68,12 @@ void validate_limits(const std::vector<GroupSpec>& groups, const SchedulerLimits
 }
 
 }  // namespace
+
+int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
+    const int whole = ceil_div(max_model_len, block_size);
+    if (spec.window == 0 || !enable_chunked_prefill) return whole;
+    return std::min(whole, ceil_div(spec.window, block_size) + ceil_div(max_num_batched_tokens, block_size) + 1);
+}
 
 bool Scheduler::Order::operator()(const Request* a, const Request* b) const {
     return std::tie(a->priority, a->arrival) < std::tie(b->priority, b->arrival);
@@ -204,19 +202,6 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     if (step_.empty() && !cache_.has_copies()) return nullptr;
     is_step_open_ = true;
     return write_plan();
-}
-
-// The cache follows what has been lent and recalled since the step before.
-void Scheduler::settle_lending() {
-    cache_.resize_stream();
-    if (!cache_.is_draining()) return;
-    while (!cache_.drain(running_tables())) preempt(*running_.back());
-}
-
-std::vector<BlockTable*> Scheduler::running_tables() {
-    std::vector<BlockTable*> tables;
-    for (Request* r : running_) tables.push_back(&r->table);
-    return tables;
 }
 
 // Without chunking a prompt longer than the budget has a step of its own; decoding pauses for it.
@@ -420,90 +405,6 @@ FinishReason Scheduler::finish_reason(const Request& r) const {
         return FinishReason::kStop;
     if (r.num_outputs() >= r.max_tokens || r.num_tokens() >= limits_.max_model_len) return FinishReason::kLength;
     return FinishReason::kRunning;
-}
-
-// ---- lending and borrowing ----
-
-std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
-    const std::lock_guard lock(mutex_);
-    // What a step in progress moves may be cached already.
-    return cache_.lend(lend_link, max_extents, !(borrows_ && is_step_open_));
-}
-
-void Scheduler::take_back(int lend_link, std::span<const int32_t> extents) {
-    const std::lock_guard lock(mutex_);
-    cache_.take_back(lend_link, extents);
-}
-
-void Scheduler::borrow(int borrow_link, std::span<const int32_t> extents) {
-    const std::lock_guard lock(mutex_);
-    cache_.borrow(borrow_link, extents);
-}
-
-void Scheduler::recall(int borrow_link, std::span<const int32_t> extents) {
-    const std::lock_guard lock(mutex_);
-    cache_.recall(borrow_link, extents);
-}
-
-std::vector<int> Scheduler::take_returned(int borrow_link) {
-    const std::lock_guard lock(mutex_);
-    return cache_.take_returned(borrow_link);
-}
-
-void Scheduler::lose(int borrow_link) {
-    const std::lock_guard lock(mutex_);
-    cache_.lose(borrow_link);
-    const std::vector<Request*> running = running_;
-    for (Request* r : running) {
-        if (!cache_.holds_lost(r->table)) continue;
-        if (r->num_scheduled > 0) {
-            r->is_lost = true;
-        } else {
-            preempt(*r);
-        }
-    }
-}
-
-// To the end of what it has, and the block that it then grows into.
-int Scheduler::blocks_wanted(const Request& r, int g) const {
-    const int whole = ceil_div(r.num_tokens(), limits_.block_size) + 1;
-    return std::min(whole, blocks_for_one_sequence(cache_.spec(g), limits_));
-}
-
-GroupDemand Scheduler::demand(int g) const {
-    const BlockPool& pool = cache_.pool(g);
-    const auto local = [&](BlockState state) { return pool.count(Place::kLocal, state); };
-    const int used = local(BlockState::kUsed) + local(BlockState::kInFlight);
-    const int total = used + waiting_blocks_[g] + static_cast<int>(running_.size());
-    const int capacity = pool.num_local() - local(BlockState::kLent) + pool.num_held();
-    return {.total_peak = std::max(demand_[g].total_peak, total),
-            .longest = demand_[g].longest,
-            .total_now = total,
-            .shortfall = std::max(0, total - capacity)};
-}
-
-void Scheduler::note_demand() {
-    for (int g = 0; g < cache_.num_groups(); ++g) demand_[g] = demand(g);
-}
-
-void Scheduler::note_length(const Request& r) {
-    for (int g = 0; g < cache_.num_groups(); ++g)
-        demand_[g].longest = std::max(demand_[g].longest, blocks_wanted(r, g));
-}
-
-std::vector<GroupDemand> Scheduler::take_demand() {
-    const std::lock_guard lock(mutex_);
-    note_demand();
-    std::vector<GroupDemand> taken = demand_;
-    demand_.assign(cache_.num_groups(), {});
-    return taken;
-}
-
-bool Scheduler::is_short() const {
-    const std::lock_guard lock(mutex_);
-    for (int g = 0; g < cache_.num_groups(); ++g)
-        if (cache_.pool(g).count(Place::kLocal, BlockState::kLent) > 0 && demand(g).shortfall > 0) return true;
-    return false;
 }
 
 // ---- what others see ----

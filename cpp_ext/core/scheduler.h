@@ -22,6 +22,9 @@ struct SchedulerLimits {
     bool enable_prefix_caching;
     bool enable_chunked_prefill;
     int stream_buffers = 2;  // at most
+
+    // That it holds at most.
+    int blocks_for_one_sequence(const GroupSpec& spec) const;
 };
 
 struct NewRequest {
