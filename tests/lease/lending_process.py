@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -64,7 +65,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class EngineWithoutModel:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, serve_link: Callable[[str], threading.Thread | None]) -> None:
         self.setup = setup
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK)
         self.attached: set[int] = set()
@@ -100,16 +101,13 @@ class EngineWithoutModel:
         me = Identity.of_this_process(setup.name)
         lender = borrower = None
         if spec.borrowers:
-            lender = Lender(me, spec, self.scheduler, setup.pool_bytes, self.serve_link, self.wake)
+            lender = Lender(me, spec, self.scheduler, setup.pool_bytes, serve_link, self.wake)
         if spec.lenders:
             borrower = Borrower(me, spec, self.scheduler, self.attach, self.detach, self.wake)
         self.coordinator = Coordinator(
             setup.name, spec, zmq.Context(), self.scheduler, setup.pool_bytes, lender, borrower, self.wake
         )
         self.next_id = 1
-
-    def serve_link(self, store_path: str) -> None:
-        Path(store_path).write_text(str(os.getpid()))
 
     def attach(self, link: int, store_path: str) -> None:
         assert link not in self.attached
@@ -151,10 +149,11 @@ class EngineWithoutModel:
             self.coordinator.give_up(args["links"])
             return
         assert command == "add"
-        prompt = np.full(args["tokens"], self.next_id, np.int32)
         none = np.zeros(0, np.int32)
-        self.scheduler.add_request(self.next_id, prompt, args["max_tokens"], args["max_tokens"], none, b"", False)
-        self.next_id += 1
+        for _ in range(args.get("requests", 1)):
+            prompt = np.full(args["tokens"], self.next_id, np.int32)
+            self.scheduler.add_request(self.next_id, prompt, args["max_tokens"], args["max_tokens"], none, b"", False)
+            self.next_id += 1
         self.coordinator.wake()
 
     def step(self) -> bool:
@@ -169,57 +168,32 @@ class EngineWithoutModel:
         return True
 
 
-class LendingProcess:
-    """Such an engine, seen from the test. Killed at the end unless it has ended."""
+def publish(store_path: str) -> None:
+    """Instead of a pool: where the process is that has it."""
+    Path(store_path).write_text(str(os.getpid()))
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.context = zmq.Context()
+
+class Admin:
+    """What the gateway is to a coordinator."""
+
+    def __init__(self, address: str) -> None:
         self.request_ids = count(1)
         self.answers: dict[int, ToAdmin] = {}  # that came and were not asked for yet
-        self.start()
-
-    def start(self) -> None:
-        """Again, after it was killed."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.lease.lending_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # so that what is there to be read is seen by select
-        )
-        self.write(msgspec.json.encode(self.setup))
-        self.admin = self.context.socket(zmq.DEALER)
-        self.admin.setsockopt(zmq.RECONNECT_IVL, 20)
-        self.admin.connect(self.setup.lending.leases_address)
-
-    def write(self, line: bytes) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + b"\n")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self.admin.close(linger=0)
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self.socket.connect(address)
 
     def close(self) -> None:
-        self.kill()
         self.context.destroy(linger=0)
 
-    def obey(self, command: str, **args: object) -> None:
-        self.write(json.dumps({"command": command, **args}).encode())
-
-    def finished_request(self) -> int:
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], TIMEOUT_S)[0], "no request has ended"
-        return int(self.process.stdout.readline())
-
     def ask(self, request: SetBudget | ShowLending) -> None:
-        self.admin.send(msgspec.msgpack.encode(request))
+        self.socket.send(msgspec.msgpack.encode(request))
 
     def answer_to(self, request_id: int) -> ToAdmin:
         while request_id not in self.answers:
-            assert self.admin.poll(TIMEOUT_S * 1000), "no answer"
-            answer = msgspec.msgpack.decode(self.admin.recv(), type=ToAdmin)
+            assert self.socket.poll(TIMEOUT_S * 1000), "no answer"
+            answer = msgspec.msgpack.decode(self.socket.recv(), type=ToAdmin)
             self.answers[answer.request_id] = answer
         return self.answers.pop(request_id)
 
@@ -248,10 +222,48 @@ class LendingProcess:
         """Ask until it holds."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while not holds(state := self.show()):
-            assert self.process.poll() is None
             assert time.monotonic() < deadline_s, state
             time.sleep(0.005)
         return state
+
+
+class LendingProcess(Admin):
+    """Such an engine, seen from the test. Killed at the end unless it has ended."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup.lending.leases_address)
+        self.setup = setup
+        self.start()
+
+    def start(self) -> None:
+        """Again, after it was killed."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.lease.lending_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # so that what is there to be read is seen by select
+        )
+        self.write(msgspec.json.encode(self.setup))
+
+    def write(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def close(self) -> None:
+        self.kill()
+        super().close()
+
+    def obey(self, command: str, **args: object) -> None:
+        self.write(json.dumps({"command": command, **args}).encode())
+
+    def finished_request(self) -> int:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], TIMEOUT_S)[0], "no request has ended"
+        return int(self.process.stdout.readline())
 
 
 class Node:
@@ -338,4 +350,4 @@ def agrees(lend: LinkState, borrow: LinkState) -> bool:
 
 
 if __name__ == "__main__":
-    EngineWithoutModel(msgspec.json.decode(sys.stdin.buffer.raw.readline(), type=Setup)).run()  # type: ignore[attr-defined]
+    EngineWithoutModel(msgspec.json.decode(sys.stdin.buffer.raw.readline(), type=Setup), publish).run()  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from swiftkv.lease.messages import (
 from swiftkv.lease.process import Identity
 from tests.lease.lending_process import TIMEOUT_S, Node, agrees, held, lent
 
-KEPT = 14  # extents that a lender of 48 blocks lends, by the policy
+ALL = 16  # extents of a lender of 48 blocks, 3 in each
 
 Message = TypeVar("Message")
 
@@ -33,26 +33,26 @@ def test_a_pool_that_cannot_be_attached_is_tried_again() -> None:
     with Node(failing_attaches=1) as node:
         state = node["m"].wait_for(lambda state: state.borrows[0].peer_state == "as the test wishes")
         assert held(state) == [0]
-        node["m"].wait_for(lambda state: held(state) == [KEPT])
-        node["w"].wait_for(lambda state: lent(state) == [KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL])
+        node["w"].wait_for(lambda state: lent(state) == [ALL])
 
 
 def test_copies_that_fail_cost_the_leases_and_not_the_link() -> None:
     with Node(lenders=["v", "w"]) as node:
-        node["m"].wait_for(lambda state: held(state) == [KEPT, KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL, ALL])
         node["m"].obey("give_up", links=[1])
-        state = node["m"].wait_for(lambda state: held(state) == [KEPT, 0])
+        state = node["m"].wait_for(lambda state: held(state) == [ALL, 0])
         assert state.borrows[1].peer_state == "a transfer failed"
-        assert state.groups[0].borrowed_free == KEPT * node.link.meu_m
+        assert state.groups[0].borrowed_free == ALL * node.link.meu_m
         node["w"].wait_for(lambda state: lent(state) == [0])
-        node["m"].wait_for(lambda state: held(state) == [KEPT, KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL, ALL])
         lend, borrow = node["w"].show(with_extents=True).lends[0], node["m"].show(with_extents=True).borrows[1]
         assert agrees(lend, borrow)
 
 
 def test_what_its_requests_use_is_drained_before_it_is_returned() -> None:
     with Node() as node:
-        node["m"].wait_for(lambda state: held(state) == [KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL])
         for _ in range(4):
             node["m"].obey("add", tokens=500, max_tokens=100)
         node["m"].wait_for(lambda state: state.groups[0].borrowed_used + state.groups[0].borrowed_cached > 0)
@@ -64,7 +64,7 @@ def test_what_its_requests_use_is_drained_before_it_is_returned() -> None:
 
 def test_a_lender_that_dies_takes_nothing_from_running_requests_but_time() -> None:
     with Node(lenders=["v", "w"]) as node:
-        node["m"].wait_for(lambda state: held(state) == [KEPT, KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL, ALL])
         for _ in range(6):
             node["m"].obey("add", tokens=600, max_tokens=100)
         node["m"].wait_for(lambda state: state.groups[0].borrowed_used + state.groups[0].borrowed_cached > 0)

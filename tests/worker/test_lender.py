@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import msgspec
 import pytest
 import zmq
 
 from swiftkv.lease.messages import Hello, ToAdmin, Welcome
 from swiftkv.lease.process import Identity
-from tests.lease.lending_process import TIMEOUT_S, Node, held, lent
+from tests.lease.lending_process import TIMEOUT_S, Admin, EngineWithoutModel, Node, held, lent
 
-KEPT = 14  # extents that a lender of 48 blocks lends, by the policy
+ALL = 16  # extents of a lender of 48 blocks, 3 in each
 
 
 def test_a_budget_that_falls_recalls_the_difference_and_one_that_rises_is_offered() -> None:
     with Node() as node:
         extent_bytes = node.link.extent_bytes
-        node["m"].wait_for(lambda state: held(state) == [KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL])
         would = node["w"].set_budget(5 * extent_bytes, dry_run=True)
-        assert (would.refused, would.recalled_bytes, would.lent_bytes) == (None, 9 * extent_bytes, KEPT * extent_bytes)
+        assert (would.refused, would.recalled_bytes, would.lent_bytes) == (None, 11 * extent_bytes, ALL * extent_bytes)
         assert node["w"].show().budget_bytes == node.pool_bytes
 
         did = node["w"].set_budget(5 * extent_bytes + 1)
         assert (did.refused, did.budget_bytes) == (None, 5 * extent_bytes + 1)
-        assert (did.recalled_bytes, did.lent_bytes) == (9 * extent_bytes, 5 * extent_bytes)
+        assert (did.recalled_bytes, did.lent_bytes) == (11 * extent_bytes, 5 * extent_bytes)
         assert did.took_s > 0
         assert node["m"].show().borrows[0].num_bytes == 5 * extent_bytes
         state = node["w"].show()
@@ -38,10 +42,10 @@ def test_a_budget_that_falls_recalls_the_difference_and_one_that_rises_is_offere
 
 def test_budgets_that_follow_each_other_before_the_first_is_done() -> None:
     with Node() as node:
-        node["m"].wait_for(lambda state: held(state) == [KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL])
         ids = [node["w"].ask_budget(extents * node.link.extent_bytes) for extents in (6, 2, 2, 10)]
         answers = [node["w"].budget_set(request_id) for request_id in ids]
-        assert [answer.recalled_bytes // node.link.extent_bytes for answer in answers] == [8, 4, 0, 0]
+        assert [answer.recalled_bytes // node.link.extent_bytes for answer in answers] == [10, 4, 0, 0]
         node["m"].wait_for(lambda state: held(state) == [10])
 
 
@@ -57,21 +61,18 @@ def test_an_impossible_budget_is_refused_with_a_reason(budget_bytes: int, says: 
 
 
 def test_requests_that_do_not_fit_take_blocks_back_from_whoever_has_most() -> None:
-    # The pool has 48 blocks, of which 42 are lent to m, or at least 21 to each of m and n.
     with Node(borrowers=["m", "n"], window_s=0.5) as node:
-        node["w"].wait_for(lambda state: lent(state) == [7, 7])
-        node["w"].obey("add", tokens=40 * 16 - 20, max_tokens=10)
+        node["w"].wait_for(lambda state: lent(state) == [8, 8])
+        node["w"].obey("add", tokens=40 * 16 - 20, max_tokens=10)  # all of its 48 blocks are lent
         assert node["w"].finished_request() == 1
-        state = node["w"].show()
-        assert state.recalls_total["demand"] >= 1
-        assert state.groups[0].lent <= 48 - 39
+        assert node["w"].show().recalls_total["demand"] >= 1
         # Then the window passes without a request, and it is all lent again.
-        node["w"].wait_for(lambda state: lent(state) == [7, 7])
+        node["w"].wait_for(lambda state: lent(state) == [8, 8])
 
 
 def test_demand_takes_from_a_borrower_whose_requests_use_it() -> None:
     with Node() as node:
-        node["m"].wait_for(lambda state: held(state) == [KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL])
         ids = [node["m"].obey("add", tokens=500, max_tokens=60) for _ in range(3)]
         node["m"].wait_for(lambda state: state.groups[0].borrowed_used + state.groups[0].borrowed_cached > 0)
         node["w"].obey("add", tokens=46 * 16 - 20, max_tokens=10)
@@ -79,9 +80,47 @@ def test_demand_takes_from_a_borrower_whose_requests_use_it() -> None:
         assert sorted(node["m"].finished_request() for _ in ids) == [1, 2, 3]
 
 
-def test_the_paper_s_policy_can_be_chosen() -> None:
-    with Node(policy="longest") as node:
-        node["m"].wait_for(lambda state: held(state) == [node.link.num_extents])  # it keeps no reserve
+def test_the_paper_s_policy_keeps_less_and_can_be_chosen() -> None:
+    lent_extents = {}
+    for policy in ("total", "longest"):
+        with Node(policy=policy, budget=0.0, window_s=20.0) as node:
+            node["w"].obey("add", requests=2, tokens=150, max_tokens=10)
+            assert {node["w"].finished_request() for _ in range(2)} == {1, 2}
+            node["w"].set_budget(node.pool_bytes)
+            state = node["w"].wait_for(lambda state: lent(state)[0] > 0)
+            lent_extents[policy] = lent(state)[0]
+    assert lent_extents["total"] < lent_extents["longest"] < 16
+
+
+def test_leases_of_the_dead_end_when_nothing_serves_them_any_more() -> None:
+    """A thread that serves a two-sided transport may still write what its borrower sent before it died."""
+    over = threading.Event()
+    servers = []
+
+    def serve_link(store_path: str) -> threading.Thread:
+        Path(store_path).write_text(str(os.getpid()))
+        servers.append(threading.Thread(target=over.wait))
+        servers[-1].start()
+        return servers[-1]
+
+    with Node(start=["m"]) as node:
+        lender = EngineWithoutModel(node.setups["w"], serve_link)
+        lender.coordinator.start()
+        try:
+            node["m"].wait_for(lambda state: held(state) == [ALL])
+            node["m"].kill()
+            admin = Admin(node.address("w"))
+            state = admin.wait_for(lambda state: state.lends[0].peer_state == "its last transfers are ending")
+            assert state.groups[0].lent == ALL * node.link.meu_w
+            node["m"].start()  # it is not welcomed yet
+            assert admin.show().lends[0].heard_s_ago is None
+            over.set()
+            node["m"].wait_for(lambda state: held(state) == [ALL])
+            assert len(servers) == 2
+            admin.close()
+        finally:
+            over.set()
+            lender.coordinator.close()
 
 
 def test_a_stranger_and_other_links_are_refused() -> None:
@@ -97,14 +136,14 @@ def test_a_stranger_and_other_links_are_refused() -> None:
             assert isinstance(answer, Welcome)
             assert answer.refused == f"w is not configured to lend to {name} over these links"
         socket.close(linger=0)
-        node["m"].wait_for(lambda state: held(state) == [KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL])
 
 
 def test_a_process_that_is_gone_is_not_welcomed() -> None:
     """Nor one that has got its pid since: its start says so."""
     me = Identity.of_this_process("m")
     with Node(borrowers=["m"]) as node, zmq.Context() as context:
-        node["m"].wait_for(lambda state: held(state) == [KEPT])
+        node["m"].wait_for(lambda state: held(state) == [ALL])
         node["m"].kill()
         node["w"].wait_for(lambda state: state.lends[0].peer_state == "not there")
         socket = context.socket(zmq.DEALER)

@@ -1,0 +1,51 @@
+"""A process is who it says it is, and is known to be gone when it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from swiftkv.lease.process import Identity, PeerProcess, start_ticks
+
+
+def test_this_process_finds_itself() -> None:
+    me = Identity.of_this_process("me")
+    found = PeerProcess.find(me.pid, me.start_ticks)
+    assert found is not None
+    assert not found.is_gone()
+    found.close()
+    assert Identity.of_this_process("me").incarnation != me.incarnation
+
+
+def test_a_process_that_ends_is_gone_before_anybody_waits_for_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ticks = start_ticks(child.pid)
+    found = PeerProcess.find(child.pid, ticks)
+    assert found is not None
+    assert PeerProcess.find(child.pid, ticks + 1) is None
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert found.is_gone()
+    found.close()
+    child.wait()
+    assert PeerProcess.find(child.pid, ticks) is None
+    with pytest.raises((FileNotFoundError, ProcessLookupError)):
+        start_ticks(child.pid)
+    child.communicate()
+
+
+def test_a_name_may_have_brackets_and_spaces() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "open('/proc/self/comm', 'w').write(') S 1 ('); print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    before = start_ticks(child.pid)
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert start_ticks(child.pid) == before
+    child.kill()
+    child.communicate()
