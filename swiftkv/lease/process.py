@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -53,9 +52,6 @@ class PeerProcess:
             pass
         process.close()
         return None
-
-    def is_gone(self) -> bool:
-        return bool(select.select([self.fd], [], [], 0)[0])
 
     def close(self) -> None:
         os.close(self.fd)
