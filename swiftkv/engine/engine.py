@@ -32,7 +32,7 @@ from swiftkv.engine.messages import (
 )
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.engine.sampler import Sampled, Sampler
+from swiftkv.engine.sampler import Sampled, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.errors import TransferError
 
@@ -66,8 +66,8 @@ class Engine:
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
-        self._sampler = Sampler(config.max_num_seqs, runner.vocab_size, runner.device)
-        self._prompt_logprobs = PromptLogprobs(runner.vocab_size)
+        self._sampler = open_sampler(runner.kernels, config.max_num_seqs, runner.vocab_size, runner.device)
+        self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._requests: dict[int, Request] = {}
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
@@ -79,6 +79,12 @@ class Engine:
 
     def run(self) -> None:
         """Serve until `Shutdown`. What goes wrong here is a defect and ends the process: nothing is swallowed."""
+        try:
+            self._serve()
+        finally:
+            self._lending.close()
+
+    def _serve(self) -> None:
         busy = False
         while True:
             if not busy and self._stats_changed:
@@ -88,7 +94,6 @@ class Engine:
                 self._wait()
             for message in self._receive():
                 if isinstance(message, Shutdown):
-                    self._lending.close()
                     return
                 self._handle(message)
             busy = self.step()

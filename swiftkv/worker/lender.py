@@ -329,6 +329,8 @@ class Lender:
             num_bytes = sum(n * self._links[number].geometry.extent_bytes for number, n in counts.items())
             self._wire.send(route, self._budget_set(request, num_bytes, 0.0))
             return
+        if request.budget_bytes > self.budget_bytes:  # whoever raises it wants it lent now
+            self._no_offer_before_s = [0.0] * len(self._no_offer_before_s)
         self.budget_bytes = request.budget_bytes
         batch = self._recall("budget", counts, now_s)
         self._waiting.append(_BudgetRequest(route, request, now_s, batch))
