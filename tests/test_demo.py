@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 240
 
 
-def write_config(path: Path, **node: object) -> Path:
-    """The demo's own file, on ports that are free now."""
+def write_config(path: Path, *models: str, **node: object) -> Path:
+    """The demo's own file, or some models of it, on ports that are free now."""
     config = yaml.safe_load((ROOT / "configs/embedded.yaml").read_text())
     config["node"] |= {"port": free_port(), **node}
+    config["models"] = [model for model in config["models"] if not models or model["name"] in models]
     for model in config["models"]:
         model["path"] = str(ROOT / "checkpoints" / model["name"])
         model["threads"] = 1
@@ -39,16 +40,44 @@ def start_demo(config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_every_model_answers_and_turns_come_from_the_cache(tmp_path: Path) -> None:
+def rows(table: str) -> dict[str, list[str]]:
+    """Cells by the first one of their row. What follows it on further lines is left out."""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    return {first: others for first, *others in cells if any(others)}
+
+
+def test_a_conversation_outgrows_the_pool_of_its_model(tmp_path: Path) -> None:
     demo = start_demo(write_config(tmp_path / "node.yaml"))
     out, err = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 0, out + err
     assert "Join two or more pathname" in out
-    assert "the node has stopped" in out
     verdict = re.search(r"(\d+) of (\d+) answers came; (\d+)% of \d+ prompt tokens", out)
     assert verdict, out
     assert verdict[1] == verdict[2]
     assert int(verdict[3]) > 40
+
+    before, compared = out.split("chat, lending on / off")
+    lent = rows(before.split("chat, lending on")[1])
+    in_own, in_borrowed = ([int(re.split(r" of ", lent[turn][column])[0]) for turn in "1234567"] for column in (3, 4))
+    assert in_borrowed[0] == 0
+    assert in_borrowed[-1] > 0
+    assert in_own == sorted(in_own)
+    assert re.search(r"came back in \d+ ms, and the answer is the same", " ".join(before.split()))
+    off = rows(compared)
+    # Somebody else came between turns 3 and 4: only with lending there was room for both.
+    on, alone = (int(figure.replace(",", "")) for figure in off["4"][1].split(" / "))
+    assert on > 2 * alone
+    assert [off[turn][-1] for turn in "1237"] == ["the same", "the same", "the same", "refused"]
+    assert "lending changed none of the answers" in out
+    assert out.count("the node has stopped") == 2
+
+
+def test_a_node_that_cannot_lend_is_talked_to(tmp_path: Path) -> None:
+    demo = start_demo(write_config(tmp_path / "node.yaml", "code"))
+    out, err = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 0, out + err
+    assert "5 of 5 answers came" in out
+    assert "lending" not in out
 
 
 def test_told_to_stop_it_stops_the_node(tmp_path: Path) -> None:
