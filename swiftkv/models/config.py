@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -15,6 +15,7 @@ from swiftkv.errors import CheckpointError, ConfigError
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 _HEAD_DIM_MULTIPLE, _MAX_HEAD_DIM = 16, 256  # what the attention kernels take
+_MAX_RANKS = 8
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
@@ -142,6 +143,28 @@ class DecoderConfig:
     def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
         """The layers by attention kind: a dense decoder has one group. `dtype` is a key of `DTYPE_BYTES`."""
         return (KVGroup(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, block_size),)
+
+    def of_rank(self, num_ranks: int) -> DecoderConfig:
+        """The shape of what each of `num_ranks` tensor-parallel ranks has: its heads and its part of the MLP.
+
+        Ranks share KV heads where there are fewer of them. Raises `ConfigError` for a number that does not divide.
+        """
+        if not self._can_divide(num_ranks):
+            possible = ", ".join(str(n) for n in range(1, _MAX_RANKS + 1) if self._can_divide(n))
+            raise ConfigError(
+                f"tensor_parallel_size: {num_ranks} ranks cannot divide {self.num_heads} heads, {self.num_kv_heads} KV "
+                f"heads and an intermediate_size of {self.intermediate_size} evenly; possible: {possible}"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+            intermediate_size=self.intermediate_size // num_ranks,
+        )
+
+    def _can_divide(self, num_ranks: int) -> bool:
+        more, fewer = max(self.num_kv_heads, num_ranks), min(self.num_kv_heads, num_ranks)
+        return self.num_heads % num_ranks == self.intermediate_size % num_ranks == more % fewer == 0
 
 
 class _Architectures(msgspec.Struct):
