@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from swiftkv.errors import ConfigError
+
 OPS_VARIABLE = "SWIFTKV_OPS"
-"""Environment variable: `reference` has every model run on plain torch, for comparison."""
+"""Environment variable: `reference` has every model run on plain torch, for comparison; `triton` has models on the CPU
+run on the kernels of GPUs, in Triton's interpreter, for tests."""
+
+INTERPRET_VARIABLE = "TRITON_INTERPRET"
 
 
 class PackedLinear(Protocol):
@@ -46,13 +52,24 @@ class Ops:
 
 
 def select_ops(device: torch.device | str) -> Ops:
-    """The fastest kernels that `device` and this machine can run."""
-    kind = torch.device(device).type
-    if os.environ.get(OPS_VARIABLE) == "reference":
+    """The fastest kernels that `device` and this machine can run, unless the environment says which.
+
+    Raises `ConfigError` if it says what cannot be.
+    """
+    device = torch.device(device)
+    wanted = os.environ.get(OPS_VARIABLE, "")
+    if wanted not in ("", "reference", "triton"):
+        raise ConfigError(f"{OPS_VARIABLE}={wanted} in the environment is not reference or triton; unset it")
+    if wanted == "reference":
         return reference_ops()
-    if kind == "cuda":
-        return triton_ops()
-    if kind == "cpu" and _cpu_is_supported():
+    if wanted == "triton" and device.type != "cuda" and os.environ.get(INTERPRET_VARIABLE) != "1":
+        raise ConfigError(
+            f"{OPS_VARIABLE}=triton on the device {device}: Triton compiles for GPUs; set {INTERPRET_VARIABLE}=1 to "
+            f"run its interpreter, or unset {OPS_VARIABLE}"
+        )
+    if device.type == "cuda" or wanted == "triton":
+        return triton_ops(device)
+    if device.type == "cpu" and _cpu_is_supported():
         return cpu_ops()
     return reference_ops()
 
@@ -64,11 +81,12 @@ def cpu_ops() -> Ops:
     return _collect("cpu", cpu, cpu_attention)
 
 
-def triton_ops() -> Ops:
-    """Triton and cuBLAS, on CUDA devices. Raises `ImportError` if triton is not installed."""
+def triton_ops(device: torch.device) -> Ops:
+    """Triton and cuBLAS, on a CUDA device or interpreted. Raises `ImportError` if triton is not installed."""
     from swiftkv.kernels import triton_ops
 
-    return _collect("triton", triton_ops, triton_ops)
+    ops = _collect("triton", triton_ops, triton_ops)
+    return replace(ops, prepare_batch=partial(ops.prepare_batch, device=device))
 
 
 def reference_ops() -> Ops:

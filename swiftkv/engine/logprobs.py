@@ -32,7 +32,13 @@ def token_logprobs(
 class PromptLogprobs:
     """Collects the logprobs of prompts over the steps that compute them, for the few requests that ask."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        logprobs_of: Callable[[torch.Tensor, npt.NDArray[np.int32], Sequence[int]], list[TokenLogprobs]],
+    ) -> None:
+        """`logprobs_of`: `token_logprobs`, or what does the same where the logits are."""
+        self._logprobs_of = logprobs_of
         self._rows_per_slice = max(1, _LOGITS_BYTES // (4 * vocab_size))
         self._waiting: dict[int, tuple[Request, list[TokenLogprobs]]] = {}
 
@@ -75,7 +81,7 @@ class PromptLogprobs:
                 to_row = first_row - first_position
                 logits = logits_of(slice(part.start + to_row, part.stop + to_row))
                 top_count = request.sampling.prompt_logprobs or 0
-                logprobs += token_logprobs(logits, targets, [top_count] * len(targets))
+                logprobs += self._logprobs_of(logits, targets, [top_count] * len(targets))
 
     def _slices(self, start: int, stop: int) -> Iterator[slice]:
         for begin in range(start, stop, self._rows_per_slice):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from swiftkv.cache.pool import Pool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.master.layer_stream import LayerStream
-from swiftkv.models.batch import ModelInput
+from swiftkv.models.batch import ModelInput, upload
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
@@ -58,6 +59,7 @@ class ModelRunner:
             config.max_model_len,
             config.block_size,
         )
+        self.kernels = self._model.ops.name
         self._model.ops.set_num_threads(config.threads)
         self.pool.prefault()
 
@@ -71,6 +73,8 @@ class ModelRunner:
         Raises `TransferError` if a copy failed: nothing of the step counts, and nothing is in flight.
         """
         batch = ModelInput.from_plan(plan)
+        if self.device.type == "cuda":
+            batch = replace(batch, token_ids=upload(plan.token_ids, self.device))
         if self.layer_stream is None:
             return self._model.forward(batch, self.pool.tensor)
         if not len(plan.token_ids):
@@ -81,10 +85,13 @@ class ModelRunner:
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
         """float32 [R, vocab] of the given rows of `hidden`."""
-        chosen = hidden[rows]
-        if not len(chosen):
+        if isinstance(rows, slice):
+            return self._model.logits(hidden[rows])
+        if not len(rows):
             return torch.empty(0, self.vocab_size, device=self.device)
-        return self._model.logits(chosen)
+        if len(rows) < len(hidden):  # else it is all of them, in order
+            hidden = hidden.index_select(0, upload(rows, self.device))
+        return self._model.logits(hidden)
 
 
 def _check_room(config: EngineConfig, groups: Sequence[KVGroup]) -> None:

@@ -9,7 +9,9 @@ penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depend
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,9 @@ from swiftkv.engine.logprobs import token_logprobs
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 
-_GREEDY_BELOW = 1e-5  # temperatures under this mean greedy
+GREEDY_BELOW = 1e-5
+"""Temperatures under this mean greedy."""
+
 _DRAWN, _FILTERED, _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4, 8, 16
 _BLOCK = 512  # tokens whose weights are added up before a draw looks at single ones
 _SORTED_CANDIDATES = 2048  # for the edge of a nucleus
@@ -32,6 +36,42 @@ class Sampled:
     token_ids: npt.NDArray[np.int32]  # [R]
     logprobs: dict[int, TokenLogprobs]  # by row, of the rows that asked
     broken: npt.NDArray[np.bool_]  # [R] logits that are not finite, or forbid every token: the token means nothing
+
+
+class TokenSampler(Protocol):
+    """What the step loop needs of a sampler. Rows of a step belong to the requests in their slots."""
+
+    def seat(self, slot: int, request: Request) -> None:
+        """`request` has the row slot from now on, whoever had it before."""
+
+    def park(self, slot: int, request: Request) -> None:
+        """`request` was preempted and loses its slot: keep what cannot be told from its parameters."""
+
+    def release(self, request_id: int) -> None:
+        """The request has ended."""
+
+    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
+        """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
+
+        `positions [R]` are those that the sampled tokens will have.
+        """
+
+    def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
+        """The tokens that were sampled last for `slots` do not count."""
+
+    def token_logprobs(
+        self, logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Of `token_ids [N]` under `logits [N, vocab]`, with the `top_counts[i]` likeliest tokens of row i."""
+
+
+def open_sampler(kernels: str, max_num_seqs: int, vocab_size: int, device: torch.device) -> TokenSampler:
+    """The sampler that goes with a kind of kernels (`Ops.name`)."""
+    if kernels == "triton":
+        from swiftkv.engine.device_sampler import DeviceSampler
+
+        return DeviceSampler(max_num_seqs, vocab_size, device)
+    return Sampler(max_num_seqs, vocab_size, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +93,8 @@ class _Parked:
 
 
 class Sampler:
+    """A `TokenSampler` in plain torch."""
+
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
@@ -74,9 +116,8 @@ class Sampler:
         self._parked: dict[int, _Parked] = {}  # by request id
 
     def seat(self, slot: int, request: Request) -> None:
-        """`request` has the row slot from now on, whoever had it before."""
         params = request.sampling
-        drawn = params.temperature >= _GREEDY_BELOW
+        drawn = params.temperature >= GREEDY_BELOW
         self._flags[slot] = (
             _DRAWN * drawn
             | _FILTERED * (0 < params.top_k < self._vocab_size or params.top_p < 1 or params.min_p > 0)
@@ -92,19 +133,13 @@ class Sampler:
         self._seat_penalties(slot, request)
 
     def park(self, slot: int, request: Request) -> None:
-        """`request` was preempted and loses its slot: keep what cannot be told from its parameters."""
         if self._flags[slot] & _PENALISED:
             self._parked[request.request_id] = _Parked(self._output_counts[slot].clone(), self._in_prompt[slot].clone())
 
     def release(self, request_id: int) -> None:
-        """The request has ended."""
         self._parked.pop(request_id, None)
 
     def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
-        """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
-
-        `positions [R]` are those that the sampled tokens will have.
-        """
         if not np.any(self._flags[slots]):
             best = logits.max(-1)
             return Sampled(_to_numpy(best.indices), {}, _is_broken(best.values))
@@ -119,10 +154,14 @@ class Sampler:
         return Sampled(token_ids, logprobs, broken)
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
-        """The tokens that were sampled last for `slots` do not count."""
         penalised = np.flatnonzero(self._flags[slots] & _PENALISED)
         if len(penalised):
             self._output_counts[slots[penalised], token_ids[penalised]] -= 1
+
+    def token_logprobs(
+        self, logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        return token_logprobs(logits, token_ids, top_counts)
 
     def _sample_slice(
         self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,15 @@ import torch
 from torch import Tensor
 
 Int32Array = npt.NDArray[np.int32]
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """`array` as it is now, on `device`, in order on its current stream: the host waits for no GPU.
+
+    Where the device is the host, a view.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class StepArrays(Protocol):

@@ -1,0 +1,173 @@
+"""The sampler of an engine on a GPU: the stages of `engine/sampler.py`, in Triton kernels over the whole batch.
+
+Requests' parameters lie on the device, a row per slot. What a step brings besides goes there in one asynchronous copy;
+tokens come back in one, which is what the host waits for in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from swiftkv.engine.messages import TokenLogprobs
+from swiftkv.engine.request import Request
+from swiftkv.engine.sampler import GREEDY_BELOW, Sampled
+from swiftkv.kernels import triton_logprobs
+from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
+from swiftkv.kernels.triton_sampling import SlotParams, sample
+from swiftkv.models.batch import upload
+
+_EDITED, _PENALISED, _LOGPROBS = 1, 2, 4
+
+_Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Edits:
+    """What one request changes about its logits at every step: each token once."""
+
+    token_ids: _Int32Array  # [n]
+    biases: npt.NDArray[np.float32]  # [n]
+    min_positions: _Int32Array  # [n] the token is forbidden before; 0: never
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """The token counts of a preempted request."""
+
+    output_counts: Tensor
+    in_prompt: Tensor
+
+
+class DeviceSampler:
+    """A `TokenSampler`; the same tokens as `Sampler` given the same logits, rounding at the edges of filters apart."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._params = SlotParams.empty(max_num_seqs, vocab_size, device)
+        self._flags = np.zeros(max_num_seqs, np.uint8)
+        self._logprob_counts = np.zeros(max_num_seqs, np.int32)
+        self._edits: dict[int, _Edits] = {}  # by slot
+        # [max_num_seqs, vocab] from the first request with penalties on
+        self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._parked: dict[int, _Parked] = {}  # by request id
+
+    def seat(self, slot: int, request: Request) -> None:
+        asked, params = request.sampling, self._params
+        params.temperature[slot] = asked.temperature if asked.temperature >= GREEDY_BELOW else 0.0
+        params.top_k[slot] = asked.top_k if 0 < asked.top_k < self._vocab_size else self._vocab_size
+        params.top_p[slot] = asked.top_p
+        params.min_p[slot] = asked.min_p
+        params.seeds[slot] = int(np.uint64(request.seed).astype(np.int64))
+        self._logprob_counts[slot] = asked.logprobs or 0
+        self._flags[slot] = _LOGPROBS * (asked.logprobs is not None)
+        self._seat_edits(slot, request)
+        self._seat_penalties(slot, request)
+
+    def park(self, slot: int, request: Request) -> None:
+        if self._flags[slot] & _PENALISED:
+            self._parked[request.request_id] = _Parked(self._output_counts[slot].clone(), self._in_prompt[slot].clone())
+
+    def release(self, request_id: int) -> None:
+        self._parked.pop(request_id, None)
+
+    def sample(self, logits: Tensor, slots: _Int32Array, positions: _Int32Array) -> Sampled:
+        if not len(slots):
+            return Sampled(np.empty(0, np.int32), {}, np.empty(0, np.bool_))
+        flags = self._flags[slots]
+        device_slots, device_positions = upload(np.stack((slots, positions)), self._device)
+        asked = np.flatnonzero(flags & _LOGPROBS)
+        asked_rows = upload(asked.astype(np.int32), self._device) if len(asked) else None
+        raw_logits = None if asked_rows is None else logits.index_select(0, asked_rows)
+        if np.any(flags & _EDITED):
+            self._edit(logits, slots, device_positions)
+        if np.any(flags & _PENALISED):
+            penalise(logits, self._params, device_slots, self._output_counts, self._in_prompt)
+        draw = sample(logits, self._params, device_slots, device_positions)
+        if np.any(flags & _PENALISED):
+            count_tokens(self._output_counts, self._params, device_slots, draw.token_ids)
+        token_ids, broken = torch.stack((draw.token_ids, draw.is_broken.int())).cpu().numpy()
+        logprobs: dict[int, TokenLogprobs] = {}
+        if raw_logits is not None:
+            counts = self._logprob_counts[slots[asked]].tolist()
+            entries = self.token_logprobs(raw_logits, token_ids[asked], counts)
+            logprobs = dict(zip(asked.tolist(), entries, strict=True))
+        return Sampled(token_ids, logprobs, broken.astype(np.bool_))
+
+    def retract(self, slots: _Int32Array, token_ids: _Int32Array) -> None:
+        penalised = np.flatnonzero(self._flags[slots] & _PENALISED)
+        if len(penalised):
+            self._output_counts[slots[penalised], token_ids[penalised]] -= 1
+
+    def token_logprobs(self, logits: Tensor, token_ids: _Int32Array, top_counts: Sequence[int]) -> list[TokenLogprobs]:
+        found = triton_logprobs.token_logprobs(logits, upload(token_ids, self._device), max(top_counts))
+        rows = zip(
+            found.logprobs.tolist(),
+            found.ranks.tolist(),
+            found.top_ids.tolist(),
+            found.top_logprobs.tolist(),
+            top_counts,
+            strict=True,
+        )
+        return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
+
+    def _seat_edits(self, slot: int, request: Request) -> None:
+        self._edits.pop(slot, None)
+        bias = request.sampling.logit_bias or {}
+        stops = request.stop_token_ids.tolist() if request.sampling.min_tokens else []
+        tokens = sorted({*bias, *stops})
+        if not tokens:
+            return
+        first_position = len(request.prompt) + request.sampling.min_tokens
+        self._flags[slot] |= _EDITED
+        self._edits[slot] = _Edits(
+            np.array(tokens, np.int32),
+            np.array([bias.get(token, 0.0) for token in tokens], np.float32),
+            np.where(np.isin(tokens, stops), first_position, 0).astype(np.int32),
+        )
+
+    def _seat_penalties(self, slot: int, request: Request) -> None:
+        asked, params = request.sampling, self._params
+        has_some = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) != (0, 0, 1)
+        params.is_penalised[slot] = has_some
+        if not has_some:
+            return
+        self._flags[slot] |= _PENALISED
+        params.presence[slot] = asked.presence_penalty
+        params.frequency[slot] = asked.frequency_penalty
+        params.repetition[slot] = asked.repetition_penalty
+        if not len(self._output_counts):
+            self._output_counts = self._output_counts.new_zeros(len(self._flags), self._vocab_size)
+            self._in_prompt = self._in_prompt.new_zeros(len(self._flags), self._vocab_size)
+        parked = self._parked.pop(request.request_id, None)
+        if parked is None:
+            self._output_counts[slot] = 0
+            self._in_prompt[slot] = False
+            self._in_prompt[slot, upload(request.prompt, self._device).long()] = True
+        else:
+            self._output_counts[slot] = parked.output_counts
+            self._in_prompt[slot] = parked.in_prompt
+
+    def _edit(self, logits: Tensor, slots: _Int32Array, positions: Tensor) -> None:
+        rows = np.flatnonzero(self._flags[slots] & _EDITED)
+        edits = [self._edits[slot] for slot in slots[rows].tolist()]
+        counts = [len(edit.token_ids) for edit in edits]
+        of_row, token_ids, min_positions = upload(
+            np.stack(
+                (
+                    np.repeat(rows, counts).astype(np.int32),
+                    np.concatenate([edit.token_ids for edit in edits]),
+                    np.concatenate([edit.min_positions for edit in edits]),
+                )
+            ),
+            self._device,
+        )
+        biases = upload(np.concatenate([edit.biases for edit in edits]), self._device)
+        edit_logits(logits, of_row, token_ids, biases, min_positions, positions)

@@ -1,0 +1,77 @@
+"""A GPU's sampler, in Triton's interpreter, beside the CPU's: the same logits give the same tokens."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from swiftkv.engine.sampler import Sampler, TokenSampler, open_sampler
+from tests.engine.test_sampler import EOS, VOCAB, make_request
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
+
+CPU = torch.device("cpu")
+PARAMS: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "presence_penalty": 1.5, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "min_tokens": 2, "logit_bias": {EOS: 9.0, 3: 4.0}},
+    {"temperature": 0.0, "min_tokens": 2, "logit_bias": {EOS: 90.0}, "ignore_eos": False, "logprobs": 2},
+    {"temperature": 0.7, "seed": 2**64 - 3},
+    {"temperature": 1.2, "top_k": 5, "seed": 4, "logprobs": 0},
+    {"temperature": 1.0, "top_p": 0.7, "seed": 5},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 30, "min_p": 0.02, "frequency_penalty": 0.7, "seed": 6, "logprobs": 4},
+]
+
+
+def logits_of(step: int) -> torch.Tensor:
+    return 3 * torch.randn(len(PARAMS), VOCAB, generator=torch.Generator().manual_seed(step))
+
+
+def samplers() -> list[TokenSampler]:
+    return [open_sampler(kernels, 2 * len(PARAMS), VOCAB, CPU) for kernels in ("cpu", "triton")]
+
+
+def test_both_samplers_say_the_same_through_preemption_and_retraction() -> None:
+    requests = [make_request(i, [1, 2, 3, 2], **params) for i, params in enumerate(PARAMS)]
+    slots = np.arange(len(PARAMS), dtype=np.int32)
+    both = samplers()
+    assert [isinstance(sampler, Sampler) for sampler in both] == [True, False]
+    for slot, request in enumerate(requests):
+        for sampler in both:
+            sampler.seat(slot, request)
+    for step in range(4):
+        positions = np.full(len(slots), 4 + step, np.int32)
+        expected, sampled = (sampler.sample(logits_of(step), slots, positions) for sampler in both)
+        assert sampled.token_ids.tolist() == expected.token_ids.tolist()
+        assert not sampled.broken.any()
+        assert list(sampled.logprobs) == list(expected.logprobs)
+        for row, entry in expected.logprobs.items():
+            other = sampled.logprobs[row]
+            assert (other.rank, other.top_ids) == (entry.rank, entry.top_ids)
+            assert [other.logprob, *other.top_logprobs] == pytest.approx([entry.logprob, *entry.top_logprobs], abs=1e-5)
+        for sampler in both:
+            if step == 1:
+                sampler.retract(slots, expected.token_ids)
+            if step == 2:  # out of their slots, into others, which somebody else had
+                for slot, request in enumerate(requests):
+                    sampler.park(slot, request)
+                for slot in range(len(requests)):
+                    sampler.seat(2 * len(PARAMS) - 1 - slot, make_request(100 + slot, [7], presence_penalty=0.1))
+                for slot, request in enumerate(requests):
+                    sampler.seat(slot + 3, request)
+        slots = slots + np.int32(3) if step == 2 else slots
+
+
+def test_rows_without_a_token_are_told() -> None:
+    slots, positions = np.arange(4, dtype=np.int32), np.ones(4, np.int32)
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[0, 7], logits[2, 8] = float("nan"), float("inf")
+    for sampler in samplers():
+        for slot in range(3):
+            sampler.seat(slot, make_request(slot, [0], temperature=float(slot > 0)))
+        sampler.seat(3, make_request(3, [0], min_tokens=1, stop_token_ids=list(range(VOCAB))))
+        assert sampler.sample(logits.clone(), slots, positions).broken.tolist() == [True, False, True, True]
+        assert not len(sampler.sample(logits[:0], slots[:0], positions[:0]).token_ids)

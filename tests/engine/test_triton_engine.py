@@ -1,0 +1,77 @@
+"""A whole engine on the kernels of a GPU, in Triton's interpreter: real processes, the tokens of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from swiftkv.kernels.dispatch import INTERPRET_VARIABLE, OPS_VARIABLE
+from tests.engine.engine_process import EngineProcess
+from tests.engine.test_parity import greedy
+from tests.support.checkpoints import make_checkpoint
+
+SHAPE = {"head_dim": 16, "hidden_size": 32, "intermediate_size": 48}
+NUM_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Tiny:
+    directory: Path
+    model: PreTrainedModel
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    directory = tmp_path_factory.mktemp("tiny")
+    return Tiny(directory, make_checkpoint(directory, "qwen3", **SHAPE))
+
+
+def prompts() -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(3, 320, n).tolist() for n in (70, 33, 5, 1)]
+
+
+def has_triton(engine: EngineProcess) -> bool:
+    return "libtriton" in Path(f"/proc/{engine.process.pid}/maps").read_text(encoding="utf-8")
+
+
+def test_prefill_decode_and_the_prefix_cache(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long prompt comes in chunks beside the decoding of others, and then from the cache."""
+    monkeypatch.setenv(OPS_VARIABLE, "triton")
+    monkeypatch.setenv(INTERPRET_VARIABLE, "1")
+    expected = greedy(tiny.model, prompts(), NUM_TOKENS)
+    with EngineProcess(tiny.directory, max_num_batched_tokens=48, kv_bytes=1 << 20, max_num_seqs=4) as engine:
+        answers = engine.generate(prompts(), max_tokens=NUM_TOKENS)
+        again = engine.generate(prompts()[:1], max_tokens=NUM_TOKENS)
+        assert has_triton(engine)
+    assert [answer.token_ids for answer in answers] == expected
+    assert again[0].token_ids == expected[0]
+    assert [answer.cached_tokens for answer in again] == [64]
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_an_engine_on_the_cpu_imports_nothing_of_triton(
+    kernels: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OPS_VARIABLE, kernels)
+    with EngineProcess(tiny.directory) as engine:
+        answers = engine.generate(prompts(), max_tokens=NUM_TOKENS)
+        sampled = engine.generate(prompts()[:1], temperature=0.7, top_p=0.5, seed=1, logprobs=1, prompt_logprobs=0)
+        assert not has_triton(engine)
+    assert [answer.token_ids for answer in answers] == greedy(tiny.model, prompts(), NUM_TOKENS)
+    assert len(sampled[0].token_ids) == 16
+
+
+def test_the_kernels_of_a_gpu_without_a_gpu_are_refused_in_one_line(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(OPS_VARIABLE, "triton")
+    monkeypatch.setenv(INTERPRET_VARIABLE, "0")
+    engine = EngineProcess(tiny.directory)
+    assert engine.process.wait(60) == 3
+    engine.close()
+    assert "set TRITON_INTERPRET=1" in capfd.readouterr().err
