@@ -1,0 +1,402 @@
+"""What the lending_*.py programs share: nodes that are started, held still and stopped, loads, and reports.
+
+Two nodes that are compared are both up; the one that is not measured is held still (SIGSTOP), so that the two can be
+measured in turns, in the same minutes, without costing each other anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import numpy as np
+import psutil
+import yaml
+from peers import processor_name
+from prometheus_client.parser import text_string_to_metric_families
+
+from swiftkv.bench.client import Answer, Target, send
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
+from swiftkv.cache.pool import Pool
+from swiftkv.checkpoint import make, read_texts, save, standard_library_files, train_tokenizer
+from swiftkv.config import Config, load_config
+from swiftkv.transport.base import PeerHandle, Runs
+from swiftkv.transport.shm import ShmTransport
+
+OUT = Path(__file__).parent / "out"
+VOCAB = (300, 31000)
+EXTRA = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+_START_TIMEOUT_S = 600.0
+_LEND_TIMEOUT_S = 60.0
+_STATS_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class StreamSeconds:
+    """Sums over the steps of one model that streamed, since its engine started; differences are of a time between."""
+
+    steps: float = 0.0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    exposed_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    peer_hit_tokens: float = 0.0
+
+    def __sub__(self, before: StreamSeconds) -> StreamSeconds:
+        return StreamSeconds(*(a - b for a, b in zip(asdict(self).values(), asdict(before).values(), strict=True)))
+
+
+class Node:
+    """A swiftkv node in a directory of its own, with everything that the programs ask it."""
+
+    def __init__(self, name: str, node: dict[str, Any], models: Sequence[dict[str, Any]]) -> None:
+        """`node` and `models` are the sections of the YAML file, without the port."""
+        self.name = name
+        self._names = [model["name"] for model in models]
+        self._directory = tempfile.TemporaryDirectory(prefix="lend-")
+        self._port = free_port()
+        file = self.directory / "node.yaml"
+        file.write_text(yaml.safe_dump({"node": {"port": self._port, **node}, "models": list(models)}, sort_keys=False))
+        self.config: Config = load_config(file)
+        self.plans: tuple[ModelPlan, ...] = plan_node(self.config, need_weights=True)
+        with (self.directory / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "swiftkv.cli", "serve", str(file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(self.directory)},
+            )
+
+    @property
+    def directory(self) -> Path:
+        return Path(self._directory.name)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def __enter__(self) -> Self:
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.resume()
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                kill_tree(self.process.pid)
+                self.process.wait()
+        self._directory.cleanup()
+
+    def plan(self, model: str) -> ModelPlan:
+        return next(plan for plan in self.plans if plan.name == model)
+
+    def target(self, model: str) -> Target:
+        return Target(f"{self.url}/v1/completions", model, extra_body=EXTRA)
+
+    def engine(self, model: str) -> psutil.Process:
+        """The engine's process."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if child.cmdline()[-1] == model)
+
+    def leases_address(self, model: str) -> str:
+        """Where the model's coordinator listens."""
+        (ipc,) = self.directory.glob("swiftkv-*")
+        return f"ipc://{ipc}/{self._names.index(model)}.leases"
+
+    def hold(self) -> None:
+        hold_tree(self.process.pid)
+
+    def resume(self) -> None:
+        resume_tree(self.process.pid)
+
+    def lending(self, model: str) -> dict[str, Any]:
+        """The model's entry of GET /admin/lending."""
+        answer = httpx.get(f"{self.url}/admin/lending", timeout=30)
+        answer.raise_for_status()
+        return next(entry for entry in answer.json()["models"] if entry["model"] == model)
+
+    def set_budget(self, worker: str, num_bytes: int) -> dict[str, Any]:
+        """Returns when what is recalled is home."""
+        body = {"budget": f"{num_bytes}B"}
+        answer = httpx.patch(f"{self.url}/admin/lending/{worker}", json=body, timeout=120)
+        answer.raise_for_status()
+        change: dict[str, Any] = answer.json()
+        return change
+
+    def promised_bytes(self, master: str) -> int:
+        """What the plan says that `master` can borrow at first."""
+        return next(room.lent_bytes for room in plan_lending(self.plans) if room.master.name == master)
+
+    def wait_until_borrowed(self, master: str, num_bytes: int) -> None:
+        """Until `master` holds exactly so much."""
+        deadline_s = time.monotonic() + _LEND_TIMEOUT_S
+        while (borrowed := self.lending(master)["borrowed_bytes"]) != num_bytes:
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"{self.name}: {master} borrowed {borrowed} bytes, {num_bytes} were expected")
+            time.sleep(0.05)
+
+    def stream_seconds(self, model: str) -> StreamSeconds:
+        """What the model's engine says of itself; right when it is at rest."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text):
+            for sample in family.samples:
+                if sample.labels.get("model_name") == model and sample.labels.get("tier", "peer") == "peer":
+                    values[sample.name] = sample.value
+        return StreamSeconds(
+            values.get("swiftkv:layer_stream_load_seconds_count", 0.0),
+            values.get("swiftkv:layer_stream_load_seconds_sum", 0.0),
+            values.get("swiftkv:layer_stream_store_seconds_sum", 0.0),
+            values.get("swiftkv:layer_stream_exposed_seconds_sum", 0.0),
+            values.get("vllm:request_queue_time_seconds_sum", 0.0),
+            values.get("vllm:request_prefill_time_seconds_sum", 0.0),
+            values.get("swiftkv:prefix_hit_tokens_total", 0.0),
+        )
+
+    def stream_seconds_at_rest(self, model: str) -> StreamSeconds:
+        """The same, after the engine's last word about what it did: it comes when the engine falls idle."""
+        deadline_s = time.monotonic() + _STATS_TIMEOUT_S
+        before = self.stream_seconds(model)
+        while time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            now = self.stream_seconds(model)
+            if now == before:
+                break
+            before = now
+        return before
+
+    def _wait_until_ready(self) -> None:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                log = (self.directory / "log").read_text(errors="replace")
+                raise SystemExit(f"{self.name} did not start:\n{log[-4000:]}")
+            time.sleep(0.1)
+
+
+@contextmanager
+def only(running: Node, others: Iterable[Node]) -> Iterator[Node]:
+    """`running` runs and the others, which were held still, stay so."""
+    for other in others:
+        if other is not running:
+            other.hold()
+    running.resume()
+    try:
+        yield running
+    finally:
+        running.hold()
+
+
+@contextmanager
+def nodes_up(*nodes: Node) -> Iterator[None]:
+    """All are started at once, and stopped at the end."""
+    with ExitStack() as stack:
+        for node in nodes:
+            stack.callback(node.stop)
+        for node in nodes:
+            stack.enter_context(node)
+        yield
+
+
+def model(name: str, checkpoint: Path, memory: str | int, role: str = "worker", **options: Any) -> dict[str, Any]:
+    """A model's section of the YAML file."""
+    section = {"name": name, "path": str(checkpoint.resolve()), "role": role, "kv_cache": {"memory": memory}}
+    return section | options
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def hold_tree(pid: int) -> None:
+    for process in tree(pid):
+        process.suspend()
+
+
+def resume_tree(pid: int) -> None:
+    for process in tree(pid):
+        process.resume()
+
+
+def kill_tree(pid: int) -> None:
+    for process in tree(pid):
+        process.kill()
+
+
+def pin(process: psutil.Process, cores: Sequence[int]) -> None:
+    """All threads of a process; those that it starts later do as the one that starts them."""
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, cores)
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def small_checkpoint(given: Path | None) -> Path:
+    """The one that was given, or a random model of Qwen3-0.6B's shape, made once (a minute or two)."""
+    return given or _make_once(OUT / "checkpoints" / "small", "small")
+
+
+def tiny_checkpoint() -> Path:
+    """A model for an engine whose memory is wanted and nothing else."""
+    return _make_once(OUT / "checkpoints" / "tiny", "tiny")
+
+
+def _make_once(directory: Path, size: Any) -> Path:
+    if not (directory / "tokenizer.json").exists():  # written last
+        say(f"making a random checkpoint in {directory}")
+        make("qwen3", size, directory)
+    return directory
+
+
+def make_shape(directory: Path, num_layers: int, num_kv_heads: int, max_position_embeddings: int) -> Path:
+    """A random model that is as narrow as can be, but has so many layers and KV heads (of 32)."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = train_tokenizer(read_texts(standard_library_files()[:10]), 512)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_kv_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=32,
+        intermediate_size=64,
+        max_position_embeddings=max_position_embeddings,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    save(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tokenizer, directory)  # type: ignore[no-untyped-call]
+    return directory
+
+
+class Tokens:
+    """Random prompts that are never the same twice, so nothing is cached by chance."""
+
+    def __init__(self, seed: int, vocab: tuple[int, int] = VOCAB) -> None:
+        self._rng = random.Random(seed)
+        self._vocab = vocab
+
+    def fresh(self, num_tokens: int) -> list[int]:
+        return [self._rng.randrange(*self._vocab) for _ in range(num_tokens)]
+
+
+async def ask(target: Target, prompt: list[int], num_tokens: int) -> Answer:
+    """One request; whatever goes wrong ends the program."""
+    async with httpx.AsyncClient(timeout=900) as client:
+        answer = await send(client, target, prompt, num_tokens)
+    if answer.error:
+        raise SystemExit(f"{target.model} at {target.url}: {answer.error}")
+    return answer
+
+
+def time_per_output_token(answer: Answer) -> float:
+    """Seconds, of all tokens but the first."""
+    return (answer.latency_s - answer.ttft_s) / (answer.num_output_tokens - 1)
+
+
+def copy_rate(group: KVGroup, num_blocks: int, num_threads: int = 1) -> tuple[float, float]:
+    """Bytes a second of one layer's load and store in this machine, nothing else running: (load, store).
+
+    As the layer stream does it: blocks that lie one after the other in the peer's pool, slots side by side in ours.
+    """
+    peer, own = Pool([(group, num_blocks)]), Pool([(group, -(-num_blocks // group.num_layers))])
+    peer.tensor.fill_(1)
+    own.tensor.fill_(2)
+    transport = ShmTransport(own, num_threads)
+    handle = PeerHandle(os.getpid(), peer.fd, os.fstat(peer.fd).st_ino, peer.nbytes, str(OUT / "unused"))
+    transport.attach(0, handle)
+    rows = np.array([[0, 0, 0, num_blocks, 1]], np.int64)
+    runs = Runs(rows, group.layer_block_bytes, group.block_bytes)
+    rates = []
+    for to_peer, from_peer in ((None, runs), (runs, None)):
+        times_s = []
+        for number in range(2 * group.num_layers):
+            begin_s = time.perf_counter()
+            transport.wait(transport.submit(to_peer, from_peer, number % group.num_layers))
+            times_s.append(time.perf_counter() - begin_s)
+        rates.append(runs.num_bytes / statistics.median(times_s))
+    transport.close()
+    return rates[0], rates[1]
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest of `values` that at least `part` of them do not exceed; P99 of few is the largest."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown, for benchmarks/README.md."""
+    lines = [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
+    """With the options that all programs have."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--seed", type=int, default=random.randrange(2**31), help="of prompts; default: another each run")
+    made.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    return made
+
+
+def write_report(args: argparse.Namespace, **figures: Any) -> None:
+    """The machine, the options and `figures`, where --out says."""
+    if args.out is None:
+        return
+    options = {key: value if isinstance(value, int | float | list) else str(value) for key, value in vars(args).items()}
+    machine = {"processor": processor_name(), "cores": psutil.cpu_count(), "python": platform.python_version()}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"machine": machine, "options": options, **figures}, indent=1) + "\n")
+    say(f"written to {args.out}")
