@@ -154,6 +154,7 @@ void Scheduler::abort(std::span<const RequestId> ids) {
         const auto found = requests_.find(id);
         if (found == requests_.end()) continue;
         Request& r = *found->second;
+        std::erase(preempted_, id);
         if (r.slot == kNone) {
             dequeue(r);
         } else {
@@ -206,10 +207,11 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
 
 // Without chunking a prompt longer than the budget has a step of its own; decoding pauses for it.
 void Scheduler::admit_oversized_prompt(double now_s) {
-    if (waiting_.empty() || free_slots_.empty()) return;
-    Request& r = **waiting_.begin();
-    if (r.num_tokens() > limits_.max_num_batched_tokens && !is_being_computed(r) && !is_stuck(r, now_s))
-        admit(r, r.num_tokens());
+    if (free_slots_.empty()) return;
+    const auto next = std::find_if(waiting_.begin(), waiting_.end(), [&](Request* r) { return !is_stuck(*r, now_s); });
+    if (next == waiting_.end()) return;
+    Request& r = **next;
+    if (r.num_tokens() > limits_.max_num_batched_tokens && !is_being_computed(r)) admit(r, r.num_tokens());
 }
 
 void Scheduler::schedule_decodes() {
@@ -252,7 +254,8 @@ std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) const
     const std::lock_guard lock(mutex_);
     std::vector<RequestId> ids;
     for (const Request* r : waiting_)
-        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s) ids.push_back(r->id);
+        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s && !cache_.could_hold(r->num_tokens()))
+            ids.push_back(r->id);
     return ids;
 }
 

@@ -101,9 +101,9 @@ class Engine:
     def step(self) -> bool:
         """schedule, prepare, run, commit. False: there is nothing to do before something happens."""
         now_s = time.monotonic()
+        self._refuse_starved(now_s)
         plan = self._scheduler.schedule(now_s)
         if plan is None:
-            self._refuse_starved(now_s)
             return False
         if now_s >= self._stats_due_s:
             self._send_stats()
@@ -156,6 +156,8 @@ class Engine:
         if self._config.lending is None:
             return
         starved = self._scheduler.starved(now_s, self._config.lending.max_wait_s)
+        if not starved:
+            return
         self._scheduler.abort(np.array(starved, np.uint64))
         for request_id in starved:
             self._forget(request_id)

@@ -41,6 +41,8 @@ class LendingSetup:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_model_len: int = 48
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
     stream_buffers: int = 2
 
     def block_bytes(self, group: int) -> int:
@@ -59,6 +61,8 @@ class LendingSetup:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             self.max_model_len,
+            self.enable_prefix_caching,
+            self.enable_chunked_prefill,
             lend_links=[_core.Link(*link) for link in self.lend],
             borrow_links=[
                 _core.Link(b.group, b.num_extents, b.blocks_per_extent, self.extent_bytes(b), PEER_BASE_BYTES)
@@ -166,7 +170,10 @@ class LendingEngine:
     def schedule(self) -> bool:
         self.now_s += 1
         self.plan = self.scheduler.schedule(self.now_s)
-        return self.plan is not None
+        if self.plan is None:
+            return False
+        assert set(self.plan.preempted_request_ids.tolist()) <= set(self.requests), "a request that is gone"
+        return True
 
     def commit(self) -> None:
         """Carry out the step that was planned, whatever has happened since, and commit it."""

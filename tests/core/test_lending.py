@@ -1,0 +1,61 @@
+"""What the scheduler promises those who borrow, one promise per test; bytes are checked by `lending_oracle`."""
+
+from __future__ import annotations
+
+import random
+
+from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
+
+
+def engine(num_blocks: int, num_extents: int, *, enable_chunked_prefill: bool = True) -> LendingEngine:
+    """Whose extents are single blocks; nothing is lent yet."""
+    setup = LendingSetup(
+        ((2, num_blocks, 0),),
+        (BorrowSetup(0, num_extents, 1),),
+        max_num_batched_tokens=8,
+        enable_chunked_prefill=enable_chunked_prefill,
+    )
+    return LendingEngine(setup, random.Random(0))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100) for _ in range(length)]
+
+
+def test_a_plan_does_not_name_a_preempted_request_that_has_been_aborted() -> None:
+    e = engine(num_blocks=8, num_extents=16)
+    e.borrow(0, 16)
+    e.add(1, prompt(40, 1), max_tokens=4)
+    for _ in range(5):
+        assert e.schedule()
+        e.commit()
+    e.lose(0)  # half of the prompt was there
+    assert e.scheduler.stats().num_preemptions_total == 1
+    e.abort(1)
+    e.add(2, prompt(6, 2), max_tokens=1)
+    assert e.schedule()
+    assert e.plan is not None
+    assert e.plan.preempted_request_ids.tolist() == []
+    e.drain()
+
+
+def test_whom_room_has_come_for_is_not_starved_although_it_still_queues() -> None:
+    e = engine(num_blocks=6, num_extents=16)
+    e.add(1, prompt(30, 1), max_tokens=1)
+    assert not e.schedule()
+    assert e.scheduler.starved(e.now_s + 10, 10) == [1]
+    e.borrow(0, 16)
+    assert e.scheduler.starved(e.now_s + 10, 10) == []
+    e.drain()
+
+
+def test_without_chunks_a_long_prompt_does_not_wait_behind_one_for_which_there_is_no_room() -> None:
+    e = engine(num_blocks=8, num_extents=16, enable_chunked_prefill=False)
+    e.add(1, prompt(40, 1), max_tokens=1)  # for which more would have to be lent
+    e.add(2, prompt(20, 2), max_tokens=1)  # longer than the budget of a step
+    e.add(3, prompt(5, 3), max_tokens=1)
+    while e.schedule():
+        e.commit()
+    assert sorted(e.outputs) == [2, 3]
+    assert e.scheduler.starved(e.now_s + 10, 10) == [1]
