@@ -224,9 +224,11 @@ class Lender:
                 peer.reported = reported
 
     def _peer_of(self, message: Attached | Detached | Accept | Return | Heartbeat) -> _Peer | None:
+        """None for a stranger, and for one whose leases end whatever it says."""
         if message.receiver != self._me.incarnation:
             return None
-        return next((p for p in self._peers.values() if p.process and p.incarnation == message.sender), None)
+        there = (peer for peer in self._peers.values() if peer.process and not peer.is_ending)
+        return next((peer for peer in there if peer.incarnation == message.sender), None)
 
     def _on_hello(self, route: Route, hello: Hello) -> None:
         peer = self._peers.get(hello.borrower)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import msgspec
 import pytest
 import zmq
 
-from swiftkv.lease.messages import Hello, ToAdmin, Welcome
-from swiftkv.lease.process import Identity
+from swiftkv._core import GroupSpec, Link, Scheduler
+from swiftkv.lease.messages import Attached, Hello, ToAdmin, Welcome
+from swiftkv.lease.process import Identity, start_ticks
+from swiftkv.lease.wire import Wire
+from swiftkv.worker.lender import Lender
 from tests.lease.lending_process import TIMEOUT_S, Admin, EngineWithoutModel, Node, held, lent
 
 ALL = 16  # extents of a lender of 48 blocks, 3 in each
@@ -154,3 +158,23 @@ def test_a_process_that_is_gone_is_not_welcomed() -> None:
         answer = msgspec.msgpack.decode(socket.recv(), type=Welcome)
         assert (answer.receiver, answer.refused) == (me.incarnation, None)
         socket.close(linger=0)
+
+
+def test_what_the_dead_said_last_does_not_make_them_attached() -> None:
+    """Else they would be lent extents of which nobody knows, and which nobody gives back."""
+    with Node(start=[]) as node, zmq.Context() as context:
+        spec, me = node.setups["w"].lending, Identity.of_this_process("w")
+        scheduler = Scheduler([GroupSpec(2, 48)], 16, 4, 512, 512, lend_links=[Link(0, ALL, 3)])
+        lender = Lender(me, spec, scheduler, node.pool_bytes, lambda _: None, lambda: None)
+        wire = Wire(context, spec.leases_address, [])
+        lender.start(wire)
+        borrower = subprocess.Popen(["sleep", "infinity"])
+        lender.on_message(b"m", Hello("m", 7, 1, borrower.pid, start_ticks(borrower.pid), [node.link]))
+        borrower.kill()
+        borrower.wait()
+        wire.wait(TIMEOUT_S)
+        lender.on_message(b"m", Attached(7, me.incarnation, 1))
+        for now_s in (1.0, 2.0):
+            lender.tick(now_s, woken=False)
+        assert lender.link_states(with_extents=False)[0].counts["home"] == ALL
+        wire.close()
