@@ -31,7 +31,9 @@ class LendingMetrics(Collector):
             "swiftkv:borrowed_bytes", "Bytes of other pools borrowed now", labels=("model_name", "lender", "borrower")
         )
         budget = GaugeMetricFamily("swiftkv:lending_budget_bytes", "The most that may be lent", labels=("model_name",))
-        recalls = CounterMetricFamily("swiftkv:recalls", "Extents asked back", labels=("model_name", "reason"))
+        recalls = CounterMetricFamily(
+            "swiftkv:recalls", "Times that extents were asked back", labels=("model_name", "reason")
+        )
         durations = HistogramMetricFamily(
             "swiftkv:recall_seconds", "From asking extents back to having them", labels=("model_name",)
         )

@@ -205,7 +205,7 @@ class ModelLending(Struct):
     lent_bytes: int | None
     borrowed_bytes: int | None
     recalls: dict[str, int] | None
-    """How many extents were recalled since the engine started, by reason."""
+    """How often extents were asked back since the engine started, by reason."""
     lends: list[LinkView]
     borrows: list[LinkView]
 
