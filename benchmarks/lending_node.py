@@ -72,6 +72,7 @@ class Node:
         self.name = name
         self._names = [model["name"] for model in models]
         self._directory = tempfile.TemporaryDirectory(prefix="lend-")
+        self._http = httpx.Client(timeout=120)  # one for all calls: a new one takes tens of milliseconds
         self._port = free_port()
         file = self.directory / "node.yaml"
         file.write_text(yaml.safe_dump({"node": {"port": self._port, **node}, "models": list(models)}, sort_keys=False))
@@ -113,6 +114,7 @@ class Node:
             except subprocess.TimeoutExpired:
                 kill_tree(self.process.pid)
                 self.process.wait()
+        self._http.close()
         self._directory.cleanup()
 
     def plan(self, model: str) -> ModelPlan:
@@ -139,14 +141,14 @@ class Node:
 
     def lending(self, model: str) -> dict[str, Any]:
         """The model's entry of GET /admin/lending."""
-        answer = httpx.get(f"{self.url}/admin/lending", timeout=30)
+        answer = self._http.get(f"{self.url}/admin/lending")
         answer.raise_for_status()
         return next(entry for entry in answer.json()["models"] if entry["model"] == model)
 
     def set_budget(self, worker: str, num_bytes: int) -> dict[str, Any]:
         """Returns when what is recalled is home."""
         body = {"budget": f"{num_bytes}B"}
-        answer = httpx.patch(f"{self.url}/admin/lending/{worker}", json=body, timeout=120)
+        answer = self._http.patch(f"{self.url}/admin/lending/{worker}", json=body)
         answer.raise_for_status()
         change: dict[str, Any] = answer.json()
         return change
@@ -166,7 +168,7 @@ class Node:
     def stream_seconds(self, model: str) -> StreamSeconds:
         """What the model's engine says of itself; right when it is at rest."""
         values: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text):
+        for family in text_string_to_metric_families(self._http.get(f"{self.url}/metrics").text):
             for sample in family.samples:
                 if sample.labels.get("model_name") == model and sample.labels.get("tier", "peer") == "peer":
                     values[sample.name] = sample.value
@@ -196,7 +198,7 @@ class Node:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while True:
             try:
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == httpx.codes.OK:
+                if self._http.get(f"{self.url}/ready").status_code == httpx.codes.OK:
                     return
             except httpx.TransportError:
                 pass

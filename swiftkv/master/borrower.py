@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _HELLO_RETRY_S = 0.2
 _ATTACH_RETRY_S = 1.0
+_DRAIN_POLL_S = 0.002  # what a step forgets leaves when it is planned, long before it is over
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +176,8 @@ class Borrower:
             for link in self._links:
                 self._give_back_drained(link)
             self._is_draining = any(link.ledger.recalled for link in self._links)
+        if self._is_draining:
+            return now_s + _DRAIN_POLL_S
         return min((peer.hello_due_s for peer in self._peers if peer.welcome is None), default=float("inf"))
 
     def link_states(self, with_extents: bool) -> list[LinkState]:
