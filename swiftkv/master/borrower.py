@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -151,6 +152,8 @@ class Borrower:
                 self._attach(link.number, store_path)
         except SwiftkvError as error:
             self._detach_all(peer)
+            for store_path in order.store_paths:  # the next attempt has others
+                Path(store_path).unlink(missing_ok=True)
             return str(error)
         return None
 

@@ -35,6 +35,7 @@ def test_a_pool_that_cannot_be_attached_is_tried_again() -> None:
         assert held(state) == [0]
         node["m"].wait_for(lambda state: held(state) == [ALL])
         node["w"].wait_for(lambda state: lent(state) == [ALL])
+        assert len([path for path in Path(node.directory.name).iterdir() if path.is_file()]) == 1  # of the last attempt
 
 
 def test_copies_that_fail_cost_the_leases_and_not_the_link() -> None:
