@@ -2,11 +2,12 @@
 
 The end of standard input says that the parent is gone, and ends the process at once. SIGTERM and `Shutdown` end it
 with code 0, a model that cannot be loaded with EXIT_LOAD_FAILED and one line on standard error, a defect with a
-traceback and code 1.
+traceback and code 1. The ranks of a tensor-parallel engine are processes like this one that rank 0 starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -17,9 +18,10 @@ import msgspec
 import zmq
 
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, EngineConfig, Ready
-from swiftkv.errors import SwiftkvError
+from swiftkv.errors import CheckpointError, ConfigError
 
 _LINGER_MS = 500
+_LOAD_ERRORS = (CheckpointError, ConfigError, OSError)
 
 
 def main() -> int:
@@ -29,7 +31,7 @@ def main() -> int:
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s engine {config.name}: %(message)s")
     _quieten_threads()
-    return serve(config)
+    return serve(config) if config.rank == 0 else assist(config)
 
 
 def serve(config: EngineConfig) -> int:
@@ -37,16 +39,16 @@ def serve(config: EngineConfig) -> int:
     import torch  # after the environment is set
 
     from swiftkv.engine.engine import Engine
-    from swiftkv.engine.runner import ModelRunner
+    from swiftkv.engine.ranks import open_runner
 
     torch.set_num_threads(1)  # the kernels have threads of their own; what torch does here is too small to share
-    try:
-        runner = ModelRunner(config)
-    except (SwiftkvError, OSError) as error:
-        print(f"swiftkv: model {config.name}: {error}", file=sys.stderr, flush=True)
-        return EXIT_LOAD_FAILED
     context = zmq.Context()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(context.destroy, linger=_LINGER_MS)
+        try:
+            runner = stack.enter_context(open_runner(config, context))
+        except _LOAD_ERRORS as error:
+            return _load_failed(config, error)
         requests = _connect(context, zmq.PULL, config.requests_address)
         outputs = _connect(context, zmq.PUSH, config.outputs_address)
         ready = Ready(
@@ -61,9 +63,29 @@ def serve(config: EngineConfig) -> int:
         outputs.send(msgspec.msgpack.encode(ready))
         with torch.inference_mode():
             Engine(config, runner, requests, outputs, context).run()
-    finally:
-        context.destroy(linger=_LINGER_MS)
     return 0
+
+
+def assist(config: EngineConfig) -> int:
+    """Be another rank than the first of a tensor-parallel engine, until that ends. Returns the exit code."""
+    import torch
+
+    from swiftkv.engine.ranks import Follower
+
+    torch.set_num_threads(1)
+    try:
+        follower = Follower(config)
+    except _LOAD_ERRORS as error:
+        return _load_failed(config, error)
+    with torch.inference_mode():
+        follower.run()
+    return 0
+
+
+def _load_failed(config: EngineConfig, error: Exception) -> int:
+    rank = f", rank {config.rank}" if config.rank else ""
+    print(f"swiftkv: model {config.name}{rank}: {error}", file=sys.stderr, flush=True)
+    return EXIT_LOAD_FAILED
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:

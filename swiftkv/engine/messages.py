@@ -40,17 +40,22 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str  # directory in Hugging Face format
     requests_address: str  # ipc://…: the gateway binds PUSH here, the engine connects PULL
     outputs_address: str  # ipc://…: the gateway binds PULL here, the engine connects PUSH
-    kv_bytes: int  # the whole pool
+    kv_bytes: int  # the whole pool; of each rank
     max_model_len: int
-    device: str = "cpu"
+    device: str = "cpu"  # cuda:N for rank 0 means cuda:N+1 for rank 1
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    threads: int = 1
+    threads: int = 1  # of each rank
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    device_part: str | None = None  # such as 3/5: of a GPU, for the whole engine; kv_bytes then says nothing
+    enforce_eager: bool = False  # no CUDA graphs
     lending: LendingSpec | None = None  # None: lends and borrows nothing
+    tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
+    rank: int = 0  # which of them this process is; the gateway knows only rank 0
+    ranks_directory: str = ""  # that rank 0 may make, of mode 0700: where ranks find each other
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -144,6 +149,8 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     layer_stream_load: Durations | None = None  # once per step that streams: time that copies to and from lenders took,
     layer_stream_store: Durations | None = None
     layer_stream_exposed: Durations | None = None  # and the part of both that no computing hid
+    cuda_graph_hits_total: int | None = None  # decode steps that a CUDA graph held; None: there are no graphs
+    cuda_graph_misses_total: int | None = None  # and those that ran eagerly
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from swiftkv._core import GroupSpec, StepPlan
+from swiftkv.cache.cuda_pool import allocate_pool
 from swiftkv.cache.geometry import (
     KVGroup,
     blocks_for_tokens,
@@ -19,6 +22,7 @@ from swiftkv.cache.geometry import (
     split_pool,
 )
 from swiftkv.cache.pool import Pool
+from swiftkv.engine.device import capture_graphs, size_pool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.master.layer_stream import LayerStream
@@ -26,7 +30,11 @@ from swiftkv.models.batch import ModelInput, upload
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
+from swiftkv.models.parallel import ALONE, Communicator
 from swiftkv.transport.base import Transport
+
+if TYPE_CHECKING:
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseInputs
 
 
 class ModelRunner:
@@ -35,33 +43,50 @@ class ModelRunner:
     Raises `ConfigError` or `CheckpointError` when they cannot be had.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, communicator: Communicator = ALONE) -> None:
+        """With other ranks in `communicator`: this rank's part of the weights, and the KV of its heads."""
         path = Path(config.path)
         model_config = DecoderConfig.from_pretrained(path)
-        groups = model_config.kv_groups(config.block_size, config.dtype)
-        _check_room(config, groups)
+        groups = model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
+        if config.device_part is None:
+            _check_room(config, groups, config.kv_bytes)
         self.vocab_size = model_config.vocab_size
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
-        self.num_blocks = blocks_in_pool(config.kv_bytes, groups)
-        self.pool = Pool([(group, self.num_blocks) for group in groups], config.name)
+        kv_bytes = config.kv_bytes
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        with _out_of_memory_is_a_mistake(self.device):
+            self._model = DenseDecoder(
+                model_config,
+                MappedWeights(path),
+                getattr(torch, config.dtype),
+                self.device,
+                config.max_model_len,
+                config.block_size,
+                communicator=communicator,
+            )
+            self.kernels = self._model.ops.name
+            self._model.ops.set_num_threads(config.threads)
+            if on_gpu:
+                with torch.inference_mode():
+                    kv_bytes = size_pool(config, self._model, groups, self.device)
+                _check_room(config, groups, kv_bytes)
+        self.num_blocks = blocks_in_pool(kv_bytes, groups)
+        self.pool = allocate_pool([(group, self.num_blocks) for group in groups], self.device, config.name)
         self.group_specs = [
             GroupSpec(g.num_layers, self.num_blocks, g.window, g.layer_block_bytes, region.base_offset_bytes)
             for g, region in zip(groups, self.pool.regions, strict=True)
         ]
+        self.decode_graphs: DecodeGraphs[DenseInputs] | None = None
+        if on_gpu and communicator.size == 1:  # sums of several ranks cannot be captured
+            with torch.inference_mode():
+                self.decode_graphs = capture_graphs(config, self._model, self.pool.tensor)
         self.layer_stream: LayerStream | None = None
         self._groups = groups
-        self._model = DenseDecoder(
-            model_config,
-            MappedWeights(path),
-            getattr(torch, config.dtype),
-            self.device,
-            config.max_model_len,
-            config.block_size,
-        )
-        self.kernels = self._model.ops.name
-        self._model.ops.set_num_threads(config.threads)
-        self.pool.prefault()
+        if isinstance(self.pool, Pool):
+            self.pool.prefault()
 
     def stream_through(self, transport: Transport) -> None:
         """From now on plans may name blocks that lie in peers' pools, reached through `transport`."""
@@ -72,16 +97,25 @@ class ModelRunner:
 
         Raises `TransferError` if a copy failed: nothing of the step counts, and nothing is in flight.
         """
+        if self.layer_stream is not None and not len(plan.token_ids):
+            self.layer_stream.run_copies_only(plan)
+            return torch.empty(0, 0, device=self.device)
+        if self.decode_graphs is not None:
+            hidden = self.decode_graphs.run(plan, plan.has_copies)
+            if hidden is not None:
+                return hidden
         batch = ModelInput.from_plan(plan)
         if self.device.type == "cuda":
             batch = replace(batch, token_ids=upload(plan.token_ids, self.device))
         if self.layer_stream is None:
             return self._model.forward(batch, self.pool.tensor)
-        if not len(plan.token_ids):
-            self.layer_stream.run_copies_only(plan)
-            return torch.empty(0, 0, device=self.device)
         with self.layer_stream.step(plan) as stream:
             return self._model.forward(batch, self.pool.tensor, stream)
+
+    def wait_for_device(self) -> None:
+        """Until all that was asked for so far is computed and copied."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
         """float32 [R, vocab] of the given rows of `hidden`."""
@@ -94,12 +128,21 @@ class ModelRunner:
         return self._model.logits(hidden)
 
 
-def _check_room(config: EngineConfig, groups: Sequence[KVGroup]) -> None:
+@contextmanager
+def _out_of_memory_is_a_mistake(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device: {device} has no room for the weights and the largest step: {reason}") from error
+
+
+def _check_room(config: EngineConfig, groups: Sequence[KVGroup], kv_bytes: int) -> None:
     """One sequence of `max_model_len` must fit in the pool and in all that lenders have, whatever they lend now.
 
     Raises `ConfigError`.
     """
-    num_blocks = blocks_in_pool(config.kv_bytes, groups)
+    num_blocks = blocks_in_pool(kv_bytes, groups)
     links = [link for peer in (config.lending.lenders if config.lending else []) for link in peer.links]
     for i, group in enumerate(groups):
         borrowed = [link.num_extents * link.meu_m for link in links if link.borrower_group == i]
@@ -107,6 +150,6 @@ def _check_room(config: EngineConfig, groups: Sequence[KVGroup]) -> None:
         if room < blocks_for_tokens(config.max_model_len, config.block_size):
             raise ConfigError(
                 f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs "
-                f"{pool_bytes_for_tokens(config.max_model_len, groups)} bytes, not {config.kv_bytes}"
+                f"{pool_bytes_for_tokens(config.max_model_len, groups)} bytes, not {kv_bytes}"
                 + (", and all that could be lent to it is not enough" if links else "")
             )

@@ -64,6 +64,7 @@ class EngineProcess:
                 "path": str(checkpoint),
                 "requests_address": addresses[0],
                 "outputs_address": addresses[1],
+                "ranks_directory": f"{self._directory.name}/ranks",
                 **defaults,
                 **options,
             },

@@ -1,0 +1,258 @@
+"""The processes of a tensor-parallel engine: rank 0 schedules, samples and talks to the gateway, the others follow it.
+
+Only rank 0 decides. What it has its own part of the model compute it first tells the others, in order, each over a
+socket of its own; so all ranks make the same calls, and nobody has to wait for a decision that was made elsewhere.
+
+The ranks live and die together: a follower ends at the end of its standard input, which is the end of rank 0, and
+rank 0 watches every follower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import zmq
+
+from swiftkv._core import StepPlan
+from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
+from swiftkv.engine.rank_group import RankGroup
+from swiftkv.engine.runner import ModelRunner
+from swiftkv.errors import EngineError
+from swiftkv.models.batch import Int32Array, StepArrays
+
+_STOP_TIMEOUT_S = 5.0
+_WATCH_TIMEOUT_S = 10.0  # for the kernel to tell that a process is gone, after its sockets told
+
+
+class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    """Compute this; what the arrays are is said in `ModelInput`. All int32."""
+
+    token_ids: bytearray
+    positions: bytearray
+    query_starts: bytearray
+    context_lens: bytearray
+    block_tables: list[bytearray]  # by KV group
+    table_starts: list[bytearray]
+
+
+class LogitRows(msgspec.Struct, tag="logits", array_like=True, frozen=True):
+    """Compute the logits of these rows of the last step's hidden states."""
+
+    rows: bytearray  # int32
+
+
+Order = Step | LogitRows
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedStep:
+    """The `StepArrays` of a `Step`. Ranks do not borrow, so there is one block table per group."""
+
+    token_ids: Int32Array
+    positions: Int32Array
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Sequence[Int32Array]
+    table_starts: Sequence[Int32Array]
+
+    @property
+    def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
+        return (self.block_tables,)
+
+
+def pack_step(step: StepArrays) -> Step:
+    assert len(step.stream_tables) == 1
+    return Step(
+        _pack(step.token_ids),
+        _pack(step.positions),
+        _pack(step.query_starts),
+        _pack(step.context_lens),
+        [_pack(table) for table in step.stream_tables[0]],
+        [_pack(starts) for starts in step.table_starts],
+    )
+
+
+def unpack_step(step: Step) -> ReceivedStep:
+    """Views of the message."""
+    return ReceivedStep(
+        _unpack(step.token_ids),
+        _unpack(step.positions),
+        _unpack(step.query_starts),
+        _unpack(step.context_lens),
+        [_unpack(table) for table in step.block_tables],
+        [_unpack(starts) for starts in step.table_starts],
+    )
+
+
+@contextlib.contextmanager
+def open_runner(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ModelRunner]:
+    """The model, loaded by all of its ranks: this process is rank 0. The others are gone afterwards.
+
+    Raises what `ModelRunner` raises. A rank that dies ends this process at once, with code 1.
+    """
+    if config.tensor_parallel_size == 1:
+        yield ModelRunner(config)
+        return
+    followers = _Followers(config, context)
+    try:
+        with _rank_0_speaks_first():
+            yield LeadingRunner(config, followers)
+    finally:
+        followers.close()
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's part of the model. The other ranks compute theirs whenever it is asked for something."""
+
+    def __init__(self, config: EngineConfig, followers: _Followers) -> None:
+        group = _join_group(config)
+        super().__init__(config, group)
+        group.barrier()  # everybody has loaded its part
+        self._followers = followers
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        self._followers.tell(pack_step(plan))
+        return super().forward(plan)
+
+    def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
+        indices = np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows
+        self._followers.tell(LogitRows(_pack(indices)))
+        return super().logits(hidden, indices)
+
+
+class Follower:
+    """Rank `config.rank` > 0: its part of the model, which computes what rank 0 says."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Returns when all ranks have loaded their parts. Raises what `ModelRunner` raises."""
+        self._orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._orders.connect(_address(config, config.rank))
+        with _rank_0_speaks_first():
+            group = _join_group(config)
+            self._runner = ModelRunner(config, group)
+            group.barrier()
+
+    def run(self) -> None:
+        """Until this process ends. Raises `EngineError` if another rank has gone and rank 0 has not ended this one."""
+        decoder = msgspec.msgpack.Decoder(Order)
+        hidden = torch.empty(0)
+        with _rank_0_speaks_first():
+            while True:
+                order = decoder.decode(self._orders.recv())
+                if isinstance(order, Step):
+                    hidden = self._runner.forward(cast(StepPlan, unpack_step(order)))  # nothing streams: that is all
+                else:
+                    self._runner.logits(hidden, _unpack(order.rows))
+
+
+class _Followers:
+    """Rank 0's view of the other ranks: their processes, and what it tells them."""
+
+    def __init__(self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._name = config.name
+        self._directory = Path(config.ranks_directory)
+        self._closing = False
+        self._encoder = msgspec.msgpack.Encoder()
+        shutil.rmtree(self._directory, ignore_errors=True)  # of an engine that was killed
+        self._directory.mkdir(mode=0o700)
+        ranks = range(1, config.tensor_parallel_size)
+        self._sockets = [_bind(context, _address(config, rank)) for rank in ranks]
+        self._processes = [_start(of_rank(config, rank)) for rank in ranks]
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank} watch", daemon=True)
+            for rank, process in zip(ranks, self._processes, strict=True)
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+
+    def tell(self, order: Order) -> None:
+        message = self._encoder.encode(order)
+        for socket in self._sockets:
+            socket.send(message)
+
+    def close(self) -> None:
+        """End the followers; returns when they are gone."""
+        self._closing = True
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process, watcher in zip(self._processes, self._watchers, strict=True):
+            watcher.join(_STOP_TIMEOUT_S)
+            process.kill()  # nothing if it has ended
+            watcher.join()
+        for socket in self._sockets:
+            socket.close(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if self._closing:
+            return
+        if code == EXIT_LOAD_FAILED:  # it has said why
+            os._exit(EXIT_LOAD_FAILED)
+        print(f"swiftkv: model {self._name}: rank {rank} ended with code {code}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """What rank `rank` is told: GPUs of an engine follow each other."""
+    kind, _, first = config.device.partition(":")
+    device = f"{kind}:{int(first) + rank}" if first else kind
+    return msgspec.structs.replace(config, rank=rank, device=device)
+
+
+@contextlib.contextmanager
+def _rank_0_speaks_first() -> Iterator[None]:
+    """A rank that finds another one gone waits for its end: rank 0 watches, can say which it was, and ends them all."""
+    try:
+        yield
+    except EngineError:
+        time.sleep(_WATCH_TIMEOUT_S)
+        raise
+
+
+def _start(config: EngineConfig) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "swiftkv.engine.main", config.name, f"rank {config.rank}"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # it died already, which watching it shows
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        process.stdin.flush()
+    return process
+
+
+def _bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.bind(address)
+    return socket
+
+
+def _address(config: EngineConfig, rank: int) -> str:
+    return f"ipc://{config.ranks_directory}/{rank}"
+
+
+def _join_group(config: EngineConfig) -> RankGroup:
+    store_path = Path(config.ranks_directory) / "group"
+    return RankGroup(store_path, config.rank, config.tensor_parallel_size, torch.device(config.device))
+
+
+def _pack(array: Int32Array) -> bytearray:
+    return bytearray(array.tobytes())
+
+
+def _unpack(array: bytearray) -> Int32Array:
+    return np.frombuffer(array, np.int32)
