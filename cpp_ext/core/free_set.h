@@ -15,7 +15,7 @@ class FreeSet {
     explicit FreeSet(int size) {
         for (int bits = size;; bits = words(bits)) {
             levels_.emplace_back(words(bits), 0);
-            if (words(bits) <= 1) break;
+            if (bits < kBits) break;  // in a last word that may be full, `highest_below` had no bit for the end
         }
     }
 

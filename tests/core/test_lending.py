@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
+
+from swiftkv._core import GroupSpec, Link, Scheduler
 
 
 def engine(num_blocks: int, num_extents: int, *, enable_chunked_prefill: bool = True) -> LendingEngine:
@@ -59,3 +62,12 @@ def test_without_chunks_a_long_prompt_does_not_wait_behind_one_for_which_there_i
         e.commit()
     assert sorted(e.outputs) == [2, 3]
     assert e.scheduler.starved(e.now_s + 10, 10) == [1]
+
+
+@pytest.mark.parametrize("num_extents", [63, 64, 65, 4095, 4096, 4097])
+def test_an_idle_pool_lends_all_that_it_has(num_extents: int) -> None:
+    """Free blocks are kept in words of 64 bits, and those in words again."""
+    links = [Link(0, num_extents, 1)]
+    scheduler = Scheduler([GroupSpec(1, num_extents)], 16, 4, 64, 16 * num_extents, True, True, links)
+    assert sorted(scheduler.lend(0, num_extents).tolist()) == list(range(num_extents))
+    assert scheduler.stats().groups[0].free == 0
