@@ -320,22 +320,23 @@ def _outgrow(node: Node, model: ModelConfig, plan: ModelPlan, console: Console) 
 
 def _change_budget(node: Node, model: ModelConfig, last: Exchange, console: Console) -> int:
     """Takes memory back while an answer comes, and gives it again. Returns how many answers that changed: 0 or 1."""
-    lender, lent_bytes = max(node.loans(model).items(), key=lambda loan: loan[1])
-    before = {entry["model"]: entry["budget_bytes"] for entry in node.admin("GET", "lending")["models"]}[lender]
+    lender = max(node.loans(model).items(), key=lambda loan: loan[1])[0]
+    state = next(entry for entry in node.admin("GET", "lending")["models"] if entry["model"] == lender)
     changes = []
 
     def lower() -> None:
-        changes.append(node.admin("PATCH", f"lending/{lender}", {"budget": f"{3 * lent_bytes // 4}B"}))
+        changes.append(node.admin("PATCH", f"lending/{lender}", {"budget": f"{3 * state['lent_bytes'] // 4}B"}))
 
     client = node.client(model)
     messages = [*last.messages, *_as_messages(last.turn)[1:], _user("Go on.")]
     undisturbed = _ask(client, model.name, messages, min_tokens=_MAX_TOKENS)
     disturbed = _ask(client, model.name, messages, min_tokens=_MAX_TOKENS, after_first=lower)
-    again = node.admin("PATCH", f"lending/{lender}", {"budget": f"{before}B"})
+    again = node.admin("PATCH", f"lending/{lender}", {"budget": f"{state['budget_bytes']}B"})
     size = {key: format_size(value) for key, value in changes[0].items() if key.endswith("_bytes")}
+    before = format_size(state["budget_bytes"])
     is_same = disturbed.answer == undisturbed.answer
     console.print(
-        f"In the middle of the next answer {lender} may lend {size['budget_bytes']} instead of {format_size(before)}: "
+        f"In the middle of the next answer {lender} may lend {size['budget_bytes']} instead of {before}: "
         f"{size['recalled_bytes']} came back in {changes[0]['took_s'] * 1000:.0f} ms, and the answer is "
         f"{'the same as' if is_same else 'ANOTHER than'} without the change. Then it may lend as much as before: "
         f"{format_size(again['lent_bytes'])} are lent.\n"
