@@ -108,12 +108,12 @@ class Engine:
         if now_s >= self._stats_due_s:
             self._send_stats()
         self._seat(plan)
+        self._announce_admitted(plan)
         try:
             hidden = self._runner.forward(plan)
         except TransferError as error:
             logger.warning("the step is computed again: %s", error)
             self._lending.transfer_failed(plan)
-            self._announce_admitted(plan)
             return True
         sampled = self._sample(plan, hidden)
         result = self._scheduler.commit(sampled.token_ids)
@@ -234,8 +234,7 @@ class Engine:
         self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
-        admitted = _admitted(plan)
-        if len(rows) or admitted or stats:
+        if len(rows) or stats:
             logprobs = {
                 int(result.request_ids[row]): entry
                 for row, entry in sampled.logprobs.items()
@@ -246,10 +245,11 @@ class Engine:
                     result.request_ids[rows].tobytes(),
                     result.token_ids[rows].tobytes(),
                     reasons[rows].tobytes(),
-                    admitted,
-                    logprobs or None,
-                    self._finished_prompt_logprobs(result.request_ids[rows]) if self._prompt_logprobs else None,
-                    stats,
+                    logprobs=logprobs or None,
+                    prompt_logprobs=(
+                        self._finished_prompt_logprobs(result.request_ids[rows]) if self._prompt_logprobs else None
+                    ),
+                    stats=stats,
                 )
             )
         dropped = np.flatnonzero(reasons == FINISH_DROPPED)
@@ -258,7 +258,9 @@ class Engine:
             self._forget(request_id)
 
     def _announce_admitted(self, plan: StepPlan) -> None:
-        if admitted := _admitted(plan):
+        """Before the step runs: waiting in the queue ends here, and a prefill may take seconds."""
+        if len(plan.new_request_ids):
+            admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
             self._send(StepOutput(b"", b"", b"", admitted))
 
     def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[TokenLogprobs]] | None:
@@ -276,7 +278,3 @@ class Engine:
     def _send(self, message: FromEngine) -> None:
         """Blocks while the gateway does not keep up: then the engine has nothing better to do."""
         self._outputs_socket.send(self._encoder.encode(message))
-
-
-def _admitted(plan: StepPlan) -> list[tuple[int, int]]:
-    return list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
