@@ -1,0 +1,33 @@
+"""What tests of nodes that lend have in common: checkpoints, and the answers of a node that does not lend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.lending_node import Reference, make_checkpoints, serving
+from tests.support.node_process import remove, short_temporary_directory
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By kind: `master`, and workers of other shapes."""
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    models: list[dict[str, Any]] = [
+        {"name": "float32", "path": str(checkpoints["master"]), "dtype": "float32"},
+        {"name": "bfloat16", "path": str(checkpoints["master"]), "dtype": "bfloat16"},
+        {"name": "broad", "path": str(checkpoints["broad"]), "dtype": "bfloat16"},
+    ]
+    models = [{**model, "threads": 1, "kv_cache": {"memory": "64MiB"}} for model in models]
+    config = {"node": {"port": 0, "lending": "off"}, "models": models}
+    temporary = short_temporary_directory()
+    with serving(config, tmp_path_factory.mktemp("reference"), temporary) as node:
+        yield Reference(node)
+    remove(temporary)

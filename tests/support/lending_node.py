@@ -1,0 +1,231 @@
+"""A node that lends, as its clients and its administrator see it: conversations, budgets, pools."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.node_process import DEADLINE_S, NodeProcess, wait_for
+
+KEPT_STATES = ("free", "used", "cached", "lent", "in_flight", "streaming")
+BUDGET_INTERVAL_S = 0.05
+
+VOCAB_SIZE = 320
+MASTER_SHAPE = {"num_hidden_layers": 6}
+WORKER_SHAPES: dict[str, dict[str, Any]] = {
+    "broad": {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "deep": {"num_hidden_layers": 7, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "odd": {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 48},
+}
+MAX_POSITION = 16384
+
+
+def make_checkpoints(directory: Path) -> dict[str, Path]:
+    """One for masters, and one of a different shape for each kind of worker."""
+    shapes = {"master": MASTER_SHAPE, **WORKER_SHAPES}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        make_checkpoint(
+            directory / name, "llama", seed=seed, tokenizer=True, max_position_embeddings=MAX_POSITION, **shape
+        )
+    return {name: directory / name for name in shapes}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a user adds to a conversation, and how the answer to it is drawn: greedily without a seed."""
+
+    question: tuple[int, ...]
+    max_tokens: int
+    seed: int | None = None
+
+    def body(self, model: str, history: Sequence[int]) -> dict[str, Any]:
+        sampling = {"temperature": 0} if self.seed is None else {"temperature": 0.9, "top_p": 0.95, "seed": self.seed}
+        prompt = [*history, *self.question]
+        fixed = {"ignore_eos": True, "return_token_ids": True}
+        return {"model": model, "prompt": prompt, "max_tokens": self.max_tokens, **fixed, **sampling}
+
+
+Conversation = tuple[Turn, ...]
+Answers = list[list[int]]
+
+
+def conversation(
+    seed: int, num_turns: int = 3, question_tokens: tuple[int, int] = (40, 110), max_tokens: tuple[int, int] = (8, 40)
+) -> Conversation:
+    """The same for the same arguments. Every other one is greedy, the others are drawn with seeds of their own."""
+    rng = random.Random(seed)
+
+    def turn() -> Turn:
+        question = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(*question_tokens)))
+        return Turn(question, rng.randint(*max_tokens), rng.randrange(1 << 32) if seed % 2 else None)
+
+    return tuple(turn() for _ in range(num_turns))
+
+
+class LendingNode:
+    """Talks to a `NodeProcess`. Its methods may be called from any thread."""
+
+    def __init__(self, process: NodeProcess) -> None:
+        self.process = process
+        self._http = httpx.Client(base_url=process.url, timeout=DEADLINE_S, limits=httpx.Limits(max_connections=None))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def complete(self, body: dict[str, Any]) -> httpx.Response:
+        return self._http.post("/v1/completions", json=body)
+
+    def hold(self, model: str, turns: Conversation) -> Answers:
+        """The tokens of every answer. Fails if one is refused."""
+        history: list[int] = []
+        answers = []
+        for turn in turns:
+            response = self.complete(turn.body(model, history))
+            assert response.status_code == 200, response.text
+            answers.append(response.json()["choices"][0]["token_ids"])
+            assert len(answers[-1]) == turn.max_tokens
+            history += [*turn.question, *answers[-1]]
+        return answers
+
+    def hold_all(self, model: str, conversations: Sequence[Conversation]) -> list[Answers]:
+        """All at once."""
+        with ThreadPoolExecutor(len(conversations)) as clients:
+            return list(clients.map(lambda turns: self.hold(model, turns), conversations))
+
+    def ask_admin(self, path: str) -> dict[str, Any] | None:
+        """None while the engine that is asked is not there, or does not answer."""
+        answer = self._http.get(f"/admin/{path}")
+        return answer.json() if answer.status_code == 200 else None
+
+    def set_budget(self, worker: str, budget: str | int) -> httpx.Response:
+        return self._http.patch(f"/admin/lending/{worker}", json={"budget": budget})
+
+    def pool(self, model: str) -> dict[str, Any]:
+        view = self.ask_admin(f"pools/{model}")
+        assert view is not None
+        return view
+
+    def blocks(self, model: str) -> dict[str, int]:
+        """By state, of all KV groups; all 0 while the engine is not there."""
+        view = self.ask_admin(f"pools/{model}") or {"groups": []}
+        states = (*KEPT_STATES, "total", "borrowed_free", "borrowed_used", "borrowed_cached", "borrowed_in_flight")
+        return {state: sum(group[state] for group in view["groups"]) for state in states}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Its part in `/admin/lending`."""
+        overview = self.ask_admin("lending")
+        assert overview is not None
+        (view,) = (view for view in overview["models"] if view["model"] == name)
+        return view
+
+    def extents(self, model: str, side: str, state: str) -> dict[str, int]:
+        """How many are in `state`, by peer; `side` is `lends` or `borrows`. Empty while the engine is not there."""
+        peer = "borrower" if side == "lends" else "lender"
+        counts: dict[str, int] = {}
+        for link in self.model(model)[side]:
+            counts[link[peer]] = counts.get(link[peer], 0) + link["extents"][state]
+        return counts
+
+    def lent(self, lender: str, borrower: str) -> int:
+        """Extents that both sides agree on; 0 where they do not, or one is not there."""
+        lent = self.extents(lender, "lends", "lent").get(borrower, 0)
+        return lent if lent == self.extents(borrower, "borrows", "held").get(lender, 0) else 0
+
+    def wait_until_lent(self, lender: str, borrower: str) -> int:
+        return wait_for(f"{lender} to lend to {borrower}", lambda: self.lent(lender, borrower))
+
+    def is_ready(self) -> bool:
+        return set(self.process.ready().values()) == {"ready"}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """0 if there is no such sample."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        for line in self._http.get("/metrics").text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.startswith(f"{name}{{") and wanted <= set(sample.partition("{")[2].removesuffix("}").split(",")):
+                return float(value)
+        return 0.0
+
+    def assert_at_rest(self, *models: str) -> None:
+        """The pool equation holds for every model, nothing is in use, and both sides of every link say the same."""
+        for model in models:
+            wait_for(f"{model} to be at rest", lambda model=model: _is_at_rest(self.blocks(model)))
+            for group in self.pool(model)["groups"]:
+                assert sum(group[state] for state in KEPT_STATES) == group["total"]
+        wait_for("both sides to agree", lambda: self._sides_agree(models))
+
+    def _sides_agree(self, models: Sequence[str]) -> bool:
+        """What the lenders think lent is what is held, at the same epochs, and no extent is under way."""
+        lent, held = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
+        for model in models:
+            view = self.pool(model)
+            for side, kept in (("lends", lent), ("borrows", held)):
+                for link in view[side]:
+                    ends = (link["lender"], link["lender_group"], link["borrower"], link["borrower_group"])
+                    for extent in link["extents"]:
+                        if extent["state"] in ("offered", "recalled"):
+                            return False
+                        if extent["state"] in ("lent", "held"):
+                            kept.add((*ends, extent["extent"], extent["epoch"]))
+        return lent == held
+
+
+class Reference:
+    """A node with `lending: off`, where everything fits: what it answers is right."""
+
+    def __init__(self, node: LendingNode) -> None:
+        self._node = node
+        self._known: dict[tuple[str, Conversation], Answers] = {}
+
+    def answers(self, model: str, conversations: Sequence[Conversation]) -> list[Answers]:
+        """`model`: `float32` or `bfloat16`, of the master's checkpoint, or `broad`, a worker's."""
+        new = [turns for turns in conversations if (model, turns) not in self._known]
+        for turns, answers in zip(new, self._node.hold_all(model, new) if new else [], strict=True):
+            self._known[model, turns] = answers
+        return [self._known[model, turns] for turns in conversations]
+
+
+def _is_at_rest(blocks: dict[str, int]) -> bool:
+    return not any(blocks[state] for state in ("used", "in_flight", "borrowed_used", "borrowed_in_flight"))
+
+
+@contextmanager
+def serving(config: dict[str, Any], directory: Path, temporary: Path) -> Iterator[LendingNode]:
+    """A node, from its start until it is killed; `temporary` as for `NodeProcess`."""
+    with NodeProcess(config, directory, temporary) as process:
+        node = LendingNode(process)
+        try:
+            yield node
+        finally:
+            node.close()
+
+
+@contextmanager
+def meanwhile(action: Callable[[], object], interval_s: float) -> Iterator[None]:
+    """Call `action` again and again from another thread; what it raises is raised when the block is left."""
+    ended = threading.Event()
+
+    def act() -> int:
+        count = 0
+        while True:
+            action()
+            count += 1
+            if ended.wait(interval_s):
+                return count
+
+    with ThreadPoolExecutor(1) as actor:
+        acting = actor.submit(act)
+        try:
+            yield
+        finally:
+            ended.set()
+        assert acting.result() > 0
