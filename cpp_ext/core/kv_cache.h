@@ -70,8 +70,8 @@ class KvCache {
     // Frees every cached block.
     void reset();
 
-    // Whether one sequence of `num_tokens` could run now if it were alone.
-    bool could_hold(int num_tokens) const;
+    // Whether one sequence could have so many blocks of a group now if it were alone.
+    bool could_hold(int group, int num_blocks) const;
     // Makes the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time.
     void resize_stream();
     int stream_slots(int group) const;

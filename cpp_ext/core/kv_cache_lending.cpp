@@ -8,16 +8,11 @@ namespace swiftkv {
 
 // ---- layer-stream cache ----
 
-bool KvCache::could_hold(int num_tokens) const {
-    for (int g = 0; g < num_groups(); ++g) {
-        const Group& group = groups_[g];
-        if (group.spec.window > 0) continue;
-        const int regular =
-            group.spec.num_blocks - group.pool.count(Place::kLocal, BlockState::kLent) - stream_target(g);
-        const int streamed = std::min(group.pool.num_held(), stream_target(g) * group.spec.num_layers);
-        if (ceil_div(num_tokens, block_size_) > regular + streamed) return false;
-    }
-    return true;
+bool KvCache::could_hold(int g, int num_blocks) const {
+    const Group& group = groups_[g];
+    const int regular = group.spec.num_blocks - group.pool.count(Place::kLocal, BlockState::kLent) - stream_target(g);
+    const int streamed = std::min(group.pool.num_held(), stream_target(g) * group.spec.num_layers);
+    return num_blocks <= regular + streamed;
 }
 
 int KvCache::stream_target(int g) const {

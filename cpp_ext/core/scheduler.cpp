@@ -241,8 +241,16 @@ void Scheduler::admit_waiting(double now_s) {
     }
 }
 
+bool Scheduler::could_hold(const Request& r) const {
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const int whole = ceil_div(r.num_tokens(), limits_.block_size);
+        if (!cache_.could_hold(g, std::min(whole, limits_.blocks_for_one_sequence(cache_.spec(g))))) return false;
+    }
+    return true;
+}
+
 bool Scheduler::is_stuck(Request& r, double now_s) {
-    if (cache_.could_hold(r.num_tokens())) {
+    if (could_hold(r)) {
         r.stuck_since_s = -1;
         return false;
     }
@@ -254,8 +262,7 @@ std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) const
     const std::lock_guard lock(mutex_);
     std::vector<RequestId> ids;
     for (const Request* r : waiting_)
-        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s && !cache_.could_hold(r->num_tokens()))
-            ids.push_back(r->id);
+        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s && !could_hold(*r)) ids.push_back(r->id);
     return ids;
 }
 

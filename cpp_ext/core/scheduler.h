@@ -109,6 +109,7 @@ class Scheduler {
     void stop_running(Request& request);
     void enqueue(Request& request);
     void dequeue(Request& request);
+    bool could_hold(const Request& request) const;  // if it were alone
     bool is_stuck(Request& request, double now_s);
     int blocks_wanted(const Request& request, int group) const;
     GroupDemand demand(int group) const;

@@ -71,3 +71,19 @@ def test_an_idle_pool_lends_all_that_it_has(num_extents: int) -> None:
     scheduler = Scheduler([GroupSpec(1, num_extents)], 16, 4, 64, 16 * num_extents, True, True, links)
     assert sorted(scheduler.lend(0, num_extents).tolist()) == list(range(num_extents))
     assert scheduler.stats().groups[0].free == 0
+
+
+def test_room_in_a_sliding_window_s_pool_may_be_missing_too() -> None:
+    setup = LendingSetup(
+        ((3, 8, 0), (3, 3, 6)), (BorrowSetup(1, 3, 2),), max_num_batched_tokens=24, max_model_len=24, max_num_seqs=2
+    )
+    e = LendingEngine(setup, random.Random(0))
+    e.add(1, prompt(16, 1), max_tokens=1)
+    e.add(2, prompt(6, 2), max_tokens=1)
+    while e.schedule():
+        e.commit()
+    assert list(e.outputs) == [2]
+    assert e.scheduler.starved(e.now_s + 10, 10) == [1]
+    e.borrow(0, 3)
+    e.drain()
+    assert sorted(e.outputs) == [1, 2]

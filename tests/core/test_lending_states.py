@@ -22,6 +22,8 @@ SETUPS = [
     LendingSetup(((2, 10, 0),), (BorrowSetup(0, 4, 2),), lend=((0, 5, 2), (0, 3, 3)), stream_buffers=2),
     # A hybrid: one group of full attention, one with a window; each borrows.
     LendingSetup(((2, 8, 0), (1, 12, 6)), (BorrowSetup(0, 4, 2), BorrowSetup(1, 3, 3)), max_model_len=40),
+    # A window that needs what is lent.
+    LendingSetup(((2, 8, 0), (3, 3, 6)), (BorrowSetup(1, 3, 2),), max_num_batched_tokens=24, max_model_len=24),
     LendingSetup(((3, 8, 0),), (BorrowSetup(0, 4, 2),), enable_chunked_prefill=False),
     LendingSetup(((3, 8, 0),), (BorrowSetup(0, 4, 2),), enable_prefix_caching=False),
 ]
