@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -204,7 +205,8 @@ class _Followers:
             return
         if code == EXIT_LOAD_FAILED:  # it has said why
             os._exit(EXIT_LOAD_FAILED)
-        print(f"swiftkv: model {self._name}: rank {rank} ended with code {code}", file=sys.stderr, flush=True)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        print(f"swiftkv: model {self._name}: rank {rank} {how}; the engine ends", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -1,0 +1,135 @@
+"""An engine of several ranks: it says what one of one rank says, and its processes end together."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from swiftkv.engine.messages import EXIT_LOAD_FAILED
+from swiftkv.engine.ranks import ReceivedStep, pack_step, unpack_step
+from tests.engine.engine_process import TIMEOUT_S, EngineProcess
+from tests.engine.test_parity import BLOCK_BYTES, ONE_SEQUENCE_BLOCKS, greedy, mixed_prompts
+from tests.support.checkpoints import make_checkpoint
+
+NUM_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(directory, "qwen3")
+    return directory
+
+
+def start(checkpoint: Path, size: int, *, stderr: int | None = None, **options: object) -> EngineProcess:
+    return EngineProcess(checkpoint, stderr, tensor_parallel_size=size, max_model_len=320, **options)
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Iterator[EngineProcess]:
+    with start(checkpoint, 2) as engine:
+        yield engine
+
+
+def followers(engine: EngineProcess) -> list[psutil.Process]:
+    return psutil.Process(engine.process.pid).children()
+
+
+def begin(engine: EngineProcess) -> None:
+    """Have it in the middle of its work."""
+    request_id = engine.add([3], max_tokens=300)
+    while not engine.answers[request_id].token_ids:
+        engine.take_one()
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    assert not psutil.wait_procs(processes, TIMEOUT_S)[1]
+
+
+def ranks_directory(engine: EngineProcess) -> Path:
+    return Path(engine.config.ranks_directory)
+
+
+def test_tokens_and_logprobs_are_those_of_one_rank_and_of_transformers(
+    checkpoint: Path, tmp_path: Path, engine: EngineProcess
+) -> None:
+    """In chunks, with a cache, and in a pool so small that sequences are preempted: a rank's heads are half of them."""
+    model = make_checkpoint(tmp_path, "qwen3")
+    prompts = mixed_prompts()
+    small = {"max_num_batched_tokens": 100, "kv_bytes": (ONE_SEQUENCE_BLOCKS + 4) * BLOCK_BYTES * 4 // 2}
+    with start(checkpoint, 2, **small) as cramped, start(checkpoint, 1) as one:
+        answers = {
+            name: [*e.generate(prompts[4:5], max_tokens=NUM_TOKENS), *e.generate(prompts, max_tokens=NUM_TOKENS)]
+            for name, e in (("two", engine), ("cramped", cramped))
+        }
+        assert cramped.wait_for_rest().num_preemptions_total > 0
+        expected = greedy(model, prompts, NUM_TOKENS)
+        for of_engine in answers.values():
+            assert [answer.token_ids for answer in of_engine] == [expected[4], *expected]
+        asked = {"max_tokens": 4, "prompt_logprobs": 2, "logprobs": 2, "temperature": 1.0, "seed": 5}
+        for divided, whole in zip(
+            engine.generate(prompts[:4], **asked), one.generate(prompts[:4], **asked), strict=True
+        ):
+            assert divided.token_ids == whole.token_ids
+            assert divided.prompt_logprobs is not None
+            assert whole.prompt_logprobs is not None
+            pairs = zip(divided.prompt_logprobs + divided.logprobs, whole.prompt_logprobs + whole.logprobs, strict=True)
+            for entry, other in pairs:
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert entry.top_ids == other.top_ids
+
+
+def test_a_rank_that_is_killed_ends_the_engine_with_a_line(checkpoint: Path) -> None:
+    with start(checkpoint, 4, stderr=subprocess.PIPE) as engine:
+        begin(engine)
+        ranks = followers(engine)
+        assert len(ranks) == 3
+        (victim,) = (rank for rank in ranks if rank.cmdline()[-1] == "rank 2")
+        victim.send_signal(signal.SIGKILL)
+        assert engine.process.wait(TIMEOUT_S) == 1
+        assert_gone(ranks)
+        assert engine.process.stderr is not None
+        assert engine.process.stderr.read().decode().splitlines() == [
+            "swiftkv: model tiny: rank 2 was killed by SIGKILL; the engine ends"
+        ]
+
+
+def test_sigterm_ends_all_of_them_and_leaves_nothing(engine: EngineProcess) -> None:
+    begin(engine)
+    ranks = followers(engine)
+    assert ranks_directory(engine).stat().st_mode & 0o777 == 0o700
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.process.wait(TIMEOUT_S) == 0
+    assert not any(rank.is_running() for rank in ranks)
+    assert not ranks_directory(engine).exists()
+
+
+def test_a_model_that_cannot_be_loaded_is_told_by_every_rank_that_lives_to(checkpoint: Path) -> None:
+    engine = start(checkpoint, 2, stderr=subprocess.PIPE, kv_bytes=4096)
+    assert engine.process.wait(TIMEOUT_S) == EXIT_LOAD_FAILED
+    assert engine.process.stderr is not None
+    lines = engine.process.stderr.read().decode().splitlines()
+    assert lines
+    assert all(line.startswith("swiftkv: model tiny") and "kv_cache.memory" in line for line in lines)
+    engine.close()
+
+
+def test_a_step_arrives_as_it_was_sent() -> None:
+    generator = np.random.default_rng(0)
+    arrays = [generator.integers(-5, 1000, n).astype(np.int32) for n in (7, 7, 4, 3, 0, 9, 4, 1)]
+    step = ReceivedStep(*arrays[:4], arrays[4:6], arrays[6:])
+    received = unpack_step(pack_step(step))
+    for ours, theirs in zip(arrays, flat(received), strict=True):
+        assert theirs.flags.writeable  # as torch wants it
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def flat(step: ReceivedStep) -> list[np.ndarray]:
+    single = [step.token_ids, step.positions, step.query_starts, step.context_lens]
+    return [*single, *step.stream_tables[0], *step.table_starts]
