@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -384,7 +385,8 @@ def say(text: str) -> None:
 
 
 def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
-    """With the options that all programs have."""
+    """With the options that all programs have. A program that is told to stop stops its nodes, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds is not None:
         made.add_argument("--rounds", type=int, default=rounds)

@@ -130,7 +130,9 @@ class Master:
         load: asyncio.Task[Answer] | None = None
         async with httpx.AsyncClient(timeout=900) as client:
             if state == "decoding":
-                load = asyncio.create_task(send(client, target, self._tokens.fresh(256), self._args.decoded))
+                prompt = self._tokens.fresh(256)
+                await ask(target, prompt, 1)  # what decodes then has no prefill before it
+                load = asyncio.create_task(send(client, target, prompt, self._args.decoded))
                 await asyncio.sleep(self._args.warm_s)
             elif state == "prefilling":
                 load = asyncio.create_task(send(client, target, self._tokens.fresh(self._args.prefilled), 1))
