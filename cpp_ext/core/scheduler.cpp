@@ -189,16 +189,18 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
 
     settle_lending();
     const size_t num_preempted = preempted_.size();
-    if (!limits_.enable_chunked_prefill) admit_oversized_prompt(now_s);
+    admit_oversized_prompt(now_s);
     schedule_decodes();
     schedule_prefills();
     if (preempted_.size() == num_preempted) {
         admit_waiting(now_s);
     } else if (step_.empty()) {  // all of them: their blocks may be of other use now
         settle_lending();
+        admit_oversized_prompt(now_s);
         admit_waiting(now_s);
     }
     note_demand();
+    cache_.forget_idle_moves();
 
     if (step_.empty() && !cache_.has_copies()) return nullptr;
     is_step_open_ = true;
@@ -207,7 +209,7 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
 
 // Without chunking a prompt longer than the budget has a step of its own; decoding pauses for it.
 void Scheduler::admit_oversized_prompt(double now_s) {
-    if (free_slots_.empty()) return;
+    if (limits_.enable_chunked_prefill || free_slots_.empty()) return;
     const auto next = std::find_if(waiting_.begin(), waiting_.end(), [&](Request* r) { return !is_stuck(*r, now_s); });
     if (next == waiting_.end()) return;
     Request& r = **next;

@@ -12,6 +12,7 @@ void Scheduler::settle_lending() {
     cache_.resize_stream();
     if (!cache_.is_draining()) return;
     while (!cache_.drain(running_tables())) preempt(*running_.back());
+    cache_.resize_stream();  // in the room of those that were preempted
 }
 
 std::vector<BlockTable*> Scheduler::running_tables() {

@@ -171,6 +171,7 @@ class LendingEngine:
         self.now_s += 1
         self.plan = self.scheduler.schedule(self.now_s)
         if self.plan is None:
+            assert self.scheduler.schedule(self.now_s) is None, "there was something to do, had one asked twice"
             return False
         assert set(self.plan.preempted_request_ids.tolist()) <= set(self.requests), "a request that is gone"
         return True
