@@ -174,13 +174,18 @@ BlockId KvCache::move_in(int g, BlockId borrowed) {
     return to;
 }
 
+bool KvCache::is_moving_across(int g, BlockId block) const {
+    const std::vector<BlockMove>& moves = groups_[g].moves_across;
+    return std::any_of(moves.begin(), moves.end(), [&](const BlockMove& move) { return move.to == block; });
+}
+
 void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     for (int g = 0; g < num_groups(); ++g) {
         BlockPool& pool = groups_[g].pool;
         if (pool.count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
         for (int32_t& entry : table.groups[g].entries) {
             if (max_blocks == 0 || pool.available(Place::kLocal) <= spare) break;
-            if (!is_borrowed(entry) || pool.refs(~entry) != 1) continue;
+            if (!is_borrowed(entry) || pool.refs(~entry) != 1 || is_moving_across(g, ~entry)) continue;
             entry = entry_of(g, move_in(g, ~entry));
             --max_blocks;
         }
@@ -273,6 +278,7 @@ void KvCache::settle() {
         group.num_fresh = 0;
         group.spills.clear();
         group.moves_in.clear();
+        group.moves_across.clear();
     }
 }
 
@@ -283,6 +289,7 @@ void KvCache::settle_failed() {
         };
         for (const BlockCopy& copy : groups_[g].spills) forget(copy.borrowed);
         for (const BlockCopy& copy : groups_[g].moves_in) forget(copy.local);
+        for (const BlockMove& move : groups_[g].moves_across) forget(move.to);
     }
     settle();
 }

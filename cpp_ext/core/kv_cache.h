@@ -33,6 +33,11 @@ struct BlockCopy {
     BlockId borrowed, local;
 };
 
+// A whole block that the step in progress takes from one extent to another, through a slot.
+struct BlockMove {
+    BlockId from, to;
+};
+
 class KvCache {
   public:
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
@@ -85,9 +90,12 @@ class KvCache {
     void lose(int borrow_link);
     std::vector<int> take_returned(int borrow_link);
     bool is_draining() const;
-    // Moves what recalled extents hold to local blocks, and forgets cached blocks for which there is no room; false,
-    // with nothing moved, if there is no room for used ones. `tables`: of all requests that hold blocks.
+    // Moves what recalled extents hold to local blocks, used ones also to extents that stay, and forgets cached blocks
+    // for which there is no room; false, with nothing moved, if there is no room for used ones. `tables`: of all
+    // requests that hold blocks.
     bool drain(std::span<BlockTable* const> tables);
+    // The step is planned: moves between extents whose holders have stopped since are not worth their slot.
+    void forget_idle_moves();
     bool holds_lost(const BlockTable& table) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
     int group_of_lend_link(int link) const { return lend_links_[link].group; }
@@ -95,6 +103,7 @@ class KvCache {
     // Copies that the step in progress makes before anything else, layer by layer.
     const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
     const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
+    const std::vector<BlockMove>& moves_across(int group) const { return groups_[group].moves_across; }
     bool has_copies() const;
 
     std::vector<GroupStats> stats() const;
@@ -111,11 +120,12 @@ class KvCache {
         GroupSpec spec;
         int window_blocks;  // blocks that must be resident before a match's end; 0: all
         BlockPool pool;
-        std::vector<int> borrow_links;         // the engine's numbers of the pool's links
-        std::vector<BlockId> streaming = {};   // whose layer blocks are slots
-        int num_fresh = 0;                     // of them, at the end: still being copied from in this step
-        std::vector<BlockCopy> spills = {};    // local to borrowed
-        std::vector<BlockCopy> moves_in = {};  // borrowed to local
+        std::vector<int> borrow_links;             // the engine's numbers of the pool's links
+        std::vector<BlockId> streaming = {};       // whose layer blocks are slots
+        int num_fresh = 0;                         // of them, at the end: still being copied from in this step
+        std::vector<BlockCopy> spills = {};        // local to borrowed
+        std::vector<BlockCopy> moves_in = {};      // borrowed to local
+        std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
     };
     int match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     int available(int group) const;
@@ -125,7 +135,11 @@ class KvCache {
     BlockId take_local(int group);
     BlockId take_borrowed(int group);
     void clear_local(int group, BlockId cached);
+    bool is_moving_across(int group, BlockId block) const;
     BlockId move_in(int group, BlockId borrowed);
+    BlockId move_across(int group, BlockId borrowed);
+    void drain_cached(int group, const std::vector<BlockId>& cached, int num_used);
+    void drain_used(int group, const std::vector<BlockId>& used, std::span<BlockTable* const> tables);
     void evict(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node);
     bool is_local(int group, BlockId block) const { return block < groups_[group].spec.num_blocks; }

@@ -1,5 +1,6 @@
 // What of the cache follows leases: the layer-stream cache, and extents that come and go.
 #include <algorithm>
+#include <unordered_map>
 #include <vector>
 
 #include "kv_cache.h"
@@ -113,26 +114,67 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
             if (pool.state(block) == BlockState::kUsed) used[g].push_back(block);
             if (pool.state(block) == BlockState::kCached) cached[g].push_back(block);
         });
-        if (static_cast<int>(used[g].size()) > pool.available(Place::kLocal)) return false;
+        const int num_used = static_cast<int>(used[g].size()), num_cached = static_cast<int>(cached[g].size());
+        const int slots = stream_slots(g) - pool.count(Place::kBorrowed, BlockState::kUsed) + num_used;
+        const int elsewhere = std::clamp(slots, 0, pool.available(Place::kBorrowed) - num_cached);
+        if (num_used > pool.available(Place::kLocal) + elsewhere) return false;
     }
     for (int g = 0; g < num_groups(); ++g) {
-        BlockPool& pool = groups_[g].pool;
-        // Before anything is evicted to make room, which must not pick one of these.
-        for (BlockId block : cached[g]) {
-            if (pool.state(block) != BlockState::kCached) continue;  // gone with the node of another group
-            if (pool.num_free(Place::kLocal) > static_cast<int>(used[g].size())) {
-                move_in(g, block);
-            } else {
-                evict(g, block);
-            }
-        }
-        for (BlockId block : used[g]) {
-            const BlockId to = move_in(g, block);
-            for (BlockTable* table : tables)
-                std::replace(table->groups[g].entries.begin(), table->groups[g].entries.end(), ~block, entry_of(g, to));
-        }
+        // Cached ones first, so that nothing that is evicted to make room is one of them.
+        drain_cached(g, cached[g], static_cast<int>(used[g].size()));
+        drain_used(g, used[g], tables);
     }
     return true;
+}
+
+void KvCache::drain_cached(int g, const std::vector<BlockId>& cached, int num_used) {
+    const BlockPool& pool = groups_[g].pool;
+    for (BlockId block : cached) {
+        if (pool.state(block) != BlockState::kCached) continue;  // gone with the node of another group
+        if (pool.num_free(Place::kLocal) > num_used) {
+            move_in(g, block);
+        } else {
+            evict(g, block);
+        }
+    }
+}
+
+// To the local pool as far as there is room, else to extents that stay: first, because room in the local pool is made
+// by moving what is cached there to just such extents.
+void KvCache::drain_used(int g, const std::vector<BlockId>& used, std::span<BlockTable* const> tables) {
+    if (used.empty()) return;
+    const int num_across = std::max(0, static_cast<int>(used.size()) - groups_[g].pool.available(Place::kLocal));
+    std::unordered_map<int32_t, int32_t> moved;  // by entry
+    for (int i = 0; i < static_cast<int>(used.size()); ++i) {
+        const BlockId to = i < num_across ? move_across(g, used[i]) : move_in(g, used[i]);
+        moved.emplace(~used[i], entry_of(g, to));
+    }
+    for (BlockTable* table : tables) {
+        for (int32_t& entry : table->groups[g].entries) {
+            if (!is_borrowed(entry)) continue;
+            if (const auto found = moved.find(entry); found != moved.end()) entry = found->second;
+        }
+    }
+}
+
+// A used block moves from one extent to another: through a slot, as if the step had written it.
+BlockId KvCache::move_across(int g, BlockId block) {
+    Group& group = groups_[g];
+    const BlockId to = take_borrowed(g);
+    if (const NodeId node = group.pool.node(block); node != kNone) tree_.set_block(node, g, to);
+    group.pool.replace(block, to);
+    group.moves_across.push_back({block, to});
+    return to;
+}
+
+void KvCache::forget_idle_moves() {
+    for (int g = 0; g < num_groups(); ++g) {
+        std::erase_if(groups_[g].moves_across, [&](const BlockMove& move) {
+            if (groups_[g].pool.refs(move.to) > 0) return false;
+            if (groups_[g].pool.node(move.to) != kNone) evict(g, move.to);
+            return true;
+        });
+    }
 }
 
 bool KvCache::holds_lost(const BlockTable& table) const {
@@ -154,8 +196,9 @@ BlockPool::Location KvCache::locate(int g, BlockId borrowed) const {
 }
 
 bool KvCache::has_copies() const {
-    return std::any_of(groups_.begin(), groups_.end(),
-                       [](const Group& group) { return !group.spills.empty() || !group.moves_in.empty(); });
+    return std::any_of(groups_.begin(), groups_.end(), [](const Group& group) {
+        return !group.spills.empty() || !group.moves_in.empty() || !group.moves_across.empty();
+    });
 }
 
 }  // namespace swiftkv

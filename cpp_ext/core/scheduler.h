@@ -121,7 +121,10 @@ class Scheduler {
 
     std::unique_ptr<StepPlan> write_plan();
     void write_row(StepPlan& plan, const StepRow& row) const;
+    struct Streamed;
+    Streamed streamed_blocks(const StepPlan& plan, int group) const;
     void write_streams(StepPlan& plan) const;
+    void write_stream(StepPlan& plan, int group, int buffer, const Streamed& streamed) const;
     void write_copies(StepPlan& plan) const;
 
     void commit_computed(const StepRow& row);

@@ -1,5 +1,6 @@
 // A scheduled step as flat arrays.
 #include <algorithm>
+#include <cassert>
 #include <unordered_map>
 #include <utility>
 
@@ -66,56 +67,74 @@ void CopyRuns::add(int link, int64_t peer_offset, int64_t local_offset, bool sta
     rows.insert(rows.end(), {link, peer_offset, local_offset, 1, staged});
 }
 
-// Gives every borrowed block of the step a slot of the layer-stream cache, or two where there is room for two buffers.
-void Scheduler::write_streams(StepPlan& plan) const {
-    struct Streamed {
-        BlockId block;
+// The borrowed blocks of one KV group that pass through slots in the step.
+struct Scheduler::Streamed {
+    struct Block {
+        BlockId source, target;  // the same, unless the block moves from one extent to another
         bool is_loaded, is_stored;
     };
-    std::vector<std::vector<Streamed>> streamed(cache_.num_groups());
-    std::vector<std::unordered_map<BlockId, int>> index(cache_.num_groups());
+    std::vector<Block> blocks;
+    std::unordered_map<BlockId, int> index;  // by target
+
+    void add(BlockId source, BlockId target, bool is_loaded, bool is_stored) {
+        // A block that the step writes to belongs to one sequence, so the first that has it knows it all.
+        if (index.try_emplace(target, static_cast<int>(blocks.size())).second)
+            blocks.push_back({source, target, is_loaded, is_stored});
+    }
+};
+
+Scheduler::Streamed Scheduler::streamed_blocks(const StepPlan& plan, int g) const {
+    Streamed streamed;
+    if (cache_.pool(g).count(Place::kBorrowed, BlockState::kUsed) == 0) return streamed;
+    for (const auto& [from, to] : cache_.moves_across(g)) streamed.add(from, to, true, true);
+    for (size_t s = 0; s < step_.size(); ++s) {
+        const int begin = step_[s].request->num_computed, size = limits_.block_size;
+        const int32_t* entries = &plan.block_tables[0][g][plan.table_starts[g][s]];
+        for (int i = 0; i < plan.table_starts[g][s + 1] - plan.table_starts[g][s]; ++i)
+            if (is_borrowed(entries[i])) streamed.add(~entries[i], ~entries[i], i * size<begin, (i + 1) * size> begin);
+    }
+    return streamed;
+}
+
+// Gives every borrowed block of the step a slot of the layer-stream cache, or two where there is room for two buffers.
+void Scheduler::write_streams(StepPlan& plan) const {
+    std::vector<Streamed> streamed;
     bool is_streaming = false;
     int num_buffers = limits_.stream_buffers;
     for (int g = 0; g < cache_.num_groups(); ++g) {
-        if (cache_.pool(g).count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
-        for (size_t s = 0; s < step_.size(); ++s) {
-            const int begin = step_[s].request->num_computed, size = limits_.block_size;
-            const int32_t* entries = &plan.block_tables[0][g][plan.table_starts[g][s]];
-            for (int i = 0; i < plan.table_starts[g][s + 1] - plan.table_starts[g][s]; ++i) {
-                if (!is_borrowed(entries[i])) continue;
-                // A block that the step writes to belongs to one sequence, so the first that has it knows it all.
-                if (index[g].try_emplace(~entries[i], static_cast<int>(streamed[g].size())).second)
-                    streamed[g].push_back({~entries[i], i * size<begin, (i + 1) * size> begin});
-            }
-        }
-        is_streaming |= !streamed[g].empty();
-        if (2 * static_cast<int>(streamed[g].size()) > cache_.stream_slots(g)) num_buffers = 1;
+        streamed.push_back(streamed_blocks(plan, g));
+        const int num_streamed = static_cast<int>(streamed[g].blocks.size());
+        assert(num_streamed <= cache_.stream_slots(g));
+        is_streaming |= num_streamed > 0;
+        if (2 * num_streamed > cache_.stream_slots(g)) num_buffers = 1;
     }
     if (!is_streaming) num_buffers = 1;
     plan.num_stream_buffers = is_streaming ? num_buffers : 0;
     plan.block_tables.resize(num_buffers, plan.block_tables[0]);
-    for (int g = 0; g < cache_.num_groups(); ++g) {
-        const GroupSpec& spec = cache_.spec(g);
-        const int64_t width = spec.layer_block_bytes, block_bytes = width * spec.num_layers;
-        const int num_streamed = static_cast<int>(streamed[g].size());
-        plan.copies[g].loads.resize(num_buffers);
-        plan.copies[g].stores.resize(num_buffers);
-        for (int buffer = 0; buffer < num_buffers; ++buffer) {
-            const auto slot = [&](int i) { return cache_.stream_slot(g, buffer * num_streamed + i); };
-            for (int i = 0; i < num_streamed; ++i) {
-                const auto [link, peer_offset] = cache_.locate(g, streamed[g][i].block);
-                const int64_t local_offset = spec.base_offset_bytes + slot(i) * width;
-                const auto add_to = [&, link = link, peer_offset = peer_offset](CopyRuns& runs) {
-                    runs.add(link, peer_offset, local_offset, true, block_bytes, width);
-                };
-                if (streamed[g][i].is_loaded) add_to(plan.copies[g].loads[buffer]);
-                if (streamed[g][i].is_stored) add_to(plan.copies[g].stores[buffer]);
-            }
-            if (num_streamed == 0) continue;
-            for (int32_t& entry : plan.block_tables[buffer][g])
-                if (is_borrowed(entry)) entry = ~slot(index[g].at(~entry));
-        }
+    for (int g = 0; g < cache_.num_groups(); ++g)
+        for (int buffer = 0; buffer < num_buffers; ++buffer) write_stream(plan, g, buffer, streamed[g]);
+}
+
+void Scheduler::write_stream(StepPlan& plan, int g, int buffer, const Streamed& streamed) const {
+    const GroupSpec& spec = cache_.spec(g);
+    const int64_t width = spec.layer_block_bytes, block_bytes = width * spec.num_layers;
+    const int num_streamed = static_cast<int>(streamed.blocks.size());
+    const auto slot = [&](int i) { return cache_.stream_slot(g, buffer * num_streamed + i); };
+    CopyRuns& loads = plan.copies[g].loads.emplace_back();
+    CopyRuns& stores = plan.copies[g].stores.emplace_back();
+    for (int i = 0; i < num_streamed; ++i) {
+        const auto& [source, target, is_loaded, is_stored] = streamed.blocks[i];
+        const int64_t local_offset = spec.base_offset_bytes + slot(i) * width;
+        const auto add_to = [&](CopyRuns& runs, BlockId block) {
+            const auto [link, peer_offset] = cache_.locate(g, block);
+            runs.add(link, peer_offset, local_offset, true, block_bytes, width);
+        };
+        if (is_loaded) add_to(loads, source);
+        if (is_stored) add_to(stores, target);
     }
+    if (num_streamed == 0) return;
+    for (int32_t& entry : plan.block_tables[buffer][g])
+        if (is_borrowed(entry)) entry = ~slot(streamed.index.at(~entry));
 }
 
 void Scheduler::write_copies(StepPlan& plan) const {

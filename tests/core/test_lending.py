@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
 
@@ -87,3 +88,23 @@ def test_room_in_a_sliding_window_s_pool_may_be_missing_too() -> None:
     e.borrow(0, 3)
     e.drain()
     assert sorted(e.outputs) == [1, 2]
+
+
+def test_a_recalled_block_in_use_moves_to_another_extent_when_the_pool_is_full() -> None:
+    e = engine(num_blocks=6, num_extents=16)
+    e.borrow(0, 12)  # the layer-stream cache takes all six blocks: 12 slots of one layer
+    e.add(1, prompt(32, 1), max_tokens=6)
+    for _ in range(5):
+        assert e.schedule()
+        e.commit()
+    assert e.scheduler.stats().groups[0].borrowed_used == 9
+    in_use = sorted(e.held[0])[:2]
+    e.held[0].difference_update(in_use)
+    e.recalled[0].update(in_use)
+    e.scheduler.recall(0, np.array(in_use, np.int32))
+    assert e.schedule()
+    e.commit()
+    e.take_returned()
+    assert not e.recalled[0]
+    assert e.scheduler.stats().num_preemptions_total == 0
+    e.drain()
