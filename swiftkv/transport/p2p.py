@@ -78,8 +78,10 @@ class P2pTransport:
 
     def detach(self, link: int) -> None:
         self._wait_for(self._last_submitted)
-        self._connections.pop(link, None)
         self._peer_nbytes.pop(link, None)
+        connection = self._connections.pop(link, None)
+        if connection is not None:  # whose end the lender waits for, and the last job may still refer to it
+            connection.cut()
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         self._last_submitted += 1

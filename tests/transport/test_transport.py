@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from swiftkv.errors import TransferError
 from swiftkv.transport.base import Runs, Transport
-from swiftkv.transport.p2p import P2pTransport
+from swiftkv.transport.p2p import P2pTransport, serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.transport.select import TransportKind, open_transport
 from swiftkv.transport.shm import ShmTransport
@@ -318,6 +318,20 @@ def test_p2p_lenders_refuse_what_their_pool_has_not(tmp_path: Path) -> None:
             bad = runs((0, NUM_BYTES - BLOCK, 0, 2, 0))
             with pytest.raises(TransferError):
                 perform(transport, *((bad, None) if to_peer else (None, bad)))
+    transport.close()
+
+
+def test_a_p2p_lender_knows_at_once_that_it_was_detached(tmp_path: Path) -> None:
+    """Only then do the leases of its borrower end."""
+    pool, lent = pool_of(NUM_BYTES), pool_of(NUM_BYTES)
+    transport = P2pTransport(pool)
+    handle = publish_pool(tmp_path / "store", lent)
+    server = serve_p2p(lent, tmp_path / "store")
+    transport.attach(0, handle)
+    assert round_trip(pool.tensor, transport, 1)
+    transport.detach(0)
+    server.join(60)
+    assert not server.is_alive()
     transport.close()
 
 
