@@ -137,9 +137,11 @@ def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
     table.add_column("")
     for model_plan in plans:
         table.add_column(model_plan.name, justify="right")
+    divided = any(p.tensor_parallel_size > 1 for p in plans)
     rows = {
         "architecture": [p.architecture for p in plans],
         "role": [p.role for p in plans],
+        **({"ranks, each with": [str(p.tensor_parallel_size) for p in plans]} if divided else {}),
         "weights": [f"{format_size(p.weight_bytes)} {p.dtype}" for p in plans],
         "KV cache": [format_size(p.pool_bytes) for p in plans],
         "blocks": [f"{p.num_blocks:,} of {p.block_size} tokens" for p in plans],
@@ -155,7 +157,7 @@ def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
         table.add_row(label, *cells)
     console = Console()
     console.print(table)
-    total_bytes = sum(p.pool_bytes + p.weight_bytes for p in plans)
+    total_bytes = sum(p.tensor_parallel_size * (p.pool_bytes + p.weight_bytes) for p in plans)
     console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
 
 

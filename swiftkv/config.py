@@ -7,7 +7,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from ipaddress import ip_address
@@ -55,6 +55,27 @@ def parse_duration(value: object) -> float:
     return _parse_unit(value, _DURATION_UNITS_S)
 
 
+def _parse_percentage(text: str) -> Fraction:
+    """`75%` as 3/4. Raises `ValueError`, also beyond 100 %."""
+    # 29 % is 29/100: in binary it is a little less, and rounding down would lose an extent.
+    part = Fraction(_parse_unit(text, {"%": 1.0})).limit_denominator(1_000_000) / 100
+    if part > 1:
+        raise ValueError(text)
+    return part
+
+
+def parse_memory(value: object) -> int | Fraction:
+    """Bytes of a pool from `512MiB` or an integer, or from `60%` the part of a GPU that a whole engine may take.
+
+    Raises `ValueError`.
+    """
+    is_part = isinstance(value, Fraction) or (isinstance(value, str) and value.rstrip().endswith("%"))
+    memory = value if isinstance(value, Fraction) else _parse_percentage(str(value)) if is_part else parse_size(value)
+    if memory <= 0:
+        raise ValueError(value)
+    return memory
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The most that a worker may lend: a part of its pool (0 to 1), or bytes."""
@@ -76,11 +97,7 @@ def parse_budget(value: object) -> Budget:
     if value == "0" or (type(value) is int and value == 0):
         return Budget(0)
     if isinstance(value, str) and value.rstrip().endswith("%"):
-        # 29 % is 29/100: in binary it is a little less, and rounding down would lose an extent.
-        part = Fraction(_parse_unit(value, {"%": 1.0})).limit_denominator(1_000_000) / 100
-        if part > 1:
-            raise ValueError(value)
-        return Budget(part)
+        return Budget(_parse_percentage(value))
     return Budget(int(_parse_unit(value, dict(_SIZE_UNITS))))
 
 
@@ -94,6 +111,7 @@ def format_size(num_bytes: int) -> str:
 
 # A field's description finishes the sentence "'x' is not ...": it is what every message about the field says is right.
 _SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
+_MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
 _DURATION = "a duration such as 500ms, 60s or 2m"
 _PORT = "a port number from 0 to 65535 (0 takes any free one)"
 _POSITIVE = "an integer of at least 1"
@@ -133,7 +151,8 @@ class NodeLendingConfig(_Section):
     """Lending between the models of this node; what a worker lends stands with the worker."""
 
     enabled: Annotated[bool, BeforeValidator(_read_switch)] = Field(True, description="on or off")
-    transport: Literal["shm", "p2p"] = Field("shm", description="shm or p2p")
+    transport: Literal["auto", "shm", "peer", "p2p"] = Field("auto", description="auto, shm, peer or p2p")
+    io_backend: Literal["kernel", "direct"] = Field("kernel", description="kernel or direct")
     stream_buffers: Literal[1, 2] = Field(2, description="1 or 2")
     max_wait: Duration = Field(30.0, description=_DURATION)
 
@@ -199,7 +218,7 @@ def _key_in(option: str, variable: str | None) -> str | None:
 class KVCacheConfig(_Section):
     """The pool of one engine."""
 
-    memory: Size = Field(512 << 20, description=_SIZE)
+    memory: Annotated[int | Fraction, PlainValidator(parse_memory)] = Field(512 << 20, description=_MEMORY)
     block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
 
 
@@ -228,6 +247,7 @@ class ModelConfig(_Section):
     path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
     role: Literal["master", "worker"] = Field("worker", description="master or worker")
     device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = Field(1, description="an integer from 1 to 8")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="float32, float16 or bfloat16")
     threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)), description=_POSITIVE)
     max_model_len: Positive | None = Field(None, description=_POSITIVE)
@@ -235,6 +255,7 @@ class ModelConfig(_Section):
     max_num_batched_tokens: Positive = Field(2048, description=_POSITIVE)
     enable_prefix_caching: bool = Field(True, description="true or false")
     enable_chunked_prefill: bool = Field(True, description="true or false")
+    enforce_eager: bool = Field(False, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")
@@ -271,12 +292,13 @@ class Config(_Section):
                 mistakes.append(
                     f"models[{i}].lending: a master borrows, it does not lend; make it a worker or drop this"
                 )
-            budget_bytes = model.lending.budget.bytes_of(model.kv_cache.memory) if model.lending else 0
-            if budget_bytes > model.kv_cache.memory:
+            if model.tensor_parallel_size > 1 and (model.lending is not None or model.role == "master"):
+                key = "lending" if model.lending is not None else "role"
                 mistakes.append(
-                    f"models[{i}].lending.budget: {format_size(budget_bytes)} is more than kv_cache.memory "
-                    f"({format_size(model.kv_cache.memory)}); lower it or write 100%"
+                    f"models[{i}].{key}: with tensor_parallel_size {model.tensor_parallel_size} a model neither lends "
+                    "nor borrows in this version; make it a worker without lending, or write tensor_parallel_size: 1"
                 )
+            mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(
                     f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
@@ -285,6 +307,32 @@ class Config(_Section):
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
+
+    def _mistakes_about_memory(self, model: ModelConfig) -> Iterator[str]:
+        memory, on_gpu = model.kv_cache.memory, model.device != "cpu"
+        if on_gpu and model.dtype == "float32":
+            yield "dtype: float32 is not served on a GPU; write bfloat16 or float16"
+        if isinstance(memory, int):
+            budget_bytes = model.lending.budget.bytes_of(memory) if model.lending else 0
+            if budget_bytes > memory:
+                yield (
+                    f"lending.budget: {format_size(budget_bytes)} is more than kv_cache.memory "
+                    f"({format_size(memory)}); lower it or write 100%"
+                )
+            return
+        key = f"kv_cache.memory: {Budget(memory)}"
+        if not on_gpu:
+            yield (
+                f"{key} is a part of a GPU, and this model runs on the CPU, whose memory other programs share; write a "
+                "size such as 4GiB"
+            )
+        lenders = [other for other in self.models if other.role == "worker" and other.lending is not None]
+        if self.node.lending.enabled and (model in lenders if model.role == "worker" else lenders):
+            yield (
+                f"{key} of a GPU is a number of bytes only once the model is loaded, and what {model.name} "
+                f"{'borrows' if model.role == 'master' else 'lends'} is planned before; write a size such as 40GiB, "
+                "or node.lending: off"
+            )
 
 
 def load_config(path: Path, **node_overrides: object) -> Config:

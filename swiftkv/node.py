@@ -17,6 +17,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ import uvloop
 
 from swiftkv import __version__
 from swiftkv.cache.plan import LendingPair, ModelPlan, plan_lending
-from swiftkv.config import Config, format_size
+from swiftkv.config import Config, ModelConfig, format_size
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
@@ -34,6 +35,7 @@ from swiftkv.server.http_protocol import BoundedHeadProtocol
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.supervisor import EngineSupervisor
+from swiftkv.transport.topology import Topology, TransportChoice, read_topology, settle_transport
 
 if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle
@@ -117,7 +119,10 @@ class Node:
                     supervisor.set_lending_budget,
                 )
             )
-        self._lending = NodeLending(members, config.node.lending.enabled, config.node.lending.transport)
+        self._transports = node_transports(config, plans)
+        kinds = sorted({choice.kind for choice in self._transports.values()})
+        setting = config.node.lending.transport
+        self._lending = NodeLending(members, config.node.lending.enabled, ", ".join(kinds) or setting)
         self._watchers: list[asyncio.Task[None]] = []
         self._http: list[tuple[_HttpServer, asyncio.Task[None]]] = []
         self._stop = asyncio.Event()
@@ -160,6 +165,8 @@ class Node:
 
     async def _come_up(self) -> None:
         say(f"swiftkv {__version__}: starting {', '.join(plan.name for plan in self._plans)}")
+        for memory, choice in self._transports.items():
+            say(f"lending in the memory of {memory} goes over {choice.kind}: {choice.reason}")
         for client in self._clients:
             client.start()
         started_s = time.monotonic()
@@ -183,7 +190,9 @@ class Node:
         ready = await supervisor.start()
         self._watchers.append(asyncio.create_task(supervisor.keep_running()))
         took_s = time.monotonic() - started_s
-        cached = f"{format_size(plan.pool_bytes)} of KV cache for {ready.num_blocks * ready.block_size:,} tokens"
+        pool = format_size(ready.num_blocks * plan.block_bytes)
+        where = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
+        cached = f"{pool} of KV cache{where} for {ready.num_blocks * ready.block_size:,} tokens"
         say(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
 
     def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
@@ -285,13 +294,41 @@ def engine_addresses(plans: Sequence[ModelPlan], ipc: Path) -> dict[str, str]:
     return {plan.name: f"ipc://{ipc}/{i}" for i, plan in enumerate(plans)}
 
 
+def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
+    """Those that any budget could use, in order of `plans`."""
+    return [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
+
+
+def node_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, TransportChoice]:
+    """How KV is lent, by whose memory it is in, `the host` or `GPUs`; only those in which any can be.
+
+    Raises `ConfigError` if the configured transport does not reach.
+    """
+    found = {}
+    for memory, on_gpu in (("the host", False), ("GPUs", True)):
+        pairs = [(p.worker.device, p.master.device) for p in lending_pairs(plans) if p.worker.on_gpu == on_gpu]
+        if not pairs:
+            continue
+        try:
+            topology = _machine() if on_gpu else Topology((), {})
+            found[memory] = settle_transport(config.node.lending.transport, list(dict.fromkeys(pairs)), topology)
+        except ValueError as error:
+            raise ConfigError(f"node.lending.transport: in the memory of {memory}, {error}; write auto") from None
+    return found
+
+
+@cache
+def _machine() -> Topology:
+    return read_topology()
+
+
 def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ipc: Path) -> LendingSpec | None:
     """`plan`'s part in lending, None if it has none. Links are those that any budget could use, in order of `plans`.
 
     `ipc`: the directory of the node's sockets.
     """
     addresses = engine_addresses(plans, ipc)
-    pairs = [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
+    pairs = lending_pairs(plans)
     lends = [pair for pair in pairs if pair.worker is plan]
     borrows = [pair for pair in pairs if pair.master is plan]
     if not lends and not borrows:
@@ -304,7 +341,8 @@ def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ip
         budget_bytes=plan.budget_bytes or 0,
         window_s=model.lending.window if model.lending else 0.0,
         policy=model.lending.policy if model.lending else "total",
-        transport=config.node.lending.transport,
+        transport=node_transports(config, plans)["GPUs" if plan.on_gpu else "the host"].kind,
+        io_backend=config.node.lending.io_backend,
         stream_buffers=config.node.lending.stream_buffers,
         rendezvous=str(ipc),
         max_wait_s=config.node.lending.max_wait,
@@ -327,7 +365,10 @@ def _link_geometry(pair: LendingPair) -> LinkGeometry:
         meu_m=pair.extent.meu_m,
         extent_bytes=pair.extent.num_bytes,
         num_extents=pair.pool_extents,
-        lender_base_offset_bytes=sum(g.block_bytes for g in worker.groups[: pair.worker_group]) * worker.num_blocks,
+        lender_base_offset_bytes=sum(
+            g.block_bytes * worker.num_blocks + (g.layer_block_bytes if worker.on_gpu else 0)  # a device pool's scratch
+            for g in worker.groups[: pair.worker_group]
+        ),
     )
 
 
@@ -354,16 +395,20 @@ def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: P
         requests_address=f"{address}.requests",
         outputs_address=f"{address}.outputs",
         kv_bytes=plan.pool_bytes,
+        device_part=None if plan.device_part is None else str(plan.device_part),
+        enforce_eager=model.enforce_eager,
         max_model_len=plan.max_model_len,
         device=model.device,
         dtype=model.dtype,
-        threads=model.threads,
+        threads=max(1, model.threads // model.tensor_parallel_size),
         block_size=model.kv_cache.block_size,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
         lending=lending_spec(config, plans, plan, ipc),
+        tensor_parallel_size=model.tensor_parallel_size,
+        ranks_directory=f"{ipc}/{index}.ranks",
     )
 
 
@@ -380,12 +425,28 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _last_gpu(model: ModelConfig) -> str:
+    """Of a model's ranks, which have one each, from its `device` on."""
+    return f"cuda:{int(model.device.removeprefix('cuda:')) + model.tensor_parallel_size - 1}"
+
+
 def check_devices(config: Config) -> None:
-    """Raises `ConfigError` for a device that this version does not serve."""
+    """Raises `ConfigError` for a device that is not there, or that this installation cannot use."""
+    if all(model.device == "cpu" for model in config.models):
+        return
+    import torch  # a node of CPU models does without
+
+    count = torch.cuda.device_count()
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} was built without CUDA; install one with it (make setup TORCH=torch)"
+    elif count:
+        why = f"the last GPU is cuda:{count - 1}; write one that is there"
+    else:
+        why = f"CUDA finds no GPU: {_machine().absence or 'the driver is too old, or broken'}; see nvidia-smi"
     mistakes = [
-        f"models[{i}].device: {model.device} is not served by this version; write cpu"
+        f"models[{i}].device: {_last_gpu(model)} cannot be used: {why}, or write cpu"
         for i, model in enumerate(config.models)
-        if model.device != "cpu"
+        if model.device != "cpu" and int(_last_gpu(model).removeprefix("cuda:")) >= count
     ]
     if mistakes:
         raise ConfigError("\n".join(mistakes))

@@ -108,7 +108,7 @@ def test_a_device_that_is_not_served(tmp_path: Path, checkpoint: Path) -> None:
     file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, device: 'cuda:0'}}]")
     result = run("serve", file)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"{file}: models[0].device: cuda:0 is not served by this version; write cpu")
+    assert result.stderr.startswith(f"{file}: models[0].device: cuda:0 cannot be used: ")
 
 
 def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:

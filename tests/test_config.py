@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from swiftkv.config import Budget, format_size, load_config, parse_budget, parse_config, parse_size
 from swiftkv.errors import ConfigError
 
+MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
 ONE_MODEL = "models: [{name: chat, path: somewhere%s}]"
 
 MISTAKES = [
@@ -22,11 +23,11 @@ MISTAKES = [
     # wrong units and types
     (
         ONE_MODEL % ", kv_cache: {memory: 256MB}",
-        "models[0].kv_cache.memory: '256MB' is not a size such as 256MiB or 1GiB, or a number of bytes",
+        f"models[0].kv_cache.memory: '256MB' is not {MEMORY}",
     ),
     (
         ONE_MODEL % ", kv_cache: {memory: 0}",
-        "models[0].kv_cache.memory: 0 is not a size such as 256MiB or 1GiB, or a number of bytes",
+        f"models[0].kv_cache.memory: 0 is not {MEMORY}",
     ),
     (
         ONE_MODEL % ", lending: {window: 60}",
@@ -48,7 +49,10 @@ MISTAKES = [
         "models[0].lending.window: '0s' is not a duration such as 500ms, 60s or 2m",
     ),
     ("node: {lending: {enabled: maybe}}\n" + ONE_MODEL % "", "node.lending.enabled: 'maybe' is not on or off"),
-    ("node: {lending: {transport: tcp}}\n" + ONE_MODEL % "", "node.lending.transport: 'tcp' is not shm or p2p"),
+    (
+        "node: {lending: {transport: tcp}}\n" + ONE_MODEL % "",
+        "node.lending.transport: 'tcp' is not auto, shm, peer or p2p",
+    ),
     ("node: {lending: {stream_buffers: 3}}\n" + ONE_MODEL % "", "node.lending.stream_buffers: 3 is not 1 or 2"),
     (
         "node: {lending: {max_wait: 30}}\n" + ONE_MODEL % "",
@@ -56,7 +60,7 @@ MISTAKES = [
     ),
     (
         "node: {lending: never}\n" + ONE_MODEL % "",
-        "node.lending: 'never' is not on, off or a mapping with the keys enabled, transport, stream_buffers, max_wait",
+        "node.lending: 'never' is not on, off or a mapping with the keys enabled, transport, io_backend, stream_buffers, max_wait",
     ),
     (
         "node: {shutdown_timeout: 1 minute}\n" + ONE_MODEL % "",
@@ -68,6 +72,21 @@ MISTAKES = [
     (ONE_MODEL % ", threads: '2'", "models[0].threads: '2' is not an integer of at least 1"),
     (ONE_MODEL % ", max_num_seqs: 1.5", "models[0].max_num_seqs: 1.5 is not an integer of at least 1"),
     (ONE_MODEL % ", dtype: fp8", "models[0].dtype: 'fp8' is not float32, float16 or bfloat16"),
+    (
+        ONE_MODEL % ", kv_cache: {memory: 60%}",
+        "models[0].kv_cache.memory: 60% is a part of a GPU, and this model runs on the CPU, whose memory other "
+        "programs share; write a size such as 4GiB",
+    ),
+    (ONE_MODEL % ", device: 'cuda:0', kv_cache: {memory: 101%}", f"models[0].kv_cache.memory: '101%' is not {MEMORY}"),
+    (
+        ONE_MODEL % ", device: 'cuda:0', kv_cache: {memory: 60%}, lending: {budget: 10%}",
+        "models[0].kv_cache.memory: 60% of a GPU is a number of bytes only once the model is loaded, and what a lends "
+        "is planned before; write a size such as 40GiB, or node.lending: off",
+    ),
+    (
+        ONE_MODEL % ", device: 'cuda:0', dtype: float32",
+        "models[0].dtype: float32 is not served on a GPU; write bfloat16 or float16",
+    ),
     (ONE_MODEL % ", device: gpu", "models[0].device: 'gpu' is not cpu or cuda:N"),
     (ONE_MODEL % ", role: boss", "models[0].role: 'boss' is not master or worker"),
     (
@@ -161,7 +180,7 @@ def test_defaults_for_everything_but_name_and_path() -> None:
     assert (model.kv_cache.memory, model.kv_cache.block_size) == (512 << 20, 16)
     assert model.lending is None
     lending = config.node.lending
-    assert (lending.enabled, lending.transport, lending.stream_buffers, lending.max_wait) == (True, "shm", 2, 30.0)
+    assert (lending.enabled, lending.transport, lending.stream_buffers, lending.max_wait) == (True, "auto", 2, 30.0)
     assert model.endpoint is None
 
 

@@ -25,7 +25,10 @@ from swiftkv.models.config import DecoderConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """One model's sizes. Bytes are exact; `pool_bytes` is what is mapped, at most what the YAML allows."""
+    """One model's sizes. Bytes are exact; `pool_bytes` is what is mapped, at most what the YAML allows.
+
+    Bytes are of one rank, as are `groups`: each has as many blocks of its own heads.
+    """
 
     name: str
     role: str
@@ -39,6 +42,13 @@ class ModelPlan:
     max_context_len: int  # that the model was made for
     vocab_size: int
     budget_bytes: int | None  # the most that it lends at first; None: it cannot lend
+    tensor_parallel_size: int = 1  # ranks
+    device: str = "cpu"
+    device_part: Fraction | None = None  # of the device, for the whole engine: `num_blocks` is 0, known once it runs
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
 
     @property
     def block_size(self) -> int:
@@ -175,14 +185,21 @@ class MasterRoom:
 
 
 def plan_lending(plans: Sequence[ModelPlan]) -> tuple[MasterRoom, ...]:
-    """Every master of a node beside every worker; a worker's budget is divided evenly among the masters."""
-    workers = [plan for plan in plans if plan.role == "worker"]
-    masters = [plan for plan in plans if plan.role == "master"]
-    return tuple(
-        MasterRoom(master, tuple(pair for worker in workers for pair in _pairs(master, worker, len(masters))))
-        for master in masters
-        if workers
-    )
+    """Every master of a node beside every worker in the same kind of memory, the host's or GPUs'.
+
+    A worker's budget is divided evenly among these masters. Pools of a size that is not known yet lend and borrow
+    nothing.
+    """
+    planned = [plan for plan in plans if plan.num_blocks]
+    rooms = []
+    for master in planned:
+        beside = [plan for plan in planned if plan.on_gpu == master.on_gpu]
+        workers = [plan for plan in beside if plan.role == "worker"]
+        if master.role == "master" and workers:
+            num_masters = sum(plan.role == "master" for plan in beside)
+            pairs = tuple(pair for worker in workers for pair in _pairs(master, worker, num_masters))
+            rooms.append(MasterRoom(master, pairs))
+    return tuple(rooms)
 
 
 def _pairs(master: ModelPlan, worker: ModelPlan, num_masters: int) -> list[LendingPair]:
@@ -233,12 +250,14 @@ def _plan_model(model: ModelConfig, config: Config, need_weights: bool) -> Model
         decoder = DecoderConfig.from_pretrained(checkpoint)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"path: {error}") from None
-    groups = decoder.kv_groups(model.kv_cache.block_size, model.dtype)
-    num_blocks = blocks_in_pool(model.kv_cache.memory, groups)
+    num_ranks = model.tensor_parallel_size
+    groups = decoder.of_rank(num_ranks).kv_groups(model.kv_cache.block_size, model.dtype)
+    memory = model.kv_cache.memory
+    num_blocks = blocks_in_pool(memory, groups) if isinstance(memory, int) else 0
     if model.max_model_len is not None:
         decoder.check_max_model_len(model.max_model_len)
-    if num_blocks == 0:
-        raise _pool_too_small(model, groups, 0)
+    if isinstance(memory, int) and num_blocks == 0:
+        raise _pool_too_small(model, memory, groups, 0)
     plan = ModelPlan(
         name=model.name,
         role=model.role,
@@ -246,12 +265,15 @@ def _plan_model(model: ModelConfig, config: Config, need_weights: bool) -> Model
         architecture=decoder.architecture,
         dtype=model.dtype,
         groups=groups,
-        weight_bytes=_num_parameters(decoder) * DTYPE_BYTES[model.dtype],
+        weight_bytes=_num_parameters(decoder, num_ranks) * DTYPE_BYTES[model.dtype],
         num_blocks=num_blocks,
         max_model_len=model.max_model_len or decoder.max_context_len,
         max_context_len=decoder.max_context_len,
         vocab_size=decoder.vocab_size,
         budget_bytes=None,
+        tensor_parallel_size=num_ranks,
+        device=model.device,
+        device_part=None if isinstance(memory, int) else memory,
     )
     if model.lending is None or not config.node.lending.enabled:
         return plan
@@ -262,11 +284,13 @@ def _plan_model(model: ModelConfig, config: Config, need_weights: bool) -> Model
 
 def _with_max_model_len(plan: ModelPlan, model: ModelConfig, room: MasterRoom) -> ModelPlan:
     """`plan` with what fits in its pool and in what the configured budgets promise it; see `_plan_model`."""
-    asked = model.max_model_len
+    asked, memory = model.max_model_len, model.kv_cache.memory
+    if not isinstance(memory, int):  # the engine finds out
+        return plan
     if asked is None or asked <= room.sequence_tokens:
         return replace(plan, max_model_len=asked or room.longest_context)
     if not room.lent_bytes:
-        raise _pool_too_small(model, plan.groups, plan.pool_tokens)
+        raise _pool_too_small(model, memory, plan.groups, plan.pool_tokens)
     lenders = ", ".join(dict.fromkeys(pair.worker.name for pair in room.pairs if pair.num_extents))
     raise ConfigError(
         f"max_model_len: {asked} is more than the {room.sequence_tokens} tokens that fit: kv_cache.memory holds "
@@ -275,22 +299,24 @@ def _with_max_model_len(plan: ModelPlan, model: ModelConfig, room: MasterRoom) -
     )
 
 
-def _pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:
+def _pool_too_small(model: ModelConfig, memory: int, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:
     wanted = model.max_model_len or model.kv_cache.block_size
     needed = pool_bytes_for_tokens(wanted, groups)
     return ConfigError(
-        f"kv_cache.memory: {format_size(model.kv_cache.memory)} holds {pool_tokens} tokens, one sequence of "
+        f"kv_cache.memory: {format_size(memory)} holds {pool_tokens} tokens, one sequence of "
         f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"
     )
 
 
-def _num_parameters(decoder: DecoderConfig) -> int:
-    """Matrices only: norms and biases are under a thousandth of them."""
-    hidden = decoder.hidden_size
-    attention = 2 * hidden * decoder.head_dim * (decoder.num_heads + decoder.num_kv_heads)
-    mlp = 3 * hidden * decoder.intermediate_size
-    embeddings = decoder.vocab_size * hidden * (1 if decoder.tie_word_embeddings else 2)
-    return decoder.num_layers * (attention + mlp) + embeddings
+def _num_parameters(decoder: DecoderConfig, num_ranks: int) -> int:
+    """Of one rank. Matrices only: norms and biases are under a thousandth of them."""
+    part, hidden = decoder.of_rank(num_ranks), decoder.hidden_size
+    attention = 2 * hidden * part.head_dim * (part.num_heads + part.num_kv_heads)
+    mlp = 3 * hidden * part.intermediate_size
+    embedding = decoder.vocab_size * hidden  # on every rank
+    is_head_too = decoder.tie_word_embeddings and num_ranks == 1
+    lm_head = 0 if is_head_too else -(-decoder.vocab_size // num_ranks) * hidden
+    return decoder.num_layers * (attention + mlp) + embedding + lm_head
 
 
 def plan_as_dict(plan: ModelPlan) -> dict[str, Any]:
@@ -302,7 +328,10 @@ def plan_as_dict(plan: ModelPlan) -> dict[str, Any]:
     return {
         "name": plan.name,
         "role": plan.role,
+        "device": plan.device,
+        "device_part": None if plan.device_part is None else float(plan.device_part),
         "checkpoint": str(plan.checkpoint),
+        "tensor_parallel_size": plan.tensor_parallel_size,
         "architecture": plan.architecture,
         "dtype": plan.dtype,
         "weight_bytes": plan.weight_bytes,

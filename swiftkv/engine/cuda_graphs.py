@@ -130,7 +130,7 @@ class DecodeGraphs(Generic[Inputs]):
         self._captured: dict[int, _Captured[Inputs]] = {}
         self.sizes: list[int] = []  # captured, ascending
         self.hits_total = 0
-        self.misses_total = 0  # decode steps that no graph held
+        self.misses_total = 0  # decode steps that no graph held, or that had something to copy
         self.nbytes = 0  # of device memory that the graphs keep
 
     def capture(self, sizes: Sequence[int], memory_limit_bytes: int) -> None:
@@ -156,15 +156,15 @@ class DecodeGraphs(Generic[Inputs]):
             torch.cuda.empty_cache()
         self.sizes = sorted(self._captured)
 
-    def run(self, step: StepArrays) -> Tensor | None:
+    def run(self, step: StepArrays, has_copies: bool = False) -> Tensor | None:
         """Hidden states [T, hidden_size] of a decode step, valid until the next; None: run it eagerly.
 
-        The caller sees to it that nothing has to be copied in the step.
+        `has_copies`: KV has to be copied between the layers of the step, for which a graph has no place.
         """
         num_seqs = len(step.context_lens)
-        if num_seqs == 0 or len(step.token_ids) != num_seqs or len(step.stream_tables) != 1:
+        if num_seqs == 0 or len(step.token_ids) != num_seqs:
             return None
-        size = choose_size(self.sizes, num_seqs)
+        size = None if has_copies else choose_size(self.sizes, num_seqs)
         if size is None or any(len(table) > self._num_entries for table in step.block_tables):
             self.misses_total += 1
             return None

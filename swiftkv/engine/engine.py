@@ -113,6 +113,7 @@ class Engine:
             hidden = self._runner.forward(plan)
         except TransferError as error:
             logger.warning("the step is computed again: %s", error)
+            self._runner.wait_for_device()
             self._lending.transfer_failed(plan)
             return True
         sampled = self._sample(plan, hidden)
@@ -127,6 +128,8 @@ class Engine:
                 plan.request_ids, plan.query_starts, plan.context_lens, lambda rows: self._runner.logits(hidden, rows)
             )
         rows, sequences = plan.logits_rows, plan.logits_seqs
+        if not len(rows):  # tokens would be waited for; and what the step used may be lent after it
+            self._runner.wait_for_device()
         sampled = self._sampler.sample(
             self._runner.logits(hidden, rows), plan.row_slots[sequences], plan.positions[rows] + np.int32(1)
         )

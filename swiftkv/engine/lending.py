@@ -107,7 +107,7 @@ class Lending:
 
             lender = Lender(me, spec, self._scheduler, pool.nbytes, serve_link, self._wake)
         if spec.lenders:
-            transport = self._transport = open_transport(spec.transport, pool)
+            transport = self._transport = open_transport(spec.transport, pool, io_backend=spec.io_backend)
             self._runner.stream_through(transport)
 
             def attach(link: int, store_path: str) -> None:

@@ -14,6 +14,9 @@ import torch
 
 from swiftkv.errors import ConfigError
 
+GRAPH_BYTES = 1 << 30
+"""Allowed to the CUDA graphs of an engine."""
+
 RUNTIME_BYTES = 1 << 30
 """Set aside for what torch's allocator does not count: CUDA's context, kernels, and the libraries' workspaces."""
 

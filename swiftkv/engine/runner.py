@@ -72,6 +72,7 @@ class ModelRunner:
             if on_gpu:
                 with torch.inference_mode():
                     kv_bytes = size_pool(config, self._model, groups, self.device)
+                    kv_bytes = int(communicator.all_gather(torch.tensor([kv_bytes], device=self.device)).min())
                 _check_room(config, groups, kv_bytes)
         self.num_blocks = blocks_in_pool(kv_bytes, groups)
         self.pool = allocate_pool([(group, self.num_blocks) for group in groups], self.device, config.name)

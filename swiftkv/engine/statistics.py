@@ -28,6 +28,7 @@ class EngineStatistics:
         stats = self._scheduler.stats()
         streams = self._runner.layer_stream is not None
         self._count_streamed()
+        graphs = self._runner.decode_graphs
         num_local = sum(group.used + group.cached for group in stats.groups)
         num_borrowed = sum(group.borrowed_used + group.borrowed_cached for group in stats.groups)
         return EngineStats(
@@ -49,11 +50,14 @@ class EngineStatistics:
             layer_stream_load=self._load if streams else None,
             layer_stream_store=self._store if streams else None,
             layer_stream_exposed=self._exposed if streams else None,
+            cuda_graph_hits_total=None if graphs is None else graphs.hits_total,
+            cuda_graph_misses_total=None if graphs is None else graphs.misses_total,
         )
 
     def _count_streamed(self) -> None:
         if self._runner.layer_stream is None:
             return
+        self._runner.layer_stream.catch_up()
         recent = self._runner.layer_stream.recent
         while recent:
             step = recent.popleft()

@@ -45,10 +45,11 @@ class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: int  # of our own pool, at most this much is lent at first
     window_s: float
     policy: Literal["total", "longest"]
-    transport: Literal["shm", "p2p"]
+    transport: Literal["shm", "peer", "p2p"]
     stream_buffers: Literal[1, 2]
     rendezvous: str  # a directory of mode 0700 that all engines of the node share
     max_wait_s: float  # a request that needs more than is lent waits this long
+    io_backend: Literal["kernel", "direct"] = "kernel"  # of `peer`
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):

@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
+import numpy as np
+
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import TransferError
 from swiftkv.models.stream import NO_STREAM, KVStream
-from swiftkv.transport.base import Int64Array, Runs, Ticket, Transport
+from swiftkv.transport.base import DeviceTransport, Exposures, Int64Array, Runs, Ticket, Transport
 
 CopyKind = Literal["spill", "load", "store"]
 
@@ -73,6 +75,7 @@ class LayerStream:
         """`groups` are all the KV groups of the model, in the order of its pool."""
         self.total = StreamTimings()
         self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # of single steps; whoever reads it may clear it
+        self._unfinished: _Step | None = None  # the last step, if it is a device that waits for its copies
         self._transport = transport
         self._groups = tuple(groups)
 
@@ -80,11 +83,14 @@ class LayerStream:
     def step(self, plan: StepCopies) -> Iterator[KVStream]:
         """The hooks for one forward pass; on leaving, all copies of the step are done.
 
-        Raises `TransferError` if one was not: then nothing is in flight any more, and nothing of the step counts.
+        On a device they are done when its compute stream has come that far: the caller waits for that before anything
+        is given back. Raises `TransferError` if one was not: then nothing is in flight any more, and nothing of the
+        step counts.
         """
         if not plan.has_copies:
             yield NO_STREAM
             return
+        self.catch_up()
         try:
             step = _Step(self._transport, self._groups, plan)
             yield step
@@ -93,7 +99,17 @@ class LayerStream:
             self._transport.settle()
             self._transport.take_timings()
             raise
-        self._enter_in_books(step)
+        if isinstance(self._transport, DeviceTransport):
+            self._unfinished = step
+        else:
+            self._enter_in_books(step)
+
+    def catch_up(self) -> None:
+        """Enter in the books the last step that a device has finished; between steps."""
+        if self._unfinished is not None and isinstance(self._transport, DeviceTransport):
+            self._unfinished.take_exposures(self._transport.take_exposures())
+            self._enter_in_books(self._unfinished)
+            self._unfinished = None
 
     def run_copies_only(self, plan: StepCopies) -> None:
         """For a plan without tokens. Raises `TransferError` as `step` does."""
@@ -102,6 +118,7 @@ class LayerStream:
                 stream.before_write(layer)
                 stream.after_write(layer)
                 stream.after_attention(layer)
+        self._transport.settle()
 
     def _enter_in_books(self, step: _Step) -> None:
         copied = self._transport.take_timings()
@@ -183,6 +200,13 @@ class _Step:
     def wait_for_stores(self) -> None:
         for layer in self._stores:
             self._wait_for_store(layer)
+
+    def take_exposures(self, exposures: Exposures) -> None:
+        """What the device waited, instead of the host."""
+        is_load = np.isin(exposures["ticket"], list(self._loads.values()))
+        is_store = np.isin(exposures["ticket"], list(self._stores.values()))
+        self.exposed_load_s = float(exposures["exposed_s"][is_load].sum())
+        self.exposed_store_s = float(exposures["exposed_s"][is_store].sum())
 
     def _wait_for_store(self, layer: int) -> None:
         if layer in self._stores:

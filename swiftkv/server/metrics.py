@@ -56,6 +56,8 @@ class GatewayMetrics:
         self.kv_tier_tokens = self._gauge(
             "swiftkv:kv_tier_tokens", "Tokens whose KV is held, in use or cached, by where it lies", ("tier",)
         )
+        self.graph_hits = self._counter("swiftkv:cuda_graph_hits", "Decode steps that a CUDA graph held")
+        self.graph_misses = self._counter("swiftkv:cuda_graph_misses", "Decode steps on a GPU that no CUDA graph held")
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
         self.lending = LendingMetrics()
@@ -147,6 +149,8 @@ class ModelMetrics:
                 metrics.prefix_hits.labels(name),
                 metrics.prefix_tier_hits.labels(name, LOCAL_TIER),
                 metrics.prefix_tier_hits.labels(name, PEER_TIER),
+                metrics.graph_hits.labels(name),
+                metrics.graph_misses.labels(name),
             ),
             0,
         )
@@ -160,7 +164,15 @@ class ModelMetrics:
         self._kv_tokens[PEER_TIER].set(stats.kv_tokens_peer)
         self._layer_stream.observe(self._name, stats)
         hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
-        totals = (stats.num_preemptions_total, stats.prefix_query_tokens_total, hits, hits - peer_hits, peer_hits)
+        totals = (
+            stats.num_preemptions_total,
+            stats.prefix_query_tokens_total,
+            hits,
+            hits - peer_hits,
+            peer_hits,
+            stats.cuda_graph_hits_total or 0,
+            stats.cuda_graph_misses_total or 0,
+        )
         for (counter, seen), total in zip(self._engine_totals.items(), totals, strict=True):
             if total != seen:
                 counter.inc(max(0, total - seen))

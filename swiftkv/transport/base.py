@@ -28,6 +28,12 @@ COPY_TIMING = np.dtype(
 CopyTimings = npt.NDArray[np.void]  # [J], of COPY_TIMING
 
 
+EXPOSURE = np.dtype([("ticket", np.int64), ("exposed_s", np.float64)])
+"""How long a device's compute stream stood still for a job."""
+
+Exposures = npt.NDArray[np.void]  # [W], of EXPOSURE
+
+
 class SharedPool(Protocol):
     """The part of `cache.pool.Pool` that a transport needs."""
 
@@ -111,3 +117,11 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of threads and mappings, without waiting for a peer; again is harmless. No other call may follow."""
+
+
+@runtime_checkable
+class DeviceTransport(Transport, Protocol):
+    """One whose `wait` makes a compute stream wait: the host does not know when, nor for how long."""
+
+    def take_exposures(self) -> Exposures:
+        """Of the waits that the stream came past since the last call, in order; the latest few thousand."""

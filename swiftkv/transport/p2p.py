@@ -8,7 +8,8 @@ The protocol of one link, borrower to lender unless said otherwise, every messag
     int64 [1]      from the lender, if the direction is TO_PEER: the rows are in its pool
 
 A lender that is asked for bytes it does not have closes the connection, and the borrower's job fails. gloo connects
-through a port of the loopback interface, of which only the rendezvous file says the number.
+through a port of the loopback interface, of which only the rendezvous file says the number. Pools on GPUs go through
+the host: it waits for what is computed before a job, and for the job.
 """
 
 from __future__ import annotations
@@ -20,19 +21,29 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from swiftkv.errors import TransferError
-from swiftkv.transport.base import COPY_TIMING, CopyTimings, Int64Array, PeerHandle, Runs, SharedPool, Ticket
+from swiftkv.transport.base import (
+    COPY_TIMING,
+    CopyTimings,
+    DevicePool,
+    Int64Array,
+    PeerHandle,
+    Runs,
+    SharedPool,
+    Ticket,
+)
 from swiftkv.transport.rendezvous import open_store, withdraw_pool
+from swiftkv.transport.rows import Rows, rows_of
 
 MESSAGE_BYTES = 4 << 20
 """Rows travel in messages of about this size, which is also what each side needs beside its pool."""
@@ -48,15 +59,24 @@ _TAG, _UNUSED_TAG = 0, 1
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    ticket: Ticket
+    to_peer: Runs | None
+    from_peer: Runs | None
+    layer: int
+    wait_for_pool: Callable[[], None]  # until what was computed before the job is in it
+
+
 class P2pTransport:
     """The borrower's half. One thread of Python walks the lane; gloo moves the bytes without the GIL."""
 
-    def __init__(self, pool: SharedPool, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        self._rows = _PoolRows(pool)
+    def __init__(self, pool: SharedPool | DevicePool, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self._rows = rows_of(pool)
         self._connect_timeout_s = connect_timeout_s
         self._connections: dict[int, _Connection] = {}
         self._peer_nbytes: dict[int, int] = {}
-        self._jobs: queue.SimpleQueue[tuple[Ticket, Runs | None, Runs | None, int] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._ended = threading.Condition()  # guards all that follows
         self._last_submitted = 0
         self._last_ended = 0
@@ -85,7 +105,7 @@ class P2pTransport:
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         self._last_submitted += 1
-        self._jobs.put((self._last_submitted, to_peer, from_peer, layer))
+        self._jobs.put(_Job(self._last_submitted, to_peer, from_peer, layer, self._rows.so_far()))
         return self._last_submitted
 
     def wait(self, ticket: Ticket) -> None:
@@ -121,10 +141,11 @@ class P2pTransport:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            ticket, to_peer, from_peer, layer = job
+            ticket, to_peer, from_peer = job.ticket, job.to_peer, job.from_peer
+            job.wait_for_pool()
             begin_s, taken_s, failure = time.monotonic(), [0.0, 0.0], None
             try:
-                directions = [self._plan(to_peer, layer, _TO_PEER), self._plan(from_peer, layer, _FROM_PEER)]
+                directions = [self._plan(to_peer, job.layer, _TO_PEER), self._plan(from_peer, job.layer, _FROM_PEER)]
                 for direction, exchanges in enumerate(directions):
                     for exchange in exchanges:
                         started_s = time.monotonic()
@@ -171,7 +192,9 @@ class P2pTransport:
         )
 
 
-def serve_p2p(pool: SharedPool, store_path: Path, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> P2pServer:
+def serve_p2p(
+    pool: SharedPool | DevicePool, store_path: Path, connect_timeout_s: float = CONNECT_TIMEOUT_S
+) -> P2pServer:
     """Start the lender's half of one attachment."""
     server = P2pServer(pool, store_path, connect_timeout_s)
     server.start()
@@ -185,46 +208,47 @@ class P2pServer(threading.Thread):
     and with the process.
     """
 
-    def __init__(self, pool: SharedPool, store_path: Path, connect_timeout_s: float) -> None:
+    def __init__(self, pool: SharedPool | DevicePool, store_path: Path, connect_timeout_s: float) -> None:
         super().__init__(name="p2p lender", daemon=True)
-        self._rows = _PoolRows(pool)
+        self._rows = rows_of(pool)
         self._store_path = store_path
         self._connect_timeout_s = connect_timeout_s
         self._connection: _Connection | None = None
 
     def run(self) -> None:
         try:
-            connection = self._connection = _Connection(self._store_path, _LENDER, self._connect_timeout_s)
+            connection = _Connection(self._store_path, _LENDER, self._connect_timeout_s)
             connection.send(torch.zeros(1, dtype=torch.int64))
         except RuntimeError as error:
             _log.warning("nobody came to borrow through %s: %s", self._store_path, error)
             return
+        self._connection = connection
+        del connection
         atexit.register(self.stop)  # a thread that comes back from gloo after the interpreter has gone would abort
-        try:
-            self._serve(connection)
-        except TransferError as error:
-            _log.error("a borrower asked for what there is not, and is cut off: %s", error)
-        except RuntimeError as error:  # gloo raises nothing more exact
-            _log.info("a borrower has gone: %s", str(error).splitlines()[0])
-        finally:
-            self._connection = None
-            atexit.unregister(self.stop)
+        self._serve(self._connection)
+        self._connection = None  # which takes gloo a while
+        atexit.unregister(self.stop)
 
     def stop(self) -> None:
         """Cut the borrower off. Returns when nothing touches the pool any more."""
         connection = self._connection
         if connection is not None:
             connection.cut()
-            self.join()
+        self.join()
 
     def _serve(self, connection: _Connection) -> None:
         header = torch.empty(4, dtype=torch.int64)
-        while True:
-            connection.receive(header)
-            _answer(connection, header.tolist(), self._rows)
+        try:
+            while True:
+                connection.receive(header)
+                _answer(connection, header.tolist(), self._rows)
+        except TransferError as error:
+            _log.error("a borrower asked for what there is not, and is cut off: %s", error)
+        except RuntimeError as error:  # gloo raises nothing more exact
+            _log.info("a borrower has gone: %s", str(error).splitlines()[0])
 
 
-def _answer(connection: _Connection, header: list[int], rows: _PoolRows) -> None:
+def _answer(connection: _Connection, header: list[int], rows: Rows) -> None:
     direction, width, pitch, num_runs = header
     if direction not in (_TO_PEER, _FROM_PEER) or not 0 < width <= pitch or not 0 < num_runs <= _MAX_RUNS:
         raise TransferError(f"the header {header} makes no sense")
@@ -258,7 +282,7 @@ class _Exchange:
         self._peer_runs = peer_runs
         self._local_rows = local_rows
 
-    def perform(self, rows: _PoolRows) -> None:
+    def perform(self, rows: Rows) -> None:
         connection, width = self._connection, int(self._header[1])
         connection.send(torch.from_numpy(self._header))
         connection.send(torch.from_numpy(self._peer_runs))
@@ -292,27 +316,15 @@ class _Connection:
         with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait took too long, and says so
             self._group.recv([torch.empty(1)], self._peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
-    def send_rows(self, rows: _PoolRows, offsets: Int64Array, width_bytes: int) -> None:
+    def send_rows(self, rows: Rows, offsets: Int64Array, width_bytes: int) -> None:
         for part in _messages(offsets, width_bytes):
-            self.send(torch.from_numpy(rows.of(width_bytes)[part]))
+            self.send(rows.take(part, width_bytes))
 
-    def receive_rows(self, rows: _PoolRows, offsets: Int64Array, width_bytes: int) -> None:
+    def receive_rows(self, rows: Rows, offsets: Int64Array, width_bytes: int) -> None:
         for part in _messages(offsets, width_bytes):
             message = torch.empty(len(part), width_bytes, dtype=torch.uint8)
             self.receive(message)
-            rows.of(width_bytes)[part] = message.numpy()
-
-
-class _PoolRows:
-    """A pool as an array whose index is a byte offset."""
-
-    def __init__(self, pool: SharedPool) -> None:
-        self.nbytes = pool.nbytes
-        self._bytes = pool.tensor.numpy()
-
-    def of(self, width_bytes: int) -> npt.NDArray[np.uint8]:
-        """uint8 [nbytes - width_bytes + 1, width_bytes], a view: row `i` are the bytes from `i` on."""
-        return np.lib.stride_tricks.as_strided(self._bytes, (self.nbytes - width_bytes + 1, width_bytes), (1, 1))
+            rows.put(part, message)
 
 
 def _messages(offsets: Int64Array, width_bytes: int) -> Iterator[Int64Array]:

@@ -15,13 +15,21 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from swiftkv.errors import TransferError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, close_ipc_handle, copy_2d, open_ipc_handle
 from swiftkv.kernels.triton_copy import flatten_runs, move_blocks, upload
-from swiftkv.transport.base import COPY_TIMING, CopyTimings, DevicePool, PeerHandle, Runs, Ticket
+from swiftkv.transport.base import (
+    COPY_TIMING,
+    EXPOSURE,
+    CopyTimings,
+    DevicePool,
+    Exposures,
+    PeerHandle,
+    Runs,
+    Ticket,
+)
 
 IoBackend = Literal["kernel", "direct"]
 """HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
@@ -31,12 +39,6 @@ _MAX_TABLES = 64
 _ANCHOR_INTERVAL_S = 10.0  # event times are float32 milliseconds since the anchor
 
 log = logging.getLogger(__name__)
-
-
-EXPOSURE = np.dtype([("ticket", np.int64), ("exposed_s", np.float64)])
-"""How long computing stood still for a job."""
-
-Exposures = npt.NDArray[np.void]  # [W], of EXPOSURE
 
 
 @dataclass(frozen=True, slots=True)

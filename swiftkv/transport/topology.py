@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -53,6 +53,23 @@ def choose_transport(lender_device: str, borrower_device: str, topology: Topolog
     if link == "pcie":
         return TransportChoice("peer", f"GPU {lender} and GPU {borrower} reach each other through PCIe, without NVLink")
     return TransportChoice("p2p", f"GPU {lender} and GPU {borrower} cannot map each other's memory")
+
+
+def settle_transport(
+    setting: Literal["auto", "shm", "peer", "p2p"], pairs: Sequence[tuple[str, str]], topology: Topology
+) -> TransportChoice:
+    """The one transport of engines that lend to each other: `pairs` of a lender's and a borrower's device.
+
+    An engine has one transport for all it borrows, so `auto` is what serves every pair. All devices are the host's, or
+    all are GPUs. Raises `ValueError` if `setting` does not reach, or for a GPU that is not there.
+    """
+    choices = [choose_transport(lender, borrower, topology) for lender, borrower in pairs]
+    possible = next((choice for choice in choices if choice.kind == "p2p"), choices[0])
+    if setting in ("auto", possible.kind):
+        return possible
+    if setting == "p2p":
+        return TransportChoice("p2p", f"the configuration says so, where {possible.kind} would do: {possible.reason}")
+    raise ValueError(f"{setting} does not reach, {possible.kind} would: {possible.reason}")
 
 
 def read_topology() -> Topology:

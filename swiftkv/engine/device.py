@@ -1,0 +1,79 @@
+"""What an engine on a GPU does before it serves: finds out how much memory is left for KV, and captures its graphs."""
+
+from __future__ import annotations
+
+import logging
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from swiftkv.cache.geometry import KVGroup, blocks_for_tokens, pool_bytes_for_tokens
+from swiftkv.engine.memory import GRAPH_BYTES, kv_bytes_on_device, measure_use
+from swiftkv.models.batch import ModelInput, upload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseInputs
+    from swiftkv.engine.messages import EngineConfig
+    from swiftkv.models.dense import DenseDecoder
+
+log = logging.getLogger(__name__)
+
+
+def size_pool(config: EngineConfig, model: DenseDecoder, groups: Sequence[KVGroup], device: torch.device) -> int:
+    """Bytes for the pool of an engine that has loaded its weights and has no pool yet, in inference mode.
+
+    Raises `ConfigError`, with the sum, if they do not fit.
+    """
+    use = measure_use(
+        device, lambda: run_largest_step(config, model, groups, device), 0 if config.enforce_eager else GRAPH_BYTES
+    )
+    memory = config.kv_bytes if config.device_part is None else Fraction(config.device_part)
+    # What lenders have may hold a part of the longest sequence; the runner looks at that.
+    wanted_tokens = config.block_size if config.lending is not None else config.max_model_len
+    device_bytes = torch.cuda.get_device_properties(device).total_memory
+    kv_bytes = kv_bytes_on_device(memory, device_bytes, use, pool_bytes_for_tokens(wanted_tokens, groups))
+    log.info("%s: %s + KV %.2f GiB of %.2f GiB", device, use, kv_bytes / 2**30, device_bytes / 2**30)
+    return kv_bytes
+
+
+def run_largest_step(
+    config: EngineConfig, model: DenseDecoder, groups: Sequence[KVGroup], device: torch.device
+) -> None:
+    """A step of as many tokens as one may have, and the logits of as many rows; every block is the same garbage."""
+    lengths = [config.max_model_len] * (config.max_num_batched_tokens // config.max_model_len)
+    lengths += [rest] if (rest := config.max_num_batched_tokens % config.max_model_len) else []
+    counts = [blocks_for_tokens(length, config.block_size) for length in lengths]
+    tables = tuple(torch.full((sum(counts),), ~0, dtype=torch.int32) for _ in groups)
+    batch = ModelInput(
+        token_ids=upload(np.zeros(sum(lengths), np.int32), device),
+        positions=torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]),
+        query_starts=_offsets(lengths),
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        stream_tables=(tables,),
+        table_starts=tuple(_offsets(counts) for _ in groups),
+    )
+    pool = torch.zeros(max(group.layer_block_bytes for group in groups), dtype=torch.uint8, device=device)
+    hidden = model.forward(batch, pool)
+    num_rows = min(config.max_num_seqs, len(hidden))
+    logits = model.logits(hidden[:num_rows])
+    logits.index_select(0, torch.arange(num_rows, device=device))  # sampling keeps them as they were beside the edited
+
+
+def capture_graphs(config: EngineConfig, model: DenseDecoder, pool: torch.Tensor) -> DecodeGraphs[DenseInputs] | None:
+    """Of decode steps, in inference mode, within `GRAPH_BYTES`; None if the configuration wants none."""
+    if config.enforce_eager:
+        return None
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode, graph_sizes
+
+    graphs = DecodeGraphs(DenseDecode(model, pool), pool.device)
+    graphs.capture(graph_sizes(config.max_num_seqs), GRAPH_BYTES)
+    log.info("%d CUDA graphs of decode steps, %.2f GiB", len(graphs.sizes), graphs.nbytes / 2**30)
+    return graphs
+
+
+def _offsets(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
