@@ -131,8 +131,9 @@ class LendingNode:
         """How many are in `state`, by peer; `side` is `lends` or `borrows`. Empty while the engine is not there."""
         peer = "borrower" if side == "lends" else "lender"
         counts: dict[str, int] = {}
-        for link in self.model(model)[side]:
-            counts[link[peer]] = counts.get(link[peer], 0) + link["extents"][state]
+        for link in (self.ask_admin(f"pools/{model}") or {side: []})[side]:
+            number = sum(extent["state"] == state for extent in link["extents"])
+            counts[link[peer]] = counts.get(link[peer], 0) + number
         return counts
 
     def lent(self, lender: str, borrower: str) -> int:

@@ -1,0 +1,208 @@
+"""What may go wrong while one engine uses another's memory: engines are killed and stopped, and no answer changes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.lending_node import Answers, LendingNode, Reference, Turn, conversation, serving
+from tests.support.node_process import remove, short_temporary_directory, wait_for
+
+MASTER = "float32"
+WORKERS = ("broad", "odd")
+LONG = [(Turn(tuple(3 + i * (i + seed) % 311 for i in range(1000)), 12, seed or None),) for seed in range(2)]
+CONVERSATIONS = [conversation(seed) for seed in range(400, 404)]
+WORKER_CONVERSATIONS = [conversation(seed, num_turns=2, max_tokens=(4, 12)) for seed in range(500, 503)]
+on_both = pytest.mark.parametrize("node", ["shm", "p2p"], indirect=True, scope="module")
+on_shm_first = pytest.mark.parametrize(
+    "node", ["shm", pytest.param("p2p", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
+STOPS = [2.0, pytest.param(10.0, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def node(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LendingNode]:
+    """A master with a pool of 384 tokens beside two workers; it waits for those that are started again."""
+    shared: dict[str, Any] = {"threads": 1, "max_num_batched_tokens": 256}
+    models = [
+        {"name": MASTER, "role": "master", "path": str(checkpoints["master"]), "dtype": "float32"},
+        {"name": "broad", "path": str(checkpoints["broad"]), "dtype": "bfloat16"},
+        {"name": "odd", "path": str(checkpoints["odd"]), "dtype": "bfloat16"},
+    ]
+    models[0]["kv_cache"] = {"memory": "1152KiB"}
+    for worker in models[1:]:
+        worker |= {"kv_cache": {"memory": "4MiB"}, "lending": {"budget": "100%", "window": "200ms"}}
+    config = {
+        "node": {
+            "port": 0,
+            "restart": {"limit": 1000, "window": "1s", "backoff": "50ms"},
+            "lending": {"transport": request.param, "max_wait": "100s"},
+        },
+        "models": [{**shared, **model} for model in models],
+    }
+    temporary = short_temporary_directory()
+    with serving(config, tmp_path_factory.mktemp("faults"), temporary) as node:
+        yield node
+    remove(temporary)
+
+
+@pytest.fixture(autouse=True)
+def _lending_resumes(node: LendingNode) -> Iterator[None]:
+    """Whatever a test does: afterwards every engine serves, lends again, and nothing is lost."""
+    wait_until_all_lend(node)
+    yield
+    wait_until_all_lend(node)
+    node.assert_at_rest(MASTER, *WORKERS)
+
+
+def wait_until_all_lend(node: LendingNode) -> None:
+    wait_for("every engine to serve", node.is_ready)
+    for worker in WORKERS:
+        node.wait_until_lent(worker, MASTER)
+
+
+@contextmanager
+def streaming(node: LendingNode, reference: Reference) -> Iterator[None]:
+    """The master is busy with more than its pool holds; no client of it sees an error, and every answer is right."""
+    expected = reference.answers(MASTER, [*LONG, *CONVERSATIONS])
+    with ThreadPoolExecutor(1) as clients:
+        answers: Future[list[Answers]] = clients.submit(node.hold_all, MASTER, [*LONG, *CONVERSATIONS])
+        wait_for("borrowed memory to be in use", lambda: node.blocks(MASTER)["borrowed_used"] or answers.done())
+        assert not answers.done()
+        yield
+        assert answers.result() == expected
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    wait_for("the process to stop", lambda: process.status() == psutil.STATUS_STOPPED)
+    try:
+        yield
+    finally:
+        if process.is_running():
+            process.send_signal(signal.SIGCONT)
+
+
+def engine(node: LendingNode, model: str) -> psutil.Process:
+    return node.process.engines()[model]
+
+
+def kill(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def recalling(node: LendingNode, worker: str, master: psutil.Process) -> Iterator[None]:
+    """The worker has asked for everything, and the stopped master has not heard it. On leaving, it is home."""
+    with ThreadPoolExecutor(1) as admin:
+        with stopped(master):
+            answer = admin.submit(node.set_budget, worker, 0)
+            wait_for("the recall", lambda: node.extents(worker, "lends", "recalled").get(MASTER))
+            assert not answer.done()
+            yield
+        change = answer.result()
+        assert change.status_code == 200, change.text
+        assert change.json()["lent_bytes"] == 0
+        assert change.json()["recalled_bytes"] > 0
+    assert node.blocks(worker)["lent"] == 0
+    assert node.set_budget(worker, "100%").status_code == 200
+
+
+@on_shm_first
+def test_a_worker_is_killed_while_the_master_streams_from_it(node: LendingNode, reference: Reference) -> None:
+    with streaming(node, reference):
+        dead = engine(node, "broad")
+        kill(dead)
+    wait_for("the restart", node.is_ready)
+    assert engine(node, "broad").pid != dead.pid
+
+
+@on_shm_first
+def test_all_workers_are_killed_at_once(node: LendingNode, reference: Reference) -> None:
+    """What the master cannot hold alone waits until they are back."""
+    with streaming(node, reference):
+        for worker in WORKERS:
+            kill(engine(node, worker))
+
+
+@on_both
+def test_a_lender_dies_with_copies_under_way(node: LendingNode, reference: Reference) -> None:
+    """It is stopped first: a two-sided copy waits for it in the middle of a step, and fails when it is killed."""
+    with streaming(node, reference):
+        dead = engine(node, "broad")
+        with stopped(dead):
+            time.sleep(0.5)
+            kill(dead)
+
+
+@on_both
+def test_the_master_is_killed_while_a_worker_recalls(node: LendingNode, reference: Reference) -> None:
+    master = engine(node, MASTER)
+    with recalling(node, "broad", master):
+        kill(master)
+        assert node.hold_all("broad", WORKER_CONVERSATIONS) == reference.answers("broad", WORKER_CONVERSATIONS)
+    wait_for("the restart", node.is_ready)
+    assert engine(node, MASTER).pid != master.pid
+    wait_until_all_lend(node)
+    assert node.hold_all(MASTER, LONG) == reference.answers(MASTER, LONG)
+
+
+@on_shm_first
+def test_the_master_is_killed_while_it_streams(node: LendingNode, reference: Reference) -> None:
+    with ThreadPoolExecutor(len(LONG)) as clients:
+        answers = [clients.submit(node.complete, turns[0].body(MASTER, [])) for turns in LONG]
+        wait_for("borrowed memory to be in use", lambda: node.blocks(MASTER)["borrowed_used"])
+        kill(engine(node, MASTER))
+        assert node.hold_all("broad", WORKER_CONVERSATIONS) == reference.answers("broad", WORKER_CONVERSATIONS)
+        assert {answer.result().status_code for answer in answers} <= {200, 503}
+
+
+@on_shm_first
+@pytest.mark.parametrize("stop_s", STOPS)
+def test_a_worker_is_stopped_while_the_master_streams_from_it(
+    node: LendingNode, reference: Reference, stop_s: float
+) -> None:
+    with streaming(node, reference), ThreadPoolExecutor(1) as clients:
+        with stopped(engine(node, "broad")):
+            answers = clients.submit(node.hold_all, "broad", WORKER_CONVERSATIONS)
+            time.sleep(stop_s)
+            assert not answers.done()
+        assert answers.result() == reference.answers("broad", WORKER_CONVERSATIONS)
+
+
+@on_both
+@pytest.mark.parametrize("stop_s", STOPS)
+def test_a_worker_is_stopped_while_it_recalls(node: LendingNode, reference: Reference, stop_s: float) -> None:
+    with streaming(node, reference), ThreadPoolExecutor(1) as admin, ExitStack() as worker:
+        with stopped(engine(node, MASTER)):
+            answer = admin.submit(node.set_budget, "broad", 0)
+            wait_for("the recall", lambda: node.extents("broad", "lends", "recalled").get(MASTER))
+            worker.enter_context(stopped(engine(node, "broad")))
+        time.sleep(stop_s)
+        assert not answer.done()
+        worker.close()
+        assert answer.result().json()["lent_bytes"] == 0
+        assert node.set_budget("broad", "100%").status_code == 200
+
+
+@on_shm_first
+@pytest.mark.parametrize("stop_s", STOPS)
+def test_the_master_is_stopped_while_it_streams(node: LendingNode, reference: Reference, stop_s: float) -> None:
+    """A worker that needs what it has lent answers when the master goes on, at the latest."""
+    with streaming(node, reference), ThreadPoolExecutor(1) as clients:
+        with stopped(engine(node, MASTER)):
+            answers = clients.submit(node.hold_all, "broad", WORKER_CONVERSATIONS)
+            time.sleep(stop_s)
+        assert answers.result() == reference.answers("broad", WORKER_CONVERSATIONS)
