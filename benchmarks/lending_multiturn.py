@@ -52,6 +52,7 @@ from swiftkv.bench.client import Answer, Target
 NAME = "small"
 POOL_GIB = 1
 LENT_MIB = 717  # of each neighbour: 1.4 GiB together
+SETTLE_S = 0.5  # what was held still does what it has to
 VLLM_START_TIMEOUT_S = 900
 VLLM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")  # the second in the venv
 
@@ -200,6 +201,7 @@ class Conversations:
 @contextmanager
 def measured(server: Server) -> Iterator[None]:
     server.resume()
+    time.sleep(SETTLE_S)
     try:
         yield
     finally:

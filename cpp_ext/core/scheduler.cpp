@@ -188,6 +188,11 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     budget_left_ = limits_.max_num_batched_tokens;
 
     settle_lending();
+    cache_.forget_idle_moves();
+    if (cache_.has_copies()) {  // alone: who asked extents back waits for the copies, not for a step as well
+        is_step_open_ = true;
+        return write_plan();
+    }
     const size_t num_preempted = preempted_.size();
     admit_oversized_prompt(now_s);
     schedule_decodes();

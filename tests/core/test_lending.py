@@ -108,3 +108,27 @@ def test_a_recalled_block_in_use_moves_to_another_extent_when_the_pool_is_full()
     assert not e.recalled[0]
     assert e.scheduler.stats().num_preemptions_total == 0
     e.drain()
+
+
+def test_what_is_recalled_moves_in_a_step_of_its_own() -> None:
+    """Whoever asked for it waits for copies, and not for a step of what runs as well."""
+    e = engine(num_blocks=8, num_extents=16)
+    e.borrow(0, 4)  # leaves six blocks to the pool
+    e.add(1, prompt(28, 1), max_tokens=4)
+    for _ in range(4):
+        assert e.schedule()
+        e.commit()
+    assert e.scheduler.stats().groups[0].borrowed_used == 1
+    e.recall(0, 4)
+    assert e.schedule()
+    assert e.plan is not None
+    assert e.plan.has_copies
+    assert not len(e.plan.request_ids)
+    e.commit()
+    e.take_returned()
+    assert not e.recalled[0]
+    assert e.schedule()
+    assert e.plan.request_ids.tolist() == [1]
+    e.commit()
+    assert e.scheduler.stats().num_preemptions_total == 0
+    e.drain()
