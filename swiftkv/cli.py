@@ -119,12 +119,43 @@ def plan(
         rooms = plan_lending(plans) if config.node.lending.enabled else ()
         if as_json:
             models = [plan_as_dict(model_plan) for model_plan in plans]
-            print(json.dumps({"models": models, "lending": lending_as_dict(rooms)}, indent=2))
+            transports = [{"memory": memory, "choice": choice} for memory, choice in _transports(config, plans)]
+            print(json.dumps({"models": models, "lending": lending_as_dict(rooms), "transports": transports}, indent=2))
         else:
             _print_plan(config, plans)
             _print_lending(rooms)
+            for memory, choice in _transports(config, plans):
+                print(f"\nLending in the memory of {memory} goes over {choice}.")
+            for line in _unreached(config, plans):
+                print(f"\n{line}")
             if not config.node.lending.enabled:
                 print("\nNothing is lent: node.lending is off.")
+
+
+def _transports(config: Config, plans: tuple[ModelPlan, ...]) -> Iterator[tuple[str, str]]:
+    """Whose memory, and what KV is lent over there and why; of GPUs only where they are."""
+    from swiftkv.cache.plan import plan_lending
+    from swiftkv.transport.topology import node_transports, read_topology
+
+    pairs = [(p.worker.device, p.master.device) for r in plan_lending(plans) for p in r.pairs if p.can_lend]
+    topology = read_topology() if any(device != "cpu" for pair in pairs for device in pair) else None
+    if topology is not None and not topology.gpus:
+        yield "GPUs", f"what reaches, which only the machine that has them can tell ({topology.absence})"
+        pairs = [pair for pair in pairs if pair == ("cpu", "cpu")]
+    for memory, choice in node_transports(config.node.lending.transport, pairs, topology).items():
+        yield memory, f"{choice.kind}: {choice.reason}"
+
+
+def _unreached(config: Config, plans: tuple[ModelPlan, ...]) -> Iterator[str]:
+    """Pairs that do not lend because one is on a GPU and the other is not."""
+    if config.node.lending.enabled:
+        for master in (plan for plan in plans if plan.role == "master"):
+            for worker in (plan for plan in plans if plan.budget_bytes is not None):
+                if worker.on_gpu != master.on_gpu:
+                    yield (
+                        f"{worker.name} ({worker.device}) does not lend to {master.name} ({master.device}): KV that "
+                        "passes between the host and a GPU is not streamed in this version."
+                    )
 
 
 def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
@@ -143,14 +174,15 @@ def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
         "role": [p.role for p in plans],
         **({"ranks, each with": [str(p.tensor_parallel_size) for p in plans]} if divided else {}),
         "weights": [f"{format_size(p.weight_bytes)} {p.dtype}" for p in plans],
-        "KV cache": [format_size(p.pool_bytes) for p in plans],
-        "blocks": [f"{p.num_blocks:,} of {p.block_size} tokens" for p in plans],
+        **({"device": [p.device for p in plans]} if any(p.on_gpu for p in plans) else {}),
+        "KV cache": [_pool_size(p) for p in plans],
+        "blocks": [_once_known(p, f"{p.num_blocks:,} of {p.block_size} tokens") for p in plans],
         "block": [format_size(p.block_bytes) for p in plans],
         "layer block": [" + ".join(format_size(group.layer_block_bytes) for group in p.groups) for p in plans],
         "layers": [" + ".join(str(group.num_layers) for group in p.groups) for p in plans],
         "KV per token": [format_size(p.bytes_per_token) for p in plans],
-        "tokens cached": [f"{p.pool_tokens:,}" for p in plans],
-        "longest context": [f"{p.longest_context:,}" for p in plans],
+        "tokens cached": [_once_known(p, f"{p.pool_tokens:,}") for p in plans],
+        "longest context": [_once_known(p, f"{p.longest_context:,}") for p in plans],
         "max_model_len": [f"{p.max_model_len:,}" for p in plans],
     }
     for label, cells in rows.items():
@@ -159,6 +191,19 @@ def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
     console.print(table)
     total_bytes = sum(p.tensor_parallel_size * (p.pool_bytes + p.weight_bytes) for p in plans)
     console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
+
+
+def _once_known(plan: ModelPlan, cell: str) -> str:
+    return cell if plan.device_part is None else "known at start"
+
+
+def _pool_size(plan: ModelPlan) -> str:
+    """A part of a GPU is what weights and activations leave of it, which the engine measures."""
+    from swiftkv.config import format_size
+
+    if plan.device_part is None:
+        return format_size(plan.pool_bytes)
+    return f"rest of {float(plan.device_part):.0%} of {plan.device}"
 
 
 def _print_lending(rooms: Sequence[MasterRoom]) -> None:

@@ -35,7 +35,7 @@ from swiftkv.server.http_protocol import BoundedHeadProtocol
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.supervisor import EngineSupervisor
-from swiftkv.transport.topology import Topology, TransportChoice, read_topology, settle_transport
+from swiftkv.transport.topology import Topology, TransportChoice, node_transports, read_topology
 
 if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle
@@ -119,7 +119,7 @@ class Node:
                     supervisor.set_lending_budget,
                 )
             )
-        self._transports = node_transports(config, plans)
+        self._transports = lending_transports(config, plans)
         kinds = sorted({choice.kind for choice in self._transports.values()})
         setting = config.node.lending.transport
         self._lending = NodeLending(members, config.node.lending.enabled, ", ".join(kinds) or setting)
@@ -299,22 +299,11 @@ def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
     return [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
 
 
-def node_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, TransportChoice]:
-    """How KV is lent, by whose memory it is in, `the host` or `GPUs`; only those in which any can be.
-
-    Raises `ConfigError` if the configured transport does not reach.
-    """
-    found = {}
-    for memory, on_gpu in (("the host", False), ("GPUs", True)):
-        pairs = [(p.worker.device, p.master.device) for p in lending_pairs(plans) if p.worker.on_gpu == on_gpu]
-        if not pairs:
-            continue
-        try:
-            topology = _machine() if on_gpu else Topology((), {})
-            found[memory] = settle_transport(config.node.lending.transport, list(dict.fromkeys(pairs)), topology)
-        except ValueError as error:
-            raise ConfigError(f"node.lending.transport: in the memory of {memory}, {error}; write auto") from None
-    return found
+def lending_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, TransportChoice]:
+    """How KV is lent, by whose memory it is in: see `node_transports`."""
+    pairs = [(pair.worker.device, pair.master.device) for pair in lending_pairs(plans)]
+    topology = _machine() if any(device != "cpu" for pair in pairs for device in pair) else None
+    return node_transports(config.node.lending.transport, pairs, topology)
 
 
 @cache
@@ -341,7 +330,7 @@ def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ip
         budget_bytes=plan.budget_bytes or 0,
         window_s=model.lending.window if model.lending else 0.0,
         policy=model.lending.policy if model.lending else "total",
-        transport=node_transports(config, plans)["GPUs" if plan.on_gpu else "the host"].kind,
+        transport=lending_transports(config, plans)["GPUs" if plan.on_gpu else "the host"].kind,
         io_backend=config.node.lending.io_backend,
         stream_buffers=config.node.lending.stream_buffers,
         rendezvous=str(ipc),

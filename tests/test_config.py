@@ -60,7 +60,8 @@ MISTAKES = [
     ),
     (
         "node: {lending: never}\n" + ONE_MODEL % "",
-        "node.lending: 'never' is not on, off or a mapping with the keys enabled, transport, io_backend, stream_buffers, max_wait",
+        "node.lending: 'never' is not on, off or a mapping with the keys enabled, transport, io_backend, "
+        "stream_buffers, max_wait",
     ),
     (
         "node: {shutdown_timeout: 1 minute}\n" + ONE_MODEL % "",
@@ -80,8 +81,8 @@ MISTAKES = [
     (ONE_MODEL % ", device: 'cuda:0', kv_cache: {memory: 101%}", f"models[0].kv_cache.memory: '101%' is not {MEMORY}"),
     (
         ONE_MODEL % ", device: 'cuda:0', kv_cache: {memory: 60%}, lending: {budget: 10%}",
-        "models[0].kv_cache.memory: 60% of a GPU is a number of bytes only once the model is loaded, and what a lends "
-        "is planned before; write a size such as 40GiB, or node.lending: off",
+        "models[0].kv_cache.memory: 60% of a GPU is a number of bytes only once the model is loaded, and what chat "
+        "lends is planned before; write a size such as 40GiB, or node.lending: off",
     ),
     (
         ONE_MODEL % ", device: 'cuda:0', dtype: float32",
@@ -120,6 +121,17 @@ MISTAKES = [
         ONE_MODEL % ", role: master, lending: {budget: 75%}",
         "models[0].lending: a master borrows, it does not lend; make it a worker or drop this",
     ),
+    (
+        ONE_MODEL % ", tensor_parallel_size: 2, lending: {budget: 0}",
+        "models[0].lending: with tensor_parallel_size 2 a model neither lends nor borrows in this version; make it a "
+        "worker without lending, or write tensor_parallel_size: 1",
+    ),
+    (
+        ONE_MODEL % ", tensor_parallel_size: 2, role: master",
+        "models[0].role: with tensor_parallel_size 2 a model neither lends nor borrows in this version; make it a "
+        "worker without lending, or write tensor_parallel_size: 1",
+    ),
+    (ONE_MODEL % ", tensor_parallel_size: 9", "models[0].tensor_parallel_size: 9 is not an integer from 1 to 8"),
     (
         ONE_MODEL % ", kv_cache: {memory: 128MiB}, lending: {budget: 2GiB}",
         "models[0].lending.budget: 2GiB is more than kv_cache.memory (128MiB); lower it or write 100%",

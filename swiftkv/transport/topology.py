@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from swiftkv.errors import ConfigError
 
 TransportKind = Literal["shm", "peer", "p2p"]
 Link = Literal["nvlink", "pcie"]
@@ -55,8 +57,30 @@ def choose_transport(lender_device: str, borrower_device: str, topology: Topolog
     return TransportChoice("p2p", f"GPU {lender} and GPU {borrower} cannot map each other's memory")
 
 
+TransportSetting = Literal["auto", "shm", "peer", "p2p"]
+
+
+def node_transports(
+    setting: TransportSetting, pairs: Iterable[tuple[str, str]], topology: Topology | None
+) -> dict[str, TransportChoice]:
+    """How KV is lent, by whose memory it is in, `the host` or `GPUs`; only those that `pairs` are in.
+
+    `pairs` are a lender's device and a borrower's. `topology` may be None if no GPU is among them. Raises `ConfigError`
+    if the transport that the configuration names does not reach, or for a GPU that is not there.
+    """
+    found = {}
+    for memory, is_host in (("the host", True), ("GPUs", False)):
+        here = [pair for pair in dict.fromkeys(pairs) if (pair[0] == "cpu") == is_host]
+        if here:
+            try:
+                found[memory] = settle_transport(setting, here, topology or Topology((), {}))
+            except ValueError as error:
+                raise ConfigError(f"node.lending.transport: in the memory of {memory}, {error}; write auto") from None
+    return found
+
+
 def settle_transport(
-    setting: Literal["auto", "shm", "peer", "p2p"], pairs: Sequence[tuple[str, str]], topology: Topology
+    setting: TransportSetting, pairs: Sequence[tuple[str, str]], topology: Topology
 ) -> TransportChoice:
     """The one transport of engines that lend to each other: `pairs` of a lender's and a borrower's device.
 
@@ -68,7 +92,7 @@ def settle_transport(
     if setting in ("auto", possible.kind):
         return possible
     if setting == "p2p":
-        return TransportChoice("p2p", f"the configuration says so, where {possible.kind} would do: {possible.reason}")
+        return TransportChoice("p2p", f"node.lending.transport says so; {possible.kind} would do: {possible.reason}")
     raise ValueError(f"{setting} does not reach, {possible.kind} would: {possible.reason}")
 
 

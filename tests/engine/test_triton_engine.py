@@ -10,6 +10,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from swiftkv.kernels.dispatch import INTERPRET_VARIABLE, OPS_VARIABLE
+from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
+from swiftkv.models.config import DecoderConfig
 from tests.engine.engine_process import EngineProcess
 from tests.engine.test_parity import greedy
 from tests.support.checkpoints import make_checkpoint
@@ -51,6 +53,46 @@ def test_prefill_decode_and_the_prefix_cache(tiny: Tiny, monkeypatch: pytest.Mon
     assert [answer.token_ids for answer in answers] == expected
     assert again[0].token_ids == expected[0]
     assert [answer.cached_tokens for answer in again] == [64]
+
+
+def lending_specs(directory: Path, block_bytes: int, num_extents: int) -> tuple[LendingSpec, LendingSpec]:
+    """Of a lender with a pool of `num_extents` blocks, and of a borrower."""
+    link = LinkGeometry(0, 0, 1, 1, block_bytes, num_extents, 0)
+    addresses = [f"ipc://{directory}/{name}.leases" for name in ("lender", "tiny")]
+    return (
+        lending_spec(directory, addresses[0], [], [PeerSpec("tiny", addresses[1], [link])], num_extents * block_bytes),
+        lending_spec(directory, addresses[1], [PeerSpec("lender", addresses[0], [link])], [], 0),
+    )
+
+
+def lending_spec(
+    directory: Path, address: str, lenders: list[PeerSpec], borrowers: list[PeerSpec], budget_bytes: int
+) -> LendingSpec:
+    return LendingSpec(address, lenders, borrowers, budget_bytes, 60.0, "total", "shm", 1, str(directory), 60.0)
+
+
+def test_kv_that_is_lent_streams_through_slots_between_the_kernels(
+    tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six blocks of its own: what it answers is longer, and beside it others run."""
+    (group,) = DecoderConfig.from_pretrained(tiny.directory).kv_groups(16, "float32")
+    lends, borrows = lending_specs(tmp_path_factory.mktemp("leases"), group.block_bytes, num_extents=8)
+    generator = np.random.default_rng(1)
+    asked = [generator.integers(3, 320, n).tolist() for n in (110, 20)]
+    expected = greedy(tiny.model, asked, 3)
+    with EngineProcess(tiny.directory, name="lender", kv_bytes=8 * group.block_bytes, max_model_len=64, lending=lends):
+        monkeypatch.setenv(OPS_VARIABLE, "triton")
+        monkeypatch.setenv(INTERPRET_VARIABLE, "1")
+        with EngineProcess(
+            tiny.directory, kv_bytes=6 * group.block_bytes, max_model_len=160, max_num_seqs=4, lending=borrows
+        ) as engine:
+            answers = engine.generate(asked, max_tokens=3)
+            stats = engine.wait_for_rest()
+    assert [answer.token_ids for answer in answers] == expected
+    assert stats.layer_stream_load is not None
+    assert stats.layer_stream_store is not None
+    assert stats.layer_stream_load.sum_s > 0
+    assert stats.layer_stream_store.sum_s > 0
 
 
 @pytest.mark.parametrize("kernels", ["", "reference"])

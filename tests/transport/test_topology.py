@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from swiftkv.transport.topology import Gpu, Topology, choose_transport, read_topology, visible_devices
+from swiftkv.errors import ConfigError
+from swiftkv.transport.topology import (
+    Gpu,
+    Topology,
+    TransportSetting,
+    choose_transport,
+    node_transports,
+    read_topology,
+    visible_devices,
+)
 
 GPUS = tuple(Gpu("NVIDIA H200", f"GPU-{letter}") for letter in "abcd")
 MACHINE = Topology(GPUS, {(0, 1): "nvlink", (0, 2): "pcie"})
@@ -33,6 +42,38 @@ def test_a_pair_gets_the_fastest_that_works(lender: str, borrower: str, kind: st
 
 def test_host_memory_needs_no_gpu() -> None:
     assert choose_transport("cpu", "cpu", LAPTOP).kind == "shm"
+
+
+@pytest.mark.parametrize(
+    ("setting", "pairs", "kinds"),
+    [
+        ("auto", [("cpu", "cpu")], {"the host": "shm"}),
+        ("auto", [("cuda:1", "cuda:0"), ("cpu", "cpu"), ("cuda:0", "cuda:0")], {"the host": "shm", "GPUs": "peer"}),
+        ("auto", [("cuda:1", "cuda:0"), ("cuda:3", "cuda:0")], {"GPUs": "p2p"}),  # an engine has one transport
+        ("peer", [("cuda:2", "cuda:0")], {"GPUs": "peer"}),
+        ("p2p", [("cuda:1", "cuda:0"), ("cpu", "cpu")], {"the host": "p2p", "GPUs": "p2p"}),
+        ("auto", [], {}),
+    ],
+)
+def test_a_node_has_one_transport_for_each_kind_of_memory(
+    setting: TransportSetting, pairs: list[tuple[str, str]], kinds: dict[str, str]
+) -> None:
+    chosen = node_transports(setting, pairs, MACHINE)
+    assert {memory: choice.kind for memory, choice in chosen.items()} == kinds
+
+
+@pytest.mark.parametrize(
+    ("setting", "pair", "why"),
+    [
+        ("shm", ("cuda:0", "cuda:0"), "memory of GPUs, shm does not reach, peer would"),
+        ("peer", ("cpu", "cpu"), "memory of the host, peer does not reach, shm would"),
+        ("peer", ("cuda:1", "cuda:2"), "cannot map each other's memory; write auto"),
+        ("auto", ("cuda:0", "cuda:7"), "cuda:7 is not there"),
+    ],
+)
+def test_a_transport_that_does_not_reach_is_refused(setting: TransportSetting, pair: tuple[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"node.lending.transport: .*{why}"):
+        node_transports(setting, [pair], MACHINE)
 
 
 @pytest.mark.parametrize(("topology", "why"), [(LAPTOP, "Driver Not Loaded"), (MACHINE, "4 GPUs are visible")])
