@@ -105,6 +105,33 @@ def test_sizes_by_hand(tmp_path: Path) -> None:
     assert plan(tmp_path, "path: tiny, max_model_len: 100").max_model_len == 100
 
 
+def test_sizes_of_a_rank_by_hand(tmp_path: Path) -> None:
+    """Heads, MLP and head of the model are divided, the embedding is not; a token takes half a block's bytes."""
+    make(tmp_path / "tiny", TINY)
+    memory = f"path: tiny, kv_cache: {{memory: {10 * TINY_BLOCK_BYTES}}}"
+    planned = plan(tmp_path, f"{memory}, tensor_parallel_size: 2")
+    assert (planned.num_blocks, planned.block_bytes) == (20, TINY_BLOCK_BYTES // 2)
+    assert planned.weight_bytes == 2 * (1000 * 64 + 500 * 64 + 3 * (64 * 32 * 2 + 64 * 16 * 2 + 3 * 64 * 64))
+    planned = plan(tmp_path, f"{memory}, tensor_parallel_size: 4")  # two ranks have the same KV head
+    assert (planned.num_blocks, planned.block_bytes) == (20, TINY_BLOCK_BYTES // 2)
+    assert plan_as_dict(planned)["tensor_parallel_size"] == 4
+
+
+def test_a_head_that_is_the_embedding_is_divided_in_a_copy(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", {**TINY, "tie_word_embeddings": True})
+    layers = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+    assert plan(tmp_path, "path: tiny").weight_bytes == 2 * (1000 * 64 + layers)
+    assert plan(tmp_path, "path: tiny, tensor_parallel_size: 2").weight_bytes == 2 * (1500 * 64 + layers // 2)
+
+
+def test_ranks_that_cannot_divide_the_model_are_refused(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", TINY)
+    assert mistake(tmp_path, "path: tiny, tensor_parallel_size: 8") == (
+        "models[0].tensor_parallel_size: 8 ranks cannot divide 4 heads, 2 KV heads and an intermediate_size of 128 "
+        "evenly; possible: 1, 2, 4"
+    )
+
+
 def test_the_machine_readable_plan_is_json(tmp_path: Path) -> None:
     make(tmp_path / "tiny", TINY)
     as_json = json.loads(json.dumps(plan_as_dict(plan(tmp_path, "path: tiny, kv_cache: {memory: 1MiB}"))))

@@ -28,7 +28,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(checkpoint: Path, size: int, *, stderr: int | None = None, **options: object) -> EngineProcess:
-    return EngineProcess(checkpoint, stderr, tensor_parallel_size=size, max_model_len=320, **options)
+    return EngineProcess(
+        checkpoint, stderr, tensor_parallel_size=size, max_model_len=320, **{"kv_bytes": 8 << 20, **options}
+    )
 
 
 @pytest.fixture

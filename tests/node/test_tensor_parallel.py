@@ -1,0 +1,105 @@
+"""A model on two ranks answers like the same model on one, and its ranks live and die together."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
+
+MAX_MODEL_LEN = 8192
+PROMPTS = ["def", "def f(x):", "import os\n" * 20, "class A:"]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    directory = tmp_path_factory.mktemp("ranks")
+    make_checkpoint(directory / "tiny", "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
+    models: list[dict[str, Any]] = [
+        {"path": str(directory / "tiny"), "dtype": "float32", "threads": 2, "kv_cache": {"memory": "8MiB"}, **model}
+        for model in ({"name": "whole"}, {"name": "divided", "tensor_parallel_size": 2})
+    ]
+    config = {"node": {"port": 0, "restart": {"limit": 5, "backoff": "50ms"}}, "models": models}
+    with NodeProcess(config, directory, short_temporary_directory()) as node:
+        yield node
+    remove(node.temporary)
+
+
+def complete(node: NodeProcess, model: str, prompt: str = "def", **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 16, "ignore_eos": True, "logprobs": 2, "temperature": 0, **fields}
+    answer = httpx.post(f"{node.url}/models/{model}/v1/completions", json=body, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def ranks(node: NodeProcess) -> list[psutil.Process]:
+    """The processes of the model on two ranks, rank 0 first."""
+    rank_0 = node.engines()["divided"]
+    return [rank_0, *rank_0.children()]
+
+
+def test_it_answers_like_a_model_on_one_rank(node: NodeProcess) -> None:
+    requests = [
+        {"prompt": prompt, **fields}
+        for prompt in PROMPTS
+        for fields in ({"temperature": 0}, {"temperature": 1, "seed": 3, "top_p": 0.9}, {"temperature": 0, "n": 2})
+    ]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        whole, divided = (
+            list(pool.map(lambda fields, model=model: complete(node, model, **fields), requests))
+            for model in ("whole", "divided")
+        )
+    for one, two in zip(whole, divided, strict=True):
+        assert one["usage"]["total_tokens"] == two["usage"]["total_tokens"]
+        for ours, theirs in zip(one["choices"], two["choices"], strict=True):
+            assert ours["text"] == theirs["text"]
+            assert ours["logprobs"]["token_logprobs"] == pytest.approx(theirs["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_rank_takes_the_others_along_and_the_model_comes_back(rank: int, node: NodeProcess) -> None:
+    wait_for("the model to serve", lambda: node.ready()["divided"] == "ready")
+    expected = complete(node, "divided")["choices"]
+    before = ranks(node)
+    assert len(before) == 2
+    body = {"prompt": "def", "max_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True, "stream": True}
+    url = f"{node.url}/models/divided/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+        events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+        assert next(events)["choices"]
+        before[rank].send_signal(signal.SIGKILL)
+        *_, last = events
+    assert "model 'divided' stopped" in last["error"]["message"]
+    how = "was killed by SIGKILL" if rank == 0 else "ended with code 1"
+    node.wait_line(rf"divided: the engine {how}; starting it again")
+    assert not psutil.wait_procs(before, DEADLINE_S)[1]
+    wait_for("the restart", lambda: node.ready()["divided"] == "ready")
+    assert complete(node, "divided")["choices"] == expected
+    assert complete(node, "whole")["choices"][0]["text"] == expected[0]["text"]
+    assert not set(ranks(node)) & set(before)
+
+
+def test_sigterm_leaves_nothing(node: NodeProcess) -> None:
+    processes = ranks(node)
+    assert list(node.temporary.glob("swiftkv-*.ipc/1.ranks"))
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(DEADLINE_S) == 0
+    assert not psutil.wait_procs(processes, DEADLINE_S)[1]
+    node.assert_nothing_left()
+
+
+def test_a_size_that_does_not_divide_starts_nothing(node: NodeProcess, tmp_path: Path) -> None:
+    config = json.loads(json.dumps({"models": [{"name": "m", "path": str(node.file.parent / "tiny")}]}))
+    config["models"][0]["tensor_parallel_size"] = 3
+    with NodeProcess(config, tmp_path, tmp_path, wait=False) as refused:
+        assert refused.process.wait(DEADLINE_S) == 2
