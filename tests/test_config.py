@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from swiftkv.config import Budget, format_size, load_config, parse_budget, parse_config, parse_size
 from swiftkv.errors import ConfigError
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
 ONE_MODEL = "models: [{name: chat, path: somewhere%s}]"
 
@@ -296,3 +297,8 @@ def test_the_models_key_is_not_the_key_of_admin(monkeypatch: pytest.MonkeyPatch)
 def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) -> None:
     config = parse_config({"node": {"host": host}, "models": [{"name": "a", "path": "b"}]})
     assert config.node.is_loopback is loopback
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.name)
+def test_the_files_that_come_with_it_are_right(file: Path) -> None:
+    assert load_config(file).models
