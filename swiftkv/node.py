@@ -385,7 +385,7 @@ def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: P
         outputs_address=f"{address}.outputs",
         kv_bytes=plan.pool_bytes,
         device_part=None if plan.device_part is None else str(plan.device_part),
-        enforce_eager=model.enforce_eager,
+        enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1,  # sums of ranks are not captured
         max_model_len=plan.max_model_len,
         device=model.device,
         dtype=model.dtype,
