@@ -30,6 +30,9 @@ class ZeroModel:
     vocab_size = 320
     eos_token_ids = ()
     device = torch.device("cpu")
+    kernels = "cpu"
+    layer_stream = None
+    decode_graphs = None
 
     def __init__(self, num_blocks: int) -> None:
         self.group_specs = [GroupSpec(28, num_blocks, 0)]
@@ -37,6 +40,9 @@ class ZeroModel:
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         return ModelInput.from_plan(plan).token_ids
+
+    def wait_for_device(self) -> None:
+        pass
 
     def logits(self, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
         return torch.zeros(len(rows), self.vocab_size)
@@ -56,13 +62,14 @@ def main() -> None:
     num_blocks = args.seqs * (max_model_len // 16 + 2)
     config = EngineConfig("bench", "", "", "", 0, max_model_len, max_num_seqs=args.seqs)
     model: Any = ZeroModel(num_blocks)
-    engine = Engine(config, model, requests, outputs)
+    engine = Engine(config, model, requests, outputs, context)
     rng = np.random.default_rng(0)
     for request_id in range(args.seqs):
         prompt = rng.integers(0, model.vocab_size, args.context).astype(np.int32)
         sampling = SamplingParams(max_tokens=args.steps + 32, temperature=0.0)
         to_engine.send(msgspec.msgpack.encode(AddRequest(request_id + 1, prompt.tobytes(), sampling)))
-    for message in engine._receive(wait=True):
+    engine._wait()
+    for message in engine._receive():
         engine._handle(message)  # type: ignore[arg-type]
     costs_us = []
     with torch.inference_mode():
