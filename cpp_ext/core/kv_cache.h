@@ -98,7 +98,6 @@ class KvCache {
     void forget_idle_moves();
     bool holds_lost(const BlockTable& table) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
-    int group_of_lend_link(int link) const { return lend_links_[link].group; }
 
     // Copies that the step in progress makes before anything else, layer by layer.
     const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
