@@ -1,0 +1,372 @@
+"""A whole model on one GPU beside the machine's floors and beside transformers, and what streaming lent KV costs.
+
+PYTHONPATH=. python benchmarks/gpu/serve.py [--out serve.json] [--only model|transformers|lending]
+
+A dense decoder of Qwen3-8B's shape with random weights, made on the device; nothing is downloaded.
+
+model: a decode step of 32 sequences of 4,096 tokens (a CUDA graph, logits and greedy tokens with it), and the prefill
+of one prompt. Floors: the bytes of weights and KV over the bandwidth of a copy; the operations over the rate of a bf16
+matrix product; both measured in the same run. transformers: the same shape, sdpa, static cache, the same steps.
+
+lending: prompts whose beginning lies in memory that is lent, and streams through the pool layer by layer while 512 new
+tokens are computed; beside them the same prompts with that KV in pinned host memory, reloaded by the same code with the
+same overlap. The lender's memory is another allocation on the same GPU, as a mapping of its pool is; prompts have 4K to
+32K tokens. Time to first token is that of the step, without HTTP; `tests/gpu/test_gpu_node.py` has the real processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import Machine, measure, median_seconds, print_table, write_json
+
+from swiftkv.cache.geometry import KVGroup, split_pool
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
+from swiftkv.models.stream import NO_STREAM
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+BLOCK_SIZE = 64
+DECODE = (32, 4096)
+PREFILLS = (2048, 8192, 32_768)
+CACHED = range(4096, 32_768 + 1, 2048)
+NEW_TOKENS = 512
+CAPPED_BLOCKS = 96  # of the borrower's own pool in the lending part: 6,144 tokens
+REPEATS = 8
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class RandomWeights(MappedWeights):
+    """A checkpoint that is made where it is asked for."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        return torch.randn(shape, dtype=self._dtype, device=self._device) * shape[-1] ** -0.5
+
+    def forget(self, name: str) -> None:
+        pass
+
+
+def make_decoder(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, max_len: int) -> DenseDecoder:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(shape))
+        config = DecoderConfig.from_pretrained(Path(directory))
+    return DenseDecoder(config, RandomWeights(device, dtype), dtype, device, max_len, BLOCK_SIZE)
+
+
+def matrix_parameters(config: DecoderConfig) -> int:
+    """Of the layers: what every token is multiplied with."""
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def decode_bytes(config: DecoderConfig, batch: int, context: int) -> int:
+    """What a decode step must read: the layers' matrices and the head's, and all KV; 2 bytes each."""
+    kv = batch * context * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    return 2 * (matrix_parameters(config) + config.vocab_size * config.hidden_size + kv)
+
+
+def prefill_operations(config: DecoderConfig, num_new: int, num_cached: int = 0) -> int:
+    """Multiplications and additions of the layers and of attention, the masked half not counted; one row of logits."""
+    pairs = num_new * num_cached + num_new * (num_new + 1) // 2
+    attention = 4 * config.head_dim * config.num_heads * config.num_layers * pairs
+    return 2 * matrix_parameters(config) * num_new + attention + 2 * config.vocab_size * config.hidden_size
+
+
+def longest_context(own_blocks: int, lent_blocks: int, num_layers: int) -> int:
+    """Tokens of one sequence in a pool of `own_blocks` with `lent_blocks` borrowed (the paper's Eqs. 4 and 5)."""
+    return BLOCK_SIZE * sum(split_pool(own_blocks * num_layers, [lent_blocks], num_layers))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(np.array(values), percent, method="higher"))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`StepArrays` and `StepCopies` of sequences whose tables are given."""
+
+    token_ids: Int32Array
+    positions: Int32Array
+    query_starts: Int32Array
+    context_lens: Int32Array
+    stream_tables: Sequence[Sequence[Int32Array]]
+    table_starts: Sequence[Int32Array]
+    loads: Sequence[npt.NDArray[np.int64]] = field(default=())  # by buffer
+
+    @property
+    def block_tables(self) -> Sequence[Int32Array]:
+        return self.stream_tables[0]
+
+    @property
+    def num_stream_buffers(self) -> int:
+        return len(self.loads)
+
+    @property
+    def has_copies(self) -> bool:
+        return len(self.loads) > 0
+
+    def copies(self, group: int, kind: str, buffer: int) -> npt.NDArray[np.int64]:
+        return self.loads[buffer] if kind == "load" and self.loads else np.empty((0, 5), np.int64)
+
+
+def local_step(num_layers: int, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Step:
+    """Sequences of (cached, new) tokens, all of whose blocks lie in the pool, at random."""
+    context_lens = np.array([cached + new for cached, new in lengths], np.int32)
+    counts = -(-context_lens // BLOCK_SIZE)
+    blocks = np.random.default_rng(seed).permutation(int(counts.sum())).astype(np.int32)
+    new = np.array([n for _, n in lengths])
+    return Step(
+        np.zeros(int(new.sum()), np.int32),
+        np.concatenate([np.arange(cached, cached + n, dtype=np.int32) for cached, n in lengths]),
+        np.append(0, new.cumsum()).astype(np.int32),
+        context_lens,
+        [[blocks * np.int32(num_layers)]],
+        [np.append(0, counts.cumsum()).astype(np.int32)],
+    )
+
+
+def streamed_step(group: KVGroup, num_cached: int, num_new: int, num_buffers: int) -> Step:
+    """One sequence: its cached blocks are borrowed on link 0 in runs of 8, its new ones are the pool's first.
+
+    Behind these come the slots of the buffers.
+    """
+    num_layers, width, block = group.num_layers, group.layer_block_bytes, group.block_bytes
+    borrowed, own = num_cached // BLOCK_SIZE, -(-num_new // BLOCK_SIZE)
+    first_slot = own * num_layers
+    starts = np.arange(0, borrowed, 8)
+    places = np.random.default_rng(num_cached).permutation(len(starts)) * 8
+    tables, loads = [], []
+    for buffer in range(num_buffers):
+        slots = first_slot + buffer * borrowed + np.arange(borrowed)
+        tables.append([np.concatenate((~slots, np.arange(own) * num_layers)).astype(np.int32)])
+        counts = np.minimum(8, borrowed - starts)
+        columns = (0 * starts, places * block, (slots[0] + starts) * width, counts, 0 * starts + 1)
+        loads.append(np.ascontiguousarray(np.stack(columns, axis=1), np.int64))
+    return Step(
+        np.zeros(num_new, np.int32),
+        np.arange(num_cached, num_cached + num_new, dtype=np.int32),
+        np.array([0, num_new], np.int32),
+        np.array([num_cached + num_new], np.int32),
+        tables,
+        [np.array([0, borrowed + own], np.int32)],
+        loads,
+    )
+
+
+def forward(decoder: DenseDecoder, pool: torch.Tensor, step: Step, stream: Any = NO_STREAM) -> torch.Tensor:
+    from swiftkv.models.batch import ModelInput
+
+    return decoder.forward(ModelInput.from_plan(step), pool, stream)
+
+
+def bench_model(machine: Machine, device: torch.device) -> list[dict[str, object]]:
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode
+
+    decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
+    config, num_layers = decoder.config, decoder.config.num_layers
+    (group,) = config.kv_groups(BLOCK_SIZE, "bfloat16")
+    batch, context = DECODE
+    num_blocks = max(batch * context, max(PREFILLS)) // BLOCK_SIZE
+    pool = torch.zeros(num_blocks * group.block_bytes, dtype=torch.uint8, device=device)
+    pool.view(torch.bfloat16).normal_()
+    graphs = DecodeGraphs(DenseDecode(decoder, pool), device)
+    graphs.capture([batch], 1 << 33)
+    decode = local_step(num_layers, [(context - 1, 1)] * batch)
+
+    def decode_once(_: int) -> None:
+        hidden = graphs.run(decode)
+        assert hidden is not None
+        decoder.logits(hidden).argmax(-1)
+
+    floor_s = decode_bytes(config, batch, context) / machine.copy_bytes_per_s
+    rows: list[dict[str, object]] = [_row(f"decode {batch} x {context}", median_seconds(decode_once), floor_s)]
+    for num_new in PREFILLS:
+        step = local_step(num_layers, [(0, num_new)])
+
+        def prefill_once(_: int, step: Step = step) -> None:
+            decoder.logits(forward(decoder, pool, step)[-1:])
+
+        floor_s = prefill_operations(config, num_new) / machine.matrix_flops_per_s
+        rows.append(_row(f"prefill {num_new}", median_seconds(prefill_once, repeats=8), floor_s))
+    return rows
+
+
+def bench_transformers(machine: Machine, device: torch.device) -> list[dict[str, object]]:
+    calls = transformers_calls(SHAPE, device, torch.bfloat16, DECODE, PREFILLS)
+    rows = []
+    with torch.inference_mode():
+        for name, (call, floor) in calls.items():
+            rate = machine.copy_bytes_per_s if name.startswith("decode") else machine.matrix_flops_per_s
+            rows.append(_row(f"transformers: {name}", median_seconds(lambda _, c=call: c(), repeats=8), floor / rate))
+    return rows
+
+
+def transformers_calls(
+    shape: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    decode: tuple[int, int],
+    prefills: Sequence[int],
+) -> dict[str, tuple[Callable[[], torch.Tensor], int]]:
+    """The same steps in transformers, each with its bytes (decode) or operations (prefill), which give its floor."""
+    from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+    values = {key: value for key, value in shape.items() if key != "model_type"}
+    config = AutoConfig.for_model(shape["model_type"], **values)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(shape))
+        decoder = DecoderConfig.from_pretrained(Path(directory))
+    batch, context = decode
+    cache = StaticCache(config=config, max_cache_len=context)
+    one = torch.zeros((batch, 1), dtype=torch.long, device=device)
+    mask = torch.ones((batch, context), dtype=torch.long, device=device)
+    last = torch.full((batch, 1), context - 1, device=device)
+
+    def decode_once() -> torch.Tensor:
+        logits: torch.Tensor = model(
+            one, attention_mask=mask, position_ids=last, cache_position=last[0], past_key_values=cache
+        ).logits
+        return logits
+
+    calls: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
+        f"decode {batch} x {context}": (decode_once, decode_bytes(decoder, batch, context))
+    }
+    for num_new in prefills:
+        prompt = torch.zeros((1, num_new), dtype=torch.long, device=device)
+
+        def prefill_once(prompt: torch.Tensor = prompt) -> torch.Tensor:
+            logits: torch.Tensor = model(prompt, use_cache=True, logits_to_keep=1).logits
+            return logits
+
+        calls[f"prefill {num_new}"] = (prefill_once, prefill_operations(decoder, num_new))
+    return calls
+
+
+def bench_lending(_: Machine, device: torch.device) -> list[dict[str, object]]:
+    decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
+    (group,) = decoder.config.kv_groups(BLOCK_SIZE, "bfloat16")
+    most = max(CACHED) // BLOCK_SIZE
+    own = CAPPED_BLOCKS * group.num_layers  # layer blocks
+    assert -(-NEW_TOKENS // BLOCK_SIZE) * group.num_layers + 2 * most <= own, "two buffers do not fit"
+    longest = longest_context(CAPPED_BLOCKS, most, group.num_layers)
+    print(f"{CAPPED_BLOCKS * BLOCK_SIZE:,} tokens of pool, {most * BLOCK_SIZE:,} lent: {longest:,} in one sequence")
+    rows = []
+    for where, io_backend in (("lent", "kernel"), ("lent", "direct"), ("pinned host", "direct")):
+        num_bytes = most * group.block_bytes
+        theirs = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) if where == "pinned host" else None
+        peer = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if theirs is None else theirs
+        rows.append(stream_from(decoder, group, device, peer, io_backend, f"{where}, {io_backend}"))
+    return rows
+
+
+def stream_from(
+    decoder: DenseDecoder, group: KVGroup, device: torch.device, peer: torch.Tensor, io_backend: Any, name: str
+) -> dict[str, object]:
+    """Steps over prompts of every length: their time, and what of it the copies were not hidden in."""
+    from swiftkv.cache.cuda_pool import CudaPool
+    from swiftkv.master.layer_stream import LayerStream
+    from swiftkv.transport.peer import PeerTransport, _Mapping
+
+    pool = CudaPool([(group, CAPPED_BLOCKS)], device)
+    transport = PeerTransport(pool, io_backend)
+    # What an IPC handle would map; host memory that is pinned has an address that the device can read, too.
+    transport._mappings[0] = _Mapping(peer.data_ptr(), peer.numel())
+    streams = LayerStream(transport, [group])
+    first_token_s: list[float] = []
+    for repeat in range(REPEATS + 1):
+        for num_cached in CACHED:
+            step = streamed_step(group, num_cached, NEW_TOKENS, 2)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            with streams.step(step) as stream:
+                hidden = forward(decoder, pool.tensor, step, stream)
+            decoder.logits(hidden[-1:]).argmax(-1)
+            end.record()
+            end.synchronize()
+            streams.catch_up()
+            if repeat:
+                first_token_s.append(begin.elapsed_time(end) / 1e3)
+            else:
+                streams.recent.clear()  # kernels were compiled
+    exposed_s = [step.exposed_s for step in streams.recent]
+    del transport, streams, pool
+    return {
+        "case": name,
+        "exposed_mean_s": float(np.mean(exposed_s)),
+        "exposed_p99_s": percentile(exposed_s, 99),
+        "first_token_p50_s": percentile(first_token_s, 50),
+        "first_token_p99_s": percentile(first_token_s, 99),
+    }
+
+
+def _row(case: str, seconds: float, floor_s: float) -> dict[str, object]:
+    return {"case": case, "s": seconds, "floor_s": floor_s, "times_floor": seconds / floor_s}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--only", choices=["model", "transformers", "lending"], help="one part")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device: there is nothing to measure")
+    device = torch.device("cuda", torch.cuda.current_device())
+    machine = measure()
+    print(machine.report(), flush=True)
+    parts = {"model": bench_model, "transformers": bench_transformers, "lending": bench_lending}
+    results: list[dict[str, object]] = []
+    for name, part in parts.items():
+        if arguments.only in (None, name):
+            # transformers caches KV in tensors that it made outside of inference mode.
+            with nullcontext() if name == "transformers" else torch.inference_mode():
+                rows = part(machine, device)
+            torch.cuda.empty_cache()
+            header = list(rows[0])
+            print_table(header, [[f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows])
+            results += rows
+            write_json(arguments.out, machine, results)
+
+
+if __name__ == "__main__":
+    main()
