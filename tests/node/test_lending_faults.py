@@ -147,7 +147,7 @@ def test_a_lender_dies_with_copies_under_way(node: LendingNode, reference: Refer
             kill(dead)
 
 
-@on_both
+@on_shm_first
 def test_the_master_is_killed_while_a_worker_recalls(node: LendingNode, reference: Reference) -> None:
     master = engine(node, MASTER)
     with recalling(node, "broad", master):
@@ -182,7 +182,7 @@ def test_a_worker_is_stopped_while_the_master_streams_from_it(
         assert answers.result() == reference.answers("broad", WORKER_CONVERSATIONS)
 
 
-@on_both
+@on_shm_first
 @pytest.mark.parametrize("stop_s", STOPS)
 def test_a_worker_is_stopped_while_it_recalls(node: LendingNode, reference: Reference, stop_s: float) -> None:
     with streaming(node, reference), ThreadPoolExecutor(1) as admin, ExitStack() as worker:
