@@ -61,7 +61,8 @@ def select_ops(device: torch.device | str) -> Ops:
     if wanted not in ("", "reference", "triton"):
         raise ConfigError(f"{OPS_VARIABLE}={wanted} in the environment is not reference or triton; unset it")
     if wanted == "reference":
-        return reference_ops()
+        ops = reference_ops()
+        return replace(ops, prepare_batch=partial(ops.prepare_batch, device=device))
     if wanted == "triton" and device.type != "cuda" and os.environ.get(INTERPRET_VARIABLE) != "1":
         raise ConfigError(
             f"{OPS_VARIABLE}=triton on the device {device}: Triton compiles for GPUs; set {INTERPRET_VARIABLE}=1 to "

@@ -120,20 +120,23 @@ def prepare_batch(
     context_lens: Tensor,
     block_table: Tensor,
     table_starts: Tensor,
+    *,
+    device: torch.device | str | None = None,
 ) -> AttentionBatch:
     """What attention needs to know about a step's tokens, once for all layers of a KV group.
 
     int32: positions [T], query_starts [S + 1], context_lens [S], block_table [number of entries], table_starts [S + 1].
+    The result is on `device`, by default where the arguments are.
     """
     positions, block_table, table_starts = positions.long(), block_table.long(), table_starts.long()
     sequence = torch.repeat_interleave(query_starts.long().diff())  # [T]
     starts = table_starts.tolist()
     return AttentionBatch(
-        positions=positions,
-        token_entries=block_table[table_starts[sequence] + positions // spec.block_size],
+        positions=positions.to(device),
+        token_entries=block_table[table_starts[sequence] + positions // spec.block_size].to(device),
         query_starts=tuple(query_starts.tolist()),
         context_lens=tuple(context_lens.tolist()),
-        entries=tuple(block_table[start:end] for start, end in pairwise(starts)),
+        entries=tuple(block_table[start:end].to(device) for start, end in pairwise(starts)),
     )
 
 

@@ -81,7 +81,7 @@ class ModelRunner:
             for g, region in zip(groups, self.pool.regions, strict=True)
         ]
         self.decode_graphs: DecodeGraphs[DenseInputs] | None = None
-        if on_gpu and communicator.size == 1:  # sums of several ranks cannot be captured
+        if on_gpu and self.kernels == "triton" and communicator.size == 1:  # sums of several ranks cannot be captured
             with torch.inference_mode():
                 self.decode_graphs = capture_graphs(config, self._model, self.pool.tensor)
         self.layer_stream: LayerStream | None = None

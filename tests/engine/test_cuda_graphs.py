@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.engine.cuda_graphs import DenseDecode, choose_size, graph_sizes
+from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode, choose_size, graph_sizes
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.config import DecoderConfig
@@ -87,3 +87,15 @@ def test_a_graph_that_was_never_filled_writes_nothing() -> None:
     toy.run(toy.inputs(4, NUM_BLOCKS))
     assert torch.equal(toy.pool, before)
     assert len(before) == NUM_BLOCKS * LAYER_BLOCK_BYTES
+
+
+def test_decode_steps_that_run_eagerly_are_counted() -> None:
+    generator = np.random.default_rng(3)
+    graphs = DecodeGraphs(Toy(NUM_BLOCKS, "cpu"), torch.device("cpu"))
+    decode = decode_step([5, 6], generator, NUM_BLOCKS)
+    assert graphs.run(decode) is None  # nothing is captured
+    graphs.sizes = [2]
+    assert graphs.run(decode, has_copies=True) is None
+    prompt = replace(decode, token_ids=np.zeros(3, np.int32), query_starts=np.array([0, 1, 3], np.int32))
+    assert graphs.run(prompt) is None
+    assert (graphs.hits_total, graphs.misses_total) == (0, 2)

@@ -19,14 +19,15 @@ from swiftkv.master.layer_stream import CopyKind, LayerStream, StreamTimings
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
-from swiftkv.transport.base import Int64Array, Transport
+from swiftkv.transport.base import EXPOSURE, Exposures, Int64Array, Transport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import publish_pool
 from swiftkv.transport.select import TransportKind, open_transport
+from swiftkv.transport.shm import ShmTransport
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lender import Lender, pool_of
 from tests.support.paged import PagedRunner
-from tests.support.streamed import HandMadePlan, StreamedRunner
+from tests.support.streamed import Borrowed, HandMadePlan, StreamedRunner
 
 CHUNKS = (7, 1, 40, 16, 1, 1, 3, 1)  # whole prompts, chunks and single tokens in one step
 NUM_BLOCKS, NUM_SLOTS = 6, 24
@@ -105,6 +106,48 @@ def test_logits_do_not_depend_on_where_blocks_lie(
             )
             assert_same(runner.run(prompts, CHUNKS), expected)
             assert min(runner.num_moves.values()) > 5, "a test that copies nothing shows nothing"
+
+
+class LateTransport(ShmTransport):
+    """Says afterwards how long was waited, as a device does."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        self._waited: list[tuple[int, float]] = []
+
+    def wait(self, ticket: int) -> None:
+        super().wait(ticket)
+        self._waited.append((ticket, 0.25))
+
+    def take_exposures(self) -> Exposures:
+        taken = np.array(self._waited, EXPOSURE)
+        self._waited.clear()
+        return taken
+
+
+def test_what_a_device_waited_is_entered_when_the_step_is_over(checkpoint: Path, tmp_path: Path) -> None:
+    decoder = load(checkpoint, "float32")
+    (group,) = decoder.config.kv_groups(decoder.spec.block_size, "float32")
+    own, lent = own_pool(decoder, "float32", 1), pool_of(PEER_BYTES)
+    transport = LateTransport(own)
+    transport.attach(0, publish_pool(tmp_path / "0", lent))
+    streams = LayerStream(transport, [group])
+    plan = HandMadePlan(1)
+    plan.add("load", 0, Borrowed(0, 48), 0, staged=True)
+    plan.add("store", 0, Borrowed(0, 48), 0, staged=True)
+    for number in range(1, 3):
+        with streams.step(plan) as stream:
+            for layer in group.layers:
+                stream.before_write(layer)
+                stream.after_write(layer)
+                stream.after_attention(layer)
+        assert streams.total.num_steps == number - 1
+    streams.catch_up()
+    streams.catch_up()
+    assert streams.total.num_steps == 2
+    assert streams.total.exposed_load_s == streams.total.exposed_store_s == 2 * 0.25 * group.num_layers
+    assert streams.total.load_bytes == streams.total.store_bytes == 2 * group.block_bytes
+    transport.close()
 
 
 @pytest.mark.parametrize("kind", ["shm", "p2p"])

@@ -1,0 +1,54 @@
+"""The step that an engine on a GPU measures its memory with, on the CPU: it is as large as one may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftkv.engine.device import run_largest_step
+from swiftkv.engine.messages import EngineConfig
+from swiftkv.kernels.dispatch import reference_ops
+from swiftkv.models.batch import ModelInput
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
+from tests.support.checkpoints import make_checkpoint
+
+
+class Watched(DenseDecoder):
+    """Notes what it is asked for."""
+
+    lengths: list[int]
+    num_rows: int
+
+    def forward(self, batch: ModelInput, pool: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.lengths = batch.query_starts.diff().tolist()
+        assert batch.context_lens.tolist() == self.lengths
+        return super().forward(batch, pool)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_rows = len(hidden)
+        return super().logits(hidden)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_num_batched_tokens", "lengths"),
+    [(50, 120, [50, 50, 20]), (64, 128, [64, 64]), (300, 90, [90]), (300, 1, [1])],
+)
+def test_it_has_all_tokens_and_all_rows(
+    max_model_len: int, max_num_batched_tokens: int, lengths: list[int], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    decoder_config = DecoderConfig.from_pretrained(tmp_path)
+    config = EngineConfig(
+        "tiny", str(tmp_path), "", "", 0, max_model_len, dtype="float32", max_num_seqs=7,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )  # fmt: skip
+    weights = MappedWeights(tmp_path)
+    decoder = Watched(decoder_config, weights, torch.float32, "cpu", max_model_len, ops=reference_ops())
+    with torch.inference_mode():
+        run_largest_step(config, decoder, decoder_config.kv_groups(16, "float32"), torch.device("cpu"))
+    assert decoder.lengths == lengths
+    assert decoder.num_rows == min(7, sum(lengths))
