@@ -58,6 +58,8 @@ class DeviceSampler:
         self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._parked: dict[int, _Parked] = {}  # by request id
+        slot = torch.zeros(1, dtype=torch.int32, device=device)
+        sample(torch.zeros(1, vocab_size, device=device), self._params, slot, slot)  # compiled before anybody waits
 
     def seat(self, slot: int, request: Request) -> None:
         asked, params = request.sampling, self._params

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swiftkv.cache.plan import ModelPlan, plan_as_dict, plan_node
+from swiftkv.cache.plan import ModelPlan, plan_as_dict, plan_lending, plan_node
 from swiftkv.config import load_config
 from swiftkv.errors import ConfigError
 
@@ -216,3 +217,34 @@ def test_each_model_with_a_mistake_gets_a_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_node(load_config(file), need_weights=False)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["models[0].path", "models[1].path"]
+
+
+def test_a_part_of_a_gpu_is_planned_without_a_pool_and_without_lending(tmp_path: Path) -> None:
+    """The engine finds the bytes; what is written in bytes beside it is planned as ever."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "node.yaml").write_text(
+        "models:\n"
+        "  - {name: part, path: tiny, device: 'cuda:0', kv_cache: {memory: 37.5%}}\n"
+        "  - {name: master, path: tiny, role: master, device: 'cuda:0', kv_cache: {memory: 1MiB}}\n"
+    )
+    part, master = plan_node(load_config(tmp_path / "node.yaml"), need_weights=False)
+    assert (part.num_blocks, part.max_model_len, part.device_part) == (0, 512, Fraction(3, 8))
+    assert plan_as_dict(part)["device_part"] == 0.375
+    assert (master.num_blocks, master.device_part) == ((1 << 20) // TINY_BLOCK_BYTES, None)
+    assert plan_lending((part, master)) == ()
+
+
+def test_pools_in_different_memory_do_not_lend_to_each_other(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    lends = "path: tiny, kv_cache: {memory: 1MiB}, lending: {budget: 50%}"
+    (tmp_path / "node.yaml").write_text(
+        "models:\n"
+        "  - {name: master, path: tiny, role: master, device: 'cuda:1', kv_cache: {memory: 1MiB}}\n"
+        f"  - {{name: host, {lends}}}\n"
+        f"  - {{name: gpu, device: 'cuda:0', {lends}}}\n"
+    )
+    (room,) = plan_lending(plan_node(load_config(tmp_path / "node.yaml"), need_weights=False))
+    assert [pair.worker.name for pair in room.pairs] == ["gpu"]
+    assert room.pairs[0].share == 1

@@ -94,6 +94,20 @@ def test_totals_survive_a_restarted_engine() -> None:
     assert tiers == [39, 26]
 
 
+def test_graphs_are_counted_where_there_are_any() -> None:
+    metrics = GatewayMetrics()
+    metrics.for_model("cpu").observe_engine(EngineStats(*[0] * 12))
+    metrics.for_model("gpu").observe_engine(
+        EngineStats(*[0] * 12, cuda_graph_hits_total=90, cuda_graph_misses_total=10)
+    )
+    for name, counted in (("cpu", (0, 0)), ("gpu", (90, 10))):
+        values = (
+            metrics.registry.get_sample_value(f"swiftkv:cuda_graph_{what}_total", {"model_name": name})
+            for what in ("hits", "misses")
+        )
+        assert tuple(values) == counted
+
+
 def test_where_kv_lies_and_what_streaming_it_takes() -> None:
     metrics = GatewayMetrics()
     model, other = metrics.for_model("m"), metrics.for_model("other")
