@@ -260,6 +260,11 @@ class ModelConfig(_Section):
     lending: LendingConfig | None = Field(None, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")
 
+    @property
+    def last_gpu(self) -> int:
+        """Of its ranks, which have one each from `device` on; -1 on the CPU."""
+        return -1 if self.device == "cpu" else int(self.device.removeprefix("cuda:")) + self.tensor_parallel_size - 1
+
 
 class Config(_Section):
     """The whole file."""

@@ -26,7 +26,7 @@ import uvloop
 
 from swiftkv import __version__
 from swiftkv.cache.plan import LendingPair, ModelPlan, plan_lending
-from swiftkv.config import Config, ModelConfig, format_size
+from swiftkv.config import Config, format_size
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
@@ -414,11 +414,6 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _last_gpu(model: ModelConfig) -> str:
-    """Of a model's ranks, which have one each, from its `device` on."""
-    return f"cuda:{int(model.device.removeprefix('cuda:')) + model.tensor_parallel_size - 1}"
-
-
 def check_devices(config: Config) -> None:
     """Raises `ConfigError` for a device that is not there, or that this installation cannot use."""
     if all(model.device == "cpu" for model in config.models):
@@ -433,9 +428,9 @@ def check_devices(config: Config) -> None:
     else:
         why = f"CUDA finds no GPU: {_machine().absence or 'the driver is too old, or broken'}; see nvidia-smi"
     mistakes = [
-        f"models[{i}].device: {_last_gpu(model)} cannot be used: {why}, or write cpu"
+        f"models[{i}].device: cuda:{model.last_gpu} cannot be used: {why}, or write cpu"
         for i, model in enumerate(config.models)
-        if model.device != "cpu" and int(_last_gpu(model).removeprefix("cuda:")) >= count
+        if model.last_gpu >= count
     ]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
