@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("fastapi")  # a node needs what an installation has, and its extensions
+pytest.importorskip("swiftkv._core")  # a node needs a whole installation, and its tests a client
+pytest.importorskip("fastapi")
+pytest.importorskip("psutil")
+pytest.importorskip("httpx")
+
+import httpx
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
