@@ -3,7 +3,7 @@
     python benchmarks/lending_multiturn.py --vllm-venv VENV --checkpoint CKPT --out benchmarks/out/multiturn.json
 
 Both serve the model with a pool of 1 GiB. In swiftkv's node two idle models of the same shape stand beside it, with
-pools of their own, and lend it 1.4 GiB together. `--sessions` conversations grow for `--turns` turns, each of which
+pools of their own, and lend it 1.8 GiB together. `--sessions` conversations grow for `--turns` turns, each of which
 sends the whole history and `--new` fresh tokens, and asks for `--out-tokens`: once in a fixed order, one at a time, and
 once in random order, two at a time. Servers are measured in turns, turn by turn of the conversations, and whoever is
 not measured is held still. First turns, which are new to every server, are left out of the figures.
@@ -51,7 +51,7 @@ from swiftkv.bench.client import Answer, Target
 
 NAME = "small"
 POOL_GIB = 1
-LENT_MIB = 717  # of each neighbour: 1.4 GiB together
+LENT_MIB = 920  # of each neighbour: 1.8 GiB together, for all histories and what a turn adds
 SETTLE_S = 0.5  # what was held still does what it has to
 VLLM_START_TIMEOUT_S = 900
 VLLM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")  # the second in the venv
