@@ -100,7 +100,9 @@ class StepPlan:
 
     @property
     def token_ids(self) -> Int32Array:
-        """[T]"""
+        """[T] or ~slot: the token that the step before samples for that row slot"""
+    @property
+    def has_unknown_tokens(self) -> bool: ...
     @property
     def positions(self) -> Int32Array:
         """[T]"""
@@ -217,16 +219,20 @@ class Scheduler:
 
     def has_work(self) -> bool: ...
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:
-        """The next step, or None if nothing can run. Raises RuntimeError if the step before was not committed."""
+        """The next step; None if nothing can run, or nothing before a step in progress is committed.
+
+        Raises RuntimeError while two steps are in progress.
+        """
 
     def commit(self, sampled: Int32Array) -> StepResult:
-        """Makes the plan's step history: its KV is written, and `sampled` has one token per row of logits_rows.
+        """Makes the oldest plan's step history: its KV is written, `sampled` has a token per row of its logits_rows.
 
         Raises ValueError if the number of tokens is wrong, RuntimeError if no step is in progress.
         """
 
     def abandon(self) -> None:
-        """Instead of `commit`: copies of the step failed. What it computed does not count, and requests start over."""
+        """Instead of `commit`: copies of the only step in progress failed. What it computed does not count, and requests
+        start over."""
 
     def starved(self, now_s: float, max_wait_s: float) -> list[int]:
         """Requests that have waited longer for room that would not be there even if they were alone."""

@@ -105,6 +105,7 @@ void bind_plan(nb::module_& m) {
         "group"_a, "kind"_a, "buffer"_a = 0);
     def_array(plan, "logits_rows", &StepPlan::logits_rows);
     def_array(plan, "logits_seqs", &StepPlan::logits_seqs);
+    plan.def_ro("has_unknown_tokens", &StepPlan::has_unknown_tokens);
     plan.def_ro("num_prompt_tokens_in_step", &StepPlan::num_prompt_tokens);
     def_array(plan, "new_request_ids", &StepPlan::new_request_ids);
     def_array(plan, "new_cached_tokens", &StepPlan::new_cached_tokens);

@@ -96,7 +96,7 @@ void BlockPool::drop_ref(BlockId block) {
 }
 
 void BlockPool::rest(BlockId block) {
-    if (slots_[block].is_busy) {
+    if (slots_[block].busy_until > 0) {
         move_to(block, BlockState::kInFlight);
     } else if (node(block) != kNone) {
         move_to(block, BlockState::kCached);
@@ -106,22 +106,22 @@ void BlockPool::rest(BlockId block) {
 }
 
 void BlockPool::retire(BlockId block) {
-    assert(refs(block) == 1);
-    set_busy(block);
+    if (refs(block) == 1) set_busy(block);
     drop_ref(block);
 }
 
 void BlockPool::set_busy(BlockId block) {
-    if (std::exchange(slots_[block].is_busy, true)) return;
-    busy_.push_back(block);
+    if (std::exchange(slots_[block].busy_until, num_begun_) == 0) busy_.push_back(block);
 }
 
 void BlockPool::settle() {
-    for (BlockId block : busy_) {
-        slots_[block].is_busy = false;
+    ++num_settled_;
+    std::erase_if(busy_, [&](BlockId block) {
+        if (slots_[block].busy_until > num_settled_) return false;
+        slots_[block].busy_until = 0;
         if (state(block) == BlockState::kInFlight) rest(block);
-    }
-    busy_.clear();
+        return true;
+    });
 }
 
 void BlockPool::forget(BlockId block) {
@@ -395,7 +395,13 @@ void BlockPool::check(const std::vector<int>& refs) const {
         }
     }
     check_that(held == num_held_blocks_ && draining == num_draining_, "held and leaving blocks are counted");
-    for (BlockId b : busy_) check_that(slots_[b].is_busy && state(b) != BlockState::kAbsent, "what is busy is there");
+    int num_busy = 0;
+    for (BlockId b = 0; b < num_ids(); ++b) num_busy += slots_[b].busy_until > 0;
+    check_that(num_busy == static_cast<int>(busy_.size()), "what is busy is listed once");
+    for (BlockId b : busy_) {
+        check_that(slots_[b].busy_until > num_settled_ && state(b) != BlockState::kAbsent, "what is busy is there");
+        check_that(num_settled_ < num_begun_, "steps in progress keep blocks busy");
+    }
 }
 
 }  // namespace swiftkv

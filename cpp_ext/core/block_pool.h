@@ -16,7 +16,7 @@ enum class BlockState : uint8_t {
     kFree,       // nobody needs its bytes
     kUsed,       // running requests hold references to it (it may be in the prefix tree too)
     kCached,     // in the prefix tree, and no request holds it; evicted in least-recently-used order
-    kInFlight,   // a step in progress may still read or write it; cached or free once it settles
+    kInFlight,   // steps in progress may still read or write it; cached or free once they settle
     kLent,       // local: another engine's
     kStreaming,  // local: its layer blocks are slots of the layer-stream cache
 };
@@ -44,8 +44,12 @@ class BlockPool {
     void add_ref(BlockId block);
     // The last holder leaves a block cached if the prefix tree knows it, else free.
     void drop_ref(BlockId block);
-    // The only holder leaves, but a step may still use it: cached or free after settle().
+    // A holder leaves, but steps in progress may still use the block: the last one leaves it in flight until they
+    // settle.
     void retire(BlockId block);
+    // A step is being planned; steps settle in this order, or the last one is given up while it is being planned.
+    void begin_step() { ++num_begun_; }
+    void cancel_step() { --num_begun_; }
     void settle();
     // The prefix tree forgets a block that may be in any state in which it had a node.
     void forget(BlockId block);
@@ -110,7 +114,8 @@ class BlockPool {
         NodeId node = kNone;
         BlockId newer = kNone, older = kNone;  // neighbours in the list of cached blocks
         BlockState state = BlockState::kAbsent;
-        bool is_busy = false;  // the step in progress may read or write it: without holders it is in flight
+        int64_t busy_until = 0;  // a step, counted from 1, that may read or write it: until that settles, a block
+                                 // without holders is in flight
     };
     struct LendLink {
         Link link;
@@ -148,6 +153,7 @@ class BlockPool {
     std::vector<FreeSet> free_;
     std::array<std::array<int, 7>, 2> counts_{};
     std::vector<BlockId> busy_;
+    int64_t num_begun_ = 0, num_settled_ = 0;  // steps
     std::vector<LendLink> lend_links_;
     std::vector<BorrowLink> borrow_links_;
     int num_held_blocks_ = 0;

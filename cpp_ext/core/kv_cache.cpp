@@ -227,8 +227,17 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node) {
         pool.set_node(own, node);
     } else {
         pool.add_ref(known);
-        pool.drop_ref(own);
+        let_go(g, own);
         entry = entry_of(g, known);
+    }
+}
+
+// By a table in the step that is over: the step after it may have been planned with the block.
+void KvCache::let_go(int g, BlockId block) {
+    if (num_steps_ > 1) {
+        groups_[g].pool.retire(block);
+    } else {
+        groups_[g].pool.drop_ref(block);
     }
 }
 
@@ -238,7 +247,7 @@ void KvCache::release_outside_window(BlockTable& table, int num_computed) {
         BlockTable::Group& held = table.groups[g];
         const int first_visible = std::max(0, num_computed - groups_[g].spec.window) / block_size_;
         for (; held.first < first_visible; ++held.first) {
-            groups_[g].pool.drop_ref(block_of(g, held.entries[held.first]));
+            let_go(g, block_of(g, held.entries[held.first]));
             held.entries[held.first] = kNoBlock;
         }
     }
@@ -258,23 +267,36 @@ void KvCache::retire(BlockTable& table) {
     for (int g = 0; g < num_groups(); ++g) {
         BlockTable::Group& held = table.groups[g];
         BlockPool& pool = groups_[g].pool;
-        // A step writes to what is not committed, and where blocks move, copies may touch any of them.
+        // Steps write to what is not committed, and where blocks move, copies may touch any of them.
         for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i) {
             const BlockId block = block_of(g, held.entries[i]);
             const bool is_touched = i >= table.num_committed || !borrow_links_.empty();
-            if (pool.refs(block) > 1 || !is_touched) {
-                pool.drop_ref(block);
-            } else {
+            if (is_touched) {
                 pool.retire(block);
+            } else {
+                pool.drop_ref(block);
             }
         }
     }
     table = make_table();
 }
 
+void KvCache::begin_step() {
+    ++num_steps_;
+    for (Group& group : groups_) group.pool.begin_step();
+}
+
+void KvCache::cancel_step() {
+    assert(!has_copies());
+    --num_steps_;
+    for (Group& group : groups_) group.pool.cancel_step();
+}
+
 void KvCache::settle() {
+    --num_steps_;
     for (Group& group : groups_) {
         group.pool.settle();
+        if (num_steps_ > 0) continue;  // the copies are those of the step after
         group.num_fresh = 0;
         group.spills.clear();
         group.moves_in.clear();

@@ -28,12 +28,12 @@ inline bool is_borrowed(int32_t entry) {
 // Keys of the first tokens.size() / block_size blocks. Appends what `keys` lacks.
 void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const TokenId> tokens, int block_size);
 
-// A whole block that the step in progress copies, layer by layer.
+// A whole block that a step copies, layer by layer.
 struct BlockCopy {
     BlockId borrowed, local;
 };
 
-// A whole block that the step in progress takes from one extent to another, through a slot.
+// A whole block that a step takes from one extent to another, through a slot.
 struct BlockMove {
     BlockId from, to;
 };
@@ -66,11 +66,15 @@ class KvCache {
     // Lets go of what no token from `num_computed` on can see.
     void release_outside_window(BlockTable& table, int num_computed);
     void release(BlockTable& table);
-    // release() while a step may still use the blocks: nothing else happens to them before settle().
+    // release() while steps may still use the blocks: nothing else happens to them before these settle.
     void retire(BlockTable& table);
-    // The step is over: its copies are done.
+    // A step is being planned. Steps settle in the order in which they were planned; one that has copies settles before
+    // the next is planned. The last one may be given up while it is being planned, if it has no copies.
+    void begin_step();
+    void cancel_step();
+    // The oldest step is over: its copies are done.
     void settle();
-    // The step is over and its copies may have failed: what they wrote is forgotten. No table may hold blocks.
+    // The only step is over and its copies may have failed: what they wrote is forgotten. No table may hold blocks.
     void settle_failed();
     // Frees every cached block.
     void reset();
@@ -79,6 +83,7 @@ class KvCache {
     bool could_hold(int group, int num_blocks) const;
     // Makes the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time.
     void resize_stream();
+    bool must_resize_stream() const;
     int stream_slots(int group) const;
     int32_t stream_slot(int group, int index) const;  // layer-block index
 
@@ -99,7 +104,7 @@ class KvCache {
     bool holds_lost(const BlockTable& table) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
-    // Copies that the step in progress makes before anything else, layer by layer.
+    // Copies that the last step planned makes before anything else, layer by layer.
     const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
     const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
     const std::vector<BlockMove>& moves_across(int group) const { return groups_[group].moves_across; }
@@ -140,6 +145,7 @@ class KvCache {
     void drain_cached(int group, const std::vector<BlockId>& cached, int num_used);
     void drain_used(int group, const std::vector<BlockId>& used, std::span<BlockTable* const> tables);
     void evict(int group, BlockId block);
+    void let_go(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node);
     bool is_local(int group, BlockId block) const { return block < groups_[group].spec.num_blocks; }
     BlockId block_of(int group, int32_t entry) const {
@@ -155,6 +161,7 @@ class KvCache {
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false;
     PrefixTree tree_;
+    int num_steps_ = 0;         // begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix
 };
 

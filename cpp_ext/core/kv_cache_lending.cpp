@@ -45,6 +45,14 @@ void KvCache::resize_stream() {
     }
 }
 
+bool KvCache::must_resize_stream() const {
+    for (int g = 0; g < num_groups(); ++g) {
+        const int target = stream_target(g), size = static_cast<int>(groups_[g].streaming.size());
+        if (size > target || (size < target && groups_[g].pool.available(Place::kLocal) > 0)) return true;
+    }
+    return false;
+}
+
 int KvCache::stream_slots(int g) const {
     const Group& group = groups_[g];
     return (static_cast<int>(group.streaming.size()) - group.num_fresh) * group.spec.num_layers;

@@ -28,7 +28,7 @@ struct GroupCopies {
 
 // T tokens of S sequences; R of the tokens need a successor. A plan may have no token and only copies.
 struct StepPlan {
-    std::vector<TokenId> token_ids;      // [T]
+    std::vector<TokenId> token_ids;      // [T] or ~slot: what the step before samples for that row slot
     std::vector<int32_t> positions;      // [T]
     std::vector<int32_t> query_starts;   // [S+1] rows of T that belong to each sequence
     std::vector<int32_t> context_lens;   // [S] tokens with KV after this step
@@ -40,6 +40,7 @@ struct StepPlan {
     std::vector<std::vector<int32_t>> table_starts;  // per group [S+1]
     std::vector<int32_t> logits_rows;                // [R] into T
     std::vector<int32_t> logits_seqs;                // [R] into S
+    bool has_unknown_tokens = false;
     int num_prompt_tokens = 0;
     std::vector<RequestId> new_request_ids;        // [A] admitted for the first time
     std::vector<int32_t> new_cached_tokens;        // [A] of them, prompt tokens found in the cache

@@ -132,7 +132,7 @@ void Scheduler::dequeue(Request& r) {
 
 bool Scheduler::has_work() const {
     const std::lock_guard lock(mutex_);
-    return !requests_.empty() || is_step_open_ || cache_.is_draining();
+    return !requests_.empty() || !open_.empty() || cache_.is_draining();
 }
 
 void Scheduler::validate(const NewRequest& n) const {
@@ -158,20 +158,31 @@ void Scheduler::abort(std::span<const RequestId> ids) {
         if (r.slot == kNone) {
             dequeue(r);
         } else {
-            if (r.num_scheduled > 0) {
-                cache_.retire(r.table);
-                std::find_if(step_.begin(), step_.end(), [&](const StepRow& row) {
-                    return row.request == &r;
-                })->request = nullptr;
-            }
+            leave_steps(r, false);
             stop_running(r);
         }
         requests_.erase(found);
     }
 }
 
+// Its rows in the steps in progress do not count any more.
+void Scheduler::leave_steps(const Request& r, bool is_dropped) {
+    for (Step& step : open_) {
+        for (StepRow& row : step.rows) {
+            if (row.request != &r) continue;
+            row.request = nullptr;
+            row.is_dropped = is_dropped;
+        }
+    }
+}
+
 void Scheduler::stop_running(Request& r) {
-    cache_.release(r.table);
+    if (r.num_scheduled > 0) {
+        cache_.retire(r.table);
+    } else {
+        cache_.release(r.table);
+    }
+    r.num_scheduled = r.num_unknown = 0;
     free_slots_.push_back(r.slot);
     std::push_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = kNone;
@@ -182,22 +193,22 @@ void Scheduler::stop_running(Request& r) {
 
 std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     const std::lock_guard lock(mutex_);
-    if (is_step_open_) throw std::logic_error("schedule() before commit() of the step in progress");
-    step_.clear();
-    admitted_.clear();
+    if (open_.size() == 2) throw std::logic_error("schedule() while two steps are in progress");
+    if (!open_.empty() && !can_plan_ahead()) return nullptr;
+    must_commit_ = false;
     budget_left_ = limits_.max_num_batched_tokens;
+    cache_.begin_step();
 
     settle_lending();
     cache_.forget_idle_moves();
-    if (cache_.has_copies()) {  // alone: who asked extents back waits for the copies, not for a step as well
-        is_step_open_ = true;
-        return write_plan();
-    }
+    // Alone: who asked extents back waits for the copies, not for a step as well.
+    if (cache_.has_copies()) return open_step();
     const size_t num_preempted = preempted_.size();
     admit_oversized_prompt(now_s);
     schedule_decodes();
     schedule_prefills();
-    if (preempted_.size() == num_preempted) {
+    if (must_commit_) {  // who waits must not take what is taken from others next
+    } else if (preempted_.size() == num_preempted) {
         admit_waiting(now_s);
     } else if (step_.empty()) {  // all of them: their blocks may be of other use now
         settle_lending();
@@ -207,9 +218,27 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     note_demand();
     cache_.forget_idle_moves();
 
-    if (step_.empty() && !cache_.has_copies()) return nullptr;
-    is_step_open_ = true;
-    return write_plan();
+    if (!step_.empty() || cache_.has_copies()) return open_step();
+    if (open_.empty()) {
+        cache_.settle();
+    } else {
+        cache_.cancel_step();
+    }
+    return nullptr;
+}
+
+// Copies happen between the layers of a step, so what they move is where the books say only when that is over; and
+// extents come and go only while nothing is in progress.
+bool Scheduler::can_plan_ahead() const {
+    return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_stream();
+}
+
+std::unique_ptr<StepPlan> Scheduler::open_step() {
+    std::unique_ptr<StepPlan> plan = write_plan();
+    for (const StepRow& row : step_) row.request->is_in_step = false;
+    open_.push_back({std::exchange(step_, {}), cache_.has_copies()});
+    admitted_.clear();
+    return plan;
 }
 
 // Without chunking a prompt longer than the budget has a step of its own; decoding pauses for it.
@@ -223,19 +252,19 @@ void Scheduler::admit_oversized_prompt(double now_s) {
 
 void Scheduler::schedule_decodes() {
     const int spare = static_cast<int>(running_.size());
-    for (size_t i = 0; i < running_.size() && budget_left_ > 0; ++i) {
+    for (size_t i = 0; i < running_.size() && budget_left_ > 0 && !must_commit_; ++i) {
         Request& r = *running_[i];
-        if (r.num_scheduled > 0 || r.num_remaining() != 1 || !make_room(r, 1)) continue;
+        if (r.is_in_step || r.num_remaining() != 1 || is_ending(r) || !make_room(r, 1)) continue;
         cache_.promote(r.table, spare, kMaxPromotedBlocks);
         add_to_step(r, 1);
     }
 }
 
 void Scheduler::schedule_prefills() {
-    for (size_t i = 0; i < running_.size() && budget_left_ > 0; ++i) {
+    for (size_t i = 0; i < running_.size() && budget_left_ > 0 && !must_commit_; ++i) {
         Request& r = *running_[i];
         const int n = std::min(r.num_remaining(), budget_left_);
-        if (r.num_scheduled == 0 && r.num_remaining() > 1 && make_room(r, n)) add_to_step(r, n);
+        if (!r.is_in_step && r.num_remaining() > 1 && make_room(r, n)) add_to_step(r, n);
     }
 }
 
@@ -319,10 +348,16 @@ bool Scheduler::is_being_computed(const Request& r) const {
     });
 }
 
+// Whether its last token is being sampled by a step in progress.
+bool Scheduler::is_ending(const Request& r) const {
+    return r.num_unknown > 0 && is_at_limit(r, r.num_tokens());
+}
+
 // Gets blocks for the next `num_tokens` tokens of a running request, from the last in order if need be.
 bool Scheduler::make_room(Request& r, int num_tokens) {
-    while (!cache_.extend(r.table, r.num_computed + num_tokens, r.num_tokens(), 0)) {
+    while (!cache_.extend(r.table, r.num_planned() + num_tokens, r.num_tokens(), 0)) {
         Request& victim = *running_.back();
+        must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
         if (victim.num_scheduled > 0) return false;
         preempt(victim);
         if (&victim == &r) return false;
@@ -339,58 +374,62 @@ void Scheduler::preempt(Request& r) {
 }
 
 void Scheduler::add_to_step(Request& r, int num_tokens) {
-    r.num_scheduled = num_tokens;
+    const bool samples = num_tokens == r.num_remaining();
+    step_.push_back({&r, r.id, num_tokens, samples});
+    r.is_in_step = true;
+    r.num_scheduled += num_tokens;
+    r.num_unknown += samples;
     budget_left_ -= num_tokens;
-    step_.push_back({&r, r.id, num_tokens, num_tokens == r.num_remaining()});
 }
 
 // ---- commit ----
 
 void Scheduler::check_is_open(const char* what) const {
-    if (!is_step_open_) throw std::logic_error(std::string(what) + " without a step in progress");
+    if (open_.empty()) throw std::logic_error(std::string(what) + " without a step in progress");
 }
 
 StepResult Scheduler::commit(std::span<const TokenId> sampled) {
     const std::lock_guard lock(mutex_);
     check_is_open("commit()");
-    const auto num_rows = std::count_if(step_.begin(), step_.end(), [](const StepRow& row) { return row.samples; });
+    const std::vector<StepRow>& rows = open_.front().rows;
+    const auto num_rows = std::count_if(rows.begin(), rows.end(), [](const StepRow& row) { return row.samples; });
     if (static_cast<size_t>(num_rows) != sampled.size())
         throw std::invalid_argument("commit() got " + std::to_string(sampled.size()) + " tokens, the plan has " +
                                     std::to_string(num_rows) + " logits_rows");
+    const Step step = std::move(open_.front());
+    open_.pop_front();
     StepResult result;
     auto token = sampled.begin();
-    for (const StepRow& row : step_) {
+    for (const StepRow& row : step.rows) {
         const bool is_lost = row.request && row.request->is_lost;
         if (is_lost) {
-            drop_step(*row.request);
+            drop_steps(*row.request);
         } else if (row.request) {
             commit_computed(row);
         }
         if (!row.samples) continue;
-        FinishReason reason = is_lost ? FinishReason::kDropped : FinishReason::kAborted;
+        FinishReason reason = is_lost || row.is_dropped ? FinishReason::kDropped : FinishReason::kAborted;
         if (row.request && !is_lost) reason = append_token(*row.request, *token);
         result.request_ids.push_back(row.id);
         result.token_ids.push_back(*token++);
         result.finish_reasons.push_back(static_cast<uint8_t>(reason));
     }
     cache_.settle();
-    step_.clear();
-    is_step_open_ = false;
     return result;
 }
 
 void Scheduler::abandon() {
     const std::lock_guard lock(mutex_);
     check_is_open("abandon()");
+    if (open_.size() > 1) throw std::logic_error("abandon() before commit() of the step before it");
+    open_.pop_front();
     // Also those that had no part in the step: what it moved may be theirs.
-    while (!running_.empty()) drop_step(*running_.back());
+    while (!running_.empty()) drop_steps(*running_.back());
     cache_.settle_failed();
-    step_.clear();
-    is_step_open_ = false;
 }
 
-void Scheduler::drop_step(Request& r) {
-    r.num_scheduled = 0;
+void Scheduler::drop_steps(Request& r) {
+    leave_steps(r, true);
     r.is_lost = false;
     preempt(r);
 }
@@ -398,7 +437,8 @@ void Scheduler::drop_step(Request& r) {
 void Scheduler::commit_computed(const StepRow& row) {
     Request& r = *row.request;
     r.num_computed += row.num_tokens;
-    r.num_scheduled = 0;
+    r.num_scheduled -= row.num_tokens;
+    r.num_unknown -= row.samples;
     if (limits_.enable_prefix_caching) cache_.commit(r.table, r.keys, r.num_computed / limits_.block_size);
     cache_.release_outside_window(r.table, r.num_computed);
 }
@@ -408,6 +448,7 @@ FinishReason Scheduler::append_token(Request& r, TokenId token) {
     const FinishReason reason = finish_reason(r);
     if (reason != FinishReason::kRunning) {
         note_length(r);
+        leave_steps(r, false);
         stop_running(r);
         requests_.erase(r.id);
     } else if (limits_.enable_prefix_caching) {
@@ -418,10 +459,13 @@ FinishReason Scheduler::append_token(Request& r, TokenId token) {
 
 FinishReason Scheduler::finish_reason(const Request& r) const {
     const auto& stop = r.stop_token_ids;
-    if (r.num_outputs() >= r.min_tokens && std::find(stop.begin(), stop.end(), r.tokens.back()) != stop.end())
-        return FinishReason::kStop;
-    if (r.num_outputs() >= r.max_tokens || r.num_tokens() >= limits_.max_model_len) return FinishReason::kLength;
-    return FinishReason::kRunning;
+    const bool may_stop = r.num_known() - r.prompt_len >= r.min_tokens;
+    if (may_stop && std::find(stop.begin(), stop.end(), r.tokens.back()) != stop.end()) return FinishReason::kStop;
+    return is_at_limit(r, r.num_known()) ? FinishReason::kLength : FinishReason::kRunning;
+}
+
+bool Scheduler::is_at_limit(const Request& r, int num_tokens) const {
+    return num_tokens - r.prompt_len >= r.max_tokens || num_tokens >= limits_.max_model_len;
 }
 
 // ---- what others see ----
@@ -450,7 +494,16 @@ void Scheduler::check_invariants() const {
     for (const Request* r : running_) {
         check_that(waiting_.count(const_cast<Request*>(r)) == 0, "a request runs or waits, not both");
         check_that(r->num_computed < r->num_tokens(), "a running request has something left to compute");
-        check_that(r->num_scheduled == 0 || is_step_open_, "only a step in progress schedules tokens");
+        int num_scheduled = 0, num_unknown = 0;
+        for (const Step& step : open_) {
+            for (const StepRow& row : step.rows) {
+                if (row.request != r) continue;
+                num_scheduled += row.num_tokens;
+                num_unknown += row.samples;
+            }
+        }
+        check_that(num_scheduled == r->num_scheduled && num_unknown == r->num_unknown, "steps in progress are counted");
+        check_that(!r->is_in_step, "no step is being planned");
         tables.push_back(&r->table);
         keys.push_back(&r->keys);
         slots.push_back(r->slot);

@@ -1,6 +1,7 @@
 // Iteration-level continuous batching: decides, step by step, which tokens of which requests are computed.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -40,6 +41,9 @@ struct NewRequest {
 
 // Thread-safe. One thread steps: every schedule() that returns a plan is followed by its commit(), or abandon(). In
 // between requests may come and go, and so may extents.
+//
+// A step may be planned while the one before it is in progress, with tokens that are not known yet (xLLM, section 4.1).
+// That is a bet on its outcome: what has ended by then was computed in vain, and its row does not count.
 class Scheduler {
   public:
     // Throws std::invalid_argument, also if one sequence of max_model_len tokens fits neither the pools nor what they
@@ -55,11 +59,12 @@ class Scheduler {
     void abort(std::span<const RequestId> ids);
     bool has_work() const;
 
-    // nullptr if nothing can run. `now_s`: any clock that does not go back.
+    // nullptr if nothing can run, or nothing before the step in progress is committed; of those there are at most two.
+    // `now_s`: any clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
-    // `sampled`: one token per row of the plan's logits_rows.
+    // Of the oldest step in progress. `sampled`: one token per row of its plan's logits_rows.
     StepResult commit(std::span<const TokenId> sampled);
-    // Instead of commit(): copies of the step failed. What it computed does not count.
+    // Instead of commit(), of the only step in progress: its copies failed. What it computed does not count.
     void abandon();
     // Requests that have waited longer than `max_wait_s` for room that is not there even if they were alone.
     std::vector<RequestId> starved(double now_s, double max_wait_s) const;
@@ -88,14 +93,21 @@ class Scheduler {
         bool operator()(const Request* a, const Request* b) const;
     };
     struct StepRow {
-        Request* request;  // null: aborted since
+        Request* request;  // null: does not count any more
         RequestId id;
         int num_tokens;
         bool samples;
+        bool is_dropped = false;  // the request goes on without it
+    };
+    struct Step {
+        std::vector<StepRow> rows;
+        bool has_copies = false;
     };
 
     void validate(const NewRequest& request) const;
 
+    bool can_plan_ahead() const;
+    std::unique_ptr<StepPlan> open_step();
     void settle_lending();
     void admit_oversized_prompt(double now_s);
     void schedule_decodes();
@@ -103,10 +115,12 @@ class Scheduler {
     void admit_waiting(double now_s);
     bool admit(Request& request, int token_budget);
     bool is_being_computed(const Request& request) const;
+    bool is_ending(const Request& request) const;
     bool make_room(Request& request, int num_tokens);
     void add_to_step(Request& request, int num_tokens);
     void preempt(Request& request);
     void stop_running(Request& request);
+    void leave_steps(const Request& request, bool is_dropped);
     void enqueue(Request& request);
     void dequeue(Request& request);
     bool could_hold(const Request& request) const;  // if it were alone
@@ -128,9 +142,10 @@ class Scheduler {
     void write_copies(StepPlan& plan) const;
 
     void commit_computed(const StepRow& row);
-    void drop_step(Request& request);
+    void drop_steps(Request& request);
     FinishReason append_token(Request& request, TokenId token);
     FinishReason finish_reason(const Request& request) const;
+    bool is_at_limit(const Request& request, int num_tokens) const;
 
     mutable std::mutex mutex_;  // held by every public function
     SchedulerLimits limits_;
@@ -144,9 +159,10 @@ class Scheduler {
     std::vector<int> waiting_blocks_;  // per group, what waiting requests want
     std::vector<GroupDemand> demand_;  // per group, peaks
 
-    bool is_step_open_ = false;
-    int budget_left_ = 0;  // tokens
-    std::vector<StepRow> step_;
+    std::deque<Step> open_;           // in progress, the oldest first
+    bool must_commit_ = false;        // before anything else is planned
+    int budget_left_ = 0;             // tokens
+    std::vector<StepRow> step_;       // that is being planned
     std::vector<Request*> admitted_;  // for the first time, in this step
     std::vector<RequestId> preempted_;
 

@@ -9,6 +9,7 @@ namespace swiftkv {
 
 // The cache follows what has been lent and recalled since the step before.
 void Scheduler::settle_lending() {
+    if (!open_.empty()) return;  // what it uses stays where it is
     cache_.resize_stream();
     if (!cache_.is_draining()) return;
     while (!cache_.drain(running_tables())) preempt(*running_.back());
@@ -24,7 +25,7 @@ std::vector<BlockTable*> Scheduler::running_tables() {
 std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
     const std::lock_guard lock(mutex_);
     // What a step in progress moves may be cached already.
-    return cache_.lend(lend_link, max_extents, !(borrows_ && is_step_open_));
+    return cache_.lend(lend_link, max_extents, !borrows_ || open_.empty());
 }
 
 void Scheduler::take_back(int lend_link, std::span<const int32_t> extents) {
@@ -54,7 +55,7 @@ void Scheduler::lose(int borrow_link) {
     for (Request* r : running) {
         if (!cache_.holds_lost(r->table)) continue;
         if (r->num_scheduled > 0) {
-            r->is_lost = true;
+            r->is_lost = must_commit_ = true;
         } else {
             preempt(*r);
         }

@@ -32,8 +32,13 @@ std::unique_ptr<StepPlan> Scheduler::write_plan() {
 
 void Scheduler::write_row(StepPlan& plan, const StepRow& row) const {
     const Request& r = *row.request;
-    const int begin = r.num_computed, end = begin + row.num_tokens;
-    plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + end);
+    const int end = r.num_planned(), begin = end - row.num_tokens, known_end = std::min(end, r.num_known());
+    plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + known_end);
+    if (known_end < end) {
+        assert(end - known_end == 1);
+        plan.token_ids.push_back(~r.slot);
+        plan.has_unknown_tokens = true;
+    }
     for (int position = begin; position < end; ++position) plan.positions.push_back(position);
     if (row.samples) {
         plan.logits_rows.push_back(static_cast<int32_t>(plan.token_ids.size()) - 1);
@@ -88,7 +93,7 @@ Scheduler::Streamed Scheduler::streamed_blocks(const StepPlan& plan, int g) cons
     if (cache_.pool(g).count(Place::kBorrowed, BlockState::kUsed) == 0) return streamed;
     for (const auto& [from, to] : cache_.moves_across(g)) streamed.add(from, to, true, true);
     for (size_t s = 0; s < step_.size(); ++s) {
-        const int begin = step_[s].request->num_computed, size = limits_.block_size;
+        const int begin = step_[s].request->num_planned() - step_[s].num_tokens, size = limits_.block_size;
         const int32_t* entries = &plan.block_tables[0][g][plan.table_starts[g][s]];
         for (int i = 0; i < plan.table_starts[g][s + 1] - plan.table_starts[g][s]; ++i)
             if (is_borrowed(entries[i])) streamed.add(~entries[i], ~entries[i], i * size<begin, (i + 1) * size> begin);

@@ -23,15 +23,18 @@ struct Scheduler::Request {
     BlockTable table;
     int num_computed = 0;   // tokens whose KV is in the blocks
     int num_cached = 0;     // of them, found in the prefix cache at admission
-    int num_scheduled = 0;  // tokens that the step in progress computes
+    int num_scheduled = 0;  // tokens that steps in progress compute, or the one being planned
+    int num_unknown = 0;    // tokens that steps in progress sample: they come behind `tokens`
     int slot = kNone;       // row slot while running
     bool was_admitted = false;
-    bool is_lost = false;       // in the step in progress: a block that it reads or writes is gone
+    bool is_in_step = false;    // that is being planned
+    bool is_lost = false;       // steps in progress have it, and a block that they read or write is gone
     double stuck_since_s = -1;  // while it waits for room that is not there even if it were alone
 
-    int num_tokens() const { return static_cast<int>(tokens.size()); }
-    int num_remaining() const { return num_tokens() - num_computed; }
-    int num_outputs() const { return num_tokens() - prompt_len; }
+    int num_known() const { return static_cast<int>(tokens.size()); }
+    int num_tokens() const { return num_known() + num_unknown; }
+    int num_planned() const { return num_computed + num_scheduled; }
+    int num_remaining() const { return num_tokens() - num_planned(); }
 };
 
 }  // namespace swiftkv

@@ -88,7 +88,10 @@ def rows_of(plan: _core.StepPlan) -> list[Row]:
 
 
 class Engine:
-    """schedule → run → commit, where run is bookkeeping. Asserts everything that can be seen from outside."""
+    """schedule → run → commit, where run is bookkeeping. Asserts everything that can be seen from outside.
+
+    Up to two steps are planned before the first of them runs: as late as it may, when it is committed.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -99,7 +102,8 @@ class Engine:
         self.finished: dict[int, Finished] = {}
         self.bytes: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> prefix number
         self.computed_tokens: list[int] = []  # of each step
-        self.plan: _core.StepPlan | None = None
+        self.plans: list[_core.StepPlan] = []  # in progress, the oldest first
+        self.last_tokens: dict[int, int] = {}  # by slot
         self.slots: dict[int, int] = {}
         self.preemptions = 0
 
@@ -138,18 +142,21 @@ class Engine:
             self.slots.pop(request_id, None)
 
     def schedule(self) -> _core.StepPlan | None:
-        assert self.plan is None
-        self.plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule()
         expected = self.naive.schedule()
-        assert (self.plan is None) == (not expected.rows)
-        if self.plan is not None:
-            assert [(r.request_id, r.begin, r.end - r.begin) for r in rows_of(self.plan)] == expected.rows
-            new = zip(self.plan.new_request_ids.tolist(), self.plan.new_cached_tokens.tolist(), strict=True)
+        assert (plan is None) == (not expected.rows)
+        if plan is not None:
+            rows = rows_of(plan)
+            assert [(r.request_id, r.begin, r.end - r.begin) for r in rows] == expected.rows
+            new = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True)
             assert list(new) == expected.new
-            assert self.plan.preempted_request_ids.tolist() == expected.preempted
-            self._note_admissions(self.plan)
-            self._run(self.plan)
-        return self.plan
+            assert plan.preempted_request_ids.tolist() == expected.preempted
+            self._note_admissions(plan)
+            self._check_budget(rows)
+            for row in rows:
+                self._check_progress(self.requests[row.request_id], row)
+            self.plans.append(plan)
+        return plan
 
     def _note_admissions(self, plan: _core.StepPlan) -> None:
         for request_id in plan.preempted_request_ids.tolist():
@@ -170,24 +177,28 @@ class Engine:
         assert len(set(ids)) == len(ids)
         assert len({row.slot for row in rows}) == len(rows)
         self.computed_tokens.append(len(plan.token_ids))
-        self._check_budget(rows)
-        expected_logits = []
+        logits = list(zip(plan.logits_rows.tolist(), plan.logits_seqs.tolist(), strict=True))
         written: dict[tuple[int, int, int], int] = {}
         at = 0
         for s, row in enumerate(rows):
-            request = self.requests[row.request_id]
             n = row.end - row.begin
             assert n > 0
-            self._check_progress(request, row)
-            assert plan.token_ids[at : at + n].tolist() == request.tokens[row.begin : row.end]
             assert plan.positions[at : at + n].tolist() == list(range(row.begin, row.end))
+            tokens = [self.last_tokens[~t] if t < 0 else t for t in plan.token_ids[at : at + n].tolist()]
             at += n
-            if row.end == len(request.tokens):
-                expected_logits.append((at - 1, s))
+            request = self.requests.get(row.request_id)
+            if request is None:  # computed in vain
+                self._spoil(row, written)
+                continue
+            assert tokens == request.tokens[row.begin : row.end]
+            assert ((at - 1, s) in logits) == (row.end == len(request.tokens))
             self._read_and_write(request, row, written)
         self.bytes.update(written)
+        assert plan.has_unknown_tokens == bool((plan.token_ids < 0).any())
         assert at == len(plan.token_ids) == len(plan.positions) == plan.query_starts[-1]
-        assert list(zip(plan.logits_rows.tolist(), plan.logits_seqs.tolist(), strict=True)) == expected_logits
+        assert logits == sorted(logits)
+        assert len(set(plan.logits_seqs.tolist())) == len(logits)
+        assert all(row == plan.query_starts[s + 1] - 1 for row, s in logits)
 
     def _check_budget(self, rows: list[Row]) -> None:
         num_tokens = sum(row.end - row.begin for row in rows)
@@ -196,7 +207,7 @@ class Engine:
         )
         assert len(rows) <= self.setup.max_num_seqs
         if not self.setup.enable_chunked_prefill:
-            assert all(row.end == len(self.requests[row.request_id].tokens) for row in rows)
+            assert all(row.end >= len(self.requests[row.request_id].tokens) for row in rows)
 
     def _check_progress(self, request: Request, row: Row) -> None:
         """Every token from the first uncached one on is computed, once and in order."""
@@ -208,6 +219,14 @@ class Engine:
         assert self.slots.setdefault(row.request_id, row.slot) == row.slot
         assert 0 <= row.slot < self.setup.max_num_seqs
         request.computed = row.end
+
+    def _spoil(self, row: Row, written: dict[tuple[int, int, int], int]) -> None:
+        """Of a request that has ended: its KV goes where nothing else is written in this step."""
+        for g, ((num_layers, _, _), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
+            for position in range(row.begin, row.end):
+                place = (g, table[position // self.setup.block_size] // num_layers, position % self.setup.block_size)
+                assert place not in written, "two requests write to one place"
+                written[place] = -1
 
     def _read_and_write(self, request: Request, row: Row, written: dict[tuple[int, int, int], int]) -> None:
         size = self.setup.block_size
@@ -233,10 +252,11 @@ class Engine:
 
     def commit(self, choose: dict[int, int] | None = None) -> _core.StepResult:
         """Samples the token that `choose` has for a request id, else one that depends on the tokens so far."""
-        plan, self.plan = self.plan, None
-        assert plan is not None
+        plan = self.plans.pop(0)
+        self._run(plan)
         ids = plan.request_ids[plan.logits_seqs].tolist()
         sampled = [(choose or {}).get(i, self._sample(i)) for i in ids]
+        self.last_tokens.update(zip(plan.row_slots[plan.logits_seqs].tolist(), sampled, strict=True))
         result = self.scheduler.commit(np.array(sampled, np.int32))
         self.naive.commit(dict(zip(ids, sampled, strict=True)))
         assert result.request_ids.tolist() == ids
@@ -273,9 +293,17 @@ class Engine:
         self.check()
         return True
 
+    def step_ahead(self) -> bool:
+        """The next step is planned before the one in progress is committed."""
+        planned = self.schedule() is not None
+        if len(self.plans) > planned:
+            self.commit()
+        self.check()
+        return bool(self.plans)
+
     def drain(self) -> None:
         """Everything that is known finishes."""
-        if self.plan is not None:
+        while self.plans:
             self.commit()
         # Every step computes a token, and each preemption wastes no more than what was computed before it.
         work = sum(r.max_tokens + len(r.prompt) for r in self.requests.values())
@@ -301,9 +329,9 @@ class Engine:
             assert g.free + g.used + g.cached + g.lent + g.in_flight == g.total
             assert min(g.free, g.used, g.cached, g.in_flight) >= 0
             assert g.lent == 0
-            assert g.in_flight == 0 or self.plan is not None
+            assert g.in_flight == 0 or self.plans
             assert g.cached == len(naive.lru)
-            # What an aborted request's step may still write to is free in the naive model.
-            assert g.free + g.in_flight == naive.num_free()
+            assert g.in_flight == naive.num_in_flight()
+            assert g.free == naive.num_free()
         if not self.requests:
             assert all(g.used == 0 for g in stats.groups)

@@ -2,7 +2,8 @@
 
 A layer block is a list of marks, one per token; the mark of a token's KV names the layer and everything up to that
 token. Memory that nobody may count on is emptied: slots between steps, extents that went home. A step may read a block
-only where the marks of that very request lie, and write only where it may.
+only where the marks of that very request lie, and write only where it may. Steps are carried out as late as they may
+be, when they are committed: whatever has been lent, freed or recalled since must not matter to them.
 """
 
 from __future__ import annotations
@@ -80,11 +81,22 @@ class SimulatedRequest:
 
 
 @dataclass
+class Planned:
+    """A step in progress."""
+
+    plan: _core.StepPlan
+    number: int
+    void: set[int] = field(default_factory=set)  # requests that were dropped since
+
+
+@dataclass
 class LendingEngine:
     setup: LendingSetup
     rng: random.Random
     scheduler: _core.Scheduler = field(init=False)
-    plan: _core.StepPlan | None = None
+    planned: list[Planned] = field(default_factory=list)  # in progress, the oldest first; at most two
+    num_planned: int = 0
+    last_tokens: dict[int, int] = field(default_factory=dict)  # by slot
     requests: dict[int, SimulatedRequest] = field(default_factory=dict)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     prefixes: Prefixes = field(default_factory=Prefixes)
@@ -99,8 +111,8 @@ class LendingEngine:
         self.held: list[set[int]] = [set() for _ in self.setup.borrow]
         self.recalled: list[set[int]] = [set() for _ in self.setup.borrow]
         self.lent: list[set[int]] = [set() for _ in self.setup.lend]
-        # What the step in progress may still reach although the lender died: its memory stays mapped.
-        self.orphaned: list[set[int]] = [set() for _ in self.setup.borrow]
+        # What steps in progress may still reach although the lender died, with the last of them: memory stays mapped.
+        self.orphaned: list[dict[int, int]] = [{} for _ in self.setup.borrow]
 
     # ---- requests ----
 
@@ -117,7 +129,7 @@ class LendingEngine:
     # ---- extents ----
 
     def borrow(self, link: int, count: int) -> None:
-        known = self.held[link] | self.recalled[link] | self.orphaned[link]
+        known = self.held[link] | self.recalled[link] | set(self.orphaned[link])
         extents = sorted(set(range(self.setup.borrow[link].num_extents)) - known)[:count]
         self.held[link].update(extents)
         self.scheduler.borrow(link, np.array(extents, np.int32))
@@ -132,16 +144,21 @@ class LendingEngine:
         for link, borrowed in enumerate(self.setup.borrow):
             for extent in self.scheduler.take_returned(link).tolist():
                 self.recalled[link].remove(extent)
-                first = PEER_BASE_BYTES + extent * self.setup.extent_bytes(borrowed)
-                for offset in [o for o in self.peers[link] if first <= o < first + self.setup.extent_bytes(borrowed)]:
-                    del self.peers[link][offset]
+                self._empty_extent(link, extent)
+
+    def _empty_extent(self, link: int, extent: int) -> None:
+        extent_bytes = self.setup.extent_bytes(self.setup.borrow[link])
+        first = PEER_BASE_BYTES + extent * extent_bytes
+        for offset in [o for o in self.peers[link] if first <= o < first + extent_bytes]:
+            del self.peers[link][offset]
 
     def lose(self, link: int) -> None:
         self.scheduler.lose(link)
-        if self.plan is not None:
-            self.orphaned[link] |= self.held[link] | self.recalled[link]
-        else:
-            self.peers[link].clear()
+        for extent in self.held[link] | self.recalled[link]:
+            if self.planned:
+                self.orphaned[link][extent] = self.planned[-1].number
+            else:
+                self._empty_extent(link, extent)
         self.held[link].clear()
         self.recalled[link].clear()
 
@@ -169,47 +186,72 @@ class LendingEngine:
 
     def schedule(self) -> bool:
         self.now_s += 1
-        self.plan = self.scheduler.schedule(self.now_s)
-        if self.plan is None:
+        plan = self.scheduler.schedule(self.now_s)
+        if plan is None:
             assert self.scheduler.schedule(self.now_s) is None, "there was something to do, had one asked twice"
             return False
-        assert set(self.plan.preempted_request_ids.tolist()) <= set(self.requests), "a request that is gone"
+        assert set(plan.preempted_request_ids.tolist()) <= set(self.requests), "a request that is gone"
+        self.num_planned += 1
+        self.planned.append(Planned(plan, self.num_planned))
         return True
 
+    def step_ahead(self) -> bool:
+        """The next step is planned before the one in progress is committed. False: there was nothing to do."""
+        planned = self.schedule()
+        if len(self.planned) > planned:
+            self.commit()
+        return bool(self.planned)
+
     def commit(self) -> None:
-        """Carry out the step that was planned, whatever has happened since, and commit it."""
-        plan = self.plan
-        assert plan is not None
+        """Carry out the oldest step in progress, whatever has happened since it was planned, and commit it."""
+        step = self.planned[0]
+        plan = step.plan
+        self._check_tokens(step)
         for group in range(len(self.setup.groups)):
-            for _ in self._run(plan, group):
+            for _ in self._run(step, group):
                 pass
         ids = plan.request_ids[plan.logits_seqs].tolist()
         sampled = [self._sample(request_id) for request_id in ids]
+        self.last_tokens.update(zip(plan.row_slots[plan.logits_seqs].tolist(), sampled, strict=True))
         result = self.scheduler.commit(np.array(sampled, np.int32))
         self._end_step()
         for request_id, token, reason in zip(ids, sampled, result.finish_reasons.tolist(), strict=True):
-            if request_id in self.requests and reason != DROPPED:
+            if reason == DROPPED:
+                for later in self.planned:
+                    later.void.add(request_id)
+            elif request_id in self.requests:
                 self._append(request_id, token, reason)
 
+    def _check_tokens(self, step: Planned) -> None:
+        starts, token_ids = step.plan.query_starts.tolist(), step.plan.token_ids.tolist()
+        for s, request_id in enumerate(step.plan.request_ids.tolist()):
+            end = int(step.plan.context_lens[s])
+            tokens = [self.last_tokens[~t] if t < 0 else t for t in token_ids[starts[s] : starts[s + 1]]]
+            if self._counts(step, request_id):
+                assert tokens == self.requests[request_id].tokens[end - len(tokens) : end]
+
+    def _counts(self, step: Planned, request_id: int) -> bool:
+        return request_id in self.requests and request_id not in step.void
+
     def abandon(self) -> None:
-        """A copy fails somewhere in the step."""
-        plan = self.plan
-        assert plan is not None
+        """A copy fails somewhere in the last step that was planned."""
+        while len(self.planned) > 1:
+            self.commit()
         for group in range(len(self.setup.groups)):
             events = list(range(6 * self.setup.groups[group][0]))
             stop_at = self.rng.choice(events)
-            for event, _ in enumerate(self._run(plan, group, is_checked=False)):
+            for event, _ in enumerate(self._run(self.planned[0], group, is_checked=False)):
                 if event == stop_at:
                     break
         self.scheduler.abandon()
         self._end_step()
 
     def _end_step(self) -> None:
-        self.plan = None
-        for link in range(len(self.setup.borrow)):
-            if self.orphaned[link]:
-                self.orphaned[link].clear()
-                self.peers[link].clear()
+        number = self.planned.pop(0).number
+        for link, orphaned in enumerate(self.orphaned):
+            for extent in [extent for extent, last in orphaned.items() if last <= number]:
+                del orphaned[extent]
+                self._empty_extent(link, extent)
 
     def _sample(self, request_id: int) -> int:
         request = self.requests.get(request_id)
@@ -223,8 +265,9 @@ class LendingEngine:
             self.outputs[request_id] = request.tokens[request.prompt_len :]
             del self.requests[request_id]
 
-    def _run(self, plan: _core.StepPlan, group: int, is_checked: bool = True) -> Iterator[None]:
+    def _run(self, step: Planned, group: int, is_checked: bool = True) -> Iterator[None]:
         """The order of events that the layer stream promises; with two buffers loads run one layer ahead."""
+        plan = step.plan
         num_layers = self.setup.groups[group][0]
         num_buffers = max(1, plan.num_stream_buffers)
         ahead = num_buffers - 1
@@ -238,9 +281,10 @@ class LendingEngine:
                 self._load(plan, group, loaded)
                 loaded += 1
                 yield
-            self._write(plan, group, layer, is_checked)
+            self._write(step, group, layer)
             yield
-            self._read(plan, group, layer, is_checked)
+            if is_checked:
+                self._read(step, group, layer)
             yield
             self._store(plan, group, layer)
             yield
@@ -267,7 +311,8 @@ class LendingEngine:
         borrowed = self.setup.borrow[link]
         assert borrowed.group == group
         extent, offset = divmod(peer - PEER_BASE_BYTES, self.setup.extent_bytes(borrowed))
-        assert extent in self.held[link] | self.recalled[link] | self.orphaned[link], "an extent that is not ours"
+        reachable = self.held[link] | self.recalled[link] | set(self.orphaned[link])
+        assert extent in reachable, "an extent that is not ours"
         assert offset + WIDTH_BYTES <= borrowed.blocks_per_extent * self.setup.block_bytes(group)
 
     def _to_peer(self, group: int, runs: np.ndarray, layer: int) -> None:
@@ -308,13 +353,14 @@ class LendingEngine:
                 assert index // num_layers // blocks_per_extent not in self.lent[link], "a lent block is in use"
         return self.setup.base_bytes(group) + index * WIDTH_BYTES
 
-    def _write(self, plan: _core.StepPlan, group: int, layer: int, is_checked: bool) -> None:
+    def _write(self, step: Planned, group: int, layer: int) -> None:
         size = self.setup.block_size
         written = set()
-        for request_id, begin, end, table in self._rows(plan, group, layer):
-            if request_id not in self.requests:
-                continue
-            prefix = self.prefixes.of(b"", self.requests[request_id].tokens[:end])
+        for request_id, begin, end, table in self._rows(step.plan, group, layer):
+            if self._counts(step, request_id):
+                prefix = self.prefixes.of(b"", self.requests[request_id].tokens[:end])
+            else:
+                prefix = [-1] * end  # computed in vain, and written all the same
             for position in range(begin, end):
                 address = self._address(group, table[position // size], layer)
                 assert (address, position % size) not in written, "two requests write to one place"
@@ -323,10 +369,10 @@ class LendingEngine:
                 marks.extend([None] * (size - len(marks)))
                 marks[position % size] = (prefix[position], layer)
 
-    def _read(self, plan: _core.StepPlan, group: int, layer: int, is_checked: bool) -> None:
+    def _read(self, step: Planned, group: int, layer: int) -> None:
         size, window = self.setup.block_size, self.setup.groups[group][2]
-        for request_id, begin, end, table in self._rows(plan, group, layer):
-            if request_id not in self.requests or not is_checked:
+        for request_id, begin, end, table in self._rows(step.plan, group, layer):
+            if not self._counts(step, request_id):
                 continue
             prefix = self.prefixes.of(b"", self.requests[request_id].tokens[:end])
             first = max(0, begin - window + 1) if window else 0
@@ -353,12 +399,12 @@ class LendingEngine:
             assert borrowed >= held
             if not any(self.recalled) and not any(self.orphaned):
                 assert borrowed == held
-            if self.plan is None:
+            if not self.planned:
                 assert stats.in_flight == stats.borrowed_in_flight == 0
 
     def drain(self) -> None:
         """Everything finishes for which there can be room; nothing that could run waits."""
-        if self.plan is not None:
+        while self.planned:
             self.commit()
         steps = 0
         while self.scheduler.has_work():

@@ -49,11 +49,19 @@ class NaiveRequest:
     skip_prefix_match: bool
     tables: list[list[Prefix | None]] = field(default_factory=list)  # per group; None: outside the window
     computed: int = 0
-    scheduled: int = 0
+    scheduled: int = 0  # by steps in progress
+    unknown: int = 0  # tokens that they sample
+    in_step: bool = False  # that is being planned
     admitted: bool = False
 
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.unknown
+
     def remaining(self) -> int:
-        return len(self.tokens) - self.computed
+        return self.num_tokens() - self.computed - self.scheduled
+
+    def is_ending(self) -> bool:
+        return self.unknown > 0 and self.num_tokens() >= self.last_len
 
     def prefix(self, num_tokens: int) -> Prefix:
         return (self.namespace, *self.tokens[:num_tokens])
@@ -65,15 +73,21 @@ class NaivePool:
         self.holders: dict[Prefix, int] = {}  # of the blocks in the tree
         self.lru: list[Prefix] = []  # those without a holder, oldest first
         self.num_private = 0
+        # The last step that may use a block that was let go meanwhile: private ones, and those in the tree.
+        self.retired: list[int] = []
+        self.busy: dict[Prefix, int] = {}
+
+    def num_in_flight(self) -> int:
+        return len(self.retired) + sum(self.holders.get(prefix) == 0 for prefix in self.busy)
 
     def num_free(self) -> int:
-        return self.num_blocks - self.num_private - len(self.holders)
+        return self.num_blocks - self.num_private - len(self.holders) - len(self.retired)
 
     def num_available(self) -> int:
         return self.num_free() + len(self.lru)
 
     def hold(self, prefix: Prefix) -> None:
-        if self.holders[prefix] == 0:
+        if self.holders[prefix] == 0 and prefix not in self.busy:
             self.lru.remove(prefix)
         self.holders[prefix] += 1
 
@@ -82,18 +96,37 @@ class NaivePool:
             self.num_private -= 1
             return
         self.holders[prefix] -= 1
-        if self.holders[prefix] == 0:
+        if self.holders[prefix] == 0 and prefix not in self.busy:
             self.lru.append(prefix)
 
+    def retire(self, prefix: Prefix, until: int) -> None:
+        if prefix == PRIVATE:
+            self.retired.append(until)
+        elif self.holders[prefix] == 1:
+            self.busy[prefix] = until
+        self.drop(prefix)
+
+    def settle(self, step: int) -> None:
+        self.retired = [until for until in self.retired if until > step]
+        for prefix in [prefix for prefix, until in self.busy.items() if until <= step]:
+            del self.busy[prefix]
+            if self.holders[prefix] == 0:
+                self.lru.append(prefix)
+
     def forget(self, prefix: Prefix) -> None:
-        if prefix in self.holders:
-            assert self.holders.pop(prefix) == 0
+        if prefix not in self.holders:
+            return
+        assert self.holders.pop(prefix) == 0
+        if prefix in self.busy:
+            self.retired.append(self.busy.pop(prefix))
+        else:
             self.lru.remove(prefix)
 
 
 @dataclass
 class NaivePlan:
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # request id, first position, number of tokens
+    samples: list[bool] = field(default_factory=list)  # of each row
     new: list[tuple[int, int]] = field(default_factory=list)  # request id, cached tokens
     preempted: list[int] = field(default_factory=list)
 
@@ -106,6 +139,10 @@ class NaiveScheduler:
         self.waiting: list[NaiveRequest] = []
         self.running: list[NaiveRequest] = []
         self.arrivals = 0
+        self.open: list[NaivePlan] = []
+        self.must_commit = False
+        self.preempted: list[int] = []  # that no plan has named yet
+        self.num_planned = self.num_settled = 0
 
     def add(
         self,
@@ -132,9 +169,10 @@ class NaiveScheduler:
 
     def clear(self, request: NaiveRequest) -> None:
         request.tables = [[] for _ in self.pools]
-        request.computed = request.scheduled = 0
+        request.computed = request.scheduled = request.unknown = 0
 
     def abort(self, request_id: int) -> None:
+        self.preempted = [i for i in self.preempted if i != request_id]
         self.waiting = [r for r in self.waiting if r.id != request_id]
         for request in [r for r in self.running if r.id == request_id]:
             self.leave(request)
@@ -146,25 +184,40 @@ class NaiveScheduler:
     def release(self, request: NaiveRequest) -> None:
         for pool, table in zip(self.pools, request.tables, strict=True):
             for prefix in reversed(table):
-                if prefix is not None:
+                if prefix == PRIVATE and request.scheduled:
+                    pool.retire(prefix, self.num_planned)
+                elif prefix is not None:
                     pool.drop(prefix)
         self.clear(request)
 
     # ---- schedule ----
 
     def schedule(self) -> NaivePlan:
+        """Without rows: nothing can be planned now."""
         self.plan = NaivePlan()
+        if self.open and self.must_commit:
+            return self.plan
+        self.must_commit = False
+        num_preempted = len(self.preempted)
         self.budget = self.setup.max_num_batched_tokens
         if not self.setup.enable_chunked_prefill:
             self.admit_oversized()
         for is_decode in (True, False):
             for request in list(self.running):
-                due = request in self.running and request.scheduled == 0 and (request.remaining() == 1) == is_decode
+                due = request in self.running and not request.in_step and (request.remaining() == 1) == is_decode
                 n = min(self.budget, request.remaining())
-                if due and self.budget > 0 and self.make_room(request, n):
+                if not due or request.is_ending() or self.budget <= 0 or self.must_commit:
+                    continue
+                if self.make_room(request, n):
                     self.put(request, n)
-        if not self.plan.preempted:
+        if not self.must_commit and (len(self.preempted) == num_preempted or not self.plan.rows):
             self.admit_waiting()
+        for request in self.running:
+            request.in_step = False
+        if self.plan.rows:
+            self.plan.preempted, self.preempted = self.preempted, []
+            self.open.append(self.plan)
+            self.num_planned += 1
         return self.plan
 
     def admit_oversized(self) -> None:
@@ -234,15 +287,18 @@ class NaiveScheduler:
         return True
 
     def put(self, request: NaiveRequest, n: int) -> None:
-        request.scheduled = n
+        self.plan.rows.append((request.id, request.computed + request.scheduled, n))
+        self.plan.samples.append(n == request.remaining())
+        request.unknown += n == request.remaining()
+        request.scheduled += n
+        request.in_step = True
         self.budget -= n
-        self.plan.rows.append((request.id, request.computed, n))
 
     def extend(self, request: NaiveRequest, n: int, spare: int) -> bool:
         size = self.setup.block_size
         missing = []
         for pool, window, table in zip(self.pools, self.windows, request.tables, strict=True):
-            end = len(request.tokens) if window == 0 else request.computed + n
+            end = request.num_tokens() if window == 0 else request.computed + request.scheduled + n
             missing.append(-(-end // size) - len(table))
             if missing[-1] > 0 and missing[-1] + spare > pool.num_available():
                 return False
@@ -260,10 +316,11 @@ class NaiveScheduler:
         while not self.extend(request, n, spare=0):
             victim = self.running[-1]
             if victim.scheduled:
+                self.must_commit = not victim.in_step
                 return False
             self.leave(victim)
             self.wait(victim)
-            self.plan.preempted.append(victim.id)
+            self.preempted.append(victim.id)
             if victim is request:
                 return False
         return True
@@ -271,15 +328,27 @@ class NaiveScheduler:
     # ---- commit ----
 
     def commit(self, sampled: dict[int, int]) -> None:
-        """`sampled` by request id; requests that were aborted since are passed over."""
-        for request_id, _, n in self.plan.rows:
+        """`sampled` by request id; requests that ended since the step was planned are passed over."""
+        plan = self.open.pop(0)
+        for (request_id, _, n), samples in zip(plan.rows, plan.samples, strict=True):
             for request in [r for r in self.running if r.id == request_id]:
                 request.computed += n
-                request.scheduled = 0
+                request.scheduled -= n
+                request.unknown -= samples
                 self.enter_tree(request)
                 self.leave_window(request)
-                if request.remaining() == 0:
+                if samples:
                     self.append(request, sampled[request_id])
+        self.num_settled += 1
+        for pool in self.pools:
+            pool.settle(self.num_settled)
+
+    def let_go(self, pool: NaivePool, prefix: Prefix) -> None:
+        """The step after the one that is over may have been planned with it."""
+        if self.open:
+            pool.retire(prefix, self.num_planned)
+        else:
+            pool.drop(prefix)
 
     def enter_tree(self, request: NaiveRequest) -> None:
         if not self.setup.enable_prefix_caching:
@@ -289,10 +358,11 @@ class NaiveScheduler:
             for pool, table in zip(self.pools, request.tables, strict=True):
                 if table[i] != PRIVATE:
                     continue
-                pool.num_private -= 1
                 if prefix in pool.holders:
                     pool.hold(prefix)
+                    self.let_go(pool, PRIVATE)
                 else:
+                    pool.num_private -= 1
                     pool.holders[prefix] = 1
                 table[i] = prefix
 
@@ -301,7 +371,7 @@ class NaiveScheduler:
             for i in range(max(0, request.computed - window) // self.setup.block_size if window else 0):
                 prefix, table[i] = table[i], None
                 if prefix is not None:
-                    pool.drop(prefix)
+                    self.let_go(pool, prefix)
 
     def append(self, request: NaiveRequest, token: int) -> None:
         request.tokens.append(token)

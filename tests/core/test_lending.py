@@ -39,8 +39,7 @@ def test_a_plan_does_not_name_a_preempted_request_that_has_been_aborted() -> Non
     e.abort(1)
     e.add(2, prompt(6, 2), max_tokens=1)
     assert e.schedule()
-    assert e.plan is not None
-    assert e.plan.preempted_request_ids.tolist() == []
+    assert e.planned[0].plan.preempted_request_ids.tolist() == []
     e.drain()
 
 
@@ -121,14 +120,13 @@ def test_what_is_recalled_moves_in_a_step_of_its_own() -> None:
     assert e.scheduler.stats().groups[0].borrowed_used == 1
     e.recall(0, 4)
     assert e.schedule()
-    assert e.plan is not None
-    assert e.plan.has_copies
-    assert not len(e.plan.request_ids)
+    assert e.planned[0].plan.has_copies
+    assert not len(e.planned[0].plan.request_ids)
     e.commit()
     e.take_returned()
     assert not e.recalled[0]
     assert e.schedule()
-    assert e.plan.request_ids.tolist() == [1]
+    assert e.planned[0].plan.request_ids.tolist() == [1]
     e.commit()
     assert e.scheduler.stats().num_preemptions_total == 0
     e.drain()

@@ -52,17 +52,23 @@ class Lending(RuleBasedStateMachine):
         ids = sorted(self.engine.requests)
         self.engine.abort(ids[pick % len(ids)])
 
-    @precondition(lambda self: self.engine.plan is None)
+    @precondition(lambda self: len(self.engine.planned) < 2)
     @rule()
     def schedule(self) -> None:
         self.engine.schedule()
 
-    @precondition(lambda self: self.engine.plan is not None)
+    @precondition(lambda self: self.engine.planned)
     @rule()
     def commit(self) -> None:
         self.engine.commit()
 
-    @precondition(lambda self: self.engine.plan is None)
+    @precondition(lambda self: len(self.engine.planned) < 2)
+    @rule(count=st.integers(1, 6))
+    def steps_ahead(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step_ahead()
+
+    @precondition(lambda self: not self.engine.planned)
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -70,7 +76,7 @@ class Lending(RuleBasedStateMachine):
                 return
             self.engine.commit()
 
-    @precondition(lambda self: self.engine.plan is not None)
+    @precondition(lambda self: self.engine.planned)
     @rule()
     def abandon(self) -> None:
         self.engine.abandon()
@@ -103,7 +109,7 @@ class Lending(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        if self.engine.plan is None:
+        if not self.engine.planned:
             self.engine.scheduler.reset_prefix_cache()
 
     @invariant()

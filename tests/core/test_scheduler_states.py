@@ -68,24 +68,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(copies):
             self.add(source=0, keep=0, tail=prompt, max_tokens=max_tokens)
 
-    @precondition(lambda self: self.engine.plan is None)
+    @precondition(lambda self: len(self.engine.plans) < 2)
     @rule()
     def schedule(self) -> None:
-        had_work = self.engine.scheduler.has_work()
-        assert (self.engine.schedule() is not None) == had_work
+        is_ahead, had_work = bool(self.engine.plans), self.engine.scheduler.has_work()
+        planned = self.engine.schedule() is not None
+        assert is_ahead or planned == had_work
 
-    @precondition(lambda self: self.engine.plan is not None)
+    @precondition(lambda self: self.engine.plans)
     @rule()
     def commit(self) -> None:
         # What was sampled becomes a prefix of later prompts: the next turn of a conversation.
         self.history.extend(list(r.tokens) for r in self.engine.requests.values())
         self.engine.commit()
 
-    @precondition(lambda self: self.engine.plan is None)
+    @precondition(lambda self: not self.engine.plans)
     @rule(steps=st.integers(1, 16))
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
+
+    @precondition(lambda self: len(self.engine.plans) < 2)
+    @rule(steps=st.integers(1, 16))
+    def run_ahead(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step_ahead()
 
     @precondition(lambda self: self.engine.requests)
     @rule(which=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=3))
