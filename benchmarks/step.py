@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -34,15 +35,16 @@ class ZeroModel:
     layer_stream = None
     decode_graphs = None
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
         self.group_specs = [GroupSpec(28, num_blocks, 0)]
         self.num_blocks = num_blocks
+        self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         return ModelInput.from_plan(plan).token_ids
 
-    def wait_for_device(self) -> None:
-        pass
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
 
     def logits(self, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
         return torch.zeros(len(rows), self.vocab_size)
@@ -61,7 +63,7 @@ def main() -> None:
     max_model_len = args.context + args.steps + 64
     num_blocks = args.seqs * (max_model_len // 16 + 2)
     config = EngineConfig("bench", "", "", "", 0, max_model_len, max_num_seqs=args.seqs)
-    model: Any = ZeroModel(num_blocks)
+    model: Any = ZeroModel(num_blocks, args.seqs)
     engine = Engine(config, model, requests, outputs, context)
     rng = np.random.default_rng(0)
     for request_id in range(args.seqs):

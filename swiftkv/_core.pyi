@@ -225,14 +225,17 @@ class Scheduler:
         """
 
     def commit(self, sampled: Int32Array) -> StepResult:
-        """Makes the oldest plan's step history: its KV is written, `sampled` has a token per row of its logits_rows.
+        """Makes the oldest plan's step history: its KV is written, `sampled` has a token per row of its logits_rows,
+        or a number below 0 where there is none: that request ends, and the step's KV of it is not kept.
 
         Raises ValueError if the number of tokens is wrong, RuntimeError if no step is in progress.
         """
 
     def abandon(self) -> None:
-        """Instead of `commit`: copies of the only step in progress failed. What it computed does not count, and requests
-        start over."""
+        """Instead of `commit`: copies of the only step in progress failed.
+
+        What it computed does not count, and requests start over.
+        """
 
     def starved(self, now_s: float, max_wait_s: float) -> list[int]:
         """Requests that have waited longer for room that would not be there even if they were alone."""

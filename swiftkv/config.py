@@ -256,6 +256,7 @@ class ModelConfig(_Section):
     enable_prefix_caching: bool = Field(True, description="true or false")
     enable_chunked_prefill: bool = Field(True, description="true or false")
     enforce_eager: bool = Field(False, description="true or false")
+    async_scheduling: bool | None = Field(None, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")

@@ -207,7 +207,7 @@ def bench_model(machine: Machine, device: torch.device) -> list[dict[str, object
     num_blocks = max(batch * context, max(PREFILLS)) // BLOCK_SIZE
     pool = torch.zeros(num_blocks * group.block_bytes, dtype=torch.uint8, device=device)
     pool.view(torch.bfloat16).normal_()
-    graphs = DecodeGraphs(DenseDecode(decoder, pool), device)
+    graphs = DecodeGraphs(DenseDecode(decoder, pool, torch.zeros(1, dtype=torch.int32, device=device)), device)
     graphs.capture([batch], 1 << 33)
     decode = local_step(num_layers, [(context - 1, 1)] * batch)
 

@@ -94,8 +94,9 @@ int KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
 
 int KvCache::count_borrowed(const BlockTable& table) const {
     int count = 0;
-    for (const BlockTable::Group& held : table.groups)
-        count += static_cast<int>(std::count_if(held.entries.begin(), held.entries.end(), is_borrowed));
+    for (size_t i = 0; i < table.groups[0].entries.size(); ++i)
+        count += std::any_of(table.groups.begin(), table.groups.end(),
+                             [&](const BlockTable::Group& held) { return is_borrowed(held.entries[i]); });
     return count;
 }
 

@@ -51,7 +51,7 @@ class KvCache {
     // usable if every full-attention group has all its blocks, and every sliding-window group those that the last
     // `window` tokens before its end lie in.
     int acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
-    // Blocks of a table that are borrowed, of all groups.
+    // Blocks' worth of tokens of which some group's block is borrowed.
     int count_borrowed(const BlockTable& table) const;
     // Adds blocks so that tokens up to `chunk_end` can be written, in full-attention groups up to `prompt_end`, and
     // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before

@@ -50,7 +50,8 @@ struct StepPlan {
 };
 
 // kDropped: the request goes on, but what it needed was lost during the step: it is computed again.
-enum class FinishReason : uint8_t { kRunning = 0, kStop = 1, kLength = 2, kAborted = 3, kDropped = 4 };
+// kBroken: there is no token for it, and what the step computed is not kept.
+enum class FinishReason : uint8_t { kRunning = 0, kStop = 1, kLength = 2, kAborted = 3, kDropped = 4, kBroken = 5 };
 
 // One row per row of the plan's logits_rows.
 struct StepResult {

@@ -157,12 +157,17 @@ void Scheduler::abort(std::span<const RequestId> ids) {
         std::erase(preempted_, id);
         if (r.slot == kNone) {
             dequeue(r);
+            requests_.erase(found);
         } else {
-            leave_steps(r, false);
-            stop_running(r);
+            end(r);
         }
-        requests_.erase(found);
     }
+}
+
+void Scheduler::end(Request& r) {
+    leave_steps(r, false);
+    stop_running(r);
+    requests_.erase(r.id);
 }
 
 // Its rows in the steps in progress do not count any more.
@@ -399,23 +404,32 @@ StepResult Scheduler::commit(std::span<const TokenId> sampled) {
     const Step step = std::move(open_.front());
     open_.pop_front();
     StepResult result;
-    auto token = sampled.begin();
+    auto next = sampled.begin();
     for (const StepRow& row : step.rows) {
-        const bool is_lost = row.request && row.request->is_lost;
-        if (is_lost) {
-            drop_steps(*row.request);
-        } else if (row.request) {
-            commit_computed(row);
-        }
+        const TokenId token = row.samples ? *next++ : 0;
+        const FinishReason reason = commit_row(row, token);
         if (!row.samples) continue;
-        FinishReason reason = is_lost || row.is_dropped ? FinishReason::kDropped : FinishReason::kAborted;
-        if (row.request && !is_lost) reason = append_token(*row.request, *token);
         result.request_ids.push_back(row.id);
-        result.token_ids.push_back(*token++);
+        result.token_ids.push_back(token);
         result.finish_reasons.push_back(static_cast<uint8_t>(reason));
     }
     cache_.settle();
     return result;
+}
+
+FinishReason Scheduler::commit_row(const StepRow& row, TokenId token) {
+    if (!row.request) return row.is_dropped ? FinishReason::kDropped : FinishReason::kAborted;
+    Request& r = *row.request;
+    if (r.is_lost) {
+        drop_steps(r);
+        return FinishReason::kDropped;
+    }
+    if (row.samples && token < 0) {
+        end(r);
+        return FinishReason::kBroken;
+    }
+    commit_computed(row);
+    return row.samples ? append_token(r, token) : FinishReason::kRunning;
 }
 
 void Scheduler::abandon() {
@@ -448,9 +462,7 @@ FinishReason Scheduler::append_token(Request& r, TokenId token) {
     const FinishReason reason = finish_reason(r);
     if (reason != FinishReason::kRunning) {
         note_length(r);
-        leave_steps(r, false);
-        stop_running(r);
-        requests_.erase(r.id);
+        end(r);
     } else if (limits_.enable_prefix_caching) {
         extend_keys(r.keys, r.root_key, r.tokens, limits_.block_size);
     }

@@ -62,7 +62,7 @@ class Scheduler {
     // nullptr if nothing can run, or nothing before the step in progress is committed; of those there are at most two.
     // `now_s`: any clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
-    // Of the oldest step in progress. `sampled`: one token per row of its plan's logits_rows.
+    // Of the oldest step in progress. `sampled`: one token per row of its plan's logits_rows; below 0: there is none.
     StepResult commit(std::span<const TokenId> sampled);
     // Instead of commit(), of the only step in progress: its copies failed. What it computed does not count.
     void abandon();
@@ -141,7 +141,9 @@ class Scheduler {
     void write_stream(StepPlan& plan, int group, int buffer, const Streamed& streamed) const;
     void write_copies(StepPlan& plan) const;
 
+    FinishReason commit_row(const StepRow& row, TokenId token);
     void commit_computed(const StepRow& row);
+    void end(Request& request);
     void drop_steps(Request& request);
     FinishReason append_token(Request& request, TokenId token);
     FinishReason finish_reason(const Request& request) const;

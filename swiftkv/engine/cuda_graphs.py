@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from swiftkv.kernels.triton_schedule import AttentionBatch, decode_buffers, prepare_batch
-from swiftkv.models.batch import StepArrays
+from swiftkv.models.batch import StepArrays, fill_in_sampled
 
 if TYPE_CHECKING:
     from swiftkv.models.dense import DenseDecoder
@@ -56,10 +56,12 @@ class DenseInputs:
 class DenseDecode:
     """A dense decoder with Triton's attention as a `DecodeModel`."""
 
-    def __init__(self, model: DenseDecoder, pool: Tensor) -> None:
-        """`pool` is the uint8 pool, flat, on the model's device."""
+    def __init__(self, model: DenseDecoder, pool: Tensor, last_token_ids: Tensor) -> None:
+        """`pool` is the uint8 pool, flat, on the model's device; `last_token_ids` int32 [max_num_seqs] are the tokens
+        that steps name by row slot."""
         self._model = model
         self._pool = pool
+        self._last_token_ids = last_token_ids
 
     def inputs(self, num_seqs: int, num_entries: int) -> DenseInputs:
         return DenseInputs(
@@ -80,7 +82,8 @@ class DenseDecode:
         )
 
     def run(self, inputs: DenseInputs) -> Tensor:
-        return self._model.run_layers(inputs.token_ids, (inputs.attention,), self._pool)
+        token_ids = fill_in_sampled(inputs.token_ids, self._last_token_ids)
+        return self._model.run_layers(token_ids, (inputs.attention,), self._pool)
 
 
 def fill_token_ids(step: StepArrays, token_ids: Tensor) -> None:

@@ -63,13 +63,15 @@ def run_largest_step(
     logits.index_select(0, torch.arange(num_rows, device=device))  # sampling keeps them as they were beside the edited
 
 
-def capture_graphs(config: EngineConfig, model: DenseDecoder, pool: torch.Tensor) -> DecodeGraphs[DenseInputs] | None:
+def capture_graphs(
+    config: EngineConfig, model: DenseDecoder, pool: torch.Tensor, last_token_ids: torch.Tensor
+) -> DecodeGraphs[DenseInputs] | None:
     """Of decode steps, in inference mode, within `GRAPH_BYTES`; None if the configuration wants none."""
     if config.enforce_eager:
         return None
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode, graph_sizes
 
-    graphs = DecodeGraphs(DenseDecode(model, pool), pool.device)
+    graphs = DecodeGraphs(DenseDecode(model, pool, last_token_ids), pool.device)
     graphs.capture(graph_sizes(config.max_num_seqs), GRAPH_BYTES)
     log.info("%d CUDA graphs of decode steps, %.2f GiB", len(graphs.sizes), graphs.nbytes / 2**30)
     return graphs

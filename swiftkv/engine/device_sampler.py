@@ -1,7 +1,7 @@
 """The sampler of an engine on a GPU: the stages of `engine/sampler.py`, in Triton kernels over the whole batch.
 
 Requests' parameters lie on the device, a row per slot. What a step brings besides goes there in one asynchronous copy;
-tokens come back in one, which is what the host waits for in a step.
+tokens come back in one, and the next step finds them where they were sampled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import GREEDY_BELOW, Sampled
+from swiftkv.engine.sampler import GREEDY_BELOW, Outcome, Sampled
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
-from swiftkv.models.batch import upload
+from swiftkv.models.batch import download, upload
 
 _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4
 
@@ -44,12 +44,42 @@ class _Parked:
     in_prompt: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Log-probabilities on their way to the host."""
+
+    logprobs: Tensor  # float32 [N]
+    ranks: Tensor  # int32 [N]
+    top_ids: Tensor  # int32 [N, max(top_counts)]
+    top_logprobs: Tensor  # float32 [N, max(top_counts)]
+    top_counts: Sequence[int]
+
+    @classmethod
+    def of(cls, logits: Tensor, token_ids: Tensor, top_counts: Sequence[int]) -> _Found:
+        found = triton_logprobs.token_logprobs(logits, token_ids, max(top_counts))
+        return cls(
+            download(found.logprobs),
+            download(found.ranks),
+            download(found.top_ids),
+            download(found.top_logprobs),
+            top_counts,
+        )
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Once they are there."""
+        parts = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        rows = zip(*(part.tolist() for part in parts), self.top_counts, strict=True)
+        return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
+
+
 class DeviceSampler:
     """A `TokenSampler`; the same tokens as `Sampler` given the same logits, rounding at the edges of filters apart."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, last_token_ids: Tensor) -> None:
+        max_num_seqs, device = len(last_token_ids), last_token_ids.device
         self._vocab_size = vocab_size
         self._device = device
+        self._last_token_ids = last_token_ids
         self._params = SlotParams.empty(max_num_seqs, vocab_size, device)
         self._flags = np.zeros(max_num_seqs, np.uint8)
         self._logprob_counts = np.zeros(max_num_seqs, np.int32)
@@ -80,9 +110,9 @@ class DeviceSampler:
     def release(self, request_id: int) -> None:
         self._parked.pop(request_id, None)
 
-    def sample(self, logits: Tensor, slots: _Int32Array, positions: _Int32Array) -> Sampled:
+    def sample(self, logits: Tensor, slots: _Int32Array, positions: _Int32Array) -> Outcome:
         if not len(slots):
-            return Sampled(np.empty(0, np.int32), {}, np.empty(0, np.bool_))
+            return lambda: Sampled(np.empty(0, np.int32), {}, np.empty(0, np.bool_))
         flags = self._flags[slots]
         device_slots, device_positions = upload(np.stack((slots, positions)), self._device)
         asked = np.flatnonzero(flags & _LOGPROBS)
@@ -95,13 +125,18 @@ class DeviceSampler:
         draw = sample(logits, self._params, device_slots, device_positions)
         if np.any(flags & _PENALISED):
             count_tokens(self._output_counts, self._params, device_slots, draw.token_ids)
-        token_ids, broken = torch.stack((draw.token_ids, draw.is_broken.int())).cpu().numpy()
-        logprobs: dict[int, TokenLogprobs] = {}
-        if raw_logits is not None:
-            counts = self._logprob_counts[slots[asked]].tolist()
-            entries = self.token_logprobs(raw_logits, token_ids[asked], counts)
-            logprobs = dict(zip(asked.tolist(), entries, strict=True))
-        return Sampled(token_ids, logprobs, broken.astype(np.bool_))
+        self._last_token_ids.index_copy_(0, device_slots.long(), draw.token_ids)
+        drawn = download(torch.stack((draw.token_ids, draw.is_broken.int())))
+        if asked_rows is None or raw_logits is None:
+            return lambda: Sampled(drawn[0].numpy(), {}, drawn[1].numpy().astype(np.bool_))
+        counts = self._logprob_counts[slots[asked]].tolist()
+        found = _Found.of(raw_logits, draw.token_ids.index_select(0, asked_rows), counts)
+
+        def outcome() -> Sampled:
+            logprobs = dict(zip(asked.tolist(), found.entries(), strict=True))
+            return Sampled(drawn[0].numpy(), logprobs, drawn[1].numpy().astype(np.bool_))
+
+        return outcome
 
     def retract(self, slots: _Int32Array, token_ids: _Int32Array) -> None:
         penalised = np.flatnonzero(self._flags[slots] & _PENALISED)
@@ -109,16 +144,10 @@ class DeviceSampler:
             self._output_counts[slots[penalised], token_ids[penalised]] -= 1
 
     def token_logprobs(self, logits: Tensor, token_ids: _Int32Array, top_counts: Sequence[int]) -> list[TokenLogprobs]:
-        found = triton_logprobs.token_logprobs(logits, upload(token_ids, self._device), max(top_counts))
-        rows = zip(
-            found.logprobs.tolist(),
-            found.ranks.tolist(),
-            found.top_ids.tolist(),
-            found.top_logprobs.tolist(),
-            top_counts,
-            strict=True,
-        )
-        return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
+        found = _Found.of(logits, upload(token_ids, self._device), top_counts)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return found.entries()
 
     def _seat_edits(self, slot: int, request: Request) -> None:
         self._edits.pop(slot, None)

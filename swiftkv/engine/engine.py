@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -17,6 +20,7 @@ from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs
 from swiftkv.engine.messages import (
     FINISH_ABORTED,
+    FINISH_BROKEN,
     FINISH_DROPPED,
     FINISH_RUNNING,
     Abort,
@@ -32,7 +36,7 @@ from swiftkv.engine.messages import (
 )
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.engine.sampler import Sampled, open_sampler
+from swiftkv.engine.sampler import Outcome, Sampled, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.errors import TransferError
 
@@ -42,11 +46,23 @@ _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the device computes."""
+
+    plan: StepPlan
+    wait: Callable[[], None]  # until it has
+    outcome: Outcome
+
+
 class Engine:
     """Schedules, runs and samples until it is told to shut down.
 
     Per step, Python touches arrays, not sequences; per request, it acts when one arrives, takes a row slot, asks for
     log-probabilities, or ends.
+
+    With asynchronous scheduling a step is launched before the one before it is finished (xLLM, section 4.1): the device
+    has always something to do, and what ends is noticed one step late, when its next token was computed in vain.
     """
 
     def __init__(
@@ -66,7 +82,8 @@ class Engine:
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
-        self._sampler = open_sampler(runner.kernels, config.max_num_seqs, runner.vocab_size, runner.device)
+        self._sampler = open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
+        self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._requests: dict[int, Request] = {}
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
@@ -99,43 +116,55 @@ class Engine:
             busy = self.step()
 
     def step(self) -> bool:
-        """schedule, prepare, run, commit. False: there is nothing to do before something happens."""
+        """Launch the next step, and finish the one before it; without asynchronous scheduling, the step itself.
+
+        False: there is nothing to do before something happens.
+        """
         now_s = time.monotonic()
         self._refuse_starved(now_s)
         plan = self._scheduler.schedule(now_s)
-        if plan is None:
+        if plan is None and not self._launched:
             return False
         if now_s >= self._stats_due_s:
             self._send_stats()
+        if plan is not None:
+            self._launch(plan)
+        self._finish(but=1 if plan is not None and self._config.async_scheduling else 0)
+        return self._scheduler.has_work()
+
+    def _launch(self, plan: StepPlan) -> None:
         self._seat(plan)
         self._announce_admitted(plan)
         try:
             hidden = self._runner.forward(plan)
         except TransferError as error:
             logger.warning("the step is computed again: %s", error)
-            self._runner.wait_for_device()
+            self._finish()
+            self._runner.mark()()
             self._lending.transfer_failed(plan)
-            return True
-        sampled = self._sample(plan, hidden)
-        result = self._scheduler.commit(sampled.token_ids)
-        self._lending.demand_changed()
-        self._publish(plan, sampled, result)
-        return self._scheduler.has_work()
+            return
+        outcome = self._sample(plan, hidden)
+        self._launched.append(_Launched(plan, self._runner.mark(), outcome))
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
+    def _finish(self, but: int = 0) -> None:
+        """Wait for the steps that were launched, `but` the last ones, and tell what came of them."""
+        while len(self._launched) > but:
+            step = self._launched.popleft()
+            step.wait()  # also without tokens: what the step used may be lent after it
+            sampled = step.outcome()
+            result = self._scheduler.commit(np.where(sampled.broken, np.int32(-1), sampled.token_ids))
+            self._lending.demand_changed()
+            self._publish(step.plan, sampled, result)
+
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Outcome:
         if self._prompt_logprobs:
             self._prompt_logprobs.collect(
                 plan.request_ids, plan.query_starts, plan.context_lens, lambda rows: self._runner.logits(hidden, rows)
             )
-        rows, sequences = plan.logits_rows, plan.logits_seqs
-        if not len(rows):  # tokens would be waited for; and what the step used may be lent after it
-            self._runner.wait_for_device()
-        sampled = self._sampler.sample(
-            self._runner.logits(hidden, rows), plan.row_slots[sequences], plan.positions[rows] + np.int32(1)
+        rows = plan.logits_rows
+        return self._sampler.sample(
+            self._runner.logits(hidden, rows), plan.row_slots[plan.logits_seqs], plan.positions[rows] + np.int32(1)
         )
-        if sampled.broken.any():
-            self._fail(plan.request_ids[sequences[sampled.broken]])
-        return sampled
 
     def _wait(self) -> None:
         """Until a message comes, or something about leases; not for ever while a request waits for more to be lent."""
@@ -223,14 +252,6 @@ class Engine:
         self._slot_request_ids[slots] = request_ids
         self._slot_taken[slots] = True
 
-    def _fail(self, request_ids: npt.NDArray[np.uint64]) -> None:
-        """End requests for which there is no token, and only those; before the commit, so that the cache does not keep
-        the KV that led there."""
-        self._scheduler.abort(request_ids)
-        for request_id in request_ids.tolist():
-            self._forget(request_id)
-            self._send(RequestError(request_id, 500, "the logits for the next token are not finite"))
-
     def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
         reasons = result.finish_reasons
         rows = np.flatnonzero(reasons < FINISH_ABORTED)
@@ -241,7 +262,7 @@ class Engine:
             logprobs = {
                 int(result.request_ids[row]): entry
                 for row, entry in sampled.logprobs.items()
-                if reasons[row] != FINISH_DROPPED
+                if reasons[row] < FINISH_ABORTED
             }
             self._send(
                 StepOutput(
@@ -256,7 +277,9 @@ class Engine:
                 )
             )
         dropped = np.flatnonzero(reasons == FINISH_DROPPED)
-        self._sampler.retract(plan.row_slots[plan.logits_seqs[dropped]], result.token_ids[dropped])
+        self._sampler.retract(plan.row_slots[plan.logits_seqs[dropped]], sampled.token_ids[dropped])
+        for request_id in result.request_ids[reasons == FINISH_BROKEN].tolist():
+            self._send(RequestError(request_id, 500, "the logits for the next token are not finite"))
         for request_id in result.request_ids[(reasons != FINISH_RUNNING) & (reasons != FINISH_DROPPED)].tolist():
             self._forget(request_id)
 

@@ -20,9 +20,10 @@ MAX_MESSAGE_BYTES = 256 << 20
 HIGH_WATER_MARK = 10_000
 """ZMQ_SNDHWM and ZMQ_RCVHWM of both sockets, in messages."""
 
-FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ABORTED, FINISH_DROPPED = range(5)
-"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED and
-FINISH_DROPPED (the token does not count, the request goes on) stay between scheduler and engine."""
+FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ABORTED, FINISH_DROPPED, FINISH_BROKEN = range(6)
+"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED,
+FINISH_DROPPED (the token does not count, the request goes on) and FINISH_BROKEN (there is no token) stay between
+scheduler and engine."""
 
 DURATION_BOUNDS_S = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -52,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_chunked_prefill: bool = True
     device_part: str | None = None  # such as 3/5: of a GPU, for the whole engine; kv_bytes then says nothing
     enforce_eager: bool = False  # no CUDA graphs
+    async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
     lending: LendingSpec | None = None  # None: lends and borrows nothing
     tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
     rank: int = 0  # which of them this process is; the gateway knows only rank 0

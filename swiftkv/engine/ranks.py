@@ -71,6 +71,10 @@ class ReceivedStep:
     table_starts: Sequence[Int32Array]
 
     @property
+    def has_unknown_tokens(self) -> bool:
+        return bool((self.token_ids < 0).any())
+
+    @property
     def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
         return (self.block_tables,)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from swiftkv.engine.device import capture_graphs, size_pool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.master.layer_stream import LayerStream
-from swiftkv.models.batch import ModelInput, upload
+from swiftkv.models.batch import ModelInput, fill_in_sampled, upload
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
@@ -53,6 +53,9 @@ class ModelRunner:
         self.vocab_size = model_config.vocab_size
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
+        self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
+        """Of each row slot, what was sampled for it last: whoever samples writes it, in order with the steps."""
+        self._communicator = communicator
         kv_bytes = config.kv_bytes
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -83,7 +86,7 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphs[DenseInputs] | None = None
         if on_gpu and self.kernels == "triton" and communicator.size == 1:  # sums of several ranks cannot be captured
             with torch.inference_mode():
-                self.decode_graphs = capture_graphs(config, self._model, self.pool.tensor)
+                self.decode_graphs = capture_graphs(config, self._model, self.pool.tensor, self.last_token_ids)
         self.layer_stream: LayerStream | None = None
         self._groups = groups
         if isinstance(self.pool, Pool):
@@ -96,8 +99,12 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
 
-        Raises `TransferError` if a copy failed: nothing of the step counts, and nothing is in flight.
+        On a GPU that is when it has come so far: the host waits for nothing, and may ask for the next step at once.
+
+        Raises `TransferError` if a copy failed: nothing of the step counts, and none of its copies is in flight.
         """
+        if plan.has_unknown_tokens and self._communicator.size > 1:  # only rank 0 samples
+            self.last_token_ids.copy_(self._communicator.all_gather(self.last_token_ids)[0])
         if self.layer_stream is not None and not len(plan.token_ids):
             self.layer_stream.run_copies_only(plan)
             return torch.empty(0, 0, device=self.device)
@@ -106,17 +113,21 @@ class ModelRunner:
             if hidden is not None:
                 return hidden
         batch = ModelInput.from_plan(plan)
-        if self.device.type == "cuda":
-            batch = replace(batch, token_ids=upload(plan.token_ids, self.device))
+        batch = replace(batch, token_ids=upload(plan.token_ids, self.device))
+        if plan.has_unknown_tokens:
+            batch = replace(batch, token_ids=fill_in_sampled(batch.token_ids, self.last_token_ids))
         if self.layer_stream is None:
             return self._model.forward(batch, self.pool.tensor)
         with self.layer_stream.step(plan) as stream:
             return self._model.forward(batch, self.pool.tensor, stream)
 
-    def wait_for_device(self) -> None:
-        """Until all that was asked for so far is computed and copied."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def mark(self) -> Callable[[], None]:
+        """What waits until all that was asked for so far is computed and copied."""
+        if self.device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event(blocking=True)  # the processor has other engines to serve
+        event.record(torch.cuda.current_stream(self.device))
+        return event.synchronize
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
         """float32 [R, vocab] of the given rows of `hidden`."""

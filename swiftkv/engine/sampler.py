@@ -9,7 +9,7 @@ penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depend
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,8 +38,16 @@ class Sampled:
     broken: npt.NDArray[np.bool_]  # [R] logits that are not finite, or forbid every token: the token means nothing
 
 
+Outcome = Callable[[], Sampled]
+"""Of sampling that a device was asked for: to be called once the device has come past it."""
+
+
 class TokenSampler(Protocol):
-    """What the step loop needs of a sampler. Rows of a step belong to the requests in their slots."""
+    """What the step loop needs of a sampler. Rows of a step belong to the requests in their slots.
+
+    A sampler writes what it samples for a slot to `last_token_ids` (int32 [max_num_seqs], where the logits are), in
+    order with the rest of the step.
+    """
 
     def seat(self, slot: int, request: Request) -> None:
         """`request` has the row slot from now on, whoever had it before."""
@@ -50,7 +58,7 @@ class TokenSampler(Protocol):
     def release(self, request_id: int) -> None:
         """The request has ended."""
 
-    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
+    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Outcome:
         """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
 
         `positions [R]` are those that the sampled tokens will have.
@@ -65,13 +73,13 @@ class TokenSampler(Protocol):
         """Of `token_ids [N]` under `logits [N, vocab]`, with the `top_counts[i]` likeliest tokens of row i."""
 
 
-def open_sampler(kernels: str, max_num_seqs: int, vocab_size: int, device: torch.device) -> TokenSampler:
-    """The sampler that goes with a kind of kernels (`Ops.name`)."""
+def open_sampler(kernels: str, vocab_size: int, last_token_ids: torch.Tensor) -> TokenSampler:
+    """The sampler that goes with a kind of kernels (`Ops.name`), with a slot for every element of `last_token_ids`."""
     if kernels == "triton":
         from swiftkv.engine.device_sampler import DeviceSampler
 
-        return DeviceSampler(max_num_seqs, vocab_size, device)
-    return Sampler(max_num_seqs, vocab_size, device)
+        return DeviceSampler(vocab_size, last_token_ids)
+    return Sampler(vocab_size, last_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +103,11 @@ class _Parked:
 class Sampler:
     """A `TokenSampler` in plain torch."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, last_token_ids: torch.Tensor) -> None:
+        max_num_seqs, device = len(last_token_ids), last_token_ids.device
         self._vocab_size = vocab_size
         self._device = device
+        self._last_token_ids = last_token_ids
         self._rows_per_slice = max(1, _SLICE_BYTES // (4 * vocab_size))
         self._flags = np.zeros(max_num_seqs, np.uint8)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
@@ -139,7 +149,13 @@ class Sampler:
     def release(self, request_id: int) -> None:
         self._parked.pop(request_id, None)
 
-    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
+    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Outcome:
+        sampled = self._sample(logits, slots, positions)
+        token_ids = torch.from_numpy(sampled.token_ids).to(self._device)
+        self._last_token_ids[torch.from_numpy(slots).to(self._device, torch.int64)] = token_ids
+        return lambda: sampled
+
+    def _sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
         if not np.any(self._flags[slots]):
             best = logits.max(-1)
             return Sampled(_to_numpy(best.indices), {}, _is_broken(best.values))

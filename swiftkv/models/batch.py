@@ -23,11 +23,30 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def download(tensor: Tensor) -> Tensor:
+    """`tensor` on the host: valid when its device has come so far on the current stream, which nobody waits for here.
+
+    Where the device is the host, the tensor itself.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def fill_in_sampled(token_ids: Tensor, last_token_ids: Tensor) -> Tensor:
+    """int32 [T]: `token_ids` with `last_token_ids[slot]` wherever there is `~slot`."""
+    return torch.where(token_ids < 0, last_token_ids.index_select(0, (~token_ids).clamp(min=0)), token_ids)
+
+
 class StepArrays(Protocol):
     """The part of the scheduler's plan that a model needs (`_core.StepPlan` has more)."""
 
     @property
-    def token_ids(self) -> Int32Array: ...
+    def token_ids(self) -> Int32Array:
+        """`~slot`, below 0, is the token that the step before sampled for that row slot."""
+
+    @property
+    def has_unknown_tokens(self) -> bool: ...
     @property
     def positions(self) -> Int32Array: ...
     @property

@@ -141,7 +141,7 @@ class LendingEngine:
         self.scheduler.recall(link, np.array(extents, np.int32))
 
     def take_returned(self) -> None:
-        for link, borrowed in enumerate(self.setup.borrow):
+        for link in range(len(self.setup.borrow)):
             for extent in self.scheduler.take_returned(link).tolist():
                 self.recalled[link].remove(extent)
                 self._empty_extent(link, extent)

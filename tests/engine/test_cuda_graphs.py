@@ -73,7 +73,7 @@ def test_a_dense_decoder_is_captured_as_it_is(tmp_path: Path) -> None:
     exact = pool.clone()
     step = decode_step([20, 1, 33], np.random.default_rng(1), num_blocks, num_layers=config.num_layers)
     expected = decoder.forward(ModelInput.from_plan(step), exact)
-    captured = DenseDecode(decoder, pool)
+    captured = DenseDecode(decoder, pool, torch.zeros(4, dtype=torch.int32))
     inputs = captured.inputs(4, num_entries=10)
     captured.fill(step, inputs)
     torch.testing.assert_close(captured.run(inputs)[:3], expected, atol=2e-5, rtol=2e-5)

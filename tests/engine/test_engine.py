@@ -27,9 +27,10 @@ def model(checkpoint: Path) -> PreTrainedModel:
     return make_checkpoint(checkpoint, "llama")
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path, model: PreTrainedModel) -> Iterator[EngineProcess]:
-    with EngineProcess(checkpoint, max_model_len=MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=128) as process:
+@pytest.fixture(scope="module", params=[False, True], ids=["in step", "a step ahead"])
+def engine(checkpoint: Path, model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
+    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    with EngineProcess(checkpoint, async_scheduling=request.param, **options) as process:
         yield process
 
 

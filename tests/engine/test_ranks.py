@@ -61,11 +61,12 @@ def ranks_directory(engine: EngineProcess) -> Path:
 def test_tokens_and_logprobs_are_those_of_one_rank_and_of_transformers(
     checkpoint: Path, tmp_path: Path, engine: EngineProcess
 ) -> None:
-    """In chunks, with a cache, and in a pool so small that sequences are preempted: a rank's heads are half of them."""
+    """In chunks, with a cache, and in a pool so small that sequences are preempted, one with the tokens of the step
+    before it unknown to all ranks: a rank's heads are half of them."""
     model = make_checkpoint(tmp_path, "qwen3")
     prompts = mixed_prompts()
     small = {"max_num_batched_tokens": 100, "kv_bytes": (ONE_SEQUENCE_BLOCKS + 4) * BLOCK_BYTES * 4 // 2}
-    with start(checkpoint, 2, **small) as cramped, start(checkpoint, 1) as one:
+    with start(checkpoint, 2, async_scheduling=True, **small) as cramped, start(checkpoint, 1) as one:
         answers = {
             name: [*e.generate(prompts[4:5], max_tokens=NUM_TOKENS), *e.generate(prompts, max_tokens=NUM_TOKENS)]
             for name, e in (("two", engine), ("cramped", cramped))

@@ -41,12 +41,14 @@ def has_triton(engine: EngineProcess) -> bool:
     return "libtriton" in Path(f"/proc/{engine.process.pid}/maps").read_text(encoding="utf-8")
 
 
-def test_prefill_decode_and_the_prefix_cache(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_prefill_decode_and_the_prefix_cache(is_ahead: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The long prompt comes in chunks beside the decoding of others, and then from the cache."""
     monkeypatch.setenv(OPS_VARIABLE, "triton")
     monkeypatch.setenv(INTERPRET_VARIABLE, "1")
     expected = greedy(tiny.model, prompts(), NUM_TOKENS)
-    with EngineProcess(tiny.directory, max_num_batched_tokens=48, kv_bytes=1 << 20, max_num_seqs=4) as engine:
+    options = {"max_num_batched_tokens": 48, "kv_bytes": 1 << 20, "max_num_seqs": 4, "async_scheduling": is_ahead}
+    with EngineProcess(tiny.directory, **options) as engine:
         answers = engine.generate(prompts(), max_tokens=NUM_TOKENS)
         again = engine.generate(prompts()[:1], max_tokens=NUM_TOKENS)
         assert has_triton(engine)
@@ -83,9 +85,8 @@ def test_kv_that_is_lent_streams_through_slots_between_the_kernels(
     with EngineProcess(tiny.directory, name="lender", kv_bytes=8 * group.block_bytes, max_model_len=64, lending=lends):
         monkeypatch.setenv(OPS_VARIABLE, "triton")
         monkeypatch.setenv(INTERPRET_VARIABLE, "1")
-        with EngineProcess(
-            tiny.directory, kv_bytes=6 * group.block_bytes, max_model_len=160, max_num_seqs=4, lending=borrows
-        ) as engine:
+        options = {"kv_bytes": 6 * group.block_bytes, "max_model_len": 160, "max_num_seqs": 4}
+        with EngineProcess(tiny.directory, **options, async_scheduling=True, lending=borrows) as engine:
             answers = engine.generate(asked, max_tokens=3)
             stats = engine.wait_for_rest()
     assert [answer.token_ids for answer in answers] == expected

@@ -220,7 +220,7 @@ class TritonSampler:
 @given(st.lists(PARAMS, min_size=1, max_size=3), st.integers(0, 2**31))
 def test_tokens_are_those_of_the_cpu_sampler(all_params: list[dict[str, object]], logits_seed: int) -> None:
     requests = [make_request(i, params) for i, params in enumerate(all_params)]
-    expected = Sampler(len(requests), VOCAB, CPU)
+    expected = Sampler(VOCAB, torch.zeros(len(requests), dtype=torch.int32))
     for slot, request in enumerate(requests):
         expected.seat(slot, request)
     kernels = TritonSampler(requests)
@@ -228,7 +228,7 @@ def test_tokens_are_those_of_the_cpu_sampler(all_params: list[dict[str, object]]
     for step in range(3):
         logits = 3 * torch.randn(len(requests), VOCAB, generator=generator)
         slots, positions = np.arange(len(requests), dtype=np.int32), np.full(len(requests), 4 + step, np.int32)
-        token_ids = expected.sample(logits.clone(), slots, positions).token_ids
+        token_ids = expected.sample(logits.clone(), slots, positions)().token_ids
         assert kernels.sample(logits.clone(), int32(positions)) == token_ids.tolist()
 
 

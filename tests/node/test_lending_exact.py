@@ -29,7 +29,7 @@ SHORT = [conversation(seed, num_turns=1) for seed in range(300, 304)]
 THREE = ("broad", "odd", "deep")
 
 
-def master(name: str, dtype: str, checkpoints: dict[str, Path], memory: str) -> dict[str, Any]:
+def master(name: str, dtype: str, checkpoints: dict[str, Path], memory: str, is_ahead: bool = False) -> dict[str, Any]:
     return {
         "name": name,
         "role": "master",
@@ -38,6 +38,7 @@ def master(name: str, dtype: str, checkpoints: dict[str, Path], memory: str) -> 
         "threads": 1,
         "max_num_batched_tokens": 256,
         "max_num_seqs": 16,
+        "async_scheduling": is_ahead,
         "kv_cache": {"memory": memory},
     }
 
@@ -56,21 +57,21 @@ def worker(name: str, kind: str, checkpoints: dict[str, Path], memory: str, dtyp
 @pytest.fixture(
     scope="module",
     params=[
-        ("shm", 2),
-        ("p2p", 1),
-        pytest.param(("shm", 1), marks=pytest.mark.slow),
-        pytest.param(("p2p", 2), marks=pytest.mark.slow),
+        ("shm", 2, True),
+        ("p2p", 1, False),
+        pytest.param(("shm", 1, False), marks=pytest.mark.slow),
+        pytest.param(("p2p", 2, True), marks=pytest.mark.slow),
     ],
-    ids=lambda param: f"{param[0]}-{param[1]}",
+    ids=lambda param: f"{param[0]}-{param[1]}-{'ahead' if param[2] else 'in-step'}",
 )
 def node(
     request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LendingNode]:
     """Two masters with pools of 384 tokens borrow from one worker with six times as many bytes."""
-    transport, stream_buffers = request.param
+    transport, stream_buffers, is_ahead = request.param
     models = [
-        master("float32", "float32", checkpoints, "1152KiB"),
-        master("bfloat16", "bfloat16", checkpoints, "576KiB"),
+        master("float32", "float32", checkpoints, "1152KiB", is_ahead),
+        master("bfloat16", "bfloat16", checkpoints, "576KiB", is_ahead),
         worker("broad", "broad", checkpoints, "12MiB"),
     ]
     lending = {"transport": transport, "stream_buffers": stream_buffers, "max_wait": "100s"}

@@ -35,6 +35,8 @@ class Step:
     block_tables: Sequence[Int32Array]
     table_starts: Sequence[Int32Array]
 
+    has_unknown_tokens: bool = False
+
     @property
     def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
         return [self.block_tables]
