@@ -29,6 +29,7 @@ from swiftkv.cache.plan import LendingPair, ModelPlan, plan_lending
 from swiftkv.config import Config, format_size
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
+from swiftkv.latency import prefer_latency
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import BoundedHeadProtocol
@@ -182,6 +183,7 @@ class Node:
         finally:
             for engine in engines:
                 engine.cancel()
+        prefer_latency()
         gc.collect()
         gc.freeze()  # what was imported stays; a collection that walks it all would hold up every stream
         self._say_where()
@@ -386,6 +388,8 @@ def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: P
         kv_bytes=plan.pool_bytes,
         device_part=None if plan.device_part is None else str(plan.device_part),
         enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1,  # sums of ranks are not captured
+        # On the CPU the host computes itself: there is nothing that it could plan beside.
+        async_scheduling=model.device != "cpu" if model.async_scheduling is None else model.async_scheduling,
         max_model_len=plan.max_model_len,
         device=model.device,
         dtype=model.dtype,

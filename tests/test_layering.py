@@ -23,7 +23,7 @@ LAYERS = [
     {"models", "cache", "transport"},
     {"kernels"},
     {"_core", "_lease", "_cpu", "_transport"},
-    {"config", "hub", "errors", "__init__"},
+    {"config", "hub", "errors", "latency", "__init__"},
 ]
 NEIGHBOURS = {("models", "cache"), ("cache", "models"), ("hub", "errors"), ("config", "errors")}
 ONLY_THESE_MODULES = {

@@ -11,6 +11,7 @@ from typing import Protocol
 import zmq
 
 from swiftkv._core import Scheduler
+from swiftkv.latency import prefer_latency
 from swiftkv.lease.messages import (
     BudgetSet,
     FromBorrower,
@@ -133,6 +134,7 @@ class Coordinator:
             raise RuntimeError("the coordinator's thread has ended; its traceback is on standard error")
 
     def _run(self) -> None:
+        prefer_latency()
         try:
             self._serve()
         finally:
