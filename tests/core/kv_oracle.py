@@ -13,7 +13,7 @@ from naive_scheduler import NaiveScheduler, Setup
 
 from swiftkv import _core
 
-RUNNING, STOP, LENGTH, ABORTED = range(4)
+RUNNING, STOP, LENGTH, ABORTED, DROPPED, BROKEN = range(6)
 
 
 class Prefixes:
@@ -251,7 +251,7 @@ class Engine:
                     written[place] = prefix[position]
 
     def commit(self, choose: dict[int, int] | None = None) -> _core.StepResult:
-        """Samples the token that `choose` has for a request id, else one that depends on the tokens so far."""
+        """Samples the token that `choose` has for a request id (-1: none), else one that depends on those so far."""
         plan = self.plans.pop(0)
         self._run(plan)
         ids = plan.request_ids[plan.logits_seqs].tolist()
@@ -273,6 +273,10 @@ class Engine:
         if request_id not in self.requests:
             return ABORTED
         request = self.requests[request_id]
+        if token < 0:
+            del self.requests[request_id]
+            del self.slots[request_id]
+            return BROKEN
         request.tokens.append(token)
         num_outputs = len(request.outputs)
         if token in request.stop and num_outputs >= request.min_tokens:

@@ -328,10 +328,13 @@ class NaiveScheduler:
     # ---- commit ----
 
     def commit(self, sampled: dict[int, int]) -> None:
-        """`sampled` by request id; requests that ended since the step was planned are passed over."""
+        """`sampled` by request id, below 0 if there is no token; requests that have ended since are passed over."""
         plan = self.open.pop(0)
         for (request_id, _, n), samples in zip(plan.rows, plan.samples, strict=True):
             for request in [r for r in self.running if r.id == request_id]:
+                if samples and sampled[request_id] < 0:
+                    self.leave(request)
+                    continue
                 request.computed += n
                 request.scheduled -= n
                 request.unknown -= samples

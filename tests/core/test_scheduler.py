@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kv_oracle import ABORTED, LENGTH, STOP, Engine
+from kv_oracle import ABORTED, BROKEN, LENGTH, RUNNING, STOP, Engine
 from naive_scheduler import Setup
 
 from swiftkv import _core
@@ -190,6 +190,88 @@ def test_abort_of_a_waiting_request() -> None:
     e.step()
     e.abort(2)
     assert finish_order(e) == [1]
+
+
+# ---- a step ahead ----
+
+
+def reasons(result: _core.StepResult) -> dict[int, int]:
+    return dict(zip(result.request_ids.tolist(), result.finish_reasons.tolist(), strict=True))
+
+
+def test_a_step_ahead_names_unknown_tokens_by_their_slot() -> None:
+    e = engine(max_num_batched_tokens=12)
+    e.add(1, prompt(4, 1))
+    e.add(2, prompt(20, 2))
+    first = e.schedule()
+    assert ids_and_counts(first) == [(1, 4), (2, 8)]
+    assert first is not None
+    assert not first.has_unknown_tokens
+    ahead = e.schedule()
+    assert ids_and_counts(ahead) == [(1, 1), (2, 11)]  # the second prompt goes on where the step before will end
+    assert ahead is not None
+    assert ahead.has_unknown_tokens
+    assert ahead.token_ids[0] == ~first.row_slots[0]
+    e.commit()
+    assert sorted(finish_order(e)) == [1, 2]
+
+
+def test_who_reaches_a_limit_is_not_planned_ahead() -> None:
+    e = engine(max_model_len=9)
+    e.add(1, prompt(4, 1), max_tokens=1)
+    e.add(2, prompt(8, 2), max_tokens=5)
+    e.add(3, prompt(4, 3), max_tokens=2)
+    e.schedule()
+    assert ids_and_counts(e.schedule()) == [(3, 1)]
+    assert reasons(e.commit()) == {1: LENGTH, 2: LENGTH, 3: RUNNING}
+    assert e.schedule() is None
+    assert reasons(e.commit()) == {3: LENGTH}
+
+
+def test_who_stops_was_computed_in_vain_and_keeps_no_block_that_a_step_may_write() -> None:
+    e = engine()
+    e.add(1, prompt(8, 1), max_tokens=9, stop=[7])
+    e.schedule()
+    e.schedule()
+    assert reasons(e.commit({1: 7})) == {1: STOP}
+    group = e.scheduler.stats().groups[0]
+    assert (group.used, group.cached, group.in_flight) == (0, 2, 1)
+    assert reasons(e.commit()) == {1: ABORTED}
+    assert e.scheduler.stats().groups[0].in_flight == 0
+    assert not e.scheduler.has_work()
+
+
+def test_nobody_who_is_in_progress_is_preempted_and_room_is_made_as_soon_as_nobody_is() -> None:
+    e = engine(num_blocks=5, max_model_len=20)
+    e.add(1, prompt(7, 1), max_tokens=12)
+    e.add(2, prompt(6, 2), max_tokens=12)
+    e.add(3, prompt(17, 3), max_tokens=1)  # waits, and must not come between
+    e.step()
+    assert ids_and_counts(e.schedule()) == [(1, 1), (2, 1)]
+    assert ids_and_counts(e.schedule()) == [(1, 1), (2, 1)]  # the last block that is free
+    e.commit()
+    while (plan := e.schedule()) is not None:
+        assert not len(plan.preempted_request_ids)
+        e.commit()
+    assert len(e.plans) == 1
+    e.commit()
+    plan = e.schedule()
+    assert plan is not None
+    assert plan.preempted_request_ids.tolist() == [2]
+    e.abort(3)
+    assert finish_order(e) == [1, 2]
+
+
+def test_a_row_without_a_token_ends_its_request_and_its_step_is_not_kept() -> None:
+    e = engine()
+    e.add(1, prompt(8, 1), max_tokens=9)
+    e.add(2, prompt(8, 2), max_tokens=9)
+    e.schedule()
+    e.schedule()
+    assert reasons(e.commit({1: -1})) == {1: BROKEN, 2: RUNNING}
+    assert e.scheduler.stats().groups[0].cached == 0
+    assert reasons(e.commit()) == {1: ABORTED, 2: RUNNING}
+    assert finish_order(e) == [2]
 
 
 # ---- prefix cache ----

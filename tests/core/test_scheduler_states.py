@@ -76,11 +76,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert is_ahead or planned == had_work
 
     @precondition(lambda self: self.engine.plans)
-    @rule()
-    def commit(self) -> None:
+    @rule(broken=st.integers(0, 20))
+    def commit(self, broken: int) -> None:
         # What was sampled becomes a prefix of later prompts: the next turn of a conversation.
         self.history.extend(list(r.tokens) for r in self.engine.requests.values())
-        self.engine.commit()
+        ids = self.engine.plans[0].request_ids.tolist()
+        self.engine.commit({ids[broken]: -1} if broken < len(ids) else None)
 
     @precondition(lambda self: not self.engine.plans)
     @rule(steps=st.integers(1, 16))
