@@ -124,7 +124,8 @@ class CoordinatorClient:
 class LendingMember:
     """One model of the node. ``why_not_lend`` completes "model 'x' …"; None: it can lend.
 
-    ``remember_budget`` is told every budget, in bytes, that was set: an engine that is started again begins with it.
+    ``remember_budget`` is told the budget, in bytes, that holds or is about to: an engine that is started again begins
+    with it.
     """
 
     name: str
@@ -169,11 +170,14 @@ class NodeLending:
             pool = format_size(member.pool_bytes)
             raise ApiError(400, f"{budget} is more than the pool of '{name}', {pool}; 100% is the most", param="budget")
         member.engine.check_available()
-        answer = await member.coordinator.set_budget(min(budget_bytes, member.pool_bytes), dry_run)
+        budget_bytes = min(budget_bytes, member.pool_bytes)
+        if not dry_run:  # now: it holds when the engine reads it, long before what is recalled is home, if ever
+            member.remember_budget(budget_bytes)
+        answer = await member.coordinator.set_budget(budget_bytes, dry_run)
         if answer.refused is not None:
+            if not dry_run:
+                member.remember_budget(answer.budget_bytes)
             raise ApiError(400, f"model '{name}' refuses: {answer.refused}", param="budget", code="budget_refused")
-        if not dry_run:
-            member.remember_budget(answer.budget_bytes)
         return BudgetChange(name, dry_run, answer.budget_bytes, answer.lent_bytes, answer.recalled_bytes, answer.took_s)
 
     async def pool(self, name: str) -> PoolView:

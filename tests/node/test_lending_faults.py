@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -145,6 +147,28 @@ def test_a_lender_dies_with_copies_under_way(node: LendingNode, reference: Refer
         with stopped(dead):
             time.sleep(0.5)
             kill(dead)
+
+
+@on_shm_first
+def test_a_budget_outlives_the_engine_that_was_told(node: LendingNode) -> None:
+    """It holds at once, long before what is lent beyond it is home and the answer comes."""
+    dead = engine(node, "odd")
+    request = [
+        b"PATCH /admin/lending/odd HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Type: application/json",
+        b"Content-Length: 13",
+        b"",
+        b'{"budget": 0}',
+    ]
+    url = httpx.URL(node.process.url)
+    with stopped(engine(node, MASTER)), socket.create_connection((url.host, url.port)) as client:
+        client.sendall(b"\r\n".join(request))
+        wait_for("the recall", lambda: node.extents("odd", "lends", "recalled").get(MASTER))
+        kill(dead)
+    wait_for("the restart", lambda: node.process.engines().get("odd", dead).pid != dead.pid and node.is_ready())
+    assert node.model("odd")["budget_bytes"] == 0
+    assert node.set_budget("odd", "100%").status_code == 200
 
 
 @on_shm_first

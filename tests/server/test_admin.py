@@ -10,7 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from echo_coordinator import BLOCK_BYTES, EXTENT_BYTES, FIRST_BUDGET_BYTES, NUM_EXTENTS, POOL_BYTES
+from echo_coordinator import (
+    BLOCK_BYTES,
+    EXTENT_BYTES,
+    FIRST_BUDGET_BYTES,
+    NUM_EXTENTS,
+    POOL_BYTES,
+    REFUSED_BUDGET_BYTES,
+)
 from echo_gateway import Gateway, start_gateway
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -93,7 +100,11 @@ def test_a_budget_lowered_recalls_and_one_raised_lends(lending_gateway: Gateway)
     assert patch(lending_gateway, 0).json()["lent_bytes"] == 0
     # kv_cache.memory may be a little more than the pool: what the file may say, a request may say, too.
     assert patch(lending_gateway, f"{POOL_BYTES + BLOCK_BYTES - 1}B").json()["budget_bytes"] == POOL_BYTES
-    assert lending_gateway.budgets == {"chat": [], "code": [16 << 20, 16 << 20, POOL_BYTES // 2, 0, POOL_BYTES]}
+    budgets = lending_gateway.budgets["code"]
+    assert budgets == [16 << 20, 16 << 20, POOL_BYTES // 2, 0, POOL_BYTES]
+    assert patch(lending_gateway, f"{REFUSED_BUDGET_BYTES}B").status_code == 400
+    assert budgets[-1] == POOL_BYTES  # what is refused is not what the engine is started with next time
+    assert not lending_gateway.budgets["chat"]
     with lending_gateway.http() as http:
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     assert families["swiftkv:recalls"].samples[0].value == 64
@@ -198,6 +209,7 @@ def test_an_engine_that_is_stopped_is_503_in_time(lending_gateway: Gateway, monk
         assert http.get("/metrics").status_code == 200
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "does not answer about lending within 0.2 s" in refused.json()["error"]["message"]
+    assert lending_gateway.budgets["code"] == [POOL_BYTES // 4]  # it will hold, and outlive the engine
     process.send_signal(signal.SIGCONT)
     deadline_s = time.monotonic() + 10
     while lent_bytes(lending_gateway) != POOL_BYTES // 4:  # it was asked, and does it now
