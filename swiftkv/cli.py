@@ -414,6 +414,12 @@ def _print_overview(overview: dict[str, Any]) -> None:
         console.print()
         console.print(links)
     for model in overview["models"]:
+        waits_s = max((link["no_offer_s"] or 0.0 for link in model["lends"]), default=0.0)
+        if waits_s:
+            console.print(
+                f"\n{model['model']} offers nothing more for {waits_s:.0f} s: its own requests needed blocks",
+                highlight=False,
+            )
         if model["error"]:
             console.print(f"\n{model['error']}", highlight=False)
 

@@ -166,6 +166,7 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
     peer_extents: int | None  # what the peer's last heartbeat said of this link
     states: bytes | None = None  # uint8 [num_extents]
     epochs: bytes | None = None  # uint32 [num_extents]
+    no_offer_s: float | None = None  # of a lend link: so long nothing is offered, for the lender needed blocks itself
 
 
 class GroupBlocks(msgspec.Struct, array_like=True, frozen=True):

@@ -259,6 +259,7 @@ def _link(link: LinkState, name: str, lends: bool) -> LinkView:
         num_extents=geometry.num_extents,
         extents=link.counts,
         lent_bytes=link.num_bytes,
+        no_offer_s=link.no_offer_s,
     )
 
 

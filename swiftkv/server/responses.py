@@ -191,6 +191,8 @@ class LinkView(Struct):
     extents: dict[str, int]
     """How many, by state."""
     lent_bytes: int
+    no_offer_s: float | None
+    """Seconds for which the lender offers nothing more, because its own requests needed blocks; null: it may."""
 
 
 class ModelLending(Struct):

@@ -189,7 +189,11 @@ class Lender:
 
     def link_states(self, with_extents: bool) -> list[LinkState]:
         now_s = time.monotonic()
-        return [_link_state(peer, link, now_s, with_extents) for peer in self._peers.values() for link in peer.links]
+        return [
+            _link_state(peer, link, now_s, self._no_offer_before_s[link.geometry.lender_group], with_extents)
+            for peer in self._peers.values()
+            for link in peer.links
+        ]
 
     # What borrowers say.
 
@@ -475,7 +479,7 @@ def _peers(spec: LendingSpec) -> Iterable[_Peer]:
         yield _Peer(peer, links)
 
 
-def _link_state(peer: _Peer, link: _Link, now_s: float, with_extents: bool) -> LinkState:
+def _link_state(peer: _Peer, link: _Link, now_s: float, no_offer_before_s: float, with_extents: bool) -> LinkState:
     ledger = link.ledger
     states, epochs = ledger.table() if with_extents else (None, None)
     is_there = peer.process is not None and not peer.is_ending
@@ -494,4 +498,5 @@ def _link_state(peer: _Peer, link: _Link, now_s: float, with_extents: bool) -> L
         peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
         states=None if states is None else states.tobytes(),
         epochs=None if epochs is None else epochs.tobytes(),
+        no_offer_s=no_offer_before_s - now_s if no_offer_before_s > now_s else None,
     )

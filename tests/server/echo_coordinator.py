@@ -1,7 +1,7 @@
 """A peer for the gateway's lending routes: speaks a coordinator's ZeroMQ protocol, and lends only on paper.
 
-`code` lends to `chat` whatever its budget allows, at once; extents that it takes back are home at once. `chat` says
-that it borrows what `code` lends at first.
+`code` lends to `chat` whatever its budget allows, at once; extents that it takes back are home at once. If it lends
+none, it says that its own requests needed them. `chat` says that it borrows what `code` lends at first.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class EchoCoordinator:
             peer_extents=count,
             states=states.tobytes() if with_extents else None,
             epochs=self.epochs.tobytes() if with_extents else None,
+            no_offer_s=27.6 if self.lends and not count else None,
         )
         lent_blocks = 2 * count if self.lends else 0
         blocks = GroupBlocks(128 - lent_blocks, 0, 0, lent_blocks, 0, 0, 128, 0, 0, 0, 0, 0)

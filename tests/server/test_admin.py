@@ -63,6 +63,7 @@ def test_what_every_model_lends_and_borrows(gateway: Gateway) -> None:
         NUM_EXTENTS,
     )
     assert link["extents"] == {"home": NUM_EXTENTS - NUM_LENT, "lent": NUM_LENT}
+    assert link["no_offer_s"] is None
     assert (chat["budget_bytes"], chat["lent_bytes"], chat["borrowed_bytes"]) == (None, 0, FIRST_BUDGET_BYTES)
     (link,) = chat["borrows"]
     assert (link["lender"], link["borrower"], link["lent_bytes"]) == ("code", "chat", FIRST_BUDGET_BYTES)

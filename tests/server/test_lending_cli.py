@@ -45,7 +45,10 @@ def test_set_and_show(lending_gateway: Gateway) -> None:
     lowered = run("set", "code", "16MiB", *at, key="key")
     assert lowered.exit_code == 0
     assert lowered.stdout == "code lends up to 16MiB, 16MiB at the moment\n32MiB came back in 0.250 s\n"
+    assert "offers nothing" not in run("show", *at, key="key").stdout
     assert run("set", "code", "0", *at, key="key").stdout.startswith("code lends up to 0B, 0B at the moment\n")
+    shown = run("show", *at, key="key").stdout
+    assert shown.endswith("\ncode offers nothing more for 28 s: its own requests needed blocks\n")
     assert run("set", "code", "100%", *at, key="key").stdout == "code lends up to 64MiB, 64MiB at the moment\n"
     for key in (None, "wrong"):
         refused = run("show", *at, key=key)

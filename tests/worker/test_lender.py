@@ -84,6 +84,19 @@ def test_demand_takes_from_a_borrower_whose_requests_use_it() -> None:
         assert sorted(node["m"].finished_request() for _ in ids) == [1, 2, 3]
 
 
+def test_after_a_recall_for_demand_nothing_is_offered_for_a_window_unless_the_budget_is_raised() -> None:
+    with Node(budget=0.5, window_s=100.0) as node:
+        state = node["w"].wait_for(lambda state: lent(state) == [ALL // 2])
+        assert state.lends[0].no_offer_s is None
+        node["w"].obey("add", tokens=40 * 16 - 20, max_tokens=10)
+        assert node["w"].finished_request() == 1
+        no_offer_s = node["w"].show().lends[0].no_offer_s
+        assert no_offer_s is not None
+        assert 0 < no_offer_s <= 100
+        node["w"].set_budget(node.pool_bytes)
+        assert node["w"].show().lends[0].no_offer_s is None
+
+
 def test_the_paper_s_policy_keeps_less_and_can_be_chosen() -> None:
     lent_extents = {}
     for policy in ("total", "longest"):
