@@ -151,8 +151,8 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Outcome:
         sampled = self._sample(logits, slots, positions)
-        token_ids = torch.from_numpy(sampled.token_ids).to(self._device)
-        self._last_token_ids[torch.from_numpy(slots).to(self._device, torch.int64)] = token_ids
+        rows = torch.from_numpy(slots).to(self._device, torch.int64)
+        self._last_token_ids.index_copy_(0, rows, torch.from_numpy(sampled.token_ids).to(self._device))
         return lambda: sampled
 
     def _sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
