@@ -6,7 +6,9 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 class CopyError(RuntimeError):
-    """A job named bytes outside its spaces; nothing of it was copied."""
+    """A job named bytes outside its spaces; nothing of it was copied. With the link of a run that did, if one did."""
+
+    args: tuple[str, int | None]
 
 class CopyEngine:
     """One FIFO lane of jobs on `num_threads` threads of its own, which share the rows of one job at a time.

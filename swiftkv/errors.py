@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class SwiftkvError(Exception):
     """Base of all of swiftkv's own exceptions."""
@@ -20,4 +22,11 @@ class EngineError(SwiftkvError):
 
 
 class TransferError(SwiftkvError):
-    """A copy between two pools failed: the peer is gone, refused, or was asked for bytes that it does not have."""
+    """A copy between two pools failed: the peer is gone, refused, or was asked for bytes that it does not have.
+
+    `links` are those of the job that failed; empty if that cannot be said, or if no job did.
+    """
+
+    def __init__(self, message: str, links: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.links = tuple(links)

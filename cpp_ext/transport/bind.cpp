@@ -1,5 +1,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include "copy_engine.h"
 
@@ -24,7 +25,18 @@ std::span<std::byte> memory_at(uintptr_t address, size_t nbytes) {
 
 NB_MODULE(_transport, m) {
     m.doc() = "Copies between pools that are mapped into this process.";
-    nb::exception<CopyError>(m, "CopyError");
+    const nb::object copy_error =
+        nb::steal(PyErr_NewException("swiftkv._transport.CopyError", PyExc_RuntimeError, nullptr));
+    m.attr("CopyError") = copy_error;
+    nb::register_exception_translator(
+        [](const std::exception_ptr& thrown, void* type) {
+            try {
+                std::rethrow_exception(thrown);
+            } catch (const CopyError& error) {
+                PyErr_SetObject(static_cast<PyObject*>(type), nb::make_tuple(error.what(), error.link).ptr());
+            }
+        },
+        copy_error.ptr());
     nb::class_<CopyEngine>(m, "CopyEngine")
         .def(
             "__init__",

@@ -87,7 +87,7 @@ int64_t CopyEngine::submit(const Runs& to_peer, const Runs& from_peer, int64_t l
     try {
         job.phases = {make_phase(to_peer, layer, true), make_phase(from_peer, layer, false)};
     } catch (const CopyError& error) {
-        failed_.emplace(last_ticket_, error.what());
+        failed_.emplace(last_ticket_, error);
     }
     job.timing.to_peer_bytes = job.phases[0].num_bytes;
     job.timing.from_peer_bytes = job.phases[1].num_bytes;
@@ -100,7 +100,7 @@ void CopyEngine::wait(int64_t ticket) {
     std::unique_lock lock(mutex_);
     if (ticket < 1 || ticket > last_ticket_) throw std::invalid_argument("no such ticket: " + std::to_string(ticket));
     job_done_.wait(lock, [&] { return last_done_ >= ticket; });
-    if (const auto failure = failed_.extract(ticket)) throw CopyError(failure.mapped());
+    if (const auto failure = failed_.extract(ticket)) throw failure.mapped();
 }
 
 void CopyEngine::settle() {
@@ -124,8 +124,9 @@ std::span<std::byte> CopyEngine::place(std::span<std::byte> space, const char* n
         __builtin_add_overflow(size, runs.width_bytes, &size) || __builtin_add_overflow(offset, size, &end) ||
         end > static_cast<int64_t>(space.size()))
         throw CopyError(std::string(name) + " of " + std::to_string(space.size()) + " bytes has no " +
-                        std::to_string(run.count) + " layer blocks of " + std::to_string(runs.width_bytes) +
-                        " bytes at " + std::to_string(offset) + ", one every " + std::to_string(pitch));
+                            std::to_string(run.count) + " layer blocks of " + std::to_string(runs.width_bytes) +
+                            " bytes at " + std::to_string(offset) + ", one every " + std::to_string(pitch),
+                        run.link);
     return space.subspan(static_cast<size_t>(offset), static_cast<size_t>(size));
 }
 
@@ -148,13 +149,13 @@ CopyEngine::Phase CopyEngine::make_phase(const Runs& runs, int64_t layer, bool t
     for (const Run& run : runs.runs) {
         if (run.count == 0) continue;
         const auto space = spaces_.find(run.link);
-        if (run.count < 0) throw CopyError("a run of " + std::to_string(run.count) + " blocks");
-        if (space == spaces_.end()) throw CopyError("link " + std::to_string(run.link) + " is not attached");
+        if (run.count < 0) throw CopyError("a run of " + std::to_string(run.count) + " blocks", run.link);
+        if (space == spaces_.end()) throw CopyError("link " + std::to_string(run.link) + " is not attached", run.link);
         const int64_t local_pitch = run.staged != 0 ? width : block;
         int64_t peer_offset = 0, local_offset = run.local_offset_bytes;
         if (__builtin_add_overflow(run.peer_offset_bytes, layer_offset, &peer_offset) ||
             (run.staged == 0 && __builtin_add_overflow(run.local_offset_bytes, layer_offset, &local_offset)))
-            throw CopyError("an offset beyond all memory");
+            throw CopyError("an offset beyond all memory", run.link);
         std::byte* peer = place(space->second, "the peer's pool", peer_offset, block, runs, run).data();
         std::byte* local = place(local_, "the local pool", local_offset, local_pitch, runs, run).data();
         phase.num_bytes += run.count * width;

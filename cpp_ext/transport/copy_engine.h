@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -43,7 +44,10 @@ struct JobTiming {
 };
 
 struct CopyError : std::runtime_error {
-    using std::runtime_error::runtime_error;
+    explicit CopyError(const std::string& message, std::optional<int64_t> failed_link = std::nullopt)
+        : std::runtime_error(message), link(failed_link) {}
+
+    std::optional<int64_t> link;  // that a run names which cannot be copied
 };
 
 // Copies between the local pool and mapped peers: one FIFO lane of jobs on threads of its own. A job's rows may be
@@ -116,7 +120,7 @@ class CopyEngine {
     std::deque<Job> jobs_;  // the first is being copied
     int64_t last_ticket_ = 0;
     int64_t last_done_ = 0;
-    std::unordered_map<int64_t, std::string> failed_;
+    std::unordered_map<int64_t, CopyError> failed_;
     std::deque<JobTiming> timings_;
     bool stop_ = false;
     std::vector<std::thread> threads_;

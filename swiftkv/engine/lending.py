@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from swiftkv.lease.messages import LendingSpec
 from swiftkv.lease.process import Identity
 from swiftkv.master.borrower import Borrower
 from swiftkv.master.layer_stream import CopyKind
-from swiftkv.transport.base import Transport
+from swiftkv.transport.base import PeerHandle, Transport, TwoSidedTransport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.transport.select import open_transport
@@ -82,11 +83,14 @@ class Lending:
         if self._coordinator is not None and self._scheduler.is_short():
             self._coordinator.wake()
 
-    def transfer_failed(self, plan: StepPlan) -> None:
-        """Copies of this step did not arrive. The step does not count, and its lenders are attached anew."""
+    def transfer_failed(self, plan: StepPlan, links: Sequence[int] = ()) -> None:
+        """Copies of this step over `links` did not arrive; if there are none, it is not known over which.
+
+        The step does not count, and those lenders are attached anew.
+        """
         assert self._coordinator is not None
         self._scheduler.abandon()
-        self._coordinator.give_up(links_of(plan, len(self._runner.group_specs)))
+        self._coordinator.give_up(links or links_of(plan, len(self._runner.group_specs)))
 
     def close(self) -> None:
         if self._coordinator is not None:
@@ -110,10 +114,11 @@ class Lending:
             transport = self._transport = open_transport(spec.transport, pool, io_backend=spec.io_backend)
             self._runner.stream_through(transport)
 
-            def attach(link: int, store_path: str) -> None:
-                transport.attach(link, find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S))
+            def find(store_path: str) -> PeerHandle:
+                peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)
+                return transport.meet(peer) if isinstance(transport, TwoSidedTransport) else peer
 
-            borrower = Borrower(me, spec, self._scheduler, attach, transport.detach, self._wake)
+            borrower = Borrower(me, spec, self._scheduler, find, transport.attach, transport.detach, self._wake)
         coordinator = Coordinator(name, spec, context, self._scheduler, pool.nbytes, lender, borrower, self._wake)
         coordinator.start()
         return coordinator

@@ -62,6 +62,9 @@ class BorrowerHalf(Protocol):
     def give_up(self, links: Sequence[int]) -> threading.Event:
         """In the engine's thread, between steps. Returns what is set when it is done."""
 
+    def close(self) -> None:
+        """After the coordinator's thread has ended: wait until nothing calls `wake` any more."""
+
 
 class Coordinator:
     """Owns the thread and its sockets. An engine lends, borrows, or does both.
@@ -127,6 +130,8 @@ class Coordinator:
         self._closing = True
         self.wake()
         self._thread.join()
+        if self._borrower is not None:
+            self._borrower.close()
         os.close(self._wakeup)
 
     def _check_thread(self) -> None:

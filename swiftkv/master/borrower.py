@@ -1,6 +1,7 @@
 """The borrower's half of the coordinator: takes what lenders offer, gives back what they recall, and survives them.
 
-All of it runs in the coordinator's thread, but for `apply_pending` and `give_up`, which are the engine's.
+All of it runs in the coordinator's thread, but for `apply_pending` and `give_up`, which are the engine's, and for what
+may have to wait for a lender, which has threads of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +38,7 @@ from swiftkv.lease.messages import (
 )
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Wire
+from swiftkv.transport.base import PeerHandle
 
 if TYPE_CHECKING:
     from swiftkv._lease import Int32Array, UInt32Array
@@ -80,18 +83,20 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Attachment:
-    """Of all links of one lender; `store_paths` in their order."""
+    """Of all links of one lender; `store_paths` in their order, and where its pools are, for each link too."""
 
     lender: int
     attempt: int
     store_paths: list[str]
+    found: Future[list[PeerHandle]]
 
 
 class Borrower:
     """Owns the replicas of the lenders' tables and tells the scheduler what it may use.
 
-    Pools are attached and detached by the engine's thread, between steps: orders for it lie in `_orders`, what came of
-    them in `_outcomes`.
+    An attachment begins in a thread of `_finders`, where a lender that is stopped keeps nobody waiting, and lies in
+    `_searches` meanwhile. Pools are attached and detached by the engine's thread, between steps: orders for it lie in
+    `_orders`, what came of them in `_outcomes`.
     """
 
     def __init__(
@@ -99,15 +104,18 @@ class Borrower:
         me: Identity,
         spec: LendingSpec,
         scheduler: Scheduler,
-        attach: Callable[[int, str], None],
+        find: Callable[[str], PeerHandle],
+        attach: Callable[[int, PeerHandle], None],
         detach: Callable[[int], None],
         wake_engine: Callable[[], None],
     ) -> None:
-        """`attach(link, store_path)` maps the pool that a lender published there, or raises a `SwiftkvError`;
-        `detach(link)` lets go of it, and ignores a link that is not attached. Both are called in the engine's thread.
+        """`find(store_path)` is called in a thread of its own, and may wait for the lender that published its pool
+        there; `attach(link, pool)` then maps it, and does not wait. Both may raise a `SwiftkvError`. `detach(link)`
+        lets go of it, and ignores a link that is not attached. These two are called in the engine's thread.
         """
         self._me = me
         self._scheduler = scheduler
+        self._find = find
         self._attach = attach
         self._detach = detach
         self._wake_engine = wake_engine
@@ -116,6 +124,9 @@ class Borrower:
         self._peers = _peers(spec)
         self._links = [link for peer in self._peers for link in peer.links]
         self._peer_at = [peer for peer in self._peers for _ in peer.links]  # by link number
+        # For each lender, and for the one before it, which may have died in the middle.
+        self._finders = ThreadPoolExecutor(2 * len(self._peers), "attach")
+        self._searches: list[_Attachment] = []
         self._orders: deque[_Attachment | int] = deque()  # a number: the lender to detach
         self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; else why not
         self._given_up: deque[tuple[Sequence[int], threading.Event]] = deque()
@@ -124,6 +135,9 @@ class Borrower:
     def start(self, wire: Wire, wake: Callable[[], None]) -> None:
         self._wire = wire
         self._wake = wake
+
+    def close(self) -> None:
+        self._finders.shutdown()
 
     # In the engine's thread.
 
@@ -148,12 +162,10 @@ class Borrower:
     def _try_to_attach(self, order: _Attachment) -> str | None:
         peer = self._peers[order.lender]
         try:
-            for link, store_path in zip(peer.links, order.store_paths, strict=True):
-                self._attach(link.number, store_path)
+            for link, pool in zip(peer.links, order.found.result(), strict=True):
+                self._attach(link.number, pool)
         except SwiftkvError as error:
             self._detach_all(peer)
-            for store_path in order.store_paths:  # the next attempt has others
-                Path(store_path).unlink(missing_ok=True)
             return str(error)
         return None
 
@@ -169,6 +181,9 @@ class Borrower:
             for index in {self._peer_at[link].index for link in links}:
                 self._let_go(self._peers[index], now_s)
             done.set()
+        for search in [search for search in self._searches if search.found.done()]:
+            self._searches.remove(search)
+            self._on_found(search, now_s)
         while self._outcomes:
             self._on_outcome(*self._outcomes.popleft(), now_s)
         for peer in self._peers:
@@ -231,12 +246,35 @@ class Borrower:
         peer.heard_s = time.monotonic()
         peer.welcome = welcome
         peer.state = "attaching"
-        self._orders.append(_Attachment(peer.index, peer.attempt, welcome.store_paths))
-        self._wake_engine()
+        found = self._finders.submit(self._find_all, welcome.store_paths)
+        self._searches.append(_Attachment(peer.index, peer.attempt, welcome.store_paths, found))
+        found.add_done_callback(lambda _: self._wake())
 
-    def _on_outcome(self, order: _Attachment, failure: str | None, now_s: float) -> None:
-        peer = self._peers[order.lender]
-        if peer.welcome is None or order.attempt != peer.attempt:
+    def _find_all(self, store_paths: Sequence[str]) -> list[PeerHandle]:
+        return [self._find(path) for path in store_paths]
+
+    def _on_found(self, search: _Attachment, now_s: float) -> None:
+        error = search.found.exception()
+        if isinstance(error, SwiftkvError):
+            self._on_outcome(search, str(error), now_s)
+        elif error is not None:
+            raise error
+        elif self._is_current(search):
+            self._orders.append(search)
+            self._wake_engine()
+        else:
+            self._on_outcome(search, "the lender has gone", now_s)
+
+    def _is_current(self, attachment: _Attachment) -> bool:
+        peer = self._peers[attachment.lender]
+        return peer.welcome is not None and attachment.attempt == peer.attempt
+
+    def _on_outcome(self, attachment: _Attachment, failure: str | None, now_s: float) -> None:
+        peer = self._peers[attachment.lender]
+        if failure is not None:
+            for store_path in attachment.store_paths:  # the next attempt has others
+                Path(store_path).unlink(missing_ok=True)
+        if not self._is_current(attachment):
             return
         if failure is not None:
             _log.warning("the pool of %s cannot be attached: %s", peer.spec.name, failure)

@@ -107,7 +107,9 @@ class Transport(Protocol):
         """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Never raises for what the runs name."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Until the job has ended. Raises `TransferError`, once, if it did not copy everything."""
+        """Until the job has ended. Raises `TransferError`, once, if it did not copy everything; it names the links that
+        are to blame, if only some are: copies over the others go on.
+        """
 
     def settle(self) -> None:
         """Block the host until every job has ended, and forget which failed."""
@@ -117,6 +119,18 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of threads and mappings, without waiting for a peer; again is harmless. No other call may follow."""
+
+
+@runtime_checkable
+class TwoSidedTransport(Transport, Protocol):
+    """One whose `attach` needs the peer to do something."""
+
+    def meet(self, peer: PeerHandle) -> PeerHandle:
+        """From any thread, while steps run: do of `attach` what waits for the peer. To attach what this returns, once,
+        waits for nobody; to forget it lets the peer go.
+
+        Raises `TransferError` if the peer does not come in time.
+        """
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,18 @@ class P2pTransport:
 
     def attach(self, link: int, peer: PeerHandle) -> None:
         assert link not in self._connections, f"link {link} is attached"
+        met = peer if isinstance(peer, _MetPeer) else self.meet(peer)
+        self._connections[link] = met.connection
+        self._peer_nbytes[link] = peer.nbytes
+
+    def meet(self, peer: PeerHandle) -> _MetPeer:
         try:
             connection = _Connection(Path(peer.store_path), _BORROWER, self._connect_timeout_s)
-            connection.receive(torch.empty(1, dtype=torch.int64))  # the lender has connected too
+            connection.receive(torch.empty(1, dtype=torch.int64), self._connect_timeout_s)  # the lender has connected
         except RuntimeError as error:
             raise TransferError(f"process {peer.pid} does not serve its pool: {error}") from error
-        self._connections[link] = connection
-        self._peer_nbytes[link] = peer.nbytes
         withdraw_pool(Path(peer.store_path))
+        return _MetPeer(**asdict(peer), connection=connection)
 
     def detach(self, link: int) -> None:
         self._wait_for(self._last_submitted)
@@ -151,8 +155,8 @@ class P2pTransport:
                         started_s = time.monotonic()
                         exchange.perform(self._rows)
                         taken_s[direction] += time.monotonic() - started_s
-            except (RuntimeError, TransferError) as error:  # gloo raises nothing more exact
-                failure = TransferError(str(error))
+            except TransferError as error:
+                failure = TransferError(str(error), error.links)  # without the frames, which hold on to connections
             to_bytes, from_bytes = (
                 0 if runs is None or failure is not None else runs.num_bytes for runs in (to_peer, from_peer)
             )
@@ -174,15 +178,19 @@ class P2pTransport:
 
     def _exchange(self, runs: Runs, layer: int, direction: int, link: int) -> _Exchange:
         if link not in self._connections:
-            raise TransferError(f"link {link} is not attached")
+            raise TransferError(f"link {link} is not attached", (link,))
         width, block = runs.width_bytes, runs.block_bytes
         _, peer_offsets, local_offsets, counts, staged = runs.runs[runs.runs[:, 0] == link].T
         peer_offsets = peer_offsets + layer * width
         local_offsets = local_offsets + np.where(staged, 0, layer * width)
         local_pitches = np.where(staged, width, block)
-        _check_bounds(peer_offsets, counts, block, width, self._peer_nbytes[link])
-        _check_bounds(local_offsets, counts, local_pitches, width, self._rows.nbytes)
+        if not (
+            _lie_within(self._peer_nbytes[link], peer_offsets, counts, block, width)
+            and _lie_within(self._rows.nbytes, local_offsets, counts, local_pitches, width)
+        ):
+            raise TransferError(f"runs over link {link} leave one of the pools", (link,))
         return _Exchange(
+            link,
             self._connections[link],
             direction,
             np.stack((peer_offsets, counts), axis=1),
@@ -255,7 +263,8 @@ def _answer(connection: _Connection, header: list[int], rows: Rows) -> None:
     runs = torch.empty(num_runs, 2, dtype=torch.int64)
     connection.receive(runs)
     offsets, counts = runs.numpy().T
-    _check_bounds(offsets, counts, pitch, width, rows.nbytes)
+    if not _lie_within(rows.nbytes, offsets, counts, pitch, width):
+        raise TransferError(f"runs leave a pool of {rows.nbytes} bytes")
     all_rows = _row_offsets(offsets, counts, np.full_like(counts, pitch))
     if direction == _FROM_PEER:
         connection.send_rows(rows, all_rows, width)
@@ -269,6 +278,7 @@ class _Exchange:
 
     def __init__(
         self,
+        link: int,
         connection: _Connection,
         direction: int,
         peer_runs: Int64Array,  # [n, 2]
@@ -277,12 +287,19 @@ class _Exchange:
         local_rows: Int64Array,
     ) -> None:
         self.direction = direction
+        self._link = link
         self._connection = connection
         self._header = np.array([direction, width_bytes, pitch_bytes, len(peer_runs)], np.int64)
         self._peer_runs = peer_runs
         self._local_rows = local_rows
 
     def perform(self, rows: Rows) -> None:
+        try:
+            self._perform(rows)
+        except RuntimeError as error:  # gloo raises nothing more exact
+            raise TransferError(str(error), (self._link,)) from error
+
+    def _perform(self, rows: Rows) -> None:
         connection, width = self._connection, int(self._header[1])
         connection.send(torch.from_numpy(self._header))
         connection.send(torch.from_numpy(self._peer_runs))
@@ -308,8 +325,10 @@ class _Connection:
     def send(self, tensor: torch.Tensor) -> None:
         self._group.send([tensor], self._peer, _TAG).wait(_NO_TIMEOUT)
 
-    def receive(self, tensor: torch.Tensor) -> None:
-        self._group.recv([tensor], self._peer, _TAG).wait(_NO_TIMEOUT)
+    def receive(self, tensor: torch.Tensor, timeout_s: float | None = None) -> None:
+        """What does not come in time never comes: the connection is closed then."""
+        timeout = _NO_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
+        self._group.recv([tensor], self._peer, _TAG).wait(timeout)
 
     def cut(self) -> None:
         """From any thread: whatever waits for the other side fails now, as if that had died."""
@@ -327,6 +346,13 @@ class _Connection:
             rows.put(part, message)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MetPeer(PeerHandle):
+    """A lender that has connected."""
+
+    connection: _Connection
+
+
 def _messages(offsets: Int64Array, width_bytes: int) -> Iterator[Int64Array]:
     rows = max(1, MESSAGE_BYTES // width_bytes)
     for begin in range(0, len(offsets), rows):
@@ -340,12 +366,11 @@ def _row_offsets(offsets: Int64Array, counts: Int64Array, pitches: Int64Array) -
     return rows
 
 
-def _check_bounds(
-    offsets: Int64Array, counts: Int64Array, pitches: Int64Array | int, width_bytes: int, nbytes: int
-) -> None:
-    """Raises `TransferError` unless every run lies in a pool of `nbytes`."""
+def _lie_within(
+    nbytes: int, offsets: Int64Array, counts: Int64Array, pitches: Int64Array | int, width_bytes: int
+) -> bool:
+    """Whether every run lies in a pool of `nbytes`."""
     most = nbytes // np.maximum(pitches, 1) + 1  # rows that fit; keeps the product below from overflowing
     inside = (offsets >= 0) & (counts >= 0) & (counts <= most) & (offsets <= nbytes)
     ends = offsets + (np.minimum(counts, most) - 1) * pitches + width_bytes
-    if width_bytes > nbytes or not (inside & ((ends <= nbytes) | (counts == 0))).all():
-        raise TransferError(f"runs leave a pool of {nbytes} bytes")
+    return width_bytes <= nbytes and bool((inside & ((ends <= nbytes) | (counts == 0))).all())

@@ -47,7 +47,8 @@ class ShmTransport:
         try:
             self._engine.wait(ticket)
         except CopyError as error:
-            raise TransferError(str(error)) from error
+            message, link = error.args
+            raise TransferError(message, () if link is None else (link,)) from error
 
     def settle(self) -> None:
         self._engine.settle()

@@ -39,6 +39,7 @@ from swiftkv.lease.messages import (
 )
 from swiftkv.lease.process import Identity
 from swiftkv.master.borrower import Borrower
+from swiftkv.transport.base import PeerHandle
 from swiftkv.worker.lender import Lender
 
 TIMEOUT_S = 30.0
@@ -58,6 +59,7 @@ class Setup(msgspec.Struct, frozen=True):
     groups: list[Group]
     lending: LendingSpec
     failing_attaches: int = 0  # the first so many fail
+    gate: str | None = None  # a FIFO: no lender's pool is found until somebody opens it to write
 
     @property
     def pool_bytes(self) -> int:
@@ -103,20 +105,24 @@ class EngineWithoutModel:
         if spec.borrowers:
             lender = Lender(me, spec, self.scheduler, setup.pool_bytes, serve_link, self.wake)
         if spec.lenders:
-            borrower = Borrower(me, spec, self.scheduler, self.attach, self.detach, self.wake)
+            borrower = Borrower(me, spec, self.scheduler, self.find, self.attach, self.detach, self.wake)
         self.coordinator = Coordinator(
             setup.name, spec, zmq.Context(), self.scheduler, setup.pool_bytes, lender, borrower, self.wake
         )
         self.next_id = 1
 
-    def attach(self, link: int, store_path: str) -> None:
+    def find(self, store_path: str) -> PeerHandle:
+        if self.setup.gate is not None:
+            Path(self.setup.gate).open().close()
+        return PeerHandle(int(Path(store_path).read_text()), -1, 0, 0, store_path)
+
+    def attach(self, link: int, pool: PeerHandle) -> None:
         assert link not in self.attached
         if self.failing_attaches > 0:
             self.failing_attaches -= 1
             raise TransferError("as the test wishes")
-        pid = int(Path(store_path).read_text())
-        if not Path(f"/proc/{pid}/fd").exists():
-            raise TransferError(f"process {pid} has gone")
+        if not Path(f"/proc/{pool.pid}/fd").exists():
+            raise TransferError(f"process {pool.pid} has gone")
         self.attached.add(link)
 
     def detach(self, link: int) -> None:
@@ -279,10 +285,14 @@ class Node:
         budget: float = 1.0,  # of the lender's pool
         window_s: float = 0.2,
         failing_attaches: int = 0,
+        gated: bool = False,  # see `Setup.gate`
         policy: Literal["total", "longest"] = "total",
         start: Sequence[str] | None = None,  # None: all
     ) -> None:
         self.directory = tempfile.TemporaryDirectory(prefix="swiftkv-lease-")
+        self.gate = Path(self.directory.name, "gate") if gated else None
+        if self.gate is not None:
+            os.mkfifo(self.gate)
         # An extent holds the least common multiple of both blocks: 6 layer blocks.
         extent_layer_blocks = int(np.lcm(lender_layers, borrower_layers))
         meu_w, meu_m = extent_layer_blocks // lender_layers, extent_layer_blocks // borrower_layers
@@ -305,7 +315,13 @@ class Node:
                 rendezvous=self.directory.name,
                 max_wait_s=10.0,
             )
-            self.setups[name] = Setup(name, [Group(layers, num_blocks)], spec, failing_attaches if owes else 0)
+            self.setups[name] = Setup(
+                name,
+                [Group(layers, num_blocks)],
+                spec,
+                failing_attaches if owes else 0,
+                str(self.gate) if self.gate is not None else None,
+            )
         self.processes: dict[str, LendingProcess] = {}
         self.to_start = list(self.setups) if start is None else start
 

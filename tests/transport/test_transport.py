@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,8 +169,9 @@ def test_a_run_out_of_bounds_is_an_error_and_copies_nothing(mistake: str, to_pee
     good, bad = (1, 0, 0, 4, 0), runs((0, 0, 0, 2, 0), row)
     failed = attached.transport.submit(*((bad, None) if to_peer else (None, bad)), layer)
     fine = attached.transport.submit(None, runs(good), 0)
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError) as failure:
         attached.transport.wait(failed)
+    assert failure.value.links == (() if "layer" in mistake else (row[0],))
     attached.transport.wait(failed)  # said once
     attached.transport.wait(fine)
     before[0].view(-1, LAYERS, WIDTH)[:4, 0] = before[2].view(-1, LAYERS, WIDTH)[:4, 0]
@@ -243,6 +246,30 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_copy(
         with pytest.raises(TransferError):
             transport.wait(tickets[-1])
     transport.settle()
+
+
+def test_the_link_that_failed_is_named_and_the_others_go_on(kind: TransportKind, tmp_path: Path) -> None:
+    pool = pool_of(NUM_BYTES)
+    transport = open_transport(kind, pool)
+    is_served = kind == "p2p"
+    with (
+        Lender([tmp_path / "dead"], NUM_BYTES, serve=is_served) as dead,
+        Lender([tmp_path / "other"], NUM_BYTES, serve=is_served) as other,
+    ):
+        for link, lender in enumerate((dead, other)):
+            transport.attach(link, lender.handles[0])
+        dead.kill()
+        if kind == "shm":  # where its memory is there until then
+            transport.detach(0)
+        for order in ((0, 1), (1, 0)):
+            both = runs(*((link, 0, link * 8 * BLOCK, 8, 0) for link in order))
+            for directions in ((both, None), (None, both)):
+                with pytest.raises(TransferError) as failure:
+                    perform(transport, *directions)
+                assert failure.value.links == (0,)
+        perform(transport, runs((1, 0, 0, 8, 0)), None)
+        assert torch.equal(other.pools[0].view(-1, LAYERS, WIDTH)[:8, 0], pool.tensor.view(-1, LAYERS, WIDTH)[:8, 0])
+        transport.close()
 
 
 def test_a_peer_that_is_stopped(kind: TransportKind, pair: tuple[torch.Tensor, Transport, Lender]) -> None:
@@ -330,6 +357,38 @@ def test_a_p2p_lender_knows_at_once_that_it_was_detached(tmp_path: Path) -> None
     transport.attach(0, handle)
     assert round_trip(pool.tensor, transport, 1)
     transport.detach(0)
+    server.join(60)
+    assert not server.is_alive()
+    transport.close()
+
+
+def test_copies_go_on_while_a_p2p_lender_that_is_stopped_is_met(tmp_path: Path) -> None:
+    pool = pool_of(NUM_BYTES)
+    transport = P2pTransport(pool, connect_timeout_s=60)
+    with (
+        Lender([tmp_path / "ready"], NUM_BYTES, serve=True) as ready,
+        Lender([tmp_path / "stopped"], NUM_BYTES, serve=True) as stopped,
+        ThreadPoolExecutor(1) as finder,
+    ):
+        transport.attach(0, ready.handles[0])
+        stopped.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.process.pid, os.WSTOPPED)
+        met = finder.submit(transport.meet, stopped.handles[0])
+        assert all(round_trip(pool.tensor, transport, seed) for seed in range(20))
+        assert not met.done()
+        stopped.process.send_signal(signal.SIGCONT)
+        transport.attach(1, met.result())
+        perform(transport, runs((1, 0, 0, 8, 0)), None)
+        assert torch.equal(stopped.pools[0].view(-1, LAYERS, WIDTH)[:8, 0], pool.tensor.view(-1, LAYERS, WIDTH)[:8, 0])
+        transport.close()
+
+
+def test_a_p2p_lender_that_was_met_and_forgotten_knows_it(tmp_path: Path) -> None:
+    lent = pool_of(NUM_BYTES)
+    transport = P2pTransport(pool_of(NUM_BYTES))
+    handle = publish_pool(tmp_path / "store", lent)
+    server = serve_p2p(lent, tmp_path / "store")
+    transport.meet(handle)
     server.join(60)
     assert not server.is_alive()
     transport.close()

@@ -1,0 +1,74 @@
+"""A lender's half of the lease protocol, of which the test says every message itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+
+from swiftkv.lease.messages import Accept, Attached, FromBorrower, FromLender, Hello, Offer, Recall, Return, Welcome
+from swiftkv.lease.process import Identity
+
+TIMEOUT_S = 30.0
+
+Message = TypeVar("Message")
+
+
+class LenderByHand:
+    """Speaks for `me`, whichever process that is; set when it welcomes."""
+
+    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.me: Identity
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.bind(address)
+        self.hello = self.receive(Hello)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+    def welcome(self, me: Identity, store_path: Path) -> None:
+        self.me = me
+        paths = [str(store_path)]
+        self.send(Welcome(me.incarnation, self.hello.sender, self.hello.attempt, me.pid, me.start_ticks, paths))
+
+    def be_attached(self, me: Identity, store_path: Path) -> None:
+        """Welcome every Hello, of which some may be of an attempt before, until one is answered."""
+        self.welcome(me, store_path)
+        while isinstance(message := self._receive(), Hello):
+            self.hello = message
+            self.welcome(me, store_path)
+        assert isinstance(message, Attached)
+
+    def say(self, kind: type[Offer | Recall], extents: list[int], epochs: list[int], **named: int) -> None:
+        names = {"sender": self.me.incarnation, "receiver": self.hello.sender, "link": 0, **named}
+        self.send(kind(extents=i32(extents), epochs=u32(epochs), **names))
+
+    def send(self, message: FromLender) -> None:
+        self.socket.send_multipart([self.route, msgspec.msgpack.encode(message)])
+
+    def receive(self, kind: type[Message]) -> Message:
+        """The next of that kind; Hellos that were repeated before they were answered are passed over."""
+        while not isinstance(message := self._receive(), kind):
+            assert isinstance(message, Hello)
+        return message
+
+    def hears(self, kind: type[Accept | Return]) -> tuple[list[int], list[int]]:
+        message = self.receive(kind)
+        return np.frombuffer(message.extents, np.int32).tolist(), np.frombuffer(message.epochs, np.uint32).tolist()
+
+    def _receive(self) -> FromBorrower:
+        assert self.socket.poll(TIMEOUT_S * 1000)
+        self.route, frame = self.socket.recv_multipart()
+        message: FromBorrower = msgspec.msgpack.decode(frame, type=FromBorrower)
+        return message
+
+
+def i32(values: list[int]) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def u32(values: list[int]) -> bytes:
+    return np.array(values, np.uint32).tobytes()
