@@ -1,18 +1,28 @@
-"""What an engine does that could borrow, while nobody lends to it."""
+"""What an engine does that could borrow, while nobody lends to it, or who does is killed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+import zmq
 
-from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
+from swiftkv.lease.messages import Accept, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
+from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.models.config import DecoderConfig
 from tests.engine.engine_process import EngineProcess
+from tests.lease.lending_process import Admin, held
 from tests.support.checkpoints import make_checkpoint
+from tests.support.lender import Lender
+from tests.support.lender_by_hand import LenderByHand
+from tests.support.node_process import wait_for
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8
+NUM_EXTENTS = 8 * NUM_BLOCKS
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     directory = tmp_path_factory.mktemp("lonely")
     make_checkpoint(directory, "llama")
     (group,) = DecoderConfig.from_pretrained(directory).kv_groups(BLOCK_SIZE, "float32")
-    link = LinkGeometry(0, 0, 1, 1, group.block_bytes, 8 * NUM_BLOCKS, 0)
+    link = LinkGeometry(0, 0, 1, 1, group.block_bytes, NUM_EXTENTS, 0)
     lending = LendingSpec(
         leases_address=f"ipc://{directory}/leases",
         lenders=[PeerSpec("nobody", f"ipc://{directory}/nobody", [link])],
@@ -65,3 +75,41 @@ def test_a_request_without_room_is_refused_in_time_although_others_keep_the_engi
     assert error is not None
     assert error.status == 503
     engine.wait(running)
+
+
+def identity_of(lender: Lender) -> Identity:
+    return Identity("nobody", lender.process.pid, lender.process.pid, start_ticks(lender.process.pid))
+
+
+def test_a_lender_that_is_killed_when_it_has_welcomed_is_not_attached_and_the_next_one_is(
+    engine: EngineProcess,
+) -> None:
+    spec = engine.config.lending
+    assert spec is not None
+    directory = Path(spec.rendezvous)
+    (peer,) = spec.lenders
+    num_bytes = -(-NUM_EXTENTS * peer.links[0].extent_bytes // 4096) * 4096
+    with (
+        zmq.Context() as context,
+        closing(LenderByHand(peer.leases_address, context)) as lender,
+        closing(Admin(spec.leases_address)) as admin,
+    ):
+        with Lender([directory / "killed"], num_bytes, serve=False) as killed:
+            me = identity_of(killed)
+            killed.process.kill()
+            # Nobody takes note of its end, so that its pid stays its own: it can be found, and its memory cannot.
+            os.waitid(os.P_PID, killed.process.pid, os.WEXITED | os.WNOWAIT)
+            lender.welcome(me, directory / "killed")
+            while lender.hello.attempt == 1:
+                lender.hello = lender.receive(Hello)
+        wait_for("the rendezvous to be over", lambda: not (directory / "killed").exists())
+        assert held(admin.show()) == [0]
+        [served] = engine.generate([[5] * 20])
+        assert len(served.token_ids) == 16
+        with Lender([directory / "next"], num_bytes, serve=False) as following:
+            lender.be_attached(identity_of(following), directory / "next")
+            lender.say(Offer, [*range(NUM_EXTENTS)], [1] * NUM_EXTENTS)
+            lender.receive(Accept)
+            [served] = engine.generate([[3] * (NUM_BLOCKS + 4) * BLOCK_SIZE])
+            assert len(served.token_ids) == 16
+        admin.wait_for(lambda state: held(state) == [0])
