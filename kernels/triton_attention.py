@@ -26,7 +26,7 @@ from swiftkv.kernels.triton_layout import (
     layer_blocks,
     value_offset,
 )
-from swiftkv.kernels.triton_schedule import AttentionBatch, decode_buffers, prepare_batch
+from swiftkv.kernels.triton_schedule import AttentionBatch, Tiling, decode_buffers, prepare_batch
 
 __all__ = ["AttentionBatch", "attention", "decode_buffers", "prepare_batch"]
 
@@ -65,10 +65,9 @@ def _prefill(
     out: Tensor, qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, kv: Tensor, layer: int, sinks: Tensor | None
 ) -> None:
     tiling = batch.prefill
-    padded_dim = triton.next_power_of_2(spec.head_dim)
     rectangles = None
     if spec.block_size % tiling.keys == 0:
-        rectangles = TensorDescriptor.from_tensor(kv.view(-1, spec.head_dim), [tiling.keys, padded_dim])
+        rectangles = TensorDescriptor.from_tensor(kv.view(-1, spec.head_dim), [tiling.keys, _padded_dim(spec)])
     _prefill_kernel[(spec.num_kv_heads, len(batch.tiles))](
         out,
         qkv,
@@ -79,26 +78,13 @@ def _prefill(
         batch.block_table,
         layer,
         *_scales(spec),
-        SOFT_CAP=spec.soft_cap > 0,
-        WINDOW=spec.window,
-        NUM_HEADS=spec.num_heads,
-        NUM_KV_HEADS=spec.num_kv_heads,
-        BLOCK_SIZE=spec.block_size,
-        HEAD_DIM=spec.head_dim,
-        PADDED_DIM=padded_dim,
-        ROWS=tiling.rows,
-        KEYS=tiling.keys,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        maxnreg=tiling.max_registers,
+        **_constants(spec, tiling),
     )
 
 
 def _decode(
     out: Tensor, qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, kv: Tensor, layer: int, sinks: Tensor | None
 ) -> None:
-    tiling = batch.decode
-    padded_dim = triton.next_power_of_2(spec.head_dim)
     combine = batch.max_splits > 1
     num_partials = len(batch.splits) if combine else 0
     partial_out = torch.empty((num_partials, spec.num_heads, spec.head_dim), dtype=torch.float32, device=qkv.device)
@@ -114,18 +100,7 @@ def _decode(
         batch.block_table,
         layer,
         *_scales(spec),
-        SOFT_CAP=spec.soft_cap > 0,
-        WINDOW=spec.window,
-        NUM_HEADS=spec.num_heads,
-        NUM_KV_HEADS=spec.num_kv_heads,
-        BLOCK_SIZE=spec.block_size,
-        HEAD_DIM=spec.head_dim,
-        PADDED_DIM=padded_dim,
-        ROWS=tiling.rows,
-        KEYS=tiling.keys,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        maxnreg=tiling.max_registers,
+        **_constants(spec, batch.decode),
     )
     if combine:
         _combine_kernel[(len(batch.split_starts) - 1, spec.num_heads)](
@@ -137,10 +112,33 @@ def _decode(
             batch.query_starts,
             NUM_HEADS=spec.num_heads,
             HEAD_DIM=spec.head_dim,
-            PADDED_DIM=padded_dim,
+            PADDED_DIM=_padded_dim(spec),
             SPLITS=16,
             num_warps=4,
         )
+
+
+def _padded_dim(spec: AttentionSpec) -> int:
+    padded_dim: int = triton.next_power_of_2(spec.head_dim)
+    return padded_dim
+
+
+def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
+    """What the kernels that read keys are compiled for, and how they run."""
+    return {
+        "SOFT_CAP": spec.soft_cap > 0,
+        "WINDOW": spec.window,
+        "NUM_HEADS": spec.num_heads,
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "BLOCK_SIZE": spec.block_size,
+        "HEAD_DIM": spec.head_dim,
+        "PADDED_DIM": _padded_dim(spec),
+        "ROWS": tiling.rows,
+        "KEYS": tiling.keys,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+        "maxnreg": tiling.max_registers,
+    }
 
 
 def _scales(spec: AttentionSpec) -> tuple[float, float]:

@@ -143,6 +143,31 @@ def list_all_runs(listed: tl.tensor, num_runs: tl.tensor, ALL_RUNS: tl.constexpr
 
 
 @triton.jit
+def _count_tokens(
+    logits: tl.tensor,
+    listed: tl.tensor,
+    num_listed: tl.tensor,
+    start: tl.tensor,
+    vocab_size: tl.tensor,
+    largest: tl.tensor,
+    scale: tl.tensor,
+    min_weight: tl.tensor,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    BY_WEIGHT: tl.constexpr,
+) -> tl.tensor:
+    """The keys [TILE, RUN] of listed runs from `start` on, and what each counts: 1 or its weight; no token counts 0."""
+    index = start + tl.arange(0, TILE)
+    runs = tl.load(listed + index, mask=index < num_listed, other=0)
+    x, _, mask = load_runs(logits, runs, index < num_listed, vocab_size, RUN)
+    value = mask.to(tl.float32)
+    if BY_WEIGHT:
+        value = tl.exp((x - largest) * scale)
+        value = tl.where(value >= min_weight, value, 0.0)
+    return key_of(x), value
+
+
+@triton.jit
 def measure(
     logits: tl.tensor,
     listed: tl.tensor,
@@ -159,14 +184,10 @@ def measure(
     """How many tokens of the listed runs are at `key` or above, or what those of `min_weight` or more weigh."""
     total = tl.zeros((), tl.float64)
     for start in range(0, num_listed, TILE):
-        index = start + tl.arange(0, TILE)
-        runs = tl.load(listed + index, mask=index < num_listed, other=0)
-        x, _, mask = load_runs(logits, runs, index < num_listed, vocab_size, RUN)
-        value = mask.to(tl.float32)
-        if BY_WEIGHT:
-            value = tl.exp((x - largest) * scale)
-            value = tl.where(value >= min_weight, value, 0.0)
-        total += tl.sum(tl.where(key_of(x) >= key, value, 0.0)).to(tl.float64)
+        keys, value = _count_tokens(
+            logits, listed, num_listed, start, vocab_size, largest, scale, min_weight, TILE, RUN, BY_WEIGHT
+        )
+        total += tl.sum(tl.where(keys >= key, value, 0.0)).to(tl.float64)
     return total
 
 
@@ -192,14 +213,9 @@ def find_edge(
         first, second, third = low + step, low + 2 * step, low + 3 * step
         from_first, from_second, from_third = target * 0, target * 0, target * 0
         for start in range(0, num_listed, TILE):
-            index = start + tl.arange(0, TILE)
-            runs = tl.load(listed + index, mask=index < num_listed, other=0)
-            x, _, mask = load_runs(logits, runs, index < num_listed, vocab_size, RUN)
-            value = mask.to(tl.float32)
-            if BY_WEIGHT:
-                value = tl.exp((x - largest) * scale)
-                value = tl.where(value >= min_weight, value, 0.0)
-            keys = key_of(x)
+            keys, value = _count_tokens(
+                logits, listed, num_listed, start, vocab_size, largest, scale, min_weight, TILE, RUN, BY_WEIGHT
+            )
             from_first += tl.sum(tl.where(keys >= first.to(tl.int32), value, 0.0)).to(tl.float64)
             from_second += tl.sum(tl.where(keys >= second.to(tl.int32), value, 0.0)).to(tl.float64)
             from_third += tl.sum(tl.where(keys >= third.to(tl.int32), value, 0.0)).to(tl.float64)

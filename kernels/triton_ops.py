@@ -8,12 +8,12 @@ rounded to the dtype there, as transformers' models round it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swiftkv.kernels.reference import PackedLinear
 from swiftkv.kernels.triton_attention import attention, prepare_batch
 from swiftkv.kernels.triton_elementwise import rms_norm, rope_write_kv, silu_and_mul
 
@@ -32,27 +32,6 @@ __all__ = [
     "rope_write_kv",
     "set_num_threads",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is for `norm_gate_up_silu`."""
-
-    weight: Tensor  # [N, K]
-    bias: Tensor | None  # [N]
-    interleaved: bool
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 def set_num_threads(n: int) -> None:
