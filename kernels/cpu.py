@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swiftkv import _cpu
 from swiftkv._cpu import PackedLinear
+from swiftkv.kernels.reference import biases_of
 
 __all__ = [
     "PackedLinear",
@@ -51,14 +52,10 @@ def pack_linear(
     Raises:
         ValueError: the weights differ in K or dtype, or the dtype has no kernel.
     """
-    biases = [None] * len(weights) if biases is None else biases
-    if not weights or len(biases) != len(weights):
-        raise ValueError(f"{len(weights)} weights and {len(biases)} biases: give one bias or None for each weight")
+    biases = biases_of(weights, biases)
     in_features, dtype = weights[0].shape[1], weights[0].dtype
     if dtype not in _DTYPES:
         raise ValueError(f"no CPU kernel for {dtype}: use float32, bfloat16 or float16")
-    if any(w.shape[1] != in_features or w.dtype != dtype for w in weights):
-        raise ValueError("weights that are packed together must have one dtype and one in_features")
     rows = [w.contiguous() for w in weights]
     bias_rows = [None if b is None else b.to(torch.float32).contiguous() for b in biases]
     sources = [

@@ -54,10 +54,32 @@ class PackedLinear:
 def pack_linear(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
 ) -> PackedLinear:
-    """Weights [N_i, K], biases [N_i] -> one layer of sum(N_i) outputs. `interleave`: for `norm_gate_up_silu`."""
-    present = [bias for bias in biases or () if bias is not None]
-    assert len(present) in (0, len(weights)), "a bias for all or for none"
-    return PackedLinear(torch.cat(tuple(weights)), torch.cat(present) if present else None, interleave)
+    """Weights [N_i, K], biases [N_i] or None -> one layer of sum(N_i) outputs, where the weights are.
+
+    `interleave` is for (gate, up) of equal size: :func:`norm_gate_up_silu` needs it and nothing else takes it.
+
+    Raises:
+        ValueError: the weights differ in K or dtype, or gate and up in size.
+    """
+    biases = biases_of(weights, biases)
+    if interleave and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+        raise ValueError("interleave takes gate and up, of one shape")
+    bias = None
+    if any(b is not None for b in biases):
+        parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        bias = torch.cat(parts)
+    weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(tuple(weights))
+    return PackedLinear(weight, bias, interleave)
+
+
+def biases_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
+    """A bias or None for each of the weights that are to be packed together; raises `ValueError` if they cannot be."""
+    biases = [None] * len(weights) if biases is None else biases
+    if not weights or len(biases) != len(weights):
+        raise ValueError(f"{len(weights)} weights and {len(biases)} biases: give one bias or None for each weight")
+    if any(w.shape[1] != weights[0].shape[1] or w.dtype != weights[0].dtype for w in weights):
+        raise ValueError("weights that are packed together must have one dtype and one in_features")
+    return biases
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:

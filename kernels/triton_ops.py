@@ -7,13 +7,11 @@ rounded to the dtype there, as transformers' models round it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftkv.kernels.reference import PackedLinear
+from swiftkv.kernels.reference import PackedLinear, pack_linear
 from swiftkv.kernels.triton_attention import attention, prepare_batch
 from swiftkv.kernels.triton_elementwise import rms_norm, rope_write_kv, silu_and_mul
 
@@ -36,31 +34,6 @@ __all__ = [
 
 def set_num_threads(n: int) -> None:
     """A GPU shares its work between its multiprocessors by itself."""
-
-
-def pack_linear(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
-) -> PackedLinear:
-    """Weights [N_i, K], biases [N_i] or None -> one layer of sum(N_i) outputs, where the weights are.
-
-    `interleave` is for (gate, up) of equal size: :func:`norm_gate_up_silu` needs it and nothing else takes it.
-
-    Raises:
-        ValueError: the weights differ in K or dtype, or gate and up in size.
-    """
-    biases = [None] * len(weights) if biases is None else biases
-    if not weights or len(biases) != len(weights):
-        raise ValueError(f"{len(weights)} weights and {len(biases)} biases: give one bias or None for each weight")
-    if any(w.shape[1] != weights[0].shape[1] or w.dtype != weights[0].dtype for w in weights):
-        raise ValueError("weights that are packed together must have one dtype and one in_features")
-    if interleave and (len(weights) != 2 or weights[0].shape != weights[1].shape):
-        raise ValueError("interleave takes gate and up, of one shape")
-    bias = None
-    if any(b is not None for b in biases):
-        parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-        bias = torch.cat(parts)
-    weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(tuple(weights))
-    return PackedLinear(weight, bias, interleave)
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:
