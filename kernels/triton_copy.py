@@ -1,14 +1,16 @@
 """Moves layer blocks between our own pool and peers' pools: every run of a layer in one launch.
 
 Which blocks move in a step is the same for all layers, so the list of them is made once per step, on the host and for
-whole arrays at a time (`flatten_runs`), and goes to the device once (`upload`). A launch adds the layer to it. The
-addresses of peers are kept as distances from our own pool, whatever allocation they belong to, so that runs of several
-links share the launch, and every address is a multiple of 16 bytes by construction: a thread moves 16 at a time.
+whole arrays at a time (`flatten_runs`), and goes to the device once, beside other lists or alone (`pack_lists`,
+`upload`). A launch names its list and adds the layer. How long the list is, it finds there: a CUDA graph replays the
+same launch for another step's list. The addresses of peers are kept as distances from our own pool, whatever allocation
+they belong to, so that runs of several links share the launch, and every address is a multiple of 16 bytes by
+construction: a thread moves 16 at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -21,6 +23,13 @@ from torch import Tensor
 VECTOR_BYTES = 16
 """What one thread moves at a time; widths, pitches, offsets and distances are multiples of it."""
 
+HEADER_FIELDS = 2
+"""Of a list, at the begin of the packed lists: where its first block is described, as an index, and how many it has."""
+BLOCK_FIELDS = 3
+"""Of a block in a list, in units of `VECTOR_BYTES`: peer address of layer 0 and local address of layer 0, both as
+distances from the first byte of our pool, and how far apart the local addresses of two layers are (0 for a layer-stream
+slot)."""
+
 _WORDS_PER_VECTOR = VECTOR_BYTES // 4
 _MAX_TILE_BYTES = 32 << 10
 _BYTES_PER_THREAD = 64  # four loads in flight
@@ -30,13 +39,11 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def flatten_runs(runs: Int64Array, width_bytes: int, block_bytes: int, peer_distances: Mapping[int, int]) -> Int64Array:
-    """The layer blocks that `runs` name, one column each: int64 `[3, N]`, in units of `VECTOR_BYTES`.
+    """The list of the layer blocks that `runs` name: int64 `[N, BLOCK_FIELDS]`.
 
-    Rows: peer address of layer 0 and local address of layer 0, both as distances from the first byte of our pool, and
-    how far apart the local addresses of two layers are (0 for a layer-stream slot). A run, `[R, 5]`, is (link,
-    peer_offset_bytes, local_offset_bytes, count, staged): blocks of `block_bytes` on the peer's side; on ours too, or
-    packed layer blocks of `width_bytes` if staged. `peer_distances[link]` is the address of that peer's pool minus
-    ours, in bytes.
+    A run, `[R, 5]`, is (link, peer_offset_bytes, local_offset_bytes, count, staged): blocks of `block_bytes` on the
+    peer's side; on ours too, or packed layer blocks of `width_bytes` if staged. `peer_distances[link]` is the address
+    of that peer's pool minus ours, in bytes.
 
     Raises `KeyError` for a link without a distance, `ValueError` for what is not a multiple of `VECTOR_BYTES`.
     """
@@ -52,44 +59,61 @@ def flatten_runs(runs: Int64Array, width_bytes: int, block_bytes: int, peer_dist
             np.repeat(starts, counts) + within * block_bytes,
             np.repeat(local_offsets, counts) + within * local_pitch,
             np.repeat(np.where(staged, 0, width_bytes), counts),
-        )
+        ),
+        axis=1,
     )
     if width_bytes % VECTOR_BYTES or (table % VECTOR_BYTES).any():
         raise ValueError(f"layer blocks of {width_bytes} bytes at {runs.tolist()}: not multiples of {VECTOR_BYTES}")
     return table // VECTOR_BYTES
 
 
-def upload(table: Int64Array, device: torch.device) -> Tensor:
-    """`flatten_runs`' table on `device`, copied on the current stream; the host does not wait for it."""
-    host = torch.from_numpy(table)
+def pack_lists(lists: Sequence[Int64Array]) -> Int64Array:
+    """Lists of `flatten_runs` as one array, int64 `[K * HEADER_FIELDS + N * BLOCK_FIELDS]`: headers, then blocks."""
+    counts = np.array([len(blocks) for blocks in lists], np.int64)
+    starts = HEADER_FIELDS * len(lists) + BLOCK_FIELDS * (np.cumsum(counts) - counts)
+    return np.concatenate([np.stack((starts, counts), axis=1).ravel(), *(blocks.ravel() for blocks in lists)])
+
+
+def upload(packed: Int64Array, device: torch.device) -> Tensor:
+    """`packed` on `device`, copied on the current stream; the host does not wait for it."""
+    host = torch.from_numpy(packed)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def move_blocks(
-    pool: Tensor, table: Tensor, width_bytes: int, layer: int, to_peer: bool, max_programs: int = 0
+    pool: Tensor,
+    packed: Tensor,
+    index: int,
+    most_blocks: int,
+    width_bytes: int,
+    layer: int,
+    to_peer: bool,
+    max_programs: int = 0,
 ) -> None:
-    """Copy layer `layer` of every block in `table`, from our pool to the peers or back, on the current stream.
+    """Copy layer `layer` of every block in list `index`, from our pool to the peers or back, on the current stream.
 
-    pool uint8, flat: the whole of our own pool. table int64 `[3, N]`, of `flatten_runs`, on pool's device. The blocks
-    of one call must not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, spread
-    over as many multiprocessors), so that compute goes on beside them; 0: as many as the device holds at once.
+    pool uint8, flat: the whole of our own pool. packed: int64, lists of `pack_lists` on pool's device. `most_blocks`
+    are as many as the list may have, for the grid: it may have more, which takes longer. The blocks of one call must
+    not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, spread over as many
+    multiprocessors), so that compute goes on beside them; 0: as many as the device holds at once.
     """
-    num_blocks = table.shape[1]
-    if not num_blocks:
+    if not most_blocks:
         return
     tile_bytes = _tile_bytes(width_bytes)
     num_warps = max(1, tile_bytes // (32 * _BYTES_PER_THREAD))
     programs = max_programs or _multiprocessors(pool.device) * (_WARPS_PER_SM // num_warps)
-    _move[(min(programs, num_blocks * triton.cdiv(width_bytes, tile_bytes)),)](
+    _move[(min(programs, most_blocks * triton.cdiv(width_bytes, tile_bytes)),)](
         pool.view(torch.int32),
-        table,
-        num_blocks,
+        packed,
+        index,
         layer,
         width_bytes // VECTOR_BYTES,
         TILE_WORDS=tile_bytes // 4,
         IS_EVEN=width_bytes % tile_bytes == 0,
         TO_PEER=to_peer,
         WORDS_PER_VECTOR=_WORDS_PER_VECTOR,
+        HEADER_FIELDS=HEADER_FIELDS,
+        BLOCK_FIELDS=BLOCK_FIELDS,
         num_warps=num_warps,
     )
 
@@ -132,18 +156,22 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
-@triton.jit(do_not_specialize=["num_blocks", "layer"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["index", "layer"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
     pool,
-    table,
-    num_blocks,
+    packed,
+    index,
     layer,
     width,  # in vectors
     TILE_WORDS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     TO_PEER: tl.constexpr,
     WORDS_PER_VECTOR: tl.constexpr,
+    HEADER_FIELDS: tl.constexpr,
+    BLOCK_FIELDS: tl.constexpr,
 ):
+    blocks = packed + tl.load(packed + HEADER_FIELDS * index)
+    num_blocks = tl.load(packed + HEADER_FIELDS * index + 1)
     width_words = width * WORDS_PER_VECTOR
     tiles_per_block = tl.cdiv(width_words, TILE_WORDS)
     offsets = tl.arange(0, TILE_WORDS)
@@ -151,8 +179,9 @@ def _move(  # type: ignore[no-untyped-def]
     while tile < num_blocks * tiles_per_block:
         block = tile // tiles_per_block
         words = (tile % tiles_per_block) * TILE_WORDS + offsets
-        peer = tl.load(table + block) + layer * width
-        local = tl.load(table + num_blocks + block) + layer * tl.load(table + 2 * num_blocks + block)
+        fields = blocks + BLOCK_FIELDS * block
+        peer = tl.load(fields) + layer * width
+        local = tl.load(fields + 1) + layer * tl.load(fields + 2)
         source = pool + (local if TO_PEER else peer) * WORDS_PER_VECTOR + words
         target = pool + (peer if TO_PEER else local) * WORDS_PER_VECTOR + words
         if IS_EVEN:

@@ -18,7 +18,7 @@ import torch
 from machine import Machine, measure, median_seconds, print_table, write_json
 
 from swiftkv.kernels.cuda_runtime import copy_2d
-from swiftkv.kernels.triton_copy import Int64Array, flatten_runs, move_blocks, upload
+from swiftkv.kernels.triton_copy import Int64Array, flatten_runs, move_blocks, pack_lists, upload
 
 NUM_LAYERS = 32
 KERNEL_BYTES = 512 << 20  # of one layer: moved by a launch
@@ -48,9 +48,10 @@ def staged_runs(width: int, run_blocks: int, num_bytes: int) -> Int64Array:
 def kernel_seconds(pools: Pools, width: int, run_blocks: int, to_peer: bool, max_programs: int = 0) -> float:
     runs = staged_runs(width, run_blocks, KERNEL_BYTES)
     distance = pools.theirs.data_ptr() - pools.ours.data_ptr()
-    table = upload(flatten_runs(runs, width, width * NUM_LAYERS, {0: distance}), pools.ours.device)
+    blocks = flatten_runs(runs, width, width * NUM_LAYERS, {0: distance})
+    packed = upload(pack_lists([blocks]), pools.ours.device)
     return median_seconds(
-        lambda index: move_blocks(pools.ours, table, width, index % NUM_LAYERS, to_peer, max_programs)
+        lambda index: move_blocks(pools.ours, packed, 0, len(blocks), width, index % NUM_LAYERS, to_peer, max_programs)
     )
 
 

@@ -305,12 +305,12 @@ def stream_from(
     """Steps over prompts of every length: their time, and what of it the copies were not hidden in."""
     from swiftkv.cache.cuda_pool import CudaPool
     from swiftkv.master.layer_stream import LayerStream
-    from swiftkv.transport.peer import PeerTransport, _Mapping
+    from swiftkv.transport.peer import PeerTransport
 
     pool = CudaPool([(group, CAPPED_BLOCKS)], device)
     transport = PeerTransport(pool, io_backend)
     # What an IPC handle would map; host memory that is pinned has an address that the device can read, too.
-    transport._mappings[0] = _Mapping(peer.data_ptr(), peer.numel())
+    transport.mappings.add(0, peer.data_ptr(), peer.numel())
     streams = LayerStream(transport, [group])
     first_token_s: list[float] = []
     for repeat in range(REPEATS + 1):
@@ -324,7 +324,7 @@ def stream_from(
             decoder.logits(hidden[-1:]).argmax(-1)
             end.record()
             end.synchronize()
-            streams.catch_up()
+            streams.step_ended()
             if repeat:
                 first_token_s.append(begin.elapsed_time(end) / 1e3)
             else:

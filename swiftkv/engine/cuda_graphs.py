@@ -2,26 +2,35 @@
 
 A graph is a fixed sequence of kernels over fixed addresses, so there is one per batch size, and a step takes the
 smallest that holds it: its arrays are written into that graph's tensors, the sequences that it lacks are marked as
-absent, and the graph is replayed. Context lengths are data. This is xLLM's adaptive graph mode (section 4.2) for the
-one shape that is worth it: steps with prompts in them, or with layers to stream, run eagerly (their kernels are long,
-and copies differ from step to step), as does a step that no graph holds.
+absent, and the graph is replayed. Context lengths are data. Steps that copy borrowed KV have graphs of their own, with
+the copies between the layers (`master.graph_stream`), for each number of buffers that it may be streamed through. This
+is xLLM's adaptive graph mode (section 4.2) for the one shape that is worth it: steps with prompts in them run eagerly,
+for their kernels are long, as does a step that no graph holds.
+
+One graph has all layers. Graphs of single layers, with 2-D copies on copy engines between them, would need some forty
+launches per step and events between them; the host would be busy again while the device works, and no less would have
+to be prepared.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from swiftkv.kernels.triton_schedule import AttentionBatch, decode_buffers, prepare_batch
+from swiftkv.master.layer_stream import StepCopies, buffers_of
 from swiftkv.models.batch import StepArrays, fill_in_sampled
+from swiftkv.models.stream import NO_STREAM, KVStream
 
 if TYPE_CHECKING:
+    from swiftkv.master.graph_stream import GraphStream
     from swiftkv.models.dense import DenseDecoder
 
 MAX_TABLE_ENTRIES = 64 << 10
@@ -35,14 +44,21 @@ Inputs = TypeVar("Inputs")
 class DecodeModel(Protocol[Inputs]):
     """What is captured: a model's step over tensors that stay where they are."""
 
-    def inputs(self, num_seqs: int, num_entries: int) -> Inputs:
-        """Tensors for any decode step of at most `num_seqs` sequences with `num_entries` blocks in all; no step yet."""
+    def inputs(self, num_seqs: int, num_entries: int, num_tables: int) -> Inputs:
+        """Tensors for any decode step of at most `num_seqs` sequences with `num_entries` blocks in all; no step yet.
+
+        `num_tables`: block tables of the step, for layers take them in turn (`StepArrays.stream_tables`).
+        """
 
     def fill(self, step: StepArrays, inputs: Inputs) -> None:
         """Write a step of one token per sequence. Rows beyond it write no KV. The host does not wait."""
 
-    def run(self, inputs: Inputs) -> Tensor:
+    def run(self, inputs: Inputs, stream: KVStream) -> Tensor:
         """Hidden states [num_seqs, hidden_size]; the same kernels whatever the tensors hold."""
+
+
+class DecodePlan(StepArrays, StepCopies, Protocol):
+    """The part of the scheduler's plan that a graph needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,7 @@ class DenseInputs:
     """Tensors of one batch size, on the device."""
 
     token_ids: Tensor  # int32 [num_seqs]
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]  # one per block table
 
 
 class DenseDecode:
@@ -63,27 +79,29 @@ class DenseDecode:
         self._pool = pool
         self._last_token_ids = last_token_ids
 
-    def inputs(self, num_seqs: int, num_entries: int) -> DenseInputs:
+    def inputs(self, num_seqs: int, num_entries: int, num_tables: int) -> DenseInputs:
+        device = self._pool.device
         return DenseInputs(
-            torch.zeros(num_seqs, dtype=torch.int32, device=self._pool.device),
-            decode_buffers(self._model.spec, num_seqs, num_entries, self._pool.device),
+            torch.zeros(num_seqs, dtype=torch.int32, device=device),
+            tuple(decode_buffers(self._model.spec, num_seqs, num_entries, device) for _ in range(num_tables)),
         )
 
     def fill(self, step: StepArrays, inputs: DenseInputs) -> None:
         fill_token_ids(step, inputs.token_ids)
-        prepare_batch(
-            self._model.spec,
-            torch.from_numpy(step.positions),
-            torch.from_numpy(step.query_starts),
-            torch.from_numpy(step.context_lens),
-            torch.from_numpy(step.block_tables[0]),
-            torch.from_numpy(step.table_starts[0]),
-            into=inputs.attention,
-        )
+        for tables, batch in zip(step.stream_tables, inputs.attention, strict=True):
+            prepare_batch(
+                self._model.spec,
+                torch.from_numpy(step.positions),
+                torch.from_numpy(step.query_starts),
+                torch.from_numpy(step.context_lens),
+                torch.from_numpy(tables[0]),
+                torch.from_numpy(step.table_starts[0]),
+                into=batch,
+            )
 
-    def run(self, inputs: DenseInputs) -> Tensor:
+    def run(self, inputs: DenseInputs, stream: KVStream) -> Tensor:
         token_ids = fill_in_sampled(inputs.token_ids, self._last_token_ids)
-        return self._model.run_layers(token_ids, (inputs.attention,), self._pool)
+        return self._model.run_layers(token_ids, inputs.attention, self._pool, stream)
 
 
 def fill_token_ids(step: StepArrays, token_ids: Tensor) -> None:
@@ -117,74 +135,136 @@ def choose_size(sizes: Sequence[int], num_seqs: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Captured(Generic[Inputs]):
-    graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    hidden: Tensor  # [size, hidden_size], written by each replay
+    replay: Callable[[], Tensor]  # hidden states [size, hidden_size], valid until the next
+
+
+@dataclass(slots=True)
+class _Variant(Generic[Inputs]):
+    """The graphs of steps that stream through one number of buffers."""
+
+    stream: GraphStream | None  # None: nothing is copied
+    by_size: dict[int, _Captured[Inputs]] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)  # captured, ascending
+
+    @property
+    def num_tables(self) -> int:
+        return 1 if self.stream is None else self.stream.num_buffers
+
+    @contextmanager
+    def hooks(self) -> Iterator[KVStream]:
+        if self.stream is None:
+            yield NO_STREAM
+            return
+        with self.stream.launches() as hooks:
+            yield hooks
 
 
 class DecodeGraphs(Generic[Inputs]):
-    """Graphs of one model on one device, and how often a step found one."""
+    """Graphs of one model on one device, and how often a step found one.
+
+    Without CUDA a graph is its launches, made one by one: what Triton's interpreter runs is what a GPU replays.
+    """
 
     def __init__(self, model: DecodeModel[Inputs], device: torch.device, num_entries: int = MAX_TABLE_ENTRIES) -> None:
         """Nothing is captured yet. `num_entries`: block table entries that every graph has room for."""
         self._model = model
         self._device = device
         self._num_entries = num_entries
-        self._captured: dict[int, _Captured[Inputs]] = {}
-        self.sizes: list[int] = []  # captured, ascending
+        self._variants: dict[int, _Variant[Inputs]] = {}  # by number of stream buffers
+        self._memory: Any = None  # that graphs share: one is replayed after the other
+        self._stream: torch.cuda.Stream | None = None  # for capturing: libraries keep memory for each that they see
         self.hits_total = 0
-        self.misses_total = 0  # decode steps that no graph held, or that had something to copy
+        self.misses_total = 0  # decode steps that no graph held
         self.nbytes = 0  # of device memory that the graphs keep
 
-    def capture(self, sizes: Sequence[int], memory_limit_bytes: int) -> None:
+    def sizes(self, num_buffers: int = 0) -> list[int]:
+        """Batch sizes of steps that stream through so many buffers, ascending; 0: of those that copy nothing."""
+        return self._variants[num_buffers].sizes if num_buffers in self._variants else []
+
+    def capture(self, sizes: Sequence[int], memory_limit_bytes: int, stream: GraphStream | None = None) -> None:
         """Capture `sizes`, the largest first, in inference mode: the smaller ones then live in its memory.
 
-        A size whose graph takes the total above `memory_limit_bytes` is left out, and its steps run eagerly.
+        They are of steps that copy through `stream`, or of those that copy nothing. A size whose graph takes what all
+        graphs keep above `memory_limit_bytes` is left out, and its steps run eagerly.
         """
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # as each capture does
-        before = torch.cuda.memory_reserved(self._device)
-        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        variant = _Variant[Inputs](stream)
+        self._variants[0 if stream is None else stream.num_buffers] = variant
+        others_bytes = self._reserved_bytes() - self.nbytes
         for size in sorted(sizes, reverse=True):
-            captured = self._capture_one(size, memory, stream)
-            used = torch.cuda.memory_reserved(self._device) - before
+            captured = self._capture_one(size, variant)
+            used = self._reserved_bytes() - others_bytes
             if used <= memory_limit_bytes:
-                self._captured[size] = captured
+                variant.by_size[size] = captured
                 self.nbytes = used
                 continue
             log.warning("no CUDA graph for %d sequences: %d bytes, %d are allowed", size, used, memory_limit_bytes)
             del captured
-            if not self._captured:  # the memory of a handle goes with its last graph
-                memory = torch.cuda.graph_pool_handle()
-            torch.cuda.empty_cache()
-        self.sizes = sorted(self._captured)
+            if not any(other.by_size for other in self._variants.values()):  # the memory goes with its last graph
+                self._memory = None
+        variant.sizes = sorted(variant.by_size)
 
-    def run(self, step: StepArrays, has_copies: bool = False) -> Tensor | None:
+    def run(self, plan: DecodePlan) -> Tensor | None:
         """Hidden states [T, hidden_size] of a decode step, valid until the next; None: run it eagerly.
 
-        `has_copies`: KV has to be copied between the layers of the step, for which a graph has no place.
+        Its copies then are in the books of the layer stream. Raises `TransferError` if they name what is not there.
         """
-        num_seqs = len(step.context_lens)
-        if num_seqs == 0 or len(step.token_ids) != num_seqs:
+        num_seqs = len(plan.context_lens)
+        if num_seqs == 0 or len(plan.token_ids) != num_seqs:
             return None
-        size = None if has_copies else choose_size(self.sizes, num_seqs)
-        if size is None or any(len(table) > self._num_entries for table in step.block_tables):
+        variant = self._variants.get(buffers_of(plan) if plan.has_copies else 0)
+        hidden = None if variant is None else self._replay(plan, variant)
+        if hidden is None:
             self.misses_total += 1
             return None
-        captured = self._captured[size]
-        self._model.fill(step, captured.inputs)
-        captured.graph.replay()
         self.hits_total += 1
-        return captured.hidden[:num_seqs]
+        return hidden[:num_seqs]
 
-    def _capture_one(self, size: int, memory: Any, stream: torch.cuda.Stream) -> _Captured[Inputs]:
-        inputs = self._model.inputs(size, self._num_entries)
+    def _replay(self, plan: DecodePlan, variant: _Variant[Inputs]) -> Tensor | None:
+        """All rows; None: no graph of the variant holds the step."""
+        size = choose_size(variant.sizes, len(plan.context_lens))
+        if size is None or any(len(table) > self._num_entries for table in plan.block_tables):
+            return None
+        if variant.stream is not None and not variant.stream.fill(plan):
+            return None
+        captured = variant.by_size[size]
+        self._model.fill(plan, captured.inputs)
+        hidden = captured.replay()
+        if variant.stream is not None:
+            variant.stream.launched()
+        return hidden
+
+    def _capture_one(self, size: int, variant: _Variant[Inputs]) -> _Captured[Inputs]:
+        inputs = self._model.inputs(size, self._num_entries, variant.num_tables)
+
+        def launch() -> Tensor:
+            with variant.hooks() as hooks:
+                return self._model.run(inputs, hooks)
+
+        return _Captured(inputs, self._as_graph(launch) if self._device.type == "cuda" else launch)
+
+    def _as_graph(self, launch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels, and lets libraries allocate what they keep
-            self._model.run(inputs)
+            launch()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may copy and allocate meanwhile: only this one must do nothing that cannot be captured.
-        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
-            hidden = self._model.run(inputs)
-        return _Captured(graph, inputs, hidden)
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+            hidden = launch()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return hidden
+
+        return replay
+
+    def _reserved_bytes(self) -> int:
+        """Of the device's memory, by this process, without what is kept for later, which each capture gives back."""
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseInputs
     from swiftkv.engine.messages import EngineConfig
+    from swiftkv.master.layer_stream import LayerStream
     from swiftkv.models.dense import DenseDecoder
+    from swiftkv.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +68,40 @@ def run_largest_step(
 def capture_graphs(
     config: EngineConfig, model: DenseDecoder, pool: torch.Tensor, last_token_ids: torch.Tensor
 ) -> DecodeGraphs[DenseInputs] | None:
-    """Of decode steps, in inference mode, within `GRAPH_BYTES`; None if the configuration wants none."""
+    """Of decode steps that copy nothing, in inference mode, within `GRAPH_BYTES`; None if the configuration wants
+    none."""
     if config.enforce_eager:
         return None
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode, graph_sizes
 
     graphs = DecodeGraphs(DenseDecode(model, pool, last_token_ids), pool.device)
     graphs.capture(graph_sizes(config.max_num_seqs), GRAPH_BYTES)
-    log.info("%d CUDA graphs of decode steps, %.2f GiB", len(graphs.sizes), graphs.nbytes / 2**30)
+    log.info("%d CUDA graphs of decode steps, %.2f GiB", len(graphs.sizes()), graphs.nbytes / 2**30)
     return graphs
+
+
+def capture_streaming(
+    config: EngineConfig, graphs: DecodeGraphs[DenseInputs], layer_stream: LayerStream, transport: Transport
+) -> None:
+    """Of decode steps that copy borrowed KV over `transport`, in inference mode, in what is left of `GRAPH_BYTES`.
+
+    None, unless kernels do the copies: a copy engine's cannot be given other addresses, and a peer that is not mapped
+    has none.
+    """
+    from swiftkv.engine.cuda_graphs import graph_sizes
+    from swiftkv.master.graph_stream import GraphStream
+    from swiftkv.transport.peer import PeerTransport
+
+    if config.lending is None or not isinstance(transport, PeerTransport) or transport.io_backend != "kernel":
+        return
+    for num_buffers in range(config.lending.stream_buffers, 0, -1):  # of two, one is used where room is short
+        graphs.capture(
+            graph_sizes(config.max_num_seqs),
+            GRAPH_BYTES,
+            GraphStream(layer_stream, transport.mappings, num_buffers, max_programs=transport.max_programs),
+        )
+    num_graphs = sum(len(graphs.sizes(buffers + 1)) for buffers in range(config.lending.stream_buffers))
+    log.info("%d CUDA graphs of decode steps that stream, all graphs %.2f GiB", num_graphs, graphs.nbytes / 2**30)
 
 
 def _offsets(counts: list[int]) -> torch.Tensor:

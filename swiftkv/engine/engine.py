@@ -151,6 +151,8 @@ class Engine:
         while len(self._launched) > but:
             step = self._launched.popleft()
             step.wait()  # also without tokens: what the step used may be lent after it
+            if self._runner.layer_stream is not None and step.plan.has_copies:
+                self._runner.layer_stream.step_ended()
             sampled = step.outcome()
             result = self._scheduler.commit(np.where(sampled.broken, np.int32(-1), sampled.token_ids))
             self._lending.demand_changed()

@@ -22,7 +22,7 @@ from swiftkv.cache.geometry import (
     split_pool,
 )
 from swiftkv.cache.pool import Pool
-from swiftkv.engine.device import capture_graphs, size_pool
+from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.master.layer_stream import LayerStream
@@ -55,6 +55,7 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         """Of each row slot, what was sampled for it last: whoever samples writes it, in order with the steps."""
+        self._config = config
         self._communicator = communicator
         kv_bytes = config.kv_bytes
         on_gpu = self.device.type == "cuda"
@@ -95,6 +96,9 @@ class ModelRunner:
     def stream_through(self, transport: Transport) -> None:
         """From now on plans may name blocks that lie in peers' pools, reached through `transport`."""
         self.layer_stream = LayerStream(transport, self._groups)
+        if self.decode_graphs is not None:
+            with torch.inference_mode():
+                capture_streaming(self._config, self.decode_graphs, self.layer_stream, transport)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
@@ -109,7 +113,7 @@ class ModelRunner:
             self.layer_stream.run_copies_only(plan)
             return torch.empty(0, 0, device=self.device)
         if self.decode_graphs is not None:
-            hidden = self.decode_graphs.run(plan, plan.has_copies)
+            hidden = self.decode_graphs.run(plan)
             if hidden is not None:
                 return hidden
         batch = ModelInput.from_plan(plan)

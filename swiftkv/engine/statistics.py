@@ -57,7 +57,6 @@ class EngineStatistics:
     def _count_streamed(self) -> None:
         if self._runner.layer_stream is None:
             return
-        self._runner.layer_stream.catch_up()
         recent = self._runner.layer_stream.recent
         while recent:
             step = recent.popleft()

@@ -16,17 +16,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import TransferError
 from swiftkv.models.stream import NO_STREAM, KVStream
-from swiftkv.transport.base import DeviceTransport, Exposures, Int64Array, Runs, Ticket, Transport
+from swiftkv.transport.base import (
+    COPY_TIMING,
+    EXPOSURE,
+    CopyTimings,
+    DeviceTransport,
+    Exposures,
+    Int64Array,
+    Runs,
+    Ticket,
+    Transport,
+)
 
 CopyKind = Literal["spill", "load", "store"]
 
@@ -68,90 +79,22 @@ class StreamTimings:
         return StreamTimings(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
-class LayerStream:
-    """Performs the copies of one step after another, around the layers of a model."""
-
-    def __init__(self, transport: Transport, groups: Sequence[KVGroup]) -> None:
-        """`groups` are all the KV groups of the model, in the order of its pool."""
-        self.total = StreamTimings()
-        self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # of single steps; whoever reads it may clear it
-        self._unfinished: _Step | None = None  # the last step, if it is a device that waits for its copies
-        self._transport = transport
-        self._groups = tuple(groups)
-
-    @contextmanager
-    def step(self, plan: StepCopies) -> Iterator[KVStream]:
-        """The hooks for one forward pass; on leaving, all copies of the step are done.
-
-        On a device they are done when its compute stream has come that far: the caller waits for that before anything
-        is given back. Raises `TransferError` if one was not: then nothing is in flight any more, and nothing of the
-        step counts.
-        """
-        if not plan.has_copies:
-            yield NO_STREAM
-            return
-        self.catch_up()
-        try:
-            step = _Step(self._transport, self._groups, plan)
-            yield step
-            step.wait_for_stores()
-        except TransferError:
-            self._transport.settle()
-            self._transport.take_timings()
-            raise
-        if isinstance(self._transport, DeviceTransport):
-            self._unfinished = step
-        else:
-            self._enter_in_books(step)
-
-    def catch_up(self) -> None:
-        """Enter in the books the last step that a device has finished; between steps."""
-        if self._unfinished is not None and isinstance(self._transport, DeviceTransport):
-            self._unfinished.take_exposures(self._transport.take_exposures())
-            self._enter_in_books(self._unfinished)
-            self._unfinished = None
-
-    def run_copies_only(self, plan: StepCopies) -> None:
-        """For a plan without tokens. Raises `TransferError` as `step` does."""
-        with self.step(plan) as stream:
-            for layer in sorted(layer for group in self._groups for layer in group.layers):
-                stream.before_write(layer)
-                stream.after_write(layer)
-                stream.after_attention(layer)
-        self._transport.settle()
-
-    def _enter_in_books(self, step: _Step) -> None:
-        copied = self._transport.take_timings()
-        timings = StreamTimings(
-            num_steps=1,
-            load_s=float(copied["from_peer_s"].sum()),
-            store_s=float(copied["to_peer_s"].sum()),
-            exposed_load_s=step.exposed_load_s,
-            exposed_store_s=step.exposed_store_s,
-            load_bytes=step.load_bytes,
-            store_bytes=step.store_bytes,
-            spill_bytes=step.spill_bytes,
-        )
-        self.recent.append(timings)
-        self.total += timings
-
-
 @dataclass(frozen=True, slots=True)
-class _GroupCopies:
-    """The copies of every layer of one KV group; loads and stores by buffer."""
+class GroupCopies:
+    """The copies of every layer of one KV group; loads and stores by buffer. Layers are counted within the group."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # the model's numbers of them
     spill: Runs | None
     loads: tuple[Runs | None, ...]
     stores: tuple[Runs | None, ...]
 
     @classmethod
-    def from_plan(cls, plan: StepCopies, index: int, group: KVGroup) -> _GroupCopies:
+    def from_plan(cls, plan: StepCopies, index: int, group: KVGroup) -> GroupCopies:
         def runs(kind: CopyKind, buffer: int) -> Runs | None:
             rows = plan.copies(index, kind, buffer)
             return Runs(rows, group.layer_block_bytes, group.block_bytes) if len(rows) else None
 
-        buffers = range(max(1, plan.num_stream_buffers))
+        buffers = range(buffers_of(plan))
         return cls(
             layers=group.layers,
             spill=runs("spill", 0),
@@ -159,17 +102,140 @@ class _GroupCopies:
             stores=tuple(runs("store", buffer) for buffer in buffers),
         )
 
+    def load(self, layer: int) -> Runs | None:
+        return self.loads[layer % len(self.loads)]
+
+    def store(self, layer: int) -> Runs | None:
+        return self.stores[layer % len(self.stores)]
+
+    def amounts(self) -> StreamTimings:
+        """Bytes of all layers."""
+        return StreamTimings(
+            load_bytes=self._num_bytes(self.loads),
+            store_bytes=self._num_bytes(self.stores),
+            spill_bytes=self._num_bytes((self.spill,)),
+        )
+
+    def _num_bytes(self, by_buffer: Sequence[Runs | None]) -> int:
+        return sum(
+            runs.num_bytes * len(self.layers[buffer :: len(by_buffer)])
+            for buffer, runs in enumerate(by_buffer)
+            if runs is not None
+        )
+
+
+def buffers_of(plan: StepCopies) -> int:
+    """How many buffers the copies of a step go through in turn: what is not staged is copied as if through one."""
+    return max(1, plan.num_stream_buffers)
+
+
+class LaunchedStep(Protocol):
+    """A step with copies that was asked for."""
+
+    def timings(self) -> StreamTimings:
+        """Called once, after the step has ended, and in the order of steps."""
+
+
+class LayerStream:
+    """Performs the copies of one step after another, around the layers of a model, and keeps the books of them.
+
+    A step may begin while a device is busy with those before it. It enters the books when `step_ended` says so.
+    """
+
+    def __init__(self, transport: Transport, groups: Sequence[KVGroup]) -> None:
+        """`groups` are all the KV groups of the model, in the order of its pool."""
+        self.groups = tuple(groups)
+        self.total = StreamTimings()
+        self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # of single steps; whoever reads it may clear it
+        self._transport = transport
+        self._journal = _Journal(transport)
+        self._launched: deque[LaunchedStep] = deque()  # and not in the books, the oldest first
+
+    @contextmanager
+    def step(self, plan: StepCopies) -> Iterator[KVStream]:
+        """The hooks for one forward pass; on leaving, all copies of the step are done.
+
+        On a device they are done when its compute stream has come that far: the caller waits for that before anything
+        is given back. Raises `TransferError` if one was not: then no copy is in flight any more, and nothing of the
+        step counts.
+        """
+        if not plan.has_copies:
+            yield NO_STREAM
+            return
+        try:
+            step = _Step(self._transport, self._journal, self.groups, plan)
+            yield step
+            step.wait_for_stores()
+        except TransferError:
+            self._transport.settle()
+            raise
+        self.launched(step)
+
+    def launched(self, step: LaunchedStep) -> None:
+        """A step whose copies were asked for, here or elsewhere (`master.graph_stream`)."""
+        self._launched.append(step)
+
+    def step_ended(self) -> None:
+        """The oldest step with copies that is not in the books has ended, and whoever calls this has waited for it.
+
+        To be called once for each that did not fail.
+        """
+        timings = self._launched.popleft().timings()
+        self.recent.append(timings)
+        self.total += timings
+
+    def run_copies_only(self, plan: StepCopies) -> None:
+        """For a plan without tokens. Raises `TransferError` as `step` does."""
+        with self.step(plan) as stream:
+            for layer in sorted(layer for group in self.groups for layer in group.layers):
+                stream.before_write(layer)
+                stream.after_write(layer)
+                stream.after_attention(layer)
+        self._transport.settle()
+
+
+class _Journal:
+    """What a transport tells of its jobs, until it is asked for by the step that they belong to.
+
+    When one step has ended, jobs of the next may have, too. Steps ask in order; jobs of steps that failed have older
+    tickets than those of the next one that did not, and are forgotten.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._copied: CopyTimings = np.empty(0, COPY_TIMING)
+        self._waited: Exposures = np.empty(0, EXPOSURE)
+
+    def copied(self, tickets: Collection[Ticket]) -> CopyTimings:
+        copied, self._copied = _split(np.append(self._copied, self._transport.take_timings()), tickets)
+        return copied
+
+    def waited(self, tickets: Collection[Ticket], by_host: Exposures) -> Exposures:
+        """How long the device waited for these jobs; if none did, how long the host did."""
+        if not isinstance(self._transport, DeviceTransport):
+            return by_host
+        waited, self._waited = _split(np.append(self._waited, self._transport.take_exposures()), tickets)
+        return waited
+
+
+def _split(rows: npt.NDArray[Any], tickets: Collection[Ticket]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The rows of `tickets`, and those of later ones."""
+    of_rows = rows["ticket"]
+    return rows[np.isin(of_rows, list(tickets))], rows[of_rows > max(tickets, default=0)]
+
 
 class _Step:
     """One step's tickets and what was waited for them."""
 
-    def __init__(self, transport: Transport, groups: Sequence[KVGroup], plan: StepCopies) -> None:
-        self.exposed_load_s = self.exposed_store_s = 0.0
-        self.load_bytes = self.store_bytes = self.spill_bytes = 0
+    def __init__(self, transport: Transport, journal: _Journal, groups: Sequence[KVGroup], plan: StepCopies) -> None:
         self._transport = transport
-        self._places: dict[int, tuple[_GroupCopies, int]] = {}  # of a layer: its group, and its index in there
+        self._journal = journal
+        self._waited: list[tuple[Ticket, float]] = []  # by the host
+        self._places: dict[int, tuple[GroupCopies, int]] = {}  # of a layer: its group, and its index in there
+        self._amounts = StreamTimings(num_steps=1)
         for number, group in enumerate(groups):
-            copies = _GroupCopies.from_plan(plan, number, group)
+            copies = GroupCopies.from_plan(plan, number, group)
+            self._amounts += copies.amounts()
             self._places |= {layer: (copies, index) for index, layer in enumerate(group.layers)}
         self._loads: dict[int, Ticket] = {}  # by layer
         self._stores: dict[int, Ticket] = {}
@@ -180,16 +246,15 @@ class _Step:
     def before_write(self, layer: int) -> None:
         copies, index = self._places[layer]
         if layer in self._loads:
-            self.exposed_load_s += self._wait(self._loads[layer])
+            self._wait(self._loads[layer])
         elif index >= len(copies.loads):
             self._wait_for_store(copies.layers[index - len(copies.loads)])
 
     def after_write(self, layer: int) -> None:
         copies, index = self._places[layer]
-        store = copies.stores[index % len(copies.stores)]
+        store = copies.store(index)
         if store is not None:
             self._stores[layer] = self._transport.submit(store, None, index)
-            self.store_bytes += store.num_bytes
 
     def after_attention(self, layer: int) -> None:
         copies, index = self._places[layer]
@@ -201,28 +266,30 @@ class _Step:
         for layer in self._stores:
             self._wait_for_store(layer)
 
-    def take_exposures(self, exposures: Exposures) -> None:
-        """What the device waited, instead of the host."""
-        is_load = np.isin(exposures["ticket"], list(self._loads.values()))
-        is_store = np.isin(exposures["ticket"], list(self._stores.values()))
-        self.exposed_load_s = float(exposures["exposed_s"][is_load].sum())
-        self.exposed_store_s = float(exposures["exposed_s"][is_store].sum())
+    def timings(self) -> StreamTimings:
+        loads, stores = list(self._loads.values()), list(self._stores.values())
+        copied = self._journal.copied(loads + stores)
+        waited = self._journal.waited(loads + stores, np.array(self._waited, EXPOSURE))
+        exposed_s = waited["exposed_s"]
+        return replace(
+            self._amounts,
+            load_s=float(copied["from_peer_s"].sum()),
+            store_s=float(copied["to_peer_s"].sum()),
+            exposed_load_s=float(exposed_s[np.isin(waited["ticket"], loads)].sum()),
+            exposed_store_s=float(exposed_s[np.isin(waited["ticket"], stores)].sum()),
+        )
 
     def _wait_for_store(self, layer: int) -> None:
         if layer in self._stores:
-            self.exposed_store_s += self._wait(self._stores[layer])
+            self._wait(self._stores[layer])
 
     def _load(self, layer: int) -> None:
         copies, index = self._places[layer]
-        load = copies.loads[index % len(copies.loads)]
-        if load is None and copies.spill is None:
-            return
-        self._loads[layer] = self._transport.submit(copies.spill, load, index)
-        self.load_bytes += load.num_bytes if load is not None else 0
-        self.spill_bytes += copies.spill.num_bytes if copies.spill is not None else 0
+        load = copies.load(index)
+        if load is not None or copies.spill is not None:
+            self._loads[layer] = self._transport.submit(copies.spill, load, index)
 
-    def _wait(self, ticket: Ticket) -> float:
-        """Returns the seconds that it took."""
+    def _wait(self, ticket: Ticket) -> None:
         begin_s = time.monotonic()
         self._transport.wait(ticket)
-        return time.monotonic() - begin_s
+        self._waited.append((ticket, time.monotonic() - begin_s))

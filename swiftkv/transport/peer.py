@@ -19,7 +19,7 @@ import torch
 
 from swiftkv.errors import TransferError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, close_ipc_handle, copy_2d, open_ipc_handle
-from swiftkv.kernels.triton_copy import flatten_runs, move_blocks, upload
+from swiftkv.kernels.triton_copy import move_blocks, pack_lists, upload
 from swiftkv.transport.base import (
     COPY_TIMING,
     EXPOSURE,
@@ -30,21 +30,16 @@ from swiftkv.transport.base import (
     Runs,
     Ticket,
 )
+from swiftkv.transport.mappings import Mappings
 
 IoBackend = Literal["kernel", "direct"]
 """HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
 
 _MAX_JOBS = 4096
-_MAX_TABLES = 64
+_MAX_LISTS = 64
 _ANCHOR_INTERVAL_S = 10.0  # event times are float32 milliseconds since the anchor
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    address: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +63,13 @@ class PeerTransport:
 
     def __init__(self, pool: DevicePool, io_backend: IoBackend = "kernel", max_programs: int = 0) -> None:
         """`max_programs` bounds the share of the device that copy kernels take (`kernels.triton_copy`); 0: no bound."""
+        self.mappings = Mappings(pool.tensor)
+        self.io_backend = io_backend
         self._pool = pool
         self._device = pool.tensor.device
-        self._io_backend = io_backend
-        self._max_programs = max_programs
+        self.max_programs = max_programs
         self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._mappings: dict[int, _Mapping] = {}
-        self._tables: OrderedDict[int, tuple[Runs, torch.Tensor]] = OrderedDict()  # by id of the runs, kept alive here
+        self._lists: OrderedDict[int, tuple[Runs, torch.Tensor]] = OrderedDict()  # by id of the runs, kept alive here
         self._jobs: OrderedDict[Ticket, _Job] = OrderedDict()
         self._waits: deque[tuple[Ticket, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MAX_JOBS)
         self._failures: dict[Ticket, str] = {}
@@ -82,23 +77,23 @@ class PeerTransport:
         self._set_anchor()
 
     def attach(self, link: int, peer: PeerHandle) -> None:
-        assert link not in self._mappings, f"link {link} is attached"
+        assert link not in self.mappings.links(), f"link {link} is attached"
         if not peer.ipc_handle:
             raise TransferError(f"the pool of process {peer.pid} is not on a CUDA device")
         try:
             address = open_ipc_handle(bytes.fromhex(peer.ipc_handle), self._device)
         except CudaRuntimeError as error:
             raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
-        self._mappings[link] = _Mapping(address, peer.nbytes)
-        self._tables.clear()
+        self.mappings.add(link, address, peer.nbytes)
         Path(peer.store_path).unlink(missing_ok=True)
 
     def detach(self, link: int) -> None:
-        mapping = self._mappings.pop(link, None)
+        mapping = self.mappings.remove(link)
         if mapping is None:
             return
         self._stream.synchronize()
-        self._tables.clear()
+        torch.cuda.current_stream(self._device).synchronize()  # copies of a CUDA graph run there
+        self._lists.clear()  # the link may be attached to another pool
         try:
             close_ipc_handle(mapping.address, self._device)
         except CudaRuntimeError as error:  # of a lender that died: the mapping is gone either way
@@ -174,7 +169,7 @@ class PeerTransport:
 
     def close(self) -> None:
         self.settle()
-        for link in list(self._mappings):
+        for link in self.mappings.links():
             self.detach(link)
 
     def _copy(self, runs: Runs | None, layer: int, is_to_peer: bool) -> None:
@@ -183,17 +178,20 @@ class PeerTransport:
             return
         if (layer + 1) * runs.width_bytes > runs.block_bytes:
             raise TransferError(f"layer {layer} of blocks of {runs.block_bytes} bytes, {runs.width_bytes} each layer")
-        if self._io_backend == "kernel":
-            table = self._table(runs)
-            move_blocks(self._pool.tensor, table, runs.width_bytes, layer, is_to_peer, self._max_programs)
+        if self.io_backend == "kernel":
+            packed = self._packed(runs)
+            num_blocks = int(runs.runs[:, 3].sum())
+            move_blocks(
+                self._pool.tensor, packed, 0, num_blocks, runs.width_bytes, layer, is_to_peer, self.max_programs
+            )
         else:
-            self._check(runs)
+            self.mappings.check(runs)
             self._copy_runs(runs, layer, is_to_peer)
 
     def _copy_runs(self, runs: Runs, layer: int, is_to_peer: bool) -> None:
         width, block = runs.width_bytes, runs.block_bytes
         for link, peer_offset, local_offset, count, staged in runs.runs.tolist():
-            theirs = (self._mappings[link].address + peer_offset + layer * width, block)
+            theirs = (self.mappings.address(link) + peer_offset + layer * width, block)
             ours = (
                 self._pool.tensor.data_ptr() + local_offset + (0 if staged else layer * width),
                 width if staged else block,
@@ -201,37 +199,16 @@ class PeerTransport:
             target, source = (theirs, ours) if is_to_peer else (ours, theirs)
             copy_2d(*target, *source, width, count, self._stream)
 
-    def _table(self, runs: Runs) -> torch.Tensor:
-        """On the device; the layers of a step share one, as long as they submit the same `Runs`."""
-        known = self._tables.get(id(runs))
+    def _packed(self, runs: Runs) -> torch.Tensor:
+        """On the device; the layers of a step share it, as long as they submit the same `Runs`."""
+        known = self._lists.get(id(runs))
         if known is not None:
             return known[1]
-        self._check(runs)
-        base = self._pool.tensor.data_ptr()
-        distances = {link: mapping.address - base for link, mapping in self._mappings.items()}
-        try:
-            flat = flatten_runs(runs.runs, runs.width_bytes, runs.block_bytes, distances)
-        except ValueError as error:
-            raise TransferError(str(error)) from error
-        table = upload(flat, self._device)
-        self._tables[id(runs)] = (runs, table)
-        if len(self._tables) > _MAX_TABLES:
-            self._tables.popitem(last=False)
-        return table
-
-    def _check(self, runs: Runs) -> None:
-        """A kernel would read or write whatever lies there: raises `TransferError` for what is outside the pools."""
-        links, peer_offsets, local_offsets, counts, staged = runs.runs.T
-        missing = set(links.tolist()) - self._mappings.keys()
-        if missing:
-            raise TransferError(f"links {sorted(missing)} are not attached")
-        peer_ends = peer_offsets + counts * runs.block_bytes
-        local_ends = local_offsets + counts * np.where(staged, runs.width_bytes, runs.block_bytes)
-        peer_nbytes = np.array([self._mappings[link].nbytes for link in links.tolist()])
-        outside = (peer_offsets < 0) | (local_offsets < 0) | (counts < 1)
-        outside |= (peer_ends > peer_nbytes) | (local_ends > self._pool.nbytes)
-        if outside.any():
-            raise TransferError(f"runs outside of the pools: {runs.runs[outside].tolist()}")
+        packed = upload(pack_lists([self.mappings.flatten(runs)]), self._device)
+        self._lists[id(runs)] = (runs, packed)
+        if len(self._lists) > _MAX_LISTS:
+            self._lists.popitem(last=False)
+        return packed
 
     def _set_anchor(self) -> None:
         """A moment that device and host both know the time of. The copy stream is idle: the host hardly waits."""

@@ -12,16 +12,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftkv.cache.pool import Pool
 from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode, choose_size, graph_sizes
 from swiftkv.kernels.dispatch import select_ops
+from swiftkv.master.graph_stream import GraphStream
+from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
+from swiftkv.models.stream import NO_STREAM
+from swiftkv.transport.mappings import Mappings
+from swiftkv.transport.rendezvous import publish_pool
+from swiftkv.transport.shm import ShmTransport
 from tests.support.checkpoints import make_checkpoint
+from tests.support.decode_streams import LINKS, StreamedPools, StreamedStep
 from tests.support.decode_toy import LAYER_BLOCK_BYTES, Toy, decode_step
+from tests.support.lender import pool_of
 
 NUM_BLOCKS = 40
+CPU = torch.device("cpu")
+UNLIMITED = 1 << 40
 
 
 @given(max_num_seqs=st.integers(1, 2048), max_graphs=st.integers(8, 100))
@@ -60,23 +71,32 @@ def test_a_padded_step_is_the_step(num_seqs: int, size: int) -> None:
         assert torch.equal(padded.pool, exact.pool)
 
 
-def test_a_dense_decoder_is_captured_as_it_is(tmp_path: Path) -> None:
-    """Three of four rows are taken; the kernels' own step is what the padded one is compared with."""
-    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, head_dim=16, hidden_size=32, intermediate_size=48)
-    config, num_blocks = DecoderConfig.from_pretrained(tmp_path), 12
+def interpreted_decoder(directory: Path, num_layers: int) -> DenseDecoder:
+    """float32, over the kernels of a GPU, in host memory."""
+    make_checkpoint(directory, "qwen3", num_hidden_layers=num_layers, head_dim=16, hidden_size=32, intermediate_size=48)
     ops = select_ops("cuda")
     ops = replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
-    decoder = DenseDecoder(config, MappedWeights(tmp_path), torch.float32, "cpu", 64, ops=ops)
-    (group,) = config.kv_groups(16, "float32")
-    nbytes = num_blocks * group.block_bytes
-    pool = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(1)).view(torch.uint8)
+    config = DecoderConfig.from_pretrained(directory)
+    return DenseDecoder(config, MappedWeights(directory), torch.float32, "cpu", 128, ops=ops)
+
+
+def random_pool(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(seed)).view(torch.uint8)
+
+
+def test_a_dense_decoder_is_captured_as_it_is(tmp_path: Path) -> None:
+    """Three of four rows are taken; the kernels' own step is what the padded one is compared with."""
+    num_blocks = 12
+    decoder = interpreted_decoder(tmp_path, 2)
+    (group,) = decoder.config.kv_groups(16, "float32")
+    pool = random_pool(num_blocks * group.block_bytes, 1)
     exact = pool.clone()
-    step = decode_step([20, 1, 33], np.random.default_rng(1), num_blocks, num_layers=config.num_layers)
+    step = decode_step([20, 1, 33], np.random.default_rng(1), num_blocks, num_layers=group.num_layers)
     expected = decoder.forward(ModelInput.from_plan(step), exact)
     captured = DenseDecode(decoder, pool, torch.zeros(4, dtype=torch.int32))
-    inputs = captured.inputs(4, num_entries=10)
+    inputs = captured.inputs(4, num_entries=10, num_tables=1)
     captured.fill(step, inputs)
-    torch.testing.assert_close(captured.run(inputs)[:3], expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(captured.run(inputs, NO_STREAM)[:3], expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(pool.view(torch.float32), exact.view(torch.float32), atol=2e-5, rtol=2e-5)
 
 
@@ -91,11 +111,82 @@ def test_a_graph_that_was_never_filled_writes_nothing() -> None:
 
 def test_decode_steps_that_run_eagerly_are_counted() -> None:
     generator = np.random.default_rng(3)
-    graphs = DecodeGraphs(Toy(NUM_BLOCKS, "cpu"), torch.device("cpu"))
+    graphs = DecodeGraphs(Toy(NUM_BLOCKS, "cpu"), CPU, num_entries=10)
     decode = decode_step([5, 6], generator, NUM_BLOCKS)
     assert graphs.run(decode) is None  # nothing is captured
-    graphs.sizes = [2]
-    assert graphs.run(decode, has_copies=True) is None
+    graphs.capture([2], UNLIMITED)
+    assert graphs.sizes() == [2]
+    assert graphs.run(replace(decode, has_copies=True)) is None  # no graph streams
     prompt = replace(decode, token_ids=np.zeros(3, np.int32), query_starts=np.array([0, 1, 3], np.int32))
     assert graphs.run(prompt) is None
-    assert (graphs.hits_total, graphs.misses_total) == (0, 2)
+    assert graphs.run(decode_step([5, 6, 7], generator, NUM_BLOCKS)) is None
+    assert graphs.run(decode_step([11 * 16], generator, NUM_BLOCKS)) is None
+    assert (graphs.hits_total, graphs.misses_total) == (0, 4)
+    assert graphs.run(decode) is not None
+    assert (graphs.hits_total, graphs.misses_total) == (1, 4)
+
+
+def test_memory_has_a_bound() -> None:
+    graphs = DecodeGraphs(Toy(NUM_BLOCKS, "cpu"), CPU, num_entries=10)
+    graphs.capture([1, 2], memory_limit_bytes=-1)
+    assert graphs.sizes() == []
+
+
+class Streamed:
+    """A decoder whose steps stream, with its pool, its peers', and the books."""
+
+    def __init__(self, decoder: DenseDecoder, pools: StreamedPools, directory: Path) -> None:
+        directory.mkdir()
+        (group,) = decoder.config.kv_groups(16, "float32")
+        own = Pool([(group, -(-pools.nbytes // group.block_bytes))])
+        own.tensor.copy_(random_pool(own.nbytes, 0))
+        self.pool, self.peers = own.tensor, {link: pool_of(pools.peer_bytes) for link in LINKS}
+        self.transport, self.mappings = ShmTransport(own), Mappings(own.tensor)
+        for link, peer in self.peers.items():
+            peer.tensor.copy_(random_pool(peer.nbytes, link))
+            self.transport.attach(link, publish_pool(directory / f"{link}", peer))
+            self.mappings.add(link, peer.tensor.data_ptr(), peer.nbytes)
+        self.layer_stream = LayerStream(self.transport, [group])
+        self._decoder = decoder
+
+    def eager(self, step: StreamedStep) -> torch.Tensor:
+        with self.layer_stream.step(step) as stream:
+            return self._decoder.forward(ModelInput.from_plan(step), self.pool, stream)
+
+    def memory(self) -> list[torch.Tensor]:
+        return [self.pool.view(torch.float32), *(peer.tensor.view(torch.float32) for peer in self.peers.values())]
+
+
+def test_steps_that_stream_are_the_eager_ones(tmp_path: Path) -> None:
+    """Through one buffer, two, and none, large steps and small; hits are counted, and the books are kept."""
+    decoder, generator = interpreted_decoder(tmp_path, 3), np.random.default_rng(2)
+    (group,) = decoder.config.kv_groups(16, "float32")
+    pools = StreamedPools(group, num_blocks=20, num_slots=12, peer_blocks=16)
+    exact, graphed = (Streamed(decoder, pools, tmp_path / name) for name in ("exact", "graphed"))
+    model = DenseDecode(decoder, graphed.pool, torch.zeros(4, dtype=torch.int32))
+    graphs = DecodeGraphs(model, CPU, num_entries=24)
+    graphs.capture([4], UNLIMITED)
+    for num_buffers, size, room_blocks in ((1, 4, 20), (2, 3, 36)):
+        stream = GraphStream(graphed.layer_stream, graphed.mappings, num_buffers, room_blocks, max_programs=2)
+        graphs.capture([size], UNLIMITED, stream)
+    assert [graphs.sizes(num_buffers) for num_buffers in range(3)] == [[4], [4], [3]]
+    asked = [(1, [70, 20, 33, 5]), (2, [40, 50]), (0, [30]), (1, [17]), (2, [33, 16, 90]), (0, [6, 7])]
+    for num_buffers, context_lens in asked:
+        step = pools.step(context_lens, num_buffers, generator, num_moved=2)
+        hidden, expected = graphs.run(step), exact.eager(step)
+        assert hidden is not None
+        torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=2e-5)
+        for ours, theirs in zip(graphed.memory(), exact.memory(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+        for one in (graphed, exact):
+            one.layer_stream.step_ended()
+    plain = pools.step([50, 3], 0, generator, num_moved=0)
+    assert not plain.has_copies
+    torch.testing.assert_close(graphs.run(plain), exact.eager(plain), atol=2e-5, rtol=2e-5)
+    too_long = [pools.step([60, 50, 40], num_buffers, generator, num_moved=8) for num_buffers in (1, 2)]
+    for step in (*too_long, pools.step([1, 2, 3, 4], 2, generator)):
+        assert graphs.run(step) is None
+    assert (graphs.hits_total, graphs.misses_total) == (len(asked) + 1, 3)
+    assert graphed.layer_stream.total.num_steps == len(asked)
+    for name in ("load_bytes", "store_bytes", "spill_bytes"):
+        assert getattr(graphed.layer_stream.total, name) == getattr(exact.layer_stream.total, name) > 0

@@ -42,10 +42,11 @@ def test_as_the_reference(width: int, max_programs: int, to_peer: bool) -> None:
     expected_pool, expected_peers = pool.clone(), {link: peer.clone() for link, peer in peers.items()}
     block = width * num_layers
     distances = {link: peer.data_ptr() - pool.data_ptr() for link, peer in peers.items()}
-    table = triton_copy.upload(triton_copy.flatten_runs(runs, width, block, distances), pool.device)
+    blocks = triton_copy.flatten_runs(runs, width, block, distances)
+    packed = triton_copy.upload(triton_copy.pack_lists([blocks]), pool.device)
     for layer in range(num_layers):
         triton_copy.move_blocks_reference(expected_pool, expected_peers, runs, width, block, layer, to_peer)
-        triton_copy.move_blocks(pool, table, width, layer, to_peer, max_programs)
+        triton_copy.move_blocks(pool, packed, 0, len(blocks), width, layer, to_peer, max_programs)
     assert torch.equal(pool, expected_pool)
     for link, peer in peers.items():
         assert torch.equal(peer, expected_peers[link])
@@ -61,6 +62,8 @@ def test_beyond_four_gibibytes() -> None:
     peer[far:].copy_(torch.randint(256, (count * width,), dtype=torch.uint8, device="cuda"))
     pool[far:].zero_()
     runs = np.array([[0, far, far, count, 0]], np.int64)
-    table = triton_copy.flatten_runs(runs, width, width, {0: peer.data_ptr() - pool.data_ptr()})
-    triton_copy.move_blocks(pool, triton_copy.upload(table, pool.device), width, layer=0, to_peer=False)
+    packed = triton_copy.pack_lists(
+        [triton_copy.flatten_runs(runs, width, width, {0: peer.data_ptr() - pool.data_ptr()})]
+    )
+    triton_copy.move_blocks(pool, triton_copy.upload(packed, pool.device), 0, count, width, layer=0, to_peer=False)
     assert torch.equal(pool[far:], peer[far:])

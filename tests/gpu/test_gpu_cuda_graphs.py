@@ -28,7 +28,7 @@ def test_replay_is_the_eager_step() -> None:
     before = toy.pool.clone()
     graphs = DecodeGraphs(toy, DEVICE, num_entries=NUM_BLOCKS)
     graphs.capture(graph_sizes(17), UNLIMITED)
-    assert graphs.sizes == [1, 2, 4, 8, 16, 17]
+    assert graphs.sizes() == [1, 2, 4, 8, 16, 17]
     assert torch.equal(toy.pool, before)  # capturing wrote no KV
     num_seqs = [17, 1, 5, 16, 3, 9, 2, 17, 4]
     for n in num_seqs:
@@ -71,5 +71,5 @@ def test_memory_has_a_bound() -> None:
     generator = np.random.default_rng(3)
     graphs = DecodeGraphs(Toy(NUM_BLOCKS, "cuda"), DEVICE, num_entries=NUM_BLOCKS)
     graphs.capture([1, 2, 4], memory_limit_bytes=-1)
-    assert graphs.sizes == []
+    assert graphs.sizes() == []
     assert graphs.run(decode_step([5], generator, NUM_BLOCKS)) is None

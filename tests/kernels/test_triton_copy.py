@@ -23,8 +23,9 @@ from swiftkv.kernels.triton_copy import _move
 for is_even in (True, False):
     source = ASTSource(
         _move,
-        {"pool": "*i32", "table": "*i64", "num_blocks": "i32", "layer": "i32", "width": "i32"},
-        {"TILE_WORDS": 4096, "IS_EVEN": is_even, "TO_PEER": True, "WORDS_PER_VECTOR": 4},
+        {"pool": "*i32", "packed": "*i64", "index": "i32", "layer": "i32", "width": "i32"},
+        {"TILE_WORDS": 4096, "IS_EVEN": is_even, "TO_PEER": True, "WORDS_PER_VECTOR": 4, "HEADER_FIELDS": 2,
+         "BLOCK_FIELDS": 3},
         attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
     )
     assembly = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
@@ -32,22 +33,32 @@ for is_even in (True, False):
 """
 
 
-def move(moves: LayerMoves, pool: torch.Tensor, peers: dict[int, torch.Tensor], max_programs: int = 0) -> None:
+def move(
+    moves: LayerMoves, pool: torch.Tensor, peers: dict[int, torch.Tensor], max_programs: int, extra_blocks: int
+) -> None:
     distances = {link: peer.data_ptr() - pool.data_ptr() for link, peer in peers.items()}
-    table = triton_copy.flatten_runs(moves.runs, moves.width_bytes, moves.block_bytes, distances)
-    on_device = triton_copy.upload(table, pool.device)
-    triton_copy.move_blocks(pool, on_device, moves.width_bytes, moves.layer, moves.to_peer, max_programs)
+    blocks = triton_copy.flatten_runs(moves.runs, moves.width_bytes, moves.block_bytes, distances)
+    other = np.full((3, triton_copy.BLOCK_FIELDS), -1)
+    packed = triton_copy.upload(triton_copy.pack_lists([other[:1], blocks, other]), pool.device)
+    most_blocks = len(blocks) + extra_blocks
+    triton_copy.move_blocks(pool, packed, 1, most_blocks, moves.width_bytes, moves.layer, moves.to_peer, max_programs)
 
 
 @settings(max_examples=40)
-@given(moves=layer_moves(), max_programs=st.integers(0, 3), seed=st.integers(0, 2**32 - 1))
-def test_as_the_reference(moves: LayerMoves, max_programs: int, seed: int) -> None:
+@given(
+    moves=layer_moves(),
+    max_programs=st.integers(0, 3),
+    extra_blocks=st.integers(-1, 5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_as_the_reference(moves: LayerMoves, max_programs: int, extra_blocks: int, seed: int) -> None:
+    """Whatever the grid was made for: of the lists in the array one is copied, and all of it."""
     pool, peers = moves.pools(torch.Generator().manual_seed(seed))
     expected_pool, expected_peers = pool.clone(), {link: peer.clone() for link, peer in peers.items()}
     triton_copy.move_blocks_reference(
         expected_pool, expected_peers, moves.runs, moves.width_bytes, moves.block_bytes, moves.layer, moves.to_peer
     )
-    move(moves, pool, peers, max_programs)
+    move(moves, pool, peers, max_programs, extra_blocks if len(moves.runs) > 1 else abs(extra_blocks))
     assert torch.equal(pool, expected_pool)
     for link, peer in peers.items():
         assert torch.equal(peer, expected_peers[link])
@@ -66,10 +77,10 @@ def test_the_reference_by_hand() -> None:
 
 
 def test_nothing_to_move_is_no_launch() -> None:
-    table = triton_copy.flatten_runs(np.empty((0, 5), np.int64), 64, 128, {})
-    assert table.shape == (3, 0)
-    pool = torch.zeros(16, dtype=torch.uint8)
-    triton_copy.move_blocks(pool, torch.from_numpy(table), 64, 0, to_peer=True)
+    blocks = triton_copy.flatten_runs(np.empty((0, 5), np.int64), 64, 128, {})
+    assert blocks.shape == (0, triton_copy.BLOCK_FIELDS)
+    packed = torch.from_numpy(triton_copy.pack_lists([blocks]))
+    triton_copy.move_blocks(torch.zeros(16, dtype=torch.uint8), packed, 0, 0, 64, 0, to_peer=True)
 
 
 @pytest.mark.parametrize("runs", [[[0, 8, 0, 1, 0]], [[0, 0, 24, 1, 1]]])

@@ -109,15 +109,16 @@ def test_logits_do_not_depend_on_where_blocks_lie(
 
 
 class LateTransport(ShmTransport):
-    """Says afterwards how long was waited, as a device does."""
+    """Says afterwards how long was waited, as a device does: `wait_s` for each ticket."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
+        self.wait_s = 0.25
         self._waited: list[tuple[int, float]] = []
 
     def wait(self, ticket: int) -> None:
         super().wait(ticket)
-        self._waited.append((ticket, 0.25))
+        self._waited.append((ticket, self.wait_s))
 
     def take_exposures(self) -> Exposures:
         taken = np.array(self._waited, EXPOSURE)
@@ -125,28 +126,39 @@ class LateTransport(ShmTransport):
         return taken
 
 
-def test_what_a_device_waited_is_entered_when_the_step_is_over(checkpoint: Path, tmp_path: Path) -> None:
-    decoder = load(checkpoint, "float32")
-    (group,) = decoder.config.kv_groups(decoder.spec.block_size, "float32")
-    own, lent = own_pool(decoder, "float32", 1), pool_of(PEER_BYTES)
+def test_steps_enter_the_books_when_they_have_ended_each_with_its_own(tmp_path: Path) -> None:
+    """Two steps are launched before the first is known to have ended; one between them fails, and nobody waits for
+    what it copied."""
+    own, lent = Pool([(GROUP, 8)]), pool_of(PEER_BYTES)
     transport = LateTransport(own)
     transport.attach(0, publish_pool(tmp_path / "0", lent))
-    streams = LayerStream(transport, [group])
-    plan = HandMadePlan(1)
-    plan.add("load", 0, Borrowed(0, 48), 0, staged=True)
-    plan.add("store", 0, Borrowed(0, 48), 0, staged=True)
-    for number in range(1, 3):
-        with streams.step(plan) as stream:
-            for layer in group.layers:
-                stream.before_write(layer)
-                stream.after_write(layer)
-                stream.after_attention(layer)
-        assert streams.total.num_steps == number - 1
-    streams.catch_up()
-    streams.catch_up()
-    assert streams.total.num_steps == 2
-    assert streams.total.exposed_load_s == streams.total.exposed_store_s == 2 * 0.25 * group.num_layers
-    assert streams.total.load_bytes == streams.total.store_bytes == 2 * group.block_bytes
+    streams = LayerStream(transport, [GROUP])
+    loads, stores, fails = HandMadePlan(1), HandMadePlan(1), HandMadePlan(1)
+    loads.add("load", 0, Borrowed(0, 48), 0, staged=True)
+    for block in range(2):
+        stores.add("store", 0, Borrowed(0, 48), block * GROUP.layer_block_bytes, staged=True)
+    fails.add("load", 0, Borrowed(0, 48), 0, staged=True)
+    fails.add("store", 0, Borrowed(9, 48), 0, staged=True)
+    walk(streams, loads)
+    transport.wait_s = 64.0
+    with pytest.raises(TransferError):
+        walk(streams, fails)
+    transport.wait_s = 1.0
+    walk(streams, stores)
+    assert streams.total == StreamTimings()
+    streams.step_ended()
+    streams.step_ended()
+    first, second = streams.recent
+    num_layers, block = GROUP.num_layers, GROUP.block_bytes
+    assert (first.exposed_load_s, first.exposed_store_s) == (0.25 * num_layers, 0.0)
+    # For a store is waited where the next layer has no load to wait for, and again at the end.
+    assert (second.exposed_load_s, second.exposed_store_s) == (0.0, 1.0 * (2 * num_layers - 1))
+    assert (first.load_bytes, first.store_bytes) == (block, 0)
+    assert (second.load_bytes, second.store_bytes) == (0, 2 * block)
+    assert first.load_s > 0
+    assert first.store_s == second.load_s == 0
+    assert second.store_s > 0
+    assert streams.total == first + second
     transport.close()
 
 
@@ -266,6 +278,7 @@ def test_a_copy_that_fails_ends_the_step_with_nothing_in_flight(
             walk(stream, bad)
         assert stream.total == StreamTimings()
         walk(stream, good)
+        stream.step_ended()
         assert stream.total.num_steps == 1
 
 
@@ -280,9 +293,11 @@ def test_books(tmp_path: Path) -> None:
             plan.runs["load", buffer] = [[0, 3 * GROUP.block_bytes, (12 + buffer) * width, 1, 1], [0, 0, 0, 1, 0]]
             plan.runs["store", buffer] = [[0, 3 * GROUP.block_bytes, (12 + buffer) * width, 1, 1]]
         walk(stream, HandMadePlan(0))
+        walk(stream, plan)
+        walk(stream, plan)
         assert not stream.recent
-        walk(stream, plan)
-        walk(stream, plan)
+        stream.step_ended()
+        stream.step_ended()
         first, second = stream.recent
         assert (first.spill_bytes, first.load_bytes, first.store_bytes) == (9 * width, 6 * width, 3 * width)
         assert first.load_s > 0

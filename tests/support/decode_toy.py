@@ -15,8 +15,10 @@ from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_attention import attention, decode_buffers, prepare_batch
 from swiftkv.kernels.triton_elementwise import rope_write_kv
 from swiftkv.models.batch import StepArrays
+from swiftkv.models.stream import NO_STREAM, KVStream
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, scale=64**-0.5)
 VOCAB_SIZE = 50
@@ -36,10 +38,15 @@ class Step:
     table_starts: Sequence[Int32Array]
 
     has_unknown_tokens: bool = False
+    num_stream_buffers: int = 0
+    has_copies: bool = False
 
     @property
     def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
         return [self.block_tables]
+
+    def copies(self, group: int, kind: str, buffer: int) -> Int64Array:
+        return np.empty((0, 5), np.int64)
 
 
 def decode_step(
@@ -69,16 +76,17 @@ class Toy:
         values = torch.randn(num_blocks * LAYER_BLOCK_BYTES // 2, generator=generator).to(torch.bfloat16)
         self.pool = values.to(device).view(torch.uint8)
 
-    def inputs(self, num_seqs: int, num_entries: int) -> DenseInputs:
+    def inputs(self, num_seqs: int, num_entries: int, num_tables: int = 1) -> DenseInputs:
+        assert num_tables == 1
         token_ids = torch.zeros(num_seqs, dtype=torch.int32, device=self.pool.device)
-        return DenseInputs(token_ids, decode_buffers(SPEC, num_seqs, num_entries, self.pool.device))
+        return DenseInputs(token_ids, (decode_buffers(SPEC, num_seqs, num_entries, self.pool.device),))
 
     def fill(self, step: StepArrays, inputs: DenseInputs) -> None:
         fill_token_ids(step, inputs.token_ids)
-        prepare_batch(SPEC, *_host(step), into=inputs.attention)
+        prepare_batch(SPEC, *_host(step), into=inputs.attention[0])
 
-    def run(self, inputs: DenseInputs) -> Tensor:
-        return self._layer(inputs.token_ids, inputs.attention)
+    def run(self, inputs: DenseInputs, stream: KVStream = NO_STREAM) -> Tensor:
+        return self._layer(inputs.token_ids, inputs.attention[0])
 
     def eager(self, step: StepArrays) -> Tensor:
         """The step as it would run without a graph."""

@@ -1,0 +1,223 @@
+"""Streams borrowed KV inside a CUDA graph: the same launches for every step, over lists that each step writes anew.
+
+The order is that of `master.layer_stream`, with one difference: a graph cannot leave a copy out, so that every layer
+has its spill, load and store, and a list that the step does not need is empty. They are launched on a stream of their
+own that leaves the capturing one and comes back to it, which makes a branch of the graph of them: layer `l + 1` is
+loaded while layer `l` is computed. What is copied is data: attaching a lender needs no new capture.
+
+Events of a graph cannot be timed, and two steps that follow each other replay the same graph. So the device writes down
+its clock before and after every copy, and whenever computing comes to a wait; each step's notes go to the host behind
+it. From them follows what `StreamTimings` tells, to about a microsecond: a copy's time includes its launch, and
+computing that came before the copy it needs had ended waited for the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from swiftkv.kernels.triton_clock import stamp
+from swiftkv.kernels.triton_copy import BLOCK_FIELDS, HEADER_FIELDS, move_blocks, pack_lists
+from swiftkv.master.layer_stream import GroupCopies, LayerStream, StepCopies, StreamTimings, buffers_of
+from swiftkv.models.stream import KVStream
+from swiftkv.transport.base import Int64Array, Runs
+from swiftkv.transport.mappings import Mappings
+
+ROOM_BLOCKS = 16 << 10
+"""Layer blocks that the lists of one step have room for, all kinds and buffers together.
+
+A layer block has tens of KiB. A step with more of them moves hundreds of MiB per layer, which takes milliseconds: what
+it costs to launch a layer eagerly, a tenth of one, is not seen beside that.
+"""
+
+_MOMENTS = 6
+_LOAD_BEGAN, _SPILLED, _LOADED, _STORE_BEGAN, _STORED, _ARRIVED = range(_MOMENTS)
+"""Of a layer: when its copies began and ended, and when computing came to where it needs them; `_ARRIVED` of the row
+behind the last layer's: at the end of the step."""
+
+
+class GraphStream:
+    """The copies of decode steps through `num_buffers` buffers: lists on the device, and launches that follow them.
+
+    One step is `fill`, the replay of what was captured within `launches` (or `launches` itself), and `launched`. Steps
+    of any batch size share one `GraphStream`, as they follow each other on one stream. Nothing here waits for a device.
+    """
+
+    def __init__(
+        self,
+        layer_stream: LayerStream,
+        mappings: Mappings,
+        num_buffers: int,
+        room_blocks: int = ROOM_BLOCKS,
+        max_programs: int = 0,
+    ) -> None:
+        """Copies between `mappings.pool` and the pools behind `mappings`; their books are those of `layer_stream`.
+
+        `max_programs` as in `kernels.triton_copy`.
+        """
+        device = mappings.pool.device
+        groups = layer_stream.groups
+        self.num_buffers = num_buffers
+        self._layer_stream = layer_stream
+        self._mappings = mappings
+        self._room_blocks = room_blocks
+        self._max_programs = max_programs
+        self._places = {layer: (n, index) for n, group in enumerate(groups) for index, layer in enumerate(group.layers)}
+        self._end = max(self._places) + 1
+        num_lists = len(groups) * self._lists_per_group
+        self._packed = torch.zeros(HEADER_FIELDS * num_lists + BLOCK_FIELDS * room_blocks, dtype=torch.int64).to(device)
+        self._times = torch.zeros((self._end + 1) * _MOMENTS, dtype=torch.int64, device=device)
+        self._lane = _Lane(device)
+        self._loaded: dict[int, Callable[[], None]] = {}  # by layer: what makes computing wait for that
+        self._filled: tuple[GroupCopies, ...] = ()
+
+    def fill(self, plan: StepCopies) -> bool:
+        """Write the step's lists, in order on the current stream; the host does not wait. False: they are too long.
+
+        Raises `TransferError` for what is not attached or outside of the pools; nothing is written then.
+        """
+        assert buffers_of(plan) == self.num_buffers
+        groups = self._layer_stream.groups
+        copies = tuple(GroupCopies.from_plan(plan, number, group) for number, group in enumerate(groups))
+        lists = [self._flatten(runs) for group in copies for runs in (group.spill, *group.loads, *group.stores)]
+        if sum(map(len, lists)) > self._room_blocks:
+            return False
+        packed = torch.from_numpy(pack_lists(lists))
+        if self._packed.device.type == "cuda":
+            packed = packed.pin_memory()  # torch keeps it until it is copied
+        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        self._filled = copies
+        return True
+
+    @contextmanager
+    def launches(self) -> Iterator[KVStream]:
+        """The hooks for one forward pass; on leaving, the current stream has waited for all copies."""
+        for layer, (_, index) in sorted(self._places.items()):
+            if index < self.num_buffers:
+                self._load(layer)
+        yield self
+        self._note(self._end, _ARRIVED)
+        self._lane.so_far()()
+
+    def launched(self) -> None:
+        """What `fill` wrote was launched on the current stream."""
+        times = torch.empty(self._times.shape, dtype=torch.int64, pin_memory=self._times.device.type == "cuda")
+        times.copy_(self._times, non_blocking=True)  # the next replay is behind this
+        self._layer_stream.launched(ReplayedStep(self._filled, times.view(-1, _MOMENTS)))
+
+    def before_write(self, layer: int) -> None:
+        self._note(layer, _ARRIVED)
+        self._loaded[layer]()
+
+    def after_write(self, layer: int) -> None:
+        group, index = self._places[layer]
+        with self._lane.behind_computing():
+            self._note(layer, _STORE_BEGAN)
+            self._move(group, 1 + self.num_buffers + index % self.num_buffers, index, to_peer=True)
+            self._note(layer, _STORED)
+
+    def after_attention(self, layer: int) -> None:
+        group, index = self._places[layer]
+        layers, following = self._layer_stream.groups[group].layers, index + self.num_buffers
+        if following < len(layers):
+            self._load(layers[following])
+
+    def _load(self, layer: int) -> None:
+        group, index = self._places[layer]
+        with self._lane.behind_computing():
+            self._note(layer, _LOAD_BEGAN)
+            self._move(group, 0, index, to_peer=True)
+            self._note(layer, _SPILLED)
+            self._move(group, 1 + index % self.num_buffers, index, to_peer=False)
+            self._note(layer, _LOADED)
+        self._loaded[layer] = self._lane.so_far()
+
+    def _move(self, group: int, number: int, index: int, to_peer: bool) -> None:
+        """Launch the copies of one list of a group, at its layer `index`."""
+        width_bytes = self._layer_stream.groups[group].layer_block_bytes
+        which = group * self._lists_per_group + number
+        pool, most = self._mappings.pool, self._room_blocks
+        move_blocks(pool, self._packed, which, most, width_bytes, index, to_peer, self._max_programs)
+
+    def _note(self, row: int, moment: int) -> None:
+        stamp(self._times, row * _MOMENTS + moment)
+
+    def _flatten(self, runs: Runs | None) -> Int64Array:
+        return np.empty((0, BLOCK_FIELDS), np.int64) if runs is None else self._mappings.flatten(runs)
+
+    @property
+    def _lists_per_group(self) -> int:
+        """The spill, and by buffer the loads and the stores."""
+        return 1 + 2 * self.num_buffers
+
+
+class _Lane:
+    """Where copies run one after the other: a stream beside the one that computes. On the CPU everything is in line."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def behind_computing(self) -> Iterator[None]:
+        """What is launched within runs here, after all that the current stream was asked for so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def so_far(self) -> Callable[[], None]:
+        """What makes the stream that is current then wait for all that was launched here until now."""
+        if self._stream is None:
+            return lambda: None
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A `LaunchedStep`."""
+
+    groups: tuple[GroupCopies, ...]
+    times: Tensor  # int64 [layers + 1, _MOMENTS] in ns, on the host when the step has ended
+
+    def timings(self) -> StreamTimings:
+        times = self.times.numpy()
+        last_store = times[:-1, _STORED].max(keepdims=True)
+        total = StreamTimings(num_steps=1, exposed_store_s=_waited_s(times[-1:, _ARRIVED], last_store))
+        for copies in self.groups:
+            total += _timings_of_group(copies, times[list(copies.layers)])
+        return total
+
+
+def _timings_of_group(copies: GroupCopies, times: npt.NDArray[np.int64]) -> StreamTimings:
+    """`times` [layers of the group, _MOMENTS]. Where a list is empty, its launch is no copy, and copies nothing."""
+    layers = range(len(copies.layers))
+    has_load = np.array([copies.load(layer) is not None for layer in layers])
+    has_store = np.array([copies.store(layer) is not None for layer in layers])
+    spill_s = _seconds(times[:, _SPILLED] - times[:, _LOAD_BEGAN]) if copies.spill is not None else 0.0
+    # As in the eager step: what is waited for is the load, or, if there is none, the store before it in the lane.
+    waits_for_load = has_load | (copies.spill is not None)
+    return replace(
+        copies.amounts(),
+        load_s=_seconds((times[:, _LOADED] - times[:, _SPILLED])[has_load]),
+        store_s=spill_s + _seconds((times[:, _STORED] - times[:, _STORE_BEGAN])[has_store]),
+        exposed_load_s=_waited_s(times[waits_for_load, _ARRIVED], times[waits_for_load, _LOADED]),
+        exposed_store_s=_waited_s(times[~waits_for_load, _ARRIVED], times[~waits_for_load, _LOADED]),
+    )
+
+
+def _waited_s(arrived: npt.NDArray[np.int64], ended: npt.NDArray[np.int64]) -> float:
+    return _seconds(np.maximum(ended - arrived, 0))
+
+
+def _seconds(ns: npt.NDArray[np.int64]) -> float:
+    return float(ns.sum()) / 1e9

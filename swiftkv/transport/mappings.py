@@ -1,0 +1,65 @@
+"""Where the pools of peers are mapped on our device, and what runs mean there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from swiftkv.errors import TransferError
+from swiftkv.kernels.triton_copy import Int64Array, flatten_runs
+from swiftkv.transport.base import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    address: int
+    nbytes: int
+
+
+class Mappings:
+    """By link. Whoever adds one sees to it that the memory is there until it is removed."""
+
+    def __init__(self, pool: Tensor) -> None:
+        """`pool` is our own, uint8 and flat."""
+        self.pool = pool
+        self._of_link: dict[int, Mapping] = {}
+
+    def add(self, link: int, address: int, nbytes: int) -> None:
+        """`address` is that of a pool of `nbytes` that our device can read and write."""
+        assert link not in self._of_link, f"link {link} is attached"
+        self._of_link[link] = Mapping(address, nbytes)
+
+    def remove(self, link: int) -> Mapping | None:
+        return self._of_link.pop(link, None)
+
+    def links(self) -> list[int]:
+        return list(self._of_link)
+
+    def address(self, link: int) -> int:
+        return self._of_link[link].address
+
+    def flatten(self, runs: Runs) -> Int64Array:
+        """The list of layer blocks for `kernels.triton_copy`. Raises `TransferError` as `check` does."""
+        self.check(runs)
+        base = self.pool.data_ptr()
+        distances = {link: mapping.address - base for link, mapping in self._of_link.items()}
+        try:
+            return flatten_runs(runs.runs, runs.width_bytes, runs.block_bytes, distances)
+        except ValueError as error:
+            raise TransferError(str(error)) from error
+
+    def check(self, runs: Runs) -> None:
+        """A kernel would read or write whatever lies there: raises `TransferError` for what is outside the pools."""
+        links, peer_offsets, local_offsets, counts, staged = runs.runs.T
+        missing = set(links.tolist()) - self._of_link.keys()
+        if missing:
+            raise TransferError(f"links {sorted(missing)} are not attached")
+        peer_ends = peer_offsets + counts * runs.block_bytes
+        local_ends = local_offsets + counts * np.where(staged, runs.width_bytes, runs.block_bytes)
+        peer_nbytes = np.array([self._of_link[link].nbytes for link in links.tolist()])
+        outside = (peer_offsets < 0) | (local_offsets < 0) | (counts < 1)
+        outside |= (peer_ends > peer_nbytes) | (local_ends > self.pool.numel())
+        if outside.any():
+            raise TransferError(f"runs outside of the pools: {runs.runs[outside].tolist()}")
