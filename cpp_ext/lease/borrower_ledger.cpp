@@ -5,9 +5,7 @@
 namespace swiftkv {
 
 BorrowerLedger::BorrowerLedger(int num_extents)
-    : states_(num_extents, kNone), epochs_(num_extents, 0), borrowed_(num_extents) {
-    counts_[kNone] = num_extents;
-}
+    : states_(num_extents, kNone), epochs_(num_extents, 0), borrowed_(num_extents) {}
 
 BorrowerLedger::Offered BorrowerLedger::on_offer(std::span<const ExtentId> extents, std::span<const Epoch> epochs) {
     Offered offered;
@@ -18,7 +16,7 @@ BorrowerLedger::Offered BorrowerLedger::on_offer(std::span<const ExtentId> exten
         if (epoch > epochs_[extent]) {
             // A lender offers anew only what came home, and it comes home only from here.
             if (states_[extent] != kNone) throw std::invalid_argument("an extent that is borrowed was offered anew");
-            set_state(extent, kHeld);
+            states_.set(extent, kHeld);
             epochs_[extent] = epoch;
             borrowed_.add(extent);
             offered.taken.push_back(extent);
@@ -43,7 +41,7 @@ BorrowerLedger::Recalled BorrowerLedger::on_recall(std::span<const ExtentId> ext
         } else if (epoch > epochs_[extent]) {
             throw std::invalid_argument("an extent that is borrowed was recalled at a later epoch");
         } else if (states_[extent] == kHeld) {
-            set_state(extent, kRecalled);
+            states_.set(extent, kRecalled);
             recalled.to_drain.push_back(extent);
         }
     }
@@ -59,7 +57,7 @@ std::vector<Epoch> BorrowerLedger::give_back(std::span<const ExtentId> extents) 
             throw std::invalid_argument("extent " + std::to_string(extent) + " is not borrowed");
         }
         borrowed_.remove(extent);
-        set_state(extent, kNone);
+        states_.set(extent, kNone);
         epochs.push_back(epochs_[extent]);
     }
     return epochs;
@@ -67,15 +65,9 @@ std::vector<Epoch> BorrowerLedger::give_back(std::span<const ExtentId> extents) 
 
 std::vector<ExtentId> BorrowerLedger::lender_died() {
     std::vector<ExtentId> lost = borrowed_.take_all();
-    for (const ExtentId extent : lost) set_state(extent, kNone);
+    for (const ExtentId extent : lost) states_.set(extent, kNone);
     std::fill(epochs_.begin(), epochs_.end(), 0);
     return lost;
-}
-
-void BorrowerLedger::set_state(ExtentId extent, State state) {
-    --counts_[states_[extent]];
-    ++counts_[state];
-    states_[extent] = state;
 }
 
 }  // namespace swiftkv

@@ -1,7 +1,6 @@
 // The borrower's replica of one lender's table: which extents of a link it may use.
 #pragma once
 
-#include <array>
 #include <span>
 #include <vector>
 
@@ -26,8 +25,8 @@ class BorrowerLedger {
 
     explicit BorrowerLedger(int num_extents);
 
-    int num_extents() const { return static_cast<int>(states_.size()); }
-    int count(State state) const { return counts_[state]; }
+    int num_extents() const { return states_.size(); }
+    int count(State state) const { return states_.count(state); }
 
     // A later epoch than the last known -> held.
     Offered on_offer(std::span<const ExtentId> extents, std::span<const Epoch> epochs);
@@ -39,15 +38,12 @@ class BorrowerLedger {
     // Forgets everything, the epochs too. Returns the extents that were held or recalled.
     std::vector<ExtentId> lender_died();
 
-    const std::vector<State>& states() const { return states_; }
+    const std::vector<State>& states() const { return states_.all(); }
     const std::vector<Epoch>& epochs() const { return epochs_; }
 
   private:
-    void set_state(ExtentId extent, State state);
-
-    std::vector<State> states_;
+    ExtentStates<State, 3> states_;
     std::vector<Epoch> epochs_;
-    std::array<int, 3> counts_{};
     ExtentSet borrowed_;  // held or recalled
 };
 

@@ -1,6 +1,8 @@
 // The few words that both ledgers use.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -49,6 +51,28 @@ class ExtentSet {
   private:
     std::vector<ExtentId> members_;
     std::vector<int> places_;  // of a member in members_; anything for others
+};
+
+// The state of every extent of a link, and how many are in each of `N` states.
+template <class State, size_t N>
+class ExtentStates {
+  public:
+    ExtentStates(int num_extents, State first) : states_(num_extents, first) { counts_[first] = num_extents; }
+
+    int size() const { return static_cast<int>(states_.size()); }
+    int count(State state) const { return counts_[state]; }
+    State operator[](ExtentId extent) const { return states_[extent]; }
+    const std::vector<State>& all() const { return states_; }
+
+    void set(ExtentId extent, State state) {
+        --counts_[states_[extent]];
+        ++counts_[state];
+        states_[extent] = state;
+    }
+
+  private:
+    std::vector<State> states_;
+    std::array<int, N> counts_{};
 };
 
 inline void check_extent(ExtentId extent, int num_extents) {

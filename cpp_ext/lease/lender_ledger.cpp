@@ -5,9 +5,7 @@
 namespace swiftkv {
 
 LenderLedger::LenderLedger(int num_extents)
-    : states_(num_extents, kHome), epochs_(num_extents, 0), out_(num_extents), recalled_(num_extents) {
-    counts_[kHome] = num_extents;
-}
+    : states_(num_extents, kHome), epochs_(num_extents, 0), out_(num_extents), recalled_(num_extents) {}
 
 std::vector<Epoch> LenderLedger::offer(std::span<const ExtentId> extents) {
     for (size_t i = 0; i < extents.size(); ++i) {
@@ -15,10 +13,10 @@ std::vector<Epoch> LenderLedger::offer(std::span<const ExtentId> extents) {
         const bool is_home =
             extent >= 0 && extent < num_extents() && states_[extent] == kHome;  // false for one that is named twice
         if (is_home) {
-            set_state(extent, kOffered);
+            states_.set(extent, kOffered);
             continue;
         }
-        for (const ExtentId before : extents.first(i)) set_state(before, kHome);
+        for (const ExtentId before : extents.first(i)) states_.set(before, kHome);
         check_extent(extent, num_extents());
         throw std::invalid_argument("extent " + std::to_string(extent) + " is not home");
     }
@@ -35,7 +33,7 @@ void LenderLedger::on_accept(std::span<const ExtentId> extents, std::span<const 
     for (size_t i = 0; i < extents.size(); ++i) {
         const ExtentId extent = extents[i];
         check_extent(extent, num_extents());
-        if (epochs_[extent] == epochs[i] && states_[extent] == kOffered) set_state(extent, kLent);
+        if (epochs_[extent] == epochs[i] && states_[extent] == kOffered) states_.set(extent, kLent);
     }
 }
 
@@ -45,7 +43,7 @@ Leases LenderLedger::recall(int count) {
         const ExtentId extent = out_.last();
         out_.remove(extent);
         recalled_.add(extent);
-        set_state(extent, kRecalled);
+        states_.set(extent, kRecalled);
         recalled.add(extent, epochs_[extent]);
     }
     return recalled;
@@ -58,7 +56,7 @@ std::vector<ExtentId> LenderLedger::on_return(std::span<const ExtentId> extents,
         check_extent(extent, num_extents());
         if (epochs_[extent] != epochs[i] || states_[extent] == kHome) continue;
         (states_[extent] == kRecalled ? recalled_ : out_).remove(extent);
-        set_state(extent, kHome);
+        states_.set(extent, kHome);
         home.push_back(extent);
     }
     return home;
@@ -68,14 +66,8 @@ std::vector<ExtentId> LenderLedger::peer_died() {
     std::vector<ExtentId> home = out_.take_all();
     const std::vector<ExtentId> recalled = recalled_.take_all();
     home.insert(home.end(), recalled.begin(), recalled.end());
-    for (const ExtentId extent : home) set_state(extent, kHome);
+    for (const ExtentId extent : home) states_.set(extent, kHome);
     return home;
-}
-
-void LenderLedger::set_state(ExtentId extent, State state) {
-    --counts_[states_[extent]];
-    ++counts_[state];
-    states_[extent] = state;
 }
 
 }  // namespace swiftkv

@@ -1,7 +1,6 @@
 // The lender's table of one link: the truth about who may write to an extent.
 #pragma once
 
-#include <array>
 #include <span>
 #include <vector>
 
@@ -22,8 +21,8 @@ class LenderLedger {
 
     explicit LenderLedger(int num_extents);
 
-    int num_extents() const { return static_cast<int>(states_.size()); }
-    int count(State state) const { return counts_[state]; }
+    int num_extents() const { return states_.size(); }
+    int count(State state) const { return states_.count(state); }
 
     // home -> offered. Returns the epochs. Throws std::invalid_argument, and changes nothing, unless all are home.
     std::vector<Epoch> offer(std::span<const ExtentId> extents);
@@ -36,15 +35,12 @@ class LenderLedger {
     // All -> home. Returns those that were not. Epochs go on, for nothing that was said before may count again.
     std::vector<ExtentId> peer_died();
 
-    const std::vector<State>& states() const { return states_; }
+    const std::vector<State>& states() const { return states_.all(); }
     const std::vector<Epoch>& epochs() const { return epochs_; }
 
   private:
-    void set_state(ExtentId extent, State state);
-
-    std::vector<State> states_;
+    ExtentStates<State, 4> states_;
     std::vector<Epoch> epochs_;
-    std::array<int, 4> counts_{};
     ExtentSet out_;  // offered or lent
     ExtentSet recalled_;
 };
