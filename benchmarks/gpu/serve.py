@@ -1,6 +1,6 @@
 """A whole model on one GPU beside the machine's floors and beside transformers, and what streaming lent KV costs.
 
-PYTHONPATH=. python benchmarks/gpu/serve.py [--out serve.json] [--only model|transformers|lending]
+PYTHONPATH=. python benchmarks/gpu/serve.py [--out serve.json] [--only model|transformers|lending|decoding]
 
 A dense decoder of Qwen3-8B's shape with random weights, made on the device; nothing is downloaded.
 
@@ -12,6 +12,9 @@ lending: prompts whose beginning lies in memory that is lent, and streams throug
 tokens are computed; beside them the same prompts with that KV in pinned host memory, reloaded by the same code with the
 same overlap. The lender's memory is another allocation on the same GPU, as a mapping of its pool is; prompts have 4K to
 32K tokens. Time to first token is that of the step, without HTTP; `tests/gpu/test_gpu_node.py` has the real processes.
+
+decoding: steps of 8 sequences of 1,024 tokens that stream most of their KV, eagerly and as a CUDA graph, beside the
+same steps with all of it in the pool.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ DECODE = (32, 4096)
 PREFILLS = (2048, 8192, 32_768)
 CACHED = range(4096, 32_768 + 1, 2048)
 NEW_TOKENS = 512
+STREAMED_DECODE = (8, 6, 10)  # sequences; blocks of each in the pool, and borrowed
 CAPPED_BLOCKS = 96  # of the borrower's own pool in the lending part: 6,144 tokens
 REPEATS = 8
 
@@ -187,6 +191,34 @@ def streamed_step(group: KVGroup, num_cached: int, num_new: int, num_buffers: in
         np.array([num_cached + num_new], np.int32),
         tables,
         [np.array([0, borrowed + own], np.int32)],
+        loads,
+    )
+
+
+def streamed_decode(group: KVGroup, num_seqs: int, own: int, borrowed: int, num_buffers: int) -> Step:
+    """A token for each of `num_seqs` sequences: its first `borrowed` blocks are a run on link 0, `own` more are ours.
+
+    Behind those come the slots of the buffers. Without buffers, all blocks are ours.
+    """
+    num_layers, width, block = group.num_layers, group.layer_block_bytes, group.block_bytes
+    num_local = own if num_buffers else own + borrowed
+    local = np.arange(num_seqs * num_local).reshape(num_seqs, -1) * num_layers
+    tables, loads = [local.ravel().astype(np.int32)], []
+    for buffer in range(num_buffers):
+        first_slot = num_seqs * own * num_layers + buffer * num_seqs * borrowed
+        slots = first_slot + np.arange(num_seqs * borrowed).reshape(num_seqs, -1)
+        tables[buffer:] = [np.concatenate((~slots, local), axis=1).ravel().astype(np.int32)]
+        places = np.arange(num_seqs) * borrowed * block
+        columns = (0 * places, places, slots[:, 0] * width, 0 * places + borrowed, 0 * places + 1)
+        loads.append(np.ascontiguousarray(np.stack(columns, axis=1), np.int64))
+    context = (own + borrowed) * BLOCK_SIZE
+    return Step(
+        np.zeros(num_seqs, np.int32),
+        np.full(num_seqs, context - 1, np.int32),
+        np.arange(num_seqs + 1, dtype=np.int32),
+        np.full(num_seqs, context, np.int32),
+        [[table] for table in tables],
+        [np.arange(num_seqs + 1, dtype=np.int32) * np.int32(own + borrowed)],
         loads,
     )
 
@@ -340,6 +372,51 @@ def stream_from(
     }
 
 
+def bench_decoding(_: Machine, device: torch.device) -> list[dict[str, object]]:
+    from swiftkv.cache.cuda_pool import CudaPool
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode
+    from swiftkv.master.graph_stream import GraphStream
+    from swiftkv.master.layer_stream import LayerStream
+    from swiftkv.transport.peer import PeerTransport
+
+    decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
+    (group,) = decoder.config.kv_groups(BLOCK_SIZE, "bfloat16")
+    num_seqs, own, borrowed = STREAMED_DECODE
+    pool = CudaPool([(group, num_seqs * (own + borrowed))], device)
+    peer = torch.zeros(num_seqs * borrowed * group.block_bytes, dtype=torch.uint8, device=device)
+    transport = PeerTransport(pool)
+    transport.mappings.add(0, peer.data_ptr(), peer.numel())
+    streams = LayerStream(transport, [group])
+    graphs = DecodeGraphs(DenseDecode(decoder, pool.tensor, torch.zeros(1, dtype=torch.int32, device=device)), device)
+    graphs.capture([num_seqs], 1 << 33)
+    for num_buffers in (1, 2):
+        graphs.capture([num_seqs], 1 << 33, GraphStream(streams, transport.mappings, num_buffers))
+
+    def eager(step: Step) -> torch.Tensor:
+        with streams.step(step) as stream:
+            return forward(decoder, pool.tensor, step, stream)
+
+    rows: list[dict[str, object]] = []
+    for num_buffers in range(3):
+        step = streamed_decode(group, num_seqs, own, borrowed, num_buffers)
+        for how, run in (("eager", eager), ("CUDA graph", graphs.run)):
+            hits = graphs.hits_total
+            seconds = median_seconds(lambda _, run=run, step=step: run(step), repeats=20, warmups=3)
+            streams.recent.clear()
+            for _ in range(23 if step.has_copies else 0):  # `median_seconds` has waited for them
+                streams.step_ended()
+            exposed_s = [timings.exposed_s for timings in streams.recent][3:] or [0.0]
+            rows.append(
+                {
+                    "case": f"decode {num_seqs} x {(own + borrowed) * BLOCK_SIZE}, {num_buffers} buffers, {how}",
+                    "s": seconds,
+                    "exposed_p50_s": float(np.median(exposed_s)),
+                    "graph_hits": graphs.hits_total - hits,
+                }
+            )
+    return rows
+
+
 def _row(case: str, seconds: float, floor_s: float) -> dict[str, object]:
     return {"case": case, "s": seconds, "floor_s": floor_s, "times_floor": seconds / floor_s}
 
@@ -347,14 +424,19 @@ def _row(case: str, seconds: float, floor_s: float) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON")
-    parser.add_argument("--only", choices=["model", "transformers", "lending"], help="one part")
+    parser.add_argument("--only", choices=["model", "transformers", "lending", "decoding"], help="one part")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: there is nothing to measure")
     device = torch.device("cuda", torch.cuda.current_device())
     machine = measure()
     print(machine.report(), flush=True)
-    parts = {"model": bench_model, "transformers": bench_transformers, "lending": bench_lending}
+    parts = {
+        "model": bench_model,
+        "transformers": bench_transformers,
+        "lending": bench_lending,
+        "decoding": bench_decoding,
+    }
     results: list[dict[str, object]] = []
     for name, part in parts.items():
         if arguments.only in (None, name):

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from swiftkv.models.dense import DenseDecoder
     from swiftkv.transport.base import Transport
 
+MAX_STREAMING_GRAPHS = 24
+"""Batch sizes captured of steps that stream, for each number of buffers: with the copies they take several times as
+long to capture, and rows that stand for no sequence cost little beside what streams."""
+
 log = logging.getLogger(__name__)
 
 
@@ -94,14 +98,12 @@ def capture_streaming(
 
     if config.lending is None or not isinstance(transport, PeerTransport) or transport.io_backend != "kernel":
         return
+    sizes = graph_sizes(config.max_num_seqs, MAX_STREAMING_GRAPHS)
     for num_buffers in range(config.lending.stream_buffers, 0, -1):  # of two, one is used where room is short
-        graphs.capture(
-            graph_sizes(config.max_num_seqs),
-            GRAPH_BYTES,
-            GraphStream(layer_stream, transport.mappings, num_buffers, max_programs=transport.max_programs),
-        )
-    num_graphs = sum(len(graphs.sizes(buffers + 1)) for buffers in range(config.lending.stream_buffers))
-    log.info("%d CUDA graphs of decode steps that stream, all graphs %.2f GiB", num_graphs, graphs.nbytes / 2**30)
+        stream = GraphStream(layer_stream, transport.mappings, num_buffers, max_programs=transport.max_programs)
+        graphs.capture(sizes, GRAPH_BYTES, stream)
+        num_graphs, gib = len(graphs.sizes(num_buffers)), graphs.nbytes / 2**30
+        log.info("%d CUDA graphs of steps with %d stream buffers, %.2f GiB in all", num_graphs, num_buffers, gib)
 
 
 def _offsets(counts: list[int]) -> torch.Tensor:

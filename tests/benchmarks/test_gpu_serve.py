@@ -80,6 +80,29 @@ def test_steps_with_kv_elsewhere_are_the_steps_with_all_of_it_here(serve: Any) -
     assert torch.equal(decoder.forward(ModelInput.from_plan(streamed), own), expected)
 
 
+def test_decoding_with_kv_elsewhere_is_decoding_with_all_of_it_here(serve: Any) -> None:
+    decoder = serve.make_decoder({**serve.SHAPE, **TINY}, CPU, torch.float32, 2048)
+    (group,) = decoder.config.kv_groups(serve.BLOCK_SIZE, "float32")
+    num_seqs, own, borrowed, num_layers = 2, 1, 3, group.num_layers
+    local = serve.streamed_decode(group, num_seqs, own, borrowed, 0)
+    assert not local.has_copies
+    streamed = serve.streamed_decode(group, num_seqs, own, borrowed, num_layers)  # a buffer for every layer
+    pool = torch.randn(num_seqs * (own + borrowed) * group.block_bytes // 4).view(torch.uint8)
+    blocks = pool.view(num_seqs, own + borrowed, num_layers, -1)
+    slots = torch.zeros_like(pool)
+    slots[: num_seqs * own * group.block_bytes] = blocks[:, borrowed:].reshape(-1)
+    peer = blocks[:, :borrowed].reshape(-1)
+    width = group.layer_block_bytes
+    for layer in range(num_layers):
+        for _, peer_offset, local_offset, count, staged in streamed.loads[layer].tolist():
+            assert staged
+            for i in range(count):
+                source = peer_offset + i * group.block_bytes + layer * width
+                slots[local_offset + i * width :][:width] = peer[source:][:width]
+    expected = decoder.forward(ModelInput.from_plan(local), pool)
+    assert torch.equal(decoder.forward(ModelInput.from_plan(streamed), slots), expected)
+
+
 def test_transformers_takes_the_same_steps(serve: Any) -> None:
     shape = {**serve.SHAPE, **TINY}
     calls = serve.transformers_calls(shape, CPU, torch.float32, (3, 96), (5, 40))

@@ -186,7 +186,10 @@ def test_steps_that_stream_are_the_eager_ones(tmp_path: Path) -> None:
     too_long = [pools.step([60, 50, 40], num_buffers, generator, num_moved=8) for num_buffers in (1, 2)]
     for step in (*too_long, pools.step([1, 2, 3, 4], 2, generator)):
         assert graphs.run(step) is None
+        torch.testing.assert_close(graphed.eager(step), exact.eager(step), atol=2e-5, rtol=2e-5)
+        for one in (graphed, exact):
+            one.layer_stream.step_ended()
     assert (graphs.hits_total, graphs.misses_total) == (len(asked) + 1, 3)
-    assert graphed.layer_stream.total.num_steps == len(asked)
+    assert graphed.layer_stream.total.num_steps == exact.layer_stream.total.num_steps == len(asked) + 3
     for name in ("load_bytes", "store_bytes", "spill_bytes"):
         assert getattr(graphed.layer_stream.total, name) == getattr(exact.layer_stream.total, name) > 0

@@ -116,6 +116,12 @@ def test_capturing_moves_nothing() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_replayed_steps_are_the_eager_ones(waits: bool) -> None:
     """Also where the host waits for none of them: lists and notes of the clock are those of each step."""
+
+    def launched(stream: LayerStream) -> None:
+        if waits:
+            torch.cuda.synchronize()
+            stream.step_ended()
+
     exact, graphed = Place(), Place()
     graphs = graphed.graphs()
     for ours, theirs in zip(graphed.tensors(), exact.tensors(), strict=True):
@@ -126,16 +132,16 @@ def test_replayed_steps_are_the_eager_ones(waits: bool) -> None:
         hidden = graphs.run(step)
         assert hidden is not None
         results.append(hidden.clone())
-        if waits:
-            torch.cuda.synchronize()
-            graphed.stream.step_ended()
+        launched(graphed.stream)
+    expected = []
+    for step in asked:
+        expected.append(exact.eager(step))
+        launched(exact.stream)
+    assert all(torch.equal(*both) for both in zip(results, expected, strict=True))
     torch.cuda.synchronize()
-    for step, result in zip(asked, results, strict=True):
-        assert torch.equal(result, exact.eager(step))
-        torch.cuda.synchronize()
-        exact.stream.step_ended()
-        if not waits:
-            graphed.stream.step_ended()
+    for stream in (graphed.stream, exact.stream):
+        while len(stream.recent) < len(asked):
+            stream.step_ended()
     for ours, theirs in zip(graphed.tensors(), exact.tensors(), strict=True):
         assert torch.equal(ours, theirs)
     assert (graphs.hits_total, graphs.misses_total) == (len(asked), 0)
