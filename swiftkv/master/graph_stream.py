@@ -8,7 +8,8 @@ loaded while layer `l` is computed. What is copied is data: attaching a lender n
 Events of a graph cannot be timed, and two steps that follow each other replay the same graph. So the device writes down
 its clock before and after every copy, and whenever computing comes to a wait; each step's notes go to the host behind
 it. From them follows what `StreamTimings` tells, to about a microsecond: a copy's time includes its launch, and
-computing that came before the copy it needs had ended waited for the difference.
+computing that came before the copy it needs had ended waited for the difference. A note is a kernel of one thread; of
+those between computing's own kernels there is one per layer, which is what it costs to know.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class GraphStream:
         self._places = {layer: (n, index) for n, group in enumerate(groups) for index, layer in enumerate(group.layers)}
         self._end = max(self._places) + 1
         num_lists = len(groups) * self._lists_per_group
-        self._packed = torch.zeros(HEADER_FIELDS * num_lists + BLOCK_FIELDS * room_blocks, dtype=torch.int64).to(device)
+        size = HEADER_FIELDS * num_lists + BLOCK_FIELDS * room_blocks
+        self._packed = torch.zeros(size, dtype=torch.int64, device=device)  # of `pack_lists`; all empty
         self._times = torch.zeros((self._end + 1) * _MOMENTS, dtype=torch.int64, device=device)
         self._lane = _Lane(device)
         self._loaded: dict[int, Callable[[], None]] = {}  # by layer: what makes computing wait for that

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("msgspec")  # what copies blocks eagerly says so in a file when it attaches them
-
 from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.engine.cuda_graphs import DecodeGraphs
