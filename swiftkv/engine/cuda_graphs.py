@@ -202,6 +202,7 @@ class DecodeGraphs(Generic[Inputs]):
             del captured
             if not any(other.by_size for other in self._variants.values()):  # the memory goes with its last graph
                 self._memory = None
+            torch.cuda.empty_cache()
         variant.sizes = sorted(variant.by_size)
 
     def run(self, plan: DecodePlan) -> Tensor | None:

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftkv.engine.device import run_largest_step
+from swiftkv.cache.pool import Pool
+from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode
+from swiftkv.engine.device import capture_streaming, run_largest_step
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.kernels.dispatch import reference_ops
+from swiftkv.lease.messages import LendingSpec
+from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
+from swiftkv.transport.shm import ShmTransport
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -52,3 +57,18 @@ def test_it_has_all_tokens_and_all_rows(
         run_largest_step(config, decoder, decoder_config.kv_groups(16, "float32"), torch.device("cpu"))
     assert decoder.lengths == lengths
     assert decoder.num_rows == min(7, sum(lengths))
+
+
+def test_graphs_stream_only_where_kernels_reach_the_peers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    decoder_config = DecoderConfig.from_pretrained(tmp_path)
+    groups = decoder_config.kv_groups(16, "float32")
+    pool = Pool([(group, 4) for group in groups])
+    decoder = DenseDecoder(decoder_config, MappedWeights(tmp_path), torch.float32, "cpu", 64, ops=reference_ops())
+    graphs = DecodeGraphs(DenseDecode(decoder, pool.tensor, torch.zeros(1, dtype=torch.int32)), torch.device("cpu"))
+    lending = LendingSpec("", [], [], 0, 60.0, "total", "shm", 2, "", 30.0)
+    config = EngineConfig("tiny", str(tmp_path), "", "", 0, 64, dtype="float32", max_num_seqs=1, lending=lending)
+    transport = ShmTransport(pool)
+    capture_streaming(config, graphs, LayerStream(transport, groups), transport)
+    assert graphs.sizes(1) == graphs.sizes(2) == []
+    transport.close()
