@@ -302,6 +302,7 @@ void KvCache::settle() {
         group.spills.clear();
         group.moves_in.clear();
         group.moves_across.clear();
+        group.missing.clear();
     }
 }
 

@@ -101,7 +101,11 @@ class KvCache {
     bool drain(std::span<BlockTable* const> tables);
     // The step is planned: moves between extents whose holders have stopped since are not worth their slot.
     void forget_idle_moves();
+    // What lies in lost extents, or should have come from there.
+    bool is_lost(int group, BlockId block) const;
     bool holds_lost(const BlockTable& table) const;
+    // Of a table's first `num_blocks` entries, the blocks whose bytes the last step planned gets from peers.
+    void list_arrivals(int group, const BlockTable& table, int num_blocks, std::vector<BlockId>& arrivals) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
     // Copies that the last step planned makes before anything else, layer by layer.
@@ -130,6 +134,7 @@ class KvCache {
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
+        std::vector<BlockId> missing = {};         // targets of moves whose source was lost meanwhile
     };
     int match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     int available(int group) const;

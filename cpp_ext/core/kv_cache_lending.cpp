@@ -1,6 +1,7 @@
 // What of the cache follows leases: the layer-stream cache, and extents that come and go.
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "kv_cache.h"
@@ -108,6 +109,14 @@ void KvCache::lose(int borrow_link) {
     for (BlockId block : in_tree)
         if (pool.node(block) != kNone) evict(g, block);
     pool.lose(link);
+
+    std::vector<BlockId>& missing = groups_[g].missing;
+    for (const BlockCopy& copy : groups_[g].moves_in)
+        if (pool.is_lost(copy.borrowed)) missing.push_back(copy.local);
+    for (const BlockMove& move : groups_[g].moves_across)
+        if (pool.is_lost(move.from)) missing.push_back(move.to);
+    for (BlockId block : missing)
+        if (pool.node(block) != kNone) evict(g, block);
 }
 
 bool KvCache::is_draining() const {
@@ -185,14 +194,30 @@ void KvCache::forget_idle_moves() {
     }
 }
 
+bool KvCache::is_lost(int g, BlockId block) const {
+    const std::vector<BlockId>& missing = groups_[g].missing;
+    return groups_[g].pool.is_lost(block) || std::find(missing.begin(), missing.end(), block) != missing.end();
+}
+
 bool KvCache::holds_lost(const BlockTable& table) const {
     for (int g = 0; g < num_groups(); ++g) {
         const std::vector<int32_t>& entries = table.groups[g].entries;
         if (std::any_of(entries.begin(), entries.end(),
-                        [&](int32_t entry) { return is_borrowed(entry) && groups_[g].pool.is_lost(~entry); }))
+                        [&](int32_t entry) { return entry != kNoBlock && is_lost(g, block_of(g, entry)); }))
             return true;
     }
     return false;
+}
+
+void KvCache::list_arrivals(int g, const BlockTable& table, int num_blocks, std::vector<BlockId>& arrivals) const {
+    const Group& group = groups_[g];
+    if (group.moves_in.empty() && group.pool.count(Place::kBorrowed, BlockState::kUsed) == 0) return;
+    std::unordered_set<BlockId> moved_in;
+    for (const BlockCopy& copy : group.moves_in) moved_in.insert(copy.local);
+    for (int i = table.groups[g].first; i < num_blocks; ++i) {
+        const BlockId block = block_of(g, table.groups[g].entries[i]);
+        if (!is_local(g, block) || moved_in.count(block) > 0) arrivals.push_back(block);
+    }
 }
 
 BlockPool::Location KvCache::locate(int g, BlockId borrowed) const {

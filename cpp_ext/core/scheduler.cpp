@@ -240,7 +240,14 @@ bool Scheduler::can_plan_ahead() const {
 
 std::unique_ptr<StepPlan> Scheduler::open_step() {
     std::unique_ptr<StepPlan> plan = write_plan();
-    for (const StepRow& row : step_) row.request->is_in_step = false;
+    for (StepRow& row : step_) {
+        const Request& r = *row.request;
+        row.request->is_in_step = false;
+        if (!borrows_) continue;
+        row.arrivals.resize(cache_.num_groups());
+        for (int g = 0; g < cache_.num_groups(); ++g)
+            cache_.list_arrivals(g, r.table, ceil_div(r.num_planned(), limits_.block_size), row.arrivals[g]);
+    }
     open_.push_back({std::exchange(step_, {}), cache_.has_copies()});
     admitted_.clear();
     return plan;

@@ -97,7 +97,8 @@ class Scheduler {
         RequestId id;
         int num_tokens;
         bool samples;
-        bool is_dropped = false;  // the request goes on without it
+        bool is_dropped = false;                          // the request goes on without it
+        std::vector<std::vector<BlockId>> arrivals = {};  // per group, if the engine borrows: `list_arrivals`
     };
     struct Step {
         std::vector<StepRow> rows;
@@ -121,6 +122,7 @@ class Scheduler {
     void preempt(Request& request);
     void stop_running(Request& request);
     void leave_steps(const Request& request, bool is_dropped);
+    bool reads_lost(const StepRow& row) const;
     void enqueue(Request& request);
     void dequeue(Request& request);
     bool could_hold(const Request& request) const;  // if it were alone

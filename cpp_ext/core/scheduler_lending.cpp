@@ -51,6 +51,9 @@ std::vector<int> Scheduler::take_returned(int borrow_link) {
 void Scheduler::lose(int borrow_link) {
     const std::lock_guard lock(mutex_);
     cache_.lose(borrow_link);
+    for (const Step& step : open_)
+        for (const StepRow& row : step.rows)
+            if (row.request && reads_lost(row)) row.request->is_lost = must_commit_ = true;
     const std::vector<Request*> running = running_;
     for (Request* r : running) {
         if (!cache_.holds_lost(r->table)) continue;
@@ -60,6 +63,14 @@ void Scheduler::lose(int borrow_link) {
             preempt(*r);
         }
     }
+}
+
+// Its request may have other blocks by now, equal ones that were in the cache.
+bool Scheduler::reads_lost(const StepRow& row) const {
+    for (int g = 0; g < static_cast<int>(row.arrivals.size()); ++g)
+        for (BlockId block : row.arrivals[g])
+            if (cache_.is_lost(g, block)) return true;
+    return false;
 }
 
 // To the end of what it has, and the block that it then grows into.

@@ -106,11 +106,12 @@ class Engine:
         while True:
             if not busy and self._stats_changed:
                 self._send_stats()
-            self._lending.before_step()
+            self._lending.before_step(self._finish)
             if not busy:
                 self._wait()
             for message in self._receive():
                 if isinstance(message, Shutdown):
+                    self._finish()  # while the other ranks are there
                     return
                 self._handle(message)
             busy = self.step()
@@ -141,7 +142,7 @@ class Engine:
             logger.warning("the step is computed again: %s", error)
             self._finish()
             self._runner.mark()()
-            self._lending.transfer_failed(plan)
+            self._lending.transfer_failed(plan, error.links)
             return
         outcome = self._sample(plan, hidden)
         self._launched.append(_Launched(plan, self._runner.mark(), outcome))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,10 +73,10 @@ class Lending:
         if config.lending is not None:
             self._coordinator = self._start(config.name, config.lending, context)
 
-    def before_step(self) -> None:
-        """Between steps, and before the engine waits."""
+    def before_step(self, finish_steps: Callable[[], None]) -> None:
+        """Between steps, and before the engine waits. `finish_steps` commits those that are in progress."""
         if self._coordinator is not None:
-            self._coordinator.apply_pending()
+            self._coordinator.apply_pending(finish_steps)
 
     def demand_changed(self) -> None:
         """Requests came, grew or went: what is lent may be needed here."""

@@ -56,8 +56,8 @@ class BorrowerHalf(Protocol):
     def on_message(self, lender: int, message: FromLender) -> None: ...
     def tick(self, now_s: float) -> float: ...
     def link_states(self, with_extents: bool) -> list[LinkState]: ...
-    def apply_pending(self) -> None:
-        """In the engine's thread, between steps."""
+    def apply_pending(self, finish_steps: Callable[[], None]) -> None:
+        """In the engine's thread. Calls `finish_steps` before anything for which no step may be in progress."""
 
     def give_up(self, links: Sequence[int]) -> threading.Event:
         """In the engine's thread, between steps. Returns what is set when it is done."""
@@ -106,14 +106,16 @@ class Coordinator:
         """From any thread: a request came that does not fit, or a step was committed while extents are asked back."""
         os.eventfd_write(self._wakeup, 1)
 
-    def apply_pending(self) -> None:
+    def apply_pending(self, finish_steps: Callable[[], None]) -> None:
         """In the engine's thread, before each `schedule()` and before it waits for messages.
 
-        Attaches and detaches lenders' pools. Raises `RuntimeError` if a defect ended the coordinator's thread.
+        Attaches and detaches lenders' pools, after `finish_steps()`, which commits all steps in progress: a lender that
+        is back may offer at once what such a step still has of its former life. Raises `RuntimeError` if a defect ended
+        the coordinator's thread.
         """
         self._check_thread()
         if self._borrower is not None:
-            self._borrower.apply_pending()
+            self._borrower.apply_pending(finish_steps)
 
     def give_up(self, links: Sequence[int]) -> None:
         """In the engine's thread, after `transport.settle()` and `scheduler.abandon()`: copies over these borrow links

@@ -141,7 +141,9 @@ class Borrower:
 
     # In the engine's thread.
 
-    def apply_pending(self) -> None:
+    def apply_pending(self, finish_steps: Callable[[], None]) -> None:
+        if self._orders:
+            finish_steps()
         while self._orders:
             order = self._orders.popleft()
             if isinstance(order, int):

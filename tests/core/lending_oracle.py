@@ -99,6 +99,7 @@ class LendingEngine:
     last_tokens: dict[int, int] = field(default_factory=dict)  # by slot
     requests: dict[int, SimulatedRequest] = field(default_factory=dict)
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    misread: dict[int, str] = field(default_factory=dict)  # requests that cannot go on, and why
     prefixes: Prefixes = field(default_factory=Prefixes)
     now_s: float = 0.0
     streamed_blocks: int = 0
@@ -111,7 +112,7 @@ class LendingEngine:
         self.held: list[set[int]] = [set() for _ in self.setup.borrow]
         self.recalled: list[set[int]] = [set() for _ in self.setup.borrow]
         self.lent: list[set[int]] = [set() for _ in self.setup.lend]
-        # What steps in progress may still reach although the lender died, with the last of them: memory stays mapped.
+        # What steps in progress may still reach although the lender died, with the last of them: its bytes are gone.
         self.orphaned: list[dict[int, int]] = [{} for _ in self.setup.borrow]
 
     # ---- requests ----
@@ -155,10 +156,9 @@ class LendingEngine:
     def lose(self, link: int) -> None:
         self.scheduler.lose(link)
         for extent in self.held[link] | self.recalled[link]:
+            self._empty_extent(link, extent)
             if self.planned:
                 self.orphaned[link][extent] = self.planned[-1].number
-            else:
-                self._empty_extent(link, extent)
         self.held[link].clear()
         self.recalled[link].clear()
 
@@ -191,6 +191,8 @@ class LendingEngine:
             assert self.scheduler.schedule(self.now_s) is None, "there was something to do, had one asked twice"
             return False
         assert set(plan.preempted_request_ids.tolist()) <= set(self.requests), "a request that is gone"
+        for request_id in plan.preempted_request_ids.tolist():
+            self.misread.pop(request_id, None)
         self.num_planned += 1
         self.planned.append(Planned(plan, self.num_planned))
         return True
@@ -220,6 +222,7 @@ class LendingEngine:
                 for later in self.planned:
                     later.void.add(request_id)
             elif request_id in self.requests:
+                assert request_id not in self.misread, self.misread[request_id]
                 self._append(request_id, token, reason)
 
     def _check_tokens(self, step: Planned) -> None:
@@ -378,8 +381,8 @@ class LendingEngine:
             first = max(0, begin - window + 1) if window else 0
             for position in range(first, end):
                 marks = self.local.get(self._address(group, table[position // size], layer), [])
-                assert len(marks) == size, f"layer {layer}: nothing is where position {position} should be"
-                assert marks[position % size] == (prefix[position], layer), f"wrong bytes at position {position}"
+                if len(marks) != size or marks[position % size] != (prefix[position], layer):
+                    self.misread[request_id] = f"layer {layer}: not the bytes of position {position}"
 
     # ---- checks ----
 

@@ -116,6 +116,9 @@ class EngineProcess:
         message: FromEngine = self._decoder.decode(self._outputs.recv())
         return message
 
+    def says_something(self, within_s: float) -> bool:
+        return bool(self._outputs.poll(within_s * 1000))
+
     def add(self, prompt: Sequence[int], cache_salt: str = "", **sampling: Any) -> int:
         request_id = next(self._ids)
         params = SamplingParams(**{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import closing
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import zmq
 
-from swiftkv.lease.messages import Accept, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
+from swiftkv.lease.messages import Accept, Heartbeat, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.models.config import DecoderConfig
 from tests.engine.engine_process import EngineProcess
@@ -27,18 +29,23 @@ NUM_EXTENTS = 8 * NUM_BLOCKS
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    directory = tmp_path_factory.mktemp("lonely")
+    with borrower(tmp_path_factory.mktemp("lonely"), ["nobody"], "shm") as process:
+        yield process
+
+
+@contextmanager
+def borrower(directory: Path, lenders: Sequence[str], transport: Literal["shm", "p2p"]) -> Iterator[EngineProcess]:
     make_checkpoint(directory, "llama")
     (group,) = DecoderConfig.from_pretrained(directory).kv_groups(BLOCK_SIZE, "float32")
     link = LinkGeometry(0, 0, 1, 1, group.block_bytes, NUM_EXTENTS, 0)
     lending = LendingSpec(
         leases_address=f"ipc://{directory}/leases",
-        lenders=[PeerSpec("nobody", f"ipc://{directory}/nobody", [link])],
+        lenders=[PeerSpec(name, f"ipc://{directory}/{name}", [link]) for name in lenders],
         borrowers=[],
         budget_bytes=0,
         window_s=1.0,
         policy="total",
-        transport="shm",
+        transport=transport,
         stream_buffers=1,
         rendezvous=str(directory),
         max_wait_s=0.3,
@@ -77,6 +84,10 @@ def test_a_request_without_room_is_refused_in_time_although_others_keep_the_engi
     engine.wait(running)
 
 
+def lender_bytes(peer: PeerSpec) -> int:
+    return -(-NUM_EXTENTS * peer.links[0].extent_bytes // 4096) * 4096
+
+
 def identity_of(lender: Lender) -> Identity:
     return Identity("nobody", lender.process.pid, lender.process.pid, start_ticks(lender.process.pid))
 
@@ -88,7 +99,7 @@ def test_a_lender_that_is_killed_when_it_has_welcomed_is_not_attached_and_the_ne
     assert spec is not None
     directory = Path(spec.rendezvous)
     (peer,) = spec.lenders
-    num_bytes = -(-NUM_EXTENTS * peer.links[0].extent_bytes // 4096) * 4096
+    num_bytes = lender_bytes(peer)
     with (
         zmq.Context() as context,
         closing(LenderByHand(peer.leases_address, context)) as lender,
@@ -113,3 +124,33 @@ def test_a_lender_that_is_killed_when_it_has_welcomed_is_not_attached_and_the_ne
             [served] = engine.generate([[3] * (NUM_BLOCKS + 4) * BLOCK_SIZE])
             assert len(served.token_ids) == 16
         admin.wait_for(lambda state: held(state) == [0])
+
+
+def test_copies_that_fail_cost_only_the_leases_of_the_lender_that_they_were_with(tmp_path: Path) -> None:
+    """A lender stops in the middle of a step that needs two, and is killed when nothing goes on."""
+    each = 8
+    with borrower(tmp_path, ["a", "b"], "p2p") as engine, zmq.Context() as context, ExitStack() as stack:
+        assert engine.config.lending is not None
+        processes, by_hand = [], []
+        for peer in engine.config.lending.lenders:
+            path = tmp_path / f"{peer.name}-store"
+            process = stack.enter_context(Lender([path], lender_bytes(peer), serve=True))
+            lender = stack.enter_context(closing(LenderByHand(peer.leases_address, context)))
+            lender.be_attached(identity_of(process), path)
+            lender.say(Offer, [*range(each)], [1] * each)
+            lender.receive(Accept)
+            processes.append(process)
+            by_hand.append(lender)
+        stopped = processes[0].process
+        request = engine.add([3] * 13 * BLOCK_SIZE, max_tokens=2 * BLOCK_SIZE)  # more than the pool and one of them
+        while not engine.answers[request].token_ids:
+            engine.take_one()
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+        while engine.says_something(within_s=0.5):
+            engine.take_one()
+        processes[0].kill()
+        engine.wait([request])  # perhaps there is no room for it any more
+        lender = by_hand[1]
+        lender.send(Heartbeat(lender.me.incarnation, lender.hello.sender, [each]))
+        assert lender.receive(Heartbeat).extents == [each]

@@ -147,7 +147,7 @@ class EngineWithoutModel:
                 *lines, unread = (unread + read).split(b"\n")
                 for line in lines:
                     self.obey(**json.loads(line))
-            self.coordinator.apply_pending()
+            self.coordinator.apply_pending(lambda: None)  # each is committed when it is computed
             busy = self.step()
 
     def obey(self, command: str, **args: Any) -> None:

@@ -23,9 +23,12 @@ WORKERS = ("broad", "odd")
 LONG = [(Turn(tuple(3 + i * (i + seed) % 311 for i in range(1000)), 12, seed or None),) for seed in range(2)]
 CONVERSATIONS = [conversation(seed) for seed in range(400, 404)]
 WORKER_CONVERSATIONS = [conversation(seed, num_turns=2, max_tokens=(4, 12)) for seed in range(500, 503)]
-on_both = pytest.mark.parametrize("node", ["shm", "p2p"], indirect=True, scope="module")
+on_both = pytest.mark.parametrize("node", ["shm ahead", "p2p"], indirect=True, scope="module")
 on_shm_first = pytest.mark.parametrize(
-    "node", ["shm", pytest.param("p2p", marks=pytest.mark.slow)], indirect=True, scope="module"
+    "node",
+    ["shm ahead", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("shm", "p2p"))],
+    indirect=True,
+    scope="module",
 )
 STOPS = [2.0, pytest.param(10.0, marks=pytest.mark.slow)]
 
@@ -34,21 +37,25 @@ STOPS = [2.0, pytest.param(10.0, marks=pytest.mark.slow)]
 def node(
     request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LendingNode]:
-    """A master with a pool of 384 tokens beside two workers; it waits for those that are started again."""
+    """A master with a pool of 384 tokens beside two workers; it waits for those that are started again.
+
+    `ahead`: it plans a step while the one before it is in progress.
+    """
+    transport, _, ahead = request.param.partition(" ")
     shared: dict[str, Any] = {"threads": 1, "max_num_batched_tokens": 256}
     models = [
         {"name": MASTER, "role": "master", "path": str(checkpoints["master"]), "dtype": "float32"},
         {"name": "broad", "path": str(checkpoints["broad"]), "dtype": "bfloat16"},
         {"name": "odd", "path": str(checkpoints["odd"]), "dtype": "bfloat16"},
     ]
-    models[0]["kv_cache"] = {"memory": "1152KiB"}
+    models[0] |= {"kv_cache": {"memory": "1152KiB"}, "async_scheduling": bool(ahead)}
     for worker in models[1:]:
         worker |= {"kv_cache": {"memory": "4MiB"}, "lending": {"budget": "100%", "window": "200ms"}}
     config = {
         "node": {
             "port": 0,
             "restart": {"limit": 1000, "window": "1s", "backoff": "50ms"},
-            "lending": {"transport": request.param, "max_wait": "100s"},
+            "lending": {"transport": transport, "max_wait": "100s"},
         },
         "models": [{**shared, **model} for model in models],
     }
@@ -100,6 +107,12 @@ def engine(node: LendingNode, model: str) -> psutil.Process:
     return node.process.engines()[model]
 
 
+def epochs_held(node: LendingNode, lender: str) -> dict[int, int]:
+    """By extent that the master holds."""
+    (link,) = (link for link in node.pool(MASTER)["borrows"] if link["lender"] == lender)
+    return {extent["extent"]: extent["epoch"] for extent in link["extents"] if extent["state"] == "held"}
+
+
 def kill(process: psutil.Process) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -141,12 +154,17 @@ def test_all_workers_are_killed_at_once(node: LendingNode, reference: Reference)
 
 @on_both
 def test_a_lender_dies_with_copies_under_way(node: LendingNode, reference: Reference) -> None:
-    """It is stopped first: a two-sided copy waits for it in the middle of a step, and fails when it is killed."""
+    """It is stopped first: a two-sided copy waits for it in the middle of a step, and fails when it is killed.
+
+    What the other one lent stays: it would come back at other epochs.
+    """
     with streaming(node, reference):
+        held = epochs_held(node, "odd")
         dead = engine(node, "broad")
         with stopped(dead):
             time.sleep(0.5)
             kill(dead)
+    assert held.items() <= epochs_held(node, "odd").items()
 
 
 @on_shm_first
