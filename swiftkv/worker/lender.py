@@ -487,12 +487,7 @@ def _link_state(peer: _Peer, link: _Link, now_s: float, no_offer_before_s: float
         peer=peer.spec.name,
         peer_state=peer.state,
         geometry=link.geometry,
-        counts={
-            "home": ledger.home,
-            "offered": ledger.offered,
-            "lent": ledger.lent,
-            "recalled": ledger.recalled,
-        },
+        counts={state: getattr(ledger, state) for state in ("home", "offered", "lent", "recalled")},
         num_bytes=link.away_bytes,
         heard_s_ago=now_s - peer.heard_s if is_there else None,
         peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
