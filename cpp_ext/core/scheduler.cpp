@@ -212,12 +212,13 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     admit_oversized_prompt(now_s);
     schedule_decodes();
     schedule_prefills();
-    if (must_commit_) {  // who waits must not take what is taken from others next
-    } else if (preempted_.size() == num_preempted) {
-        admit_waiting(now_s);
-    } else if (step_.empty()) {  // all of them: their blocks may be of other use now
-        settle_lending();
-        admit_oversized_prompt(now_s);
+    const bool has_preempted = preempted_.size() > num_preempted;
+    // Who waits must not take what others have to leave, unless nobody is left for whom they do.
+    if (!must_commit_ && (!has_preempted || step_.empty())) {
+        if (has_preempted) {  // their blocks may be of other use now
+            settle_lending();
+            admit_oversized_prompt(now_s);
+        }
         admit_waiting(now_s);
     }
     note_demand();

@@ -17,6 +17,7 @@ from torch import Tensor
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 from swiftkv.engine.sampler import GREEDY_BELOW, Outcome, Sampled
+from swiftkv.engine.token_counts import TokenCounts
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
@@ -34,14 +35,6 @@ class _Edits:
     token_ids: _Int32Array  # [n]
     biases: npt.NDArray[np.float32]  # [n]
     min_positions: _Int32Array  # [n] the token is forbidden before; 0: never
-
-
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    """The token counts of a preempted request."""
-
-    output_counts: Tensor
-    in_prompt: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +77,7 @@ class DeviceSampler:
         self._flags = np.zeros(max_num_seqs, np.uint8)
         self._logprob_counts = np.zeros(max_num_seqs, np.int32)
         self._edits: dict[int, _Edits] = {}  # by slot
-        # [max_num_seqs, vocab] from the first request with penalties on
-        self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        self._parked: dict[int, _Parked] = {}  # by request id
+        self._counts = TokenCounts(max_num_seqs, vocab_size, device)
         slot = torch.zeros(1, dtype=torch.int32, device=device)
         sample(torch.zeros(1, vocab_size, device=device), self._params, slot, slot)  # compiled before anybody waits
 
@@ -101,14 +91,19 @@ class DeviceSampler:
         self._logprob_counts[slot] = asked.logprobs or 0
         self._flags[slot] = _LOGPROBS * (asked.logprobs is not None)
         self._seat_edits(slot, request)
-        self._seat_penalties(slot, request)
+        has_penalties = self._counts.seat(slot, request)
+        params.is_penalised[slot] = has_penalties
+        if has_penalties:
+            self._flags[slot] |= _PENALISED
+            params.presence[slot] = asked.presence_penalty
+            params.frequency[slot] = asked.frequency_penalty
+            params.repetition[slot] = asked.repetition_penalty
 
     def park(self, slot: int, request: Request) -> None:
-        if self._flags[slot] & _PENALISED:
-            self._parked[request.request_id] = _Parked(self._output_counts[slot].clone(), self._in_prompt[slot].clone())
+        self._counts.park(slot, request.request_id)
 
     def release(self, request_id: int) -> None:
-        self._parked.pop(request_id, None)
+        self._counts.release(request_id)
 
     def sample(self, logits: Tensor, slots: _Int32Array, positions: _Int32Array) -> Outcome:
         if not len(slots):
@@ -121,10 +116,10 @@ class DeviceSampler:
         if np.any(flags & _EDITED):
             self._edit(logits, slots, device_positions)
         if np.any(flags & _PENALISED):
-            penalise(logits, self._params, device_slots, self._output_counts, self._in_prompt)
+            penalise(logits, self._params, device_slots, self._counts.outputs, self._counts.in_prompt)
         draw = sample(logits, self._params, device_slots, device_positions)
         if np.any(flags & _PENALISED):
-            count_tokens(self._output_counts, self._params, device_slots, draw.token_ids)
+            count_tokens(self._counts.outputs, self._params, device_slots, draw.token_ids)
         self._last_token_ids.index_copy_(0, device_slots.long(), draw.token_ids)
         drawn = download(torch.stack((draw.token_ids, draw.is_broken.int())))
         if asked_rows is None or raw_logits is None:
@@ -139,9 +134,7 @@ class DeviceSampler:
         return outcome
 
     def retract(self, slots: _Int32Array, token_ids: _Int32Array) -> None:
-        penalised = np.flatnonzero(self._flags[slots] & _PENALISED)
-        if len(penalised):
-            self._output_counts[slots[penalised], token_ids[penalised]] -= 1
+        self._counts.retract(slots, token_ids)
 
     def token_logprobs(self, logits: Tensor, token_ids: _Int32Array, top_counts: Sequence[int]) -> list[TokenLogprobs]:
         found = _Found.of(logits, upload(token_ids, self._device), top_counts)
@@ -163,28 +156,6 @@ class DeviceSampler:
             np.array([bias.get(token, 0.0) for token in tokens], np.float32),
             np.where(np.isin(tokens, stops), first_position, 0).astype(np.int32),
         )
-
-    def _seat_penalties(self, slot: int, request: Request) -> None:
-        asked, params = request.sampling, self._params
-        has_some = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) != (0, 0, 1)
-        params.is_penalised[slot] = has_some
-        if not has_some:
-            return
-        self._flags[slot] |= _PENALISED
-        params.presence[slot] = asked.presence_penalty
-        params.frequency[slot] = asked.frequency_penalty
-        params.repetition[slot] = asked.repetition_penalty
-        if not len(self._output_counts):
-            self._output_counts = self._output_counts.new_zeros(len(self._flags), self._vocab_size)
-            self._in_prompt = self._in_prompt.new_zeros(len(self._flags), self._vocab_size)
-        parked = self._parked.pop(request.request_id, None)
-        if parked is None:
-            self._output_counts[slot] = 0
-            self._in_prompt[slot] = False
-            self._in_prompt[slot, upload(request.prompt, self._device).long()] = True
-        else:
-            self._output_counts[slot] = parked.output_counts
-            self._in_prompt[slot] = parked.in_prompt
 
     def _edit(self, logits: Tensor, slots: _Int32Array, positions: Tensor) -> None:
         rows = np.flatnonzero(self._flags[slots] & _EDITED)

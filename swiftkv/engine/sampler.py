@@ -20,6 +20,7 @@ import torch
 from swiftkv.engine.logprobs import token_logprobs
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
+from swiftkv.engine.token_counts import TokenCounts
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this mean greedy."""
@@ -92,14 +93,6 @@ class _Edits:
     min_position: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    """The token counts of a preempted request."""
-
-    output_counts: torch.Tensor
-    in_prompt: torch.Tensor
-
-
 class Sampler:
     """A `TokenSampler` in plain torch."""
 
@@ -120,10 +113,7 @@ class Sampler:
         self._presence = torch.zeros(max_num_seqs, 1, device=device)
         self._frequency = torch.zeros(max_num_seqs, 1, device=device)
         self._repetition = torch.ones(max_num_seqs, 1, device=device)
-        # [max_num_seqs, vocab] from the first request with penalties on
-        self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        self._parked: dict[int, _Parked] = {}  # by request id
+        self._counts = TokenCounts(max_num_seqs, vocab_size, device)
 
     def seat(self, slot: int, request: Request) -> None:
         params = request.sampling
@@ -140,14 +130,16 @@ class Sampler:
         self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         self._top_p[slot] = params.top_p
         self._seat_edits(slot, request)
-        self._seat_penalties(slot, request)
+        self._flags[slot] |= _PENALISED * self._counts.seat(slot, request)
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+        self._repetition[slot] = params.repetition_penalty
 
     def park(self, slot: int, request: Request) -> None:
-        if self._flags[slot] & _PENALISED:
-            self._parked[request.request_id] = _Parked(self._output_counts[slot].clone(), self._in_prompt[slot].clone())
+        self._counts.park(slot, request.request_id)
 
     def release(self, request_id: int) -> None:
-        self._parked.pop(request_id, None)
+        self._counts.release(request_id)
 
     def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Outcome:
         sampled = self._sample(logits, slots, positions)
@@ -170,9 +162,7 @@ class Sampler:
         return Sampled(token_ids, logprobs, broken)
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
-        penalised = np.flatnonzero(self._flags[slots] & _PENALISED)
-        if len(penalised):
-            self._output_counts[slots[penalised], token_ids[penalised]] -= 1
+        self._counts.retract(slots, token_ids)
 
     def token_logprobs(
         self, logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
@@ -198,7 +188,7 @@ class Sampler:
         if len(drawn):
             token_ids[drawn] = self._draw(logits[drawn], best.values[drawn], slots[drawn], positions[drawn])
         if len(penalised):
-            self._output_counts[slots[penalised], token_ids[penalised]] += 1  # a slot has at most one row
+            self._counts.outputs[slots[penalised], token_ids[penalised]] += 1  # a slot has at most one row
         if not len(asked):
             return Sampled(token_ids, {}, broken)
         entries = token_logprobs(raw_logits, token_ids[asked], self._logprob_counts[slots[asked]].tolist())
@@ -218,26 +208,6 @@ class Sampler:
             min_position=len(request.prompt) + params.min_tokens,
         )
 
-    def _seat_penalties(self, slot: int, request: Request) -> None:
-        params = request.sampling
-        if params.presence_penalty == 0 and params.frequency_penalty == 0 and params.repetition_penalty == 1:
-            return
-        self._flags[slot] |= _PENALISED
-        self._presence[slot] = params.presence_penalty
-        self._frequency[slot] = params.frequency_penalty
-        self._repetition[slot] = params.repetition_penalty
-        if not len(self._output_counts):
-            self._output_counts = self._output_counts.new_zeros(len(self._flags), self._vocab_size)
-            self._in_prompt = self._in_prompt.new_zeros(len(self._flags), self._vocab_size)
-        parked = self._parked.pop(request.request_id, None)
-        if parked is None:
-            self._output_counts[slot] = 0
-            self._in_prompt[slot] = False
-            self._in_prompt[slot, torch.from_numpy(request.prompt).to(self._device, torch.int64)] = True
-        else:
-            self._output_counts[slot] = parked.output_counts
-            self._in_prompt[slot] = parked.in_prompt
-
     def _edit(
         self,
         logits: torch.Tensor,
@@ -253,11 +223,11 @@ class Sampler:
 
     def _penalised(self, logits: torch.Tensor, slots: npt.NDArray[np.int32]) -> torch.Tensor:
         row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
-        counts = self._output_counts[row_slots]
+        counts = self._counts.outputs[row_slots]
         seen = counts > 0
         repetition = self._repetition[row_slots]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        penalised = torch.where(seen | self._in_prompt[row_slots], repeated, logits)
+        penalised = torch.where(seen | self._counts.in_prompt[row_slots], repeated, logits)
         return penalised - self._frequency[row_slots] * counts - self._presence[row_slots] * seen
 
     def _draw(

@@ -55,11 +55,12 @@ class Mappings:
         links, peer_offsets, local_offsets, counts, staged = runs.runs.T
         missing = set(links.tolist()) - self._of_link.keys()
         if missing:
-            raise TransferError(f"links {sorted(missing)} are not attached")
+            raise TransferError(f"links {sorted(missing)} are not attached", missing)
         peer_ends = peer_offsets + counts * runs.block_bytes
         local_ends = local_offsets + counts * np.where(staged, runs.width_bytes, runs.block_bytes)
         peer_nbytes = np.array([self._of_link[link].nbytes for link in links.tolist()])
         outside = (peer_offsets < 0) | (local_offsets < 0) | (counts < 1)
         outside |= (peer_ends > peer_nbytes) | (local_ends > self.pool.numel())
         if outside.any():
-            raise TransferError(f"runs outside of the pools: {runs.runs[outside].tolist()}")
+            where = runs.runs[outside]
+            raise TransferError(f"runs outside of the pools: {where.tolist()}", set(where[:, 0].tolist()))

@@ -72,7 +72,7 @@ class PeerTransport:
         self._lists: OrderedDict[int, tuple[Runs, torch.Tensor]] = OrderedDict()  # by id of the runs, kept alive here
         self._jobs: OrderedDict[Ticket, _Job] = OrderedDict()
         self._waits: deque[tuple[Ticket, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MAX_JOBS)
-        self._failures: dict[Ticket, str] = {}
+        self._failures: dict[Ticket, TransferError] = {}
         self._last_ticket: Ticket = 0
         self._set_anchor()
 
@@ -111,7 +111,7 @@ class PeerTransport:
                 turn.record()
                 self._copy(from_peer, layer, is_to_peer=False)
             except (TransferError, CudaRuntimeError) as error:
-                self._failures[ticket] = str(error)
+                self._failures[ticket] = error if isinstance(error, TransferError) else TransferError(str(error))
                 turn.record()
             end.record()
         sizes = [0 if runs is None else runs.num_bytes for runs in (to_peer, from_peer)]
@@ -131,7 +131,7 @@ class PeerTransport:
             left.record(stream)
             self._waits.append((ticket, arrived, left))
         if (failure := self._failures.pop(ticket, None)) is not None:
-            raise TransferError(failure)
+            raise failure
 
     def settle(self) -> None:
         self._stream.synchronize()

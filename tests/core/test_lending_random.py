@@ -135,8 +135,7 @@ class Run:
             self.engine.take_back(self._lend_link(), self.rng.randint(1, 4))
 
     def forget_prefixes(self) -> None:
-        if not self.engine.planned:
-            self.engine.scheduler.reset_prefix_cache()
+        self.engine.scheduler.reset_prefix_cache()
 
     def _borrow_link(self) -> int:
         return self.rng.randrange(len(self.engine.setup.borrow))

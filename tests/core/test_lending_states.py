@@ -109,8 +109,7 @@ class Lending(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        if not self.engine.planned:
-            self.engine.scheduler.reset_prefix_cache()
+        self.engine.scheduler.reset_prefix_cache()
 
     @invariant()
     def holds(self) -> None:

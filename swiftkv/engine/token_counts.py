@@ -1,0 +1,68 @@
+"""Which tokens the requests in the row slots have had: what penalties go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from swiftkv.engine.request import Request
+from swiftkv.models.batch import upload
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """Of a request that was preempted."""
+
+    outputs: Tensor  # int32 [vocab]
+    in_prompt: Tensor  # bool [vocab]
+
+
+class TokenCounts:
+    """On the device of the logits, in order with the steps there; no memory is taken until a request has penalties."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        """[max_num_seqs, vocab] how often a token was sampled; whoever samples counts."""
+        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        """[max_num_seqs, vocab]"""
+        self._is_counted = np.zeros(max_num_seqs, np.bool_)  # by slot
+        self._parked: dict[int, _Parked] = {}  # by request id
+
+    def seat(self, slot: int, request: Request) -> bool:
+        """`request` has the slot from now on. Returns whether its tokens count: whether it has penalties."""
+        asked = request.sampling
+        counts = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) != (0, 0, 1)
+        self._is_counted[slot] = counts
+        if not counts:
+            return False
+        if not len(self.outputs):
+            num_slots, vocab_size = len(self._is_counted), self.outputs.shape[1]
+            self.outputs = self.outputs.new_zeros(num_slots, vocab_size)
+            self.in_prompt = self.in_prompt.new_zeros(num_slots, vocab_size)
+        parked = self._parked.pop(request.request_id, None)
+        if parked is None:
+            self.outputs[slot] = 0
+            self.in_prompt[slot] = False
+            self.in_prompt[slot, upload(request.prompt, self.in_prompt.device).long()] = True
+        else:
+            self.outputs[slot] = parked.outputs
+            self.in_prompt[slot] = parked.in_prompt
+        return True
+
+    def park(self, slot: int, request_id: int) -> None:
+        """The request loses its slot, and will have another."""
+        if self._is_counted[slot]:
+            self._parked[request_id] = _Parked(self.outputs[slot].clone(), self.in_prompt[slot].clone())
+
+    def release(self, request_id: int) -> None:
+        self._parked.pop(request_id, None)
+
+    def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
+        """The tokens that were counted last for `slots` do not count."""
+        counted = np.flatnonzero(self._is_counted[slots])
+        if len(counted):
+            self.outputs[slots[counted], token_ids[counted]] -= 1
