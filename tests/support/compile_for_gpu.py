@@ -1,0 +1,121 @@
+"""Compiles the kernels for a GPU that need not be there, as they are launched: run by `test_triton_compiles`.
+
+Triton believes in an H100, and every launch compiles and runs nothing. Prints the names of what was compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton.runtime.driver
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from swiftkv.engine.cuda_graphs import DenseDecode
+from swiftkv.engine.device_sampler import DeviceSampler
+from swiftkv.kernels.dispatch import select_ops
+from swiftkv.kernels.triton_clock import _stamp
+from swiftkv.kernels.triton_copy import move_blocks
+from swiftkv.models.batch import ModelInput
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.loader import MappedWeights
+from swiftkv.models.stream import NO_STREAM
+from tests.engine.test_sampler import make_request
+from tests.support.checkpoints import make_checkpoint
+
+VOCAB = 32_000
+CPU = torch.device("cpu")
+SHAPE = {"num_hidden_layers": 2, "head_dim": 128, "hidden_size": 256, "intermediate_size": 384}
+PARAMS: list[dict[str, object]] = [
+    {},
+    {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "seed": 1},
+    {"presence_penalty": 1.0, "logprobs": 3},
+    {"logit_bias": {3: 1.0}, "min_tokens": 2},
+]
+
+
+class H100:
+    """What Triton asks a driver for before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return CPU
+
+
+def compile_instead_of_launching(compiled: set[str]) -> None:
+    triton.runtime.driver.set_active(H100())
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled.add(kernel.__name__)
+        return run(kernel, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+
+
+def sample() -> None:
+    sampler = DeviceSampler(VOCAB, torch.zeros(len(PARAMS), dtype=torch.int32))
+    for slot, params in enumerate(PARAMS):
+        sampler.seat(slot, make_request(slot, [1, 2, 3], **params))
+    slots = np.arange(len(PARAMS), dtype=np.int32)
+    sampler.sample(torch.zeros(len(PARAMS), VOCAB), slots, np.full(len(PARAMS), 3, np.int32))()
+
+
+def forward(directory: Path, block_size: int) -> None:
+    """A prompt and a decoding sequence in one step; then a step as a graph captures it."""
+    config = DecoderConfig.from_pretrained(directory)
+    ops = select_ops("cuda")
+    ops = replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
+    decoder = DenseDecoder(config, MappedWeights(directory), torch.bfloat16, "cpu", 512, block_size, ops)
+    (group,) = config.kv_groups(block_size, "bfloat16")
+    prompt_len = 300
+    num_blocks = -(-prompt_len // block_size)
+    pool = torch.zeros((num_blocks + 1) * group.block_bytes, dtype=torch.uint8)
+    batch = ModelInput(
+        token_ids=torch.zeros(prompt_len + 1, dtype=torch.int32),
+        positions=torch.cat([torch.arange(prompt_len), torch.tensor([4])]).int(),
+        query_starts=torch.tensor([0, prompt_len, prompt_len + 1], dtype=torch.int32),
+        context_lens=torch.tensor([prompt_len, 5], dtype=torch.int32),
+        stream_tables=((torch.arange(num_blocks + 1, dtype=torch.int32) * config.num_layers,),),
+        table_starts=(torch.tensor([0, num_blocks, num_blocks + 1], dtype=torch.int32),),
+    )
+    decoder.forward(batch, pool)
+    decode = DenseDecode(decoder, pool, torch.zeros(4, dtype=torch.int32))
+    decode.run(decode.inputs(4, num_entries=64, num_tables=1), NO_STREAM)
+
+
+def copy() -> None:
+    lists = torch.tensor([2, 1, 0, 0, 0], dtype=torch.int64)
+    for to_peer in (True, False):
+        move_blocks(torch.zeros(1 << 16, dtype=torch.uint8), lists, 0, 1, 32 << 10, 0, to_peer, max_programs=8)
+    _stamp[(1,)](torch.zeros(2, dtype=torch.int64), 1, num_warps=1)  # on the CPU `stamp` has a clock of its own
+
+
+def main(directory: Path) -> None:
+    make_checkpoint(directory, "qwen3", **SHAPE)
+    compiled: set[str] = set()
+    compile_instead_of_launching(compiled)
+    sample()
+    for block_size in (16, 128):
+        forward(directory, block_size)
+    copy()
+    print(*sorted(compiled))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
