@@ -1,11 +1,11 @@
 """Moves layer blocks between our own pool and peers' pools: every run of a layer in one launch.
 
 Which blocks move in a step is the same for all layers, so the list of them is made once per step, on the host and for
-whole arrays at a time (`flatten_runs`), and goes to the device once, beside other lists or alone (`pack_lists`,
-`upload`). A launch names its list and adds the layer. How long the list is, it finds there: a CUDA graph replays the
-same launch for another step's list. The addresses of peers are kept as distances from our own pool, whatever allocation
-they belong to, so that runs of several links share the launch, and every address is a multiple of 16 bytes by
-construction: a thread moves 16 at a time.
+whole arrays at a time (`flatten_runs`), and goes to the device once, beside other lists or alone (`pack_lists`). A
+launch names its list and adds the layer. How long the list is, it finds there: a CUDA graph replays the same launch for
+another step's list. The addresses of peers are kept as distances from our own pool, whatever allocation they belong to,
+so that runs of several links share the launch, and every address is a multiple of 16 bytes by construction: a thread
+moves 16 at a time.
 """
 
 from __future__ import annotations
@@ -72,12 +72,6 @@ def pack_lists(lists: Sequence[Int64Array]) -> Int64Array:
     counts = np.array([len(blocks) for blocks in lists], np.int64)
     starts = HEADER_FIELDS * len(lists) + BLOCK_FIELDS * (np.cumsum(counts) - counts)
     return np.concatenate([np.stack((starts, counts), axis=1).ravel(), *(blocks.ravel() for blocks in lists)])
-
-
-def upload(packed: Int64Array, device: torch.device) -> Tensor:
-    """`packed` on `device`, copied on the current stream; the host does not wait for it."""
-    host = torch.from_numpy(packed)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def move_blocks(

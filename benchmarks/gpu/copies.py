@@ -18,7 +18,8 @@ import torch
 from machine import Machine, measure, median_seconds, print_table, write_json
 
 from swiftkv.kernels.cuda_runtime import copy_2d
-from swiftkv.kernels.triton_copy import Int64Array, flatten_runs, move_blocks, pack_lists, upload
+from swiftkv.kernels.host_copies import upload
+from swiftkv.kernels.triton_copy import Int64Array, flatten_runs, move_blocks, pack_lists
 
 NUM_LAYERS = 32
 KERNEL_BYTES = 512 << 20  # of one layer: moved by a launch

@@ -51,6 +51,8 @@ class BlockPool {
     void begin_step() { ++num_begun_; }
     void cancel_step() { --num_begun_; }
     void settle();
+    // Whether the step planned last brings a block that has holders.
+    bool is_moving(BlockId used) const { return slots_[used].busy_until == num_begun_; }
     // The prefix tree forgets a block that may be in any state in which it had a node.
     void forget(BlockId block);
     // `to`, just taken, replaces `from` in the tree and for its holders, after a copy in the step that is being

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "block_pool.h"
@@ -104,8 +105,9 @@ class KvCache {
     // What lies in lost extents, or should have come from there.
     bool is_lost(int group, BlockId block) const;
     bool holds_lost(const BlockTable& table) const;
-    // Of a table's first `num_blocks` entries, the blocks whose bytes the last step planned gets from peers.
-    void list_arrivals(int group, const BlockTable& table, int num_blocks, std::vector<BlockId>& arrivals) const;
+    // Of a table's first `num_blocks` entries, the blocks, with their groups, whose bytes the last step planned gets
+    // from peers.
+    std::vector<std::pair<int, BlockId>> arrivals(const BlockTable& table, int num_blocks) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
     // Copies that the last step planned makes before anything else, layer by layer.

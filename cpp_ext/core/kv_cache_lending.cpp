@@ -1,7 +1,7 @@
 // What of the cache follows leases: the layer-stream cache, and extents that come and go.
 #include <algorithm>
 #include <unordered_map>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "kv_cache.h"
@@ -209,15 +209,17 @@ bool KvCache::holds_lost(const BlockTable& table) const {
     return false;
 }
 
-void KvCache::list_arrivals(int g, const BlockTable& table, int num_blocks, std::vector<BlockId>& arrivals) const {
-    const Group& group = groups_[g];
-    if (group.moves_in.empty() && group.pool.count(Place::kBorrowed, BlockState::kUsed) == 0) return;
-    std::unordered_set<BlockId> moved_in;
-    for (const BlockCopy& copy : group.moves_in) moved_in.insert(copy.local);
-    for (int i = table.groups[g].first; i < num_blocks; ++i) {
-        const BlockId block = block_of(g, table.groups[g].entries[i]);
-        if (!is_local(g, block) || moved_in.count(block) > 0) arrivals.push_back(block);
+std::vector<std::pair<int, BlockId>> KvCache::arrivals(const BlockTable& table, int num_blocks) const {
+    std::vector<std::pair<int, BlockId>> arrivals;
+    for (int g = 0; g < num_groups(); ++g) {
+        const Group& group = groups_[g];
+        if (group.moves_in.empty() && group.pool.count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
+        for (int i = table.groups[g].first; i < num_blocks; ++i) {
+            const BlockId block = block_of(g, table.groups[g].entries[i]);
+            if (!is_local(g, block) || group.pool.is_moving(block)) arrivals.emplace_back(g, block);
+        }
     }
+    return arrivals;
 }
 
 BlockPool::Location KvCache::locate(int g, BlockId borrowed) const {

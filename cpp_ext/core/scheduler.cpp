@@ -244,10 +244,7 @@ std::unique_ptr<StepPlan> Scheduler::open_step() {
     for (StepRow& row : step_) {
         const Request& r = *row.request;
         row.request->is_in_step = false;
-        if (!borrows_) continue;
-        row.arrivals.resize(cache_.num_groups());
-        for (int g = 0; g < cache_.num_groups(); ++g)
-            cache_.list_arrivals(g, r.table, ceil_div(r.num_planned(), limits_.block_size), row.arrivals[g]);
+        if (borrows_) row.arrivals = cache_.arrivals(r.table, ceil_div(r.num_planned(), limits_.block_size));
     }
     open_.push_back({std::exchange(step_, {}), cache_.has_copies()});
     admitted_.clear();

@@ -97,8 +97,8 @@ class Scheduler {
         RequestId id;
         int num_tokens;
         bool samples;
-        bool is_dropped = false;                          // the request goes on without it
-        std::vector<std::vector<BlockId>> arrivals = {};  // per group, if the engine borrows: `list_arrivals`
+        bool is_dropped = false;                             // the request goes on without it
+        std::vector<std::pair<int, BlockId>> arrivals = {};  // as in KvCache
     };
     struct Step {
         std::vector<StepRow> rows;

@@ -67,10 +67,8 @@ void Scheduler::lose(int borrow_link) {
 
 // Its request may have other blocks by now, equal ones that were in the cache.
 bool Scheduler::reads_lost(const StepRow& row) const {
-    for (int g = 0; g < static_cast<int>(row.arrivals.size()); ++g)
-        for (BlockId block : row.arrivals[g])
-            if (cache_.is_lost(g, block)) return true;
-    return false;
+    return std::any_of(row.arrivals.begin(), row.arrivals.end(),
+                       [&](const auto& arrival) { return cache_.is_lost(arrival.first, arrival.second); });
 }
 
 // To the end of what it has, and the block that it then grows into.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from swiftkv.kernels.host_copies import write
 from swiftkv.kernels.triton_schedule import AttentionBatch, decode_buffers, prepare_batch
 from swiftkv.master.layer_stream import StepCopies, buffers_of
 from swiftkv.models.batch import StepArrays, fill_in_sampled
@@ -106,10 +107,7 @@ class DenseDecode:
 
 def fill_token_ids(step: StepArrays, token_ids: Tensor) -> None:
     """The step's token ids into the first rows of `token_ids`, on the current stream; the rest keep valid ids."""
-    host = torch.from_numpy(step.token_ids)
-    if token_ids.device.type == "cuda":
-        host = host.pin_memory()
-    token_ids[: len(host)].copy_(host, non_blocking=True)
+    write(step.token_ids, token_ids)
 
 
 def graph_sizes(max_num_seqs: int, max_graphs: int = 64) -> list[int]:

@@ -11,7 +11,8 @@ import torch
 
 from swiftkv.cache.geometry import KVGroup, blocks_for_tokens, pool_bytes_for_tokens
 from swiftkv.engine.memory import GRAPH_BYTES, kv_bytes_on_device, measure_use
-from swiftkv.models.batch import ModelInput, upload
+from swiftkv.kernels.host_copies import upload
+from swiftkv.models.batch import ModelInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

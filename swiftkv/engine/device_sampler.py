@@ -19,9 +19,9 @@ from swiftkv.engine.request import Request
 from swiftkv.engine.sampler import GREEDY_BELOW, Outcome, Sampled
 from swiftkv.engine.token_counts import TokenCounts
 from swiftkv.kernels import triton_logprobs
+from swiftkv.kernels.host_copies import download, upload
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
-from swiftkv.models.batch import download, upload
 
 _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4
 

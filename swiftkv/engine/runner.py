@@ -25,8 +25,9 @@ from swiftkv.cache.pool import Pool
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
+from swiftkv.kernels.host_copies import upload
 from swiftkv.master.layer_stream import LayerStream
-from swiftkv.models.batch import ModelInput, fill_in_sampled, upload
+from swiftkv.models.batch import ModelInput, fill_in_sampled
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights

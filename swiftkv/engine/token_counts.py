@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftkv.engine.request import Request
-from swiftkv.models.batch import upload
+from swiftkv.kernels.host_copies import upload
 
 
 @dataclass(frozen=True, slots=True)

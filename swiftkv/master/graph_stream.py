@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from swiftkv.kernels.host_copies import write
 from swiftkv.kernels.triton_clock import stamp
 from swiftkv.kernels.triton_copy import BLOCK_FIELDS, HEADER_FIELDS, move_blocks, pack_lists
 from swiftkv.master.layer_stream import GroupCopies, LayerStream, StepCopies, StreamTimings, buffers_of
@@ -90,10 +91,7 @@ class GraphStream:
         lists = [self._flatten(runs) for group in copies for runs in (group.spill, *group.loads, *group.stores)]
         if sum(map(len, lists)) > self._room_blocks:
             return False
-        packed = torch.from_numpy(pack_lists(lists))
-        if self._packed.device.type == "cuda":
-            packed = packed.pin_memory()  # torch keeps it until it is copied
-        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        write(pack_lists(lists), self._packed)
         self._filled = copies
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,25 +12,6 @@ import torch
 from torch import Tensor
 
 Int32Array = npt.NDArray[np.int32]
-
-
-def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` as it is now, on `device`, in order on its current stream: the host waits for no GPU.
-
-    Where the device is the host, a view.
-    """
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def download(tensor: Tensor) -> Tensor:
-    """`tensor` on the host: valid when its device has come so far on the current stream, which nobody waits for here.
-
-    Where the device is the host, the tensor itself.
-    """
-    if tensor.device.type != "cuda":
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def fill_in_sampled(token_ids: Tensor, last_token_ids: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ import torch
 
 from swiftkv.errors import TransferError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, close_ipc_handle, copy_2d, open_ipc_handle
-from swiftkv.kernels.triton_copy import move_blocks, pack_lists, upload
+from swiftkv.kernels.host_copies import upload
+from swiftkv.kernels.triton_copy import move_blocks, pack_lists
 from swiftkv.transport.base import (
     COPY_TIMING,
     EXPOSURE,

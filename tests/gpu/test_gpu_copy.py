@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from swiftkv.kernels import triton_copy
+from swiftkv.kernels.host_copies import upload
 
 LINKS = (0, 3)
 
@@ -43,7 +44,7 @@ def test_as_the_reference(width: int, max_programs: int, to_peer: bool) -> None:
     block = width * num_layers
     distances = {link: peer.data_ptr() - pool.data_ptr() for link, peer in peers.items()}
     blocks = triton_copy.flatten_runs(runs, width, block, distances)
-    packed = triton_copy.upload(triton_copy.pack_lists([blocks]), pool.device)
+    packed = upload(triton_copy.pack_lists([blocks]), pool.device)
     for layer in range(num_layers):
         triton_copy.move_blocks_reference(expected_pool, expected_peers, runs, width, block, layer, to_peer)
         triton_copy.move_blocks(pool, packed, 0, len(blocks), width, layer, to_peer, max_programs)
@@ -65,5 +66,5 @@ def test_beyond_four_gibibytes() -> None:
     packed = triton_copy.pack_lists(
         [triton_copy.flatten_runs(runs, width, width, {0: peer.data_ptr() - pool.data_ptr()})]
     )
-    triton_copy.move_blocks(pool, triton_copy.upload(packed, pool.device), 0, count, width, layer=0, to_peer=False)
+    triton_copy.move_blocks(pool, upload(packed, pool.device), 0, count, width, layer=0, to_peer=False)
     assert torch.equal(pool[far:], peer[far:])

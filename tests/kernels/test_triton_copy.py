@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftkv.kernels import triton_copy
+from swiftkv.kernels.host_copies import upload
 from tests.support.runs import LayerMoves, layer_moves
 
 # Where triton is imported before the interpreter is switched on: compiled for a GPU that need not be there.
@@ -39,7 +40,7 @@ def move(
     distances = {link: peer.data_ptr() - pool.data_ptr() for link, peer in peers.items()}
     blocks = triton_copy.flatten_runs(moves.runs, moves.width_bytes, moves.block_bytes, distances)
     other = np.full((3, triton_copy.BLOCK_FIELDS), -1)
-    packed = triton_copy.upload(triton_copy.pack_lists([other[:1], blocks, other]), pool.device)
+    packed = upload(triton_copy.pack_lists([other[:1], blocks, other]), pool.device)
     most_blocks = len(blocks) + extra_blocks
     triton_copy.move_blocks(pool, packed, 1, most_blocks, moves.width_bytes, moves.layer, moves.to_peer, max_programs)
 
