@@ -177,7 +177,7 @@ class StepResult:
         """
     @property
     def counts(self) -> UInt8Array:
-        """[S] 1, or 0 where nothing that the step computed for the sequence is kept: it was aborted, dropped or broken"""
+        """[S] 1, or 0 where nothing that the step computed for the sequence is kept (aborted, dropped or broken)"""
 
 class Scheduler:
     """Continuous batching over a block pool per KV group and a prefix tree; blocks are lent to others and borrowed.
