@@ -162,7 +162,7 @@ class StepPlan:
         """[P] sent back to wait; they will be computed anew, what was sampled is kept"""
 
 class StepResult:
-    """One row per row of the plan's logits_rows, in the same order."""
+    """R rows, one per row of the plan's logits_rows, and S sequences, those of the plan, both in the plan's order."""
 
     @property
     def request_ids(self) -> UInt64Array:
@@ -173,7 +173,11 @@ class StepResult:
     @property
     def finish_reasons(self) -> UInt8Array:
         """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it,
-        4 dropped: a lender died, ignore the token, the request goes on"""
+        4 dropped: a lender died, ignore the token, the request goes on, 5 broken: there was no token, the request ends
+        """
+    @property
+    def counts(self) -> UInt8Array:
+        """[S] 1, or 0 where nothing that the step computed for the sequence is kept (aborted, dropped or broken)"""
 
 class Scheduler:
     """Continuous batching over a block pool per KV group and a prefix tree; blocks are lent to others and borrowed.

@@ -25,6 +25,7 @@ import uvicorn
 import uvloop
 
 from swiftkv import __version__
+from swiftkv.cache.geometry import lay_out
 from swiftkv.cache.plan import LendingPair, ModelPlan, plan_lending
 from swiftkv.config import Config, format_size
 from swiftkv.engine.messages import EngineConfig
@@ -343,12 +344,13 @@ def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ip
 def _peers(pairs: Sequence[tuple[ModelPlan, LendingPair]], addresses: Mapping[str, str]) -> list[PeerSpec]:
     links: dict[str, list[LinkGeometry]] = {}
     for peer, pair in pairs:
-        links.setdefault(peer.name, []).append(_link_geometry(pair))
+        links.setdefault(peer.name, []).append(link_geometry(pair))
     return [PeerSpec(name, f"{addresses[name]}.leases", of_peer) for name, of_peer in links.items()]
 
 
-def _link_geometry(pair: LendingPair) -> LinkGeometry:
-    worker = pair.worker
+def link_geometry(pair: LendingPair) -> LinkGeometry:
+    """Return what both ends of a link are told, so that they find the same bytes."""
+    regions = lay_out([(group, pair.worker.num_blocks) for group in pair.worker.groups])
     return LinkGeometry(
         lender_group=pair.worker_group,
         borrower_group=pair.master_group,
@@ -356,10 +358,7 @@ def _link_geometry(pair: LendingPair) -> LinkGeometry:
         meu_m=pair.extent.meu_m,
         extent_bytes=pair.extent.num_bytes,
         num_extents=pair.pool_extents,
-        lender_base_offset_bytes=sum(
-            g.block_bytes * worker.num_blocks + (g.layer_block_bytes if worker.on_gpu else 0)  # a device pool's scratch
-            for g in worker.groups[: pair.worker_group]
-        ),
+        lender_base_offset_bytes=regions[pair.worker_group].base_offset_bytes,
     )
 
 

@@ -115,6 +115,7 @@ void bind_plan(nb::module_& m) {
     def_array(result, "request_ids", &StepResult::request_ids);
     def_array(result, "token_ids", &StepResult::token_ids);
     def_array(result, "finish_reasons", &StepResult::finish_reasons);
+    def_array(result, "counts", &StepResult::counts);
 }
 
 void bind_stats(nb::module_& m) {

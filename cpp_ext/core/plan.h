@@ -53,11 +53,12 @@ struct StepPlan {
 // kBroken: there is no token for it, and what the step computed is not kept.
 enum class FinishReason : uint8_t { kRunning = 0, kStop = 1, kLength = 2, kAborted = 3, kDropped = 4, kBroken = 5 };
 
-// One row per row of the plan's logits_rows.
+// R rows, one per row of the plan's logits_rows, and S sequences, those of the plan.
 struct StepResult {
-    std::vector<RequestId> request_ids;
-    std::vector<TokenId> token_ids;
-    std::vector<uint8_t> finish_reasons;  // FinishReason
+    std::vector<RequestId> request_ids;   // [R]
+    std::vector<TokenId> token_ids;       // [R]
+    std::vector<uint8_t> finish_reasons;  // [R] FinishReason
+    std::vector<uint8_t> counts;          // [S] 1, or 0 where nothing that the step computed for the sequence is kept
 };
 
 struct SchedulerStats {

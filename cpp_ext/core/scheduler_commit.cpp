@@ -28,6 +28,7 @@ StepResult Scheduler::commit(std::span<const TokenId> sampled) {
     for (const StepRow& row : step.rows) {
         const TokenId token = row.samples ? *next++ : 0;
         const FinishReason reason = commit_row(row, token);
+        result.counts.push_back(reason < FinishReason::kAborted);
         if (!row.samples) continue;
         result.request_ids.push_back(row.id);
         result.token_ids.push_back(token);

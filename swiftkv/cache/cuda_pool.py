@@ -6,24 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from swiftkv.cache.geometry import KVGroup
-from swiftkv.cache.pool import GroupRegion, Pool, lay_out, region_view
+from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out
+from swiftkv.cache.pool import Pool, region_view
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
 
 
 class CudaPool:
-    """As `cache.pool.Pool`, in device memory, with one layer block of scratch behind each region.
-
-    Kernels of a fixed shape write there for rows that stand for no sequence: the block table entry `scratch_entry`
-    names it for every layer. No sequence and no lease ever has it.
-    """
+    """As `cache.pool.Pool`, in device memory."""
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], device: torch.device) -> None:
         """`groups` are (group, number of blocks). Zeros. Raises `ConfigError` if the device cannot hold them."""
-        self.regions: tuple[GroupRegion, ...] = lay_out(groups, gap_layer_blocks=1)
-        last = self.regions[-1]
-        self.nbytes = last.base_offset_bytes + last.nbytes + last.group.layer_block_bytes
+        self.regions: tuple[GroupRegion, ...] = lay_out(groups)
+        self.nbytes = sum(region.nbytes for region in self.regions)
         torch.cuda.empty_cache()  # what loading the weights needed for a moment
         try:
             self._memory = DeviceMemory(self.nbytes, device)
@@ -38,11 +33,6 @@ class CudaPool:
     def region_tensor(self, index: int) -> torch.Tensor:
         """Group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])
-
-    def scratch_entry(self, index: int) -> int:
-        """Group `index`'s scratch layer block as a block table entry: negative, one place for all layers."""
-        region = self.regions[index]
-        return ~(region.num_blocks * region.group.num_layers)
 
     def ipc_handle(self) -> bytes:
         """With this, another process maps the pool; offsets in it are offsets in the pool."""

@@ -65,6 +65,33 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRegion:
+    """The place of one KV group's blocks `(num_blocks, num_layers, layer block)` in a pool."""
+
+    group: KVGroup
+    num_blocks: int
+    base_offset_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.group.block_bytes
+
+
+def lay_out(groups: Sequence[tuple[KVGroup, int]]) -> tuple[GroupRegion, ...]:
+    """Return the regions of a pool of `groups`, (group, number of blocks): one after the other, without gaps.
+
+    Every pool is laid out by this, on the CPU and on GPUs, and so is what borrowers are told of a lender's.
+    """
+    regions = []
+    offset_bytes = 0
+    for group, num_blocks in groups:
+        assert num_blocks > 0
+        regions.append(GroupRegion(group, num_blocks, offset_bytes))
+        offset_bytes += regions[-1].nbytes
+    return tuple(regions)
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """The smallest unit that one KV group can lend to another: `meu_w` lender blocks that hold `meu_m` borrower blocks.
 

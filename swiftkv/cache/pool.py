@@ -9,38 +9,13 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
 _PREFAULT_SLICE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRegion:
-    """Where one KV group's blocks `(num_blocks, num_layers, layer block)` lie in the pool."""
-
-    group: KVGroup
-    num_blocks: int
-    base_offset_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_blocks * self.group.block_bytes
-
-
-def lay_out(groups: Sequence[tuple[KVGroup, int]], gap_layer_blocks: int = 0) -> tuple[GroupRegion, ...]:
-    """The regions of `groups`, (group, number of blocks), one after the other, each with a gap behind it."""
-    regions = []
-    offset_bytes = 0
-    for group, num_blocks in groups:
-        assert num_blocks > 0
-        regions.append(GroupRegion(group, num_blocks, offset_bytes))
-        offset_bytes += num_blocks * group.block_bytes + gap_layer_blocks * group.layer_block_bytes
-    return tuple(regions)
 
 
 def region_view(pool: torch.Tensor, region: GroupRegion) -> torch.Tensor:

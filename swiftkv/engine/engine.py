@@ -17,7 +17,7 @@ import zmq
 
 from swiftkv._core import StepPlan, StepResult
 from swiftkv.engine.lending import Lending, make_scheduler
-from swiftkv.engine.logprobs import PromptLogprobs
+from swiftkv.engine.logprobs import PromptLogprobs, PromptPart
 from swiftkv.engine.messages import (
     FINISH_ABORTED,
     FINISH_BROKEN,
@@ -52,6 +52,7 @@ class _Launched:
 
     plan: StepPlan
     wait: Callable[[], None]  # until it has
+    prompt_parts: list[PromptPart]
     outcome: Outcome
 
 
@@ -144,8 +145,9 @@ class Engine:
             self._runner.mark()()
             self._lending.transfer_failed(plan, error.links)
             return
+        prompt_parts = self._collect_prompt_logprobs(plan, hidden)
         outcome = self._sample(plan, hidden)
-        self._launched.append(_Launched(plan, self._runner.mark(), outcome))
+        self._launched.append(_Launched(plan, self._runner.mark(), prompt_parts, outcome))
 
     def _finish(self, but: int = 0) -> None:
         """Wait for the steps that were launched, `but` the last ones, and tell what came of them."""
@@ -156,14 +158,18 @@ class Engine:
                 self._runner.layer_stream.step_ended()
             sampled = step.outcome()
             result = self._scheduler.commit(np.where(sampled.broken, np.int32(-1), sampled.token_ids))
+            self._prompt_logprobs.commit(step.prompt_parts, result.counts)
             self._lending.demand_changed()
             self._publish(step.plan, sampled, result)
 
+    def _collect_prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[PromptPart]:
+        if not self._prompt_logprobs:
+            return []
+        return self._prompt_logprobs.collect(
+            plan.request_ids, plan.query_starts, plan.context_lens, lambda rows: self._runner.logits(hidden, rows)
+        )
+
     def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Outcome:
-        if self._prompt_logprobs:
-            self._prompt_logprobs.collect(
-                plan.request_ids, plan.query_starts, plan.context_lens, lambda rows: self._runner.logits(hidden, rows)
-            )
         rows = plan.logits_rows
         return self._sampler.sample(
             self._runner.logits(hidden, rows), plan.row_slots[plan.logits_seqs], plan.positions[rows] + np.int32(1)

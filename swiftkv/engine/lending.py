@@ -11,10 +11,11 @@ import numpy as np
 import zmq
 
 from swiftkv._core import GroupSpec, Link, Scheduler, StepPlan
+from swiftkv.cache.geometry import GroupRegion
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.coordinator import Coordinator
-from swiftkv.lease.messages import LendingSpec
+from swiftkv.lease.messages import LendingSpec, LinkGeometry
 from swiftkv.lease.process import Identity
 from swiftkv.master.borrower import Borrower
 from swiftkv.master.layer_stream import CopyKind
@@ -104,6 +105,7 @@ class Lending:
         pool = self._runner.pool
         lender = borrower = None
         if spec.borrowers:
+            check_links([link for peer in spec.borrowers for link in peer.links], pool.regions)
 
             def serve_link(store_path: str) -> threading.Thread | None:
                 publish_pool(Path(store_path), pool)
@@ -125,6 +127,15 @@ class Lending:
 
     def _wake(self) -> None:
         os.eventfd_write(self.wake_fd, 1)
+
+
+def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -> None:
+    """Check that borrowers were told where this pool is: elsewhere they would write into memory that is not theirs."""
+    for link in links:
+        region = regions[link.lender_group]
+        assert link.lender_base_offset_bytes == region.base_offset_bytes, f"{link} begins elsewhere: {region}"
+        assert link.extent_bytes == link.meu_w * region.group.block_bytes, f"{link} has other blocks: {region}"
+        assert link.num_extents * link.meu_w <= region.num_blocks, f"{link} is longer than {region}"
 
 
 def links_of(plan: StepPlan, num_groups: int) -> list[int]:

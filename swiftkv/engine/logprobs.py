@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,21 @@ def token_logprobs(
     return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """The log-probabilities that one step computed of consecutive tokens of one prompt."""
+
+    sequence: int  # index into the step's sequences
+    request_id: int
+    start: int  # the first entry is of prompt token `start + 1`
+    entries: list[TokenLogprobs]
+
+
 class PromptLogprobs:
-    """Collects the logprobs of prompts over the steps that compute them, for the few requests that ask."""
+    """Collects the logprobs of prompts over the steps that compute them, for the few requests that ask.
+
+    What a step computed is kept only once the step is committed: a lender may die while the step reads what it lent.
+    """
 
     def __init__(
         self,
@@ -65,23 +79,40 @@ class PromptLogprobs:
         query_starts: npt.NDArray[np.int32],
         context_lens: npt.NDArray[np.int32],
         logits_of: Callable[[slice], torch.Tensor],
-    ) -> None:
-        """Take what this step computed. `logits_of` gives the float32 logits of a slice of the step's rows."""
+    ) -> list[PromptPart]:
+        """Return what a step computes, for `commit` when its outcome is known.
+
+        `logits_of` gives the float32 logits of a slice of the step's rows.
+        """
+        parts = []
         for sequence, request_id in enumerate(request_ids.tolist()):
             if request_id not in self._waiting:
                 continue
-            request, logprobs = self._waiting[request_id]
+            request, known = self._waiting[request_id]
             first_row, end_row = query_starts[sequence : sequence + 2].tolist()
-            first_position = int(context_lens[sequence]) - (end_row - first_row)
+            end_position = int(context_lens[sequence])
+            first_position = end_position - (end_row - first_row)
             # A preempted request computes its prompt again from the start: what is known is skipped.
-            start, stop = len(logprobs), min(int(context_lens[sequence]), len(request.prompt) - 1)
-            assert start >= first_position or start >= stop, "positions that come from the cache have no logits"
+            start, stop = max(first_position, len(known)), min(end_position, len(request.prompt) - 1)
+            entries: list[TokenLogprobs] = []
             for part in self._slices(start, stop):
                 targets = request.prompt[part.start + 1 : part.stop + 1]
                 to_row = first_row - first_position
                 logits = logits_of(slice(part.start + to_row, part.stop + to_row))
                 top_count = request.sampling.prompt_logprobs or 0
-                logprobs += self._logprobs_of(logits, targets, [top_count] * len(targets))
+                entries += self._logprobs_of(logits, targets, [top_count] * len(targets))
+            if entries:
+                parts.append(PromptPart(sequence, request_id, start, entries))
+        return parts
+
+    def commit(self, parts: Sequence[PromptPart], counts: npt.NDArray[np.uint8]) -> None:
+        """Keep the parts of the step's sequences that count; `counts [S]` is that of the step's `StepResult`."""
+        for part in parts:
+            if not counts[part.sequence]:
+                continue
+            _, known = self._waiting[part.request_id]
+            assert part.start == len(known), "every position of the prompt is computed, in order"
+            known += part.entries
 
     def _slices(self, start: int, stop: int) -> Iterator[slice]:
         for begin in range(start, stop, self._rows_per_slice):

@@ -43,6 +43,30 @@ def test_a_plan_does_not_name_a_preempted_request_that_has_been_aborted() -> Non
     e.drain()
 
 
+def test_chunks_of_a_request_that_lost_blocks_do_not_count_although_they_sample_nothing() -> None:
+    """Neither the step that reads them nor the one before it, both in progress; what is computed afterwards counts."""
+    scheduler = Scheduler([GroupSpec(2, 16, 0, 32)], 4, 4, 8, 68, borrow_links=[Link(0, 16, 1, 64, 0)])
+    scheduler.borrow(0, np.arange(16, dtype=np.int32))
+    nothing = np.zeros(0, np.int32)
+    scheduler.add_request(1, np.arange(60, dtype=np.int32), 4, 0, nothing, b"", True)
+    planned, ahead = scheduler.schedule(), scheduler.schedule()
+    while ahead is not None and not ahead.has_copies:
+        assert scheduler.commit(nothing).counts.tolist() == [1]
+        planned, ahead = ahead, scheduler.schedule()
+    assert planned is not None
+    assert ahead is not None
+    assert len(planned.logits_rows) == len(ahead.logits_rows) == 0
+    scheduler.lose(0)
+    assert scheduler.commit(nothing).counts.tolist() == [0]
+    assert scheduler.commit(nothing).counts.tolist() == [0]
+    scheduler.borrow(0, np.arange(16, dtype=np.int32))
+    again = scheduler.schedule()
+    assert again is not None
+    assert again.preempted_request_ids.tolist() == [1]
+    assert again.positions.tolist() == list(range(8))
+    assert scheduler.commit(nothing).counts.tolist() == [1]
+
+
 def test_whom_room_has_come_for_is_not_starved_although_it_still_queues() -> None:
     e = engine(num_blocks=6, num_extents=16)
     e.add(1, prompt(30, 1), max_tokens=1)

@@ -175,6 +175,7 @@ def test_abort_between_schedule_and_commit_frees_only_after_commit() -> None:
     e.check()
     result = e.commit()
     assert dict(zip(result.request_ids.tolist(), result.finish_reasons.tolist(), strict=True)) == {1: ABORTED, 2: 0}
+    assert result.counts.tolist() == [0, 1]
     assert e.scheduler.stats().groups[0].in_flight == 0
     e.abort(2)
     assert not e.scheduler.has_work()
@@ -268,7 +269,9 @@ def test_a_row_without_a_token_ends_its_request_and_its_step_is_not_kept() -> No
     e.add(2, prompt(8, 2), max_tokens=9)
     e.schedule()
     e.schedule()
-    assert reasons(e.commit({1: -1})) == {1: BROKEN, 2: RUNNING}
+    result = e.commit({1: -1})
+    assert reasons(result) == {1: BROKEN, 2: RUNNING}
+    assert result.counts.tolist() == [0, 1]
     assert e.scheduler.stats().groups[0].cached == 0
     assert reasons(e.commit()) == {1: ABORTED, 2: RUNNING}
     assert finish_order(e) == [2]

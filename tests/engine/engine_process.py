@@ -51,10 +51,10 @@ class Answer:
         return self.finish_reason != 0 or self.error is not None
 
 
-class EngineProcess:
-    """A context manager; leaving it shuts the engine down and expects exit code 0 unless it has ended before."""
+class EngineClient:
+    """The gateway's end of an engine's sockets, and the configuration with which an engine meets it there."""
 
-    def __init__(self, checkpoint: Path, stderr: int | None = None, **options: object) -> None:
+    def __init__(self, checkpoint: Path, **options: object) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="swiftkv-test-")
         addresses = [f"ipc://{self._directory.name}/{name}" for name in ("requests", "outputs")]
         defaults: dict[str, object] = {"dtype": "float32", "kv_bytes": 64 << 20, "max_model_len": 512}
@@ -79,29 +79,11 @@ class EngineProcess:
         self._requests.bind(addresses[0])
         self._outputs.bind(addresses[1])
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "swiftkv.engine.main"],
-            stdin=subprocess.PIPE,
-            stderr=stderr,
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(self.config) + b"\n")
-        self.process.stdin.flush()
 
-    def __enter__(self) -> EngineProcess:
-        self.ready = self.receive()
-        assert isinstance(self.ready, Ready)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.process.poll() is None and kind is None:
-            self.send(Shutdown())
-            assert self.process.wait(TIMEOUT_S) == 0
-        self.close()
+    def check_runs(self) -> None:
+        """Raise if the engine has ended."""
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
         self._context.destroy(linger=0)
         self._directory.cleanup()
 
@@ -111,7 +93,7 @@ class EngineProcess:
     def receive(self) -> FromEngine:
         deadline_s = time.monotonic() + TIMEOUT_S
         while not self._outputs.poll(200):
-            assert self.process.poll() is None, f"the engine ended with code {self.process.returncode}"
+            self.check_runs()
             assert time.monotonic() < deadline_s, "the engine says nothing"
         message: FromEngine = self._decoder.decode(self._outputs.recv())
         return message
@@ -171,3 +153,37 @@ class EngineProcess:
         for request_id, prompt_logprobs in (message.prompt_logprobs or {}).items():
             assert self.answers[request_id].prompt_logprobs is None
             self.answers[request_id].prompt_logprobs = prompt_logprobs
+
+
+class EngineProcess(EngineClient):
+    """A context manager; leaving it shuts the engine down and expects exit code 0 unless it has ended before."""
+
+    def __init__(self, checkpoint: Path, stderr: int | None = None, **options: object) -> None:
+        super().__init__(checkpoint, **options)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "swiftkv.engine.main"],
+            stdin=subprocess.PIPE,
+            stderr=stderr,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(self.config) + b"\n")
+        self.process.stdin.flush()
+
+    def __enter__(self) -> EngineProcess:
+        self.ready = self.receive()
+        assert isinstance(self.ready, Ready)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.process.poll() is None and kind is None:
+            self.send(Shutdown())
+            assert self.process.wait(TIMEOUT_S) == 0
+        self.close()
+
+    def check_runs(self) -> None:
+        assert self.process.poll() is None, f"the engine ended with code {self.process.returncode}"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        super().close()

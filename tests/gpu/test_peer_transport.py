@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.pool import Pool
 from swiftkv.errors import TransferError
 from swiftkv.kernels.triton_copy import move_blocks_reference
 from swiftkv.transport.base import COPY_TIMING, PeerHandle, Runs
@@ -102,8 +103,7 @@ def io_backend(request: pytest.FixtureRequest) -> IoBackend:
 
 def lender_bytes() -> torch.Tensor:
     """The lender's pool as it starts, on the CPU."""
-    nbytes = (NUM_BLOCKS * GROUP.num_layers + 1) * WIDTH
-    return (torch.arange(nbytes) % 251).to(torch.uint8)
+    return (torch.arange(NUM_BLOCKS * BLOCK) % 251).to(torch.uint8)
 
 
 def runs(*rows: tuple[int, int, int, bool]) -> Runs:
@@ -114,13 +114,17 @@ def runs(*rows: tuple[int, int, int, bool]) -> Runs:
     return Runs(np.array(table, np.int64).reshape(-1, 5), WIDTH, BLOCK)
 
 
-def test_the_pool_is_zeros_with_scratch_behind(pool: CudaPool) -> None:
-    assert pool.nbytes == NUM_BLOCKS * BLOCK + WIDTH
+def test_the_pool_is_zeros_and_exactly_its_blocks(pool: CudaPool) -> None:
+    assert pool.nbytes == pool.tensor.numel() == NUM_BLOCKS * BLOCK
     assert not pool.tensor.any()
-    pool.region_tensor(0).fill_(255)
-    scratch = ~pool.scratch_entry(0)
-    assert not pool.tensor.view(-1, WIDTH)[scratch].any()
-    assert int(pool.tensor.sum(dtype=torch.int64)) == 255 * NUM_BLOCKS * BLOCK
+
+
+def test_a_pool_lies_on_a_device_as_it_does_on_the_host() -> None:
+    windowed = KVGroup((3, 4), 1, 64, "bfloat16", 16, window=64)
+    groups = [(GROUP, 5), (windowed, 7)]
+    device_pool, host_pool = CudaPool(groups, torch.device("cuda", 0)), Pool(groups)
+    assert device_pool.regions == host_pool.regions
+    assert device_pool.nbytes == host_pool.nbytes
 
 
 def test_loads_and_stores_between_processes(lender: Lender, pool: CudaPool, io_backend: IoBackend) -> None:
@@ -230,7 +234,7 @@ try:
         transport.wait(transport.submit(None, load, layer))
         transport.wait(transport.submit(load, None, layer))
     transport.settle()
-    same = torch.equal(pool.tensor[:-GROUP.layer_block_bytes].cpu(), lender_bytes()[:-GROUP.layer_block_bytes])
+    same = torch.equal(pool.tensor.cpu(), lender_bytes())
     print("went on", "with the bytes of before" if same else "with other bytes", flush=True)
 except TransferError as error:
     print("raised TransferError", error, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import msgspec
 import pytest
 import yaml
 
+from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
+from swiftkv.cache.pool import Pool
 from swiftkv.config import Config, load_config
+from swiftkv.engine.lending import check_links
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.lease.messages import LendingSpec
-from swiftkv.node import engine_config, lending_spec
+from swiftkv.node import engine_config, lending_spec, link_geometry
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,6 +89,23 @@ def test_a_link_is_over_the_whole_pool_and_the_budget_is_the_plans(tmp_path: Pat
         assert spec.budget_bytes // 2 // link.extent_bytes == pair.num_extents > 0
     assert (told["lender"].budget_bytes, told["later"].budget_bytes) == (lender_plan.pool_bytes * 3 // 4, 0)
     assert (told["lender"].window_s, told["lender"].policy) == (10.0, "longest")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_link_begins_where_the_pool_of_the_lender_has_its_group(device: str, tmp_path: Path) -> None:
+    """Models of two KV groups each; pools on GPUs are laid out as the host's are (`tests/gpu`)."""
+    _, plans = planned(tmp_path, MODELS[:2])
+    groups = (KVGroup((0, 2), 2, 16, "bfloat16", 16), KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, window=64))
+    plans = tuple(replace(plan, groups=groups, num_blocks=70, device=device) for plan in plans)
+    links = [link_geometry(pair) for room in plan_lending(plans) for pair in room.pairs]
+    assert sorted({(link.lender_group, link.borrower_group) for link in links}) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    pool = Pool([(group, 70) for group in groups])
+    check_links(links, pool.regions)
+    begins = {link.lender_group: link.lender_base_offset_bytes for link in links}
+    assert [begins[0], begins[1]] == [region.base_offset_bytes for region in pool.regions]
+    for wrong in ({"lender_base_offset_bytes": 1024}, {"lender_group": 1}, {"num_extents": 71}):
+        with pytest.raises(AssertionError):
+            check_links([msgspec.structs.replace(links[0], **wrong)], pool.regions)
 
 
 def test_what_the_node_says_holds_for_every_engine(tmp_path: Path) -> None:
