@@ -13,8 +13,8 @@ import yaml
 from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
 from swiftkv.config import Config, load_config
 from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine_configs import engine_config, lending_spec
 from swiftkv.lease.messages import LendingSpec
-from swiftkv.node import engine_config, lending_spec
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
