@@ -294,17 +294,58 @@ def _why_not(pair: LendingPair) -> str:
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")
-def status(url: Url = DEFAULT_URL) -> None:
-    """Ask a running node which of its models serve. Exit code 0 if all do."""
+def status(
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /ready answers.")] = False,
+) -> None:
+    """Ask a running node how its engines do. Exit code 0 if all of them serve."""
     import httpx
 
     try:
         answer = httpx.get(f"{url.rstrip('/')}/ready", timeout=10)
-        print(json.dumps(answer.json(), indent=2))
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        content = answer.json()
+        if as_json:
+            print(json.dumps(content, indent=2))
+        else:
+            _print_engines(content["engines"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         print(f"no node answers at {url}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(0 if answer.is_success else 1)
+
+
+def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "state"):
+        table.add_column(heading)
+    for heading in ("for", "in flight", "last progress", "restarts", "process"):
+        table.add_column(heading, justify="right")
+    for name, engine in engines.items():
+        age_s, pid = engine["progress_age_s"], engine["pid"]
+        table.add_row(
+            name,
+            engine["state"],
+            _format_age(engine["since_s"]),
+            f"{engine['in_flight']:,}",
+            "-" if age_s is None else f"{_format_age(age_s)} ago",
+            str(engine["restarts"]),
+            "-" if pid is None else str(pid),
+        )
+    console = Console()
+    console.print(table)
+    for name, engine in engines.items():
+        if engine["why"]:
+            console.print(f"\n{name}: the engine {engine['why']}", highlight=False)
+
+
+def _format_age(seconds: float) -> str:
+    """Return `4s`, `3m 20s` or `5h 1m`: two units at most."""
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    return f"{hours}h {rest_minutes}m" if hours else f"{minutes}m {rest_s}s" if minutes else f"{rest_s}s"
 
 
 @lending_app.command("show", epilog="Example: `swiftkv lending show --url http://127.0.0.1:8000`")

@@ -55,6 +55,13 @@ def parse_duration(value: object) -> float:
     return _parse_unit(value, _DURATION_UNITS_S)
 
 
+def _parse_limit(value: object) -> float | None:
+    """Seconds from a duration; `None` from `off` and 0, for no limit. Raises `ValueError`."""
+    if value is False or value in ("off", "0") or (type(value) is int and value == 0):
+        return None
+    return (float(value) if isinstance(value, float) else parse_duration(value)) or None
+
+
 def _parse_percentage(text: str) -> Fraction:
     """`75%` as 3/4. Raises `ValueError`, also beyond 100 %."""
     # 29 % is 29/100: in binary it is a little less, and rounding down would lose an extent.
@@ -113,6 +120,7 @@ def format_size(num_bytes: int) -> str:
 _SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
 _MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
 _DURATION = "a duration such as 500ms, 60s or 2m"
+_LIMIT = "a duration such as 500ms, 60s or 2m, or off"
 _PORT = "a port number from 0 to 65535 (0 takes any free one)"
 _POSITIVE = "an integer of at least 1"
 BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
@@ -120,6 +128,7 @@ _SWITCH = {"on": True, "off": False}
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
+Limit = Annotated[float | None, BeforeValidator(_parse_limit)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -170,6 +179,8 @@ class NodeConfig(_Section):
     )
     shutdown_timeout: Duration = Field(30.0, description=_DURATION)
     max_body: Size = Field(16 << 20, description=_SIZE)
+    watchdog: Limit = Field(120.0, description=_LIMIT)
+    load_timeout: Limit = Field(600.0, description=_LIMIT)
     restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
     lending: Annotated[NodeLendingConfig, BeforeValidator(_read_node_lending)] = Field(
         default_factory=NodeLendingConfig, description="on, off or a mapping"

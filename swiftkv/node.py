@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import gc
+import logging
 import os
 import resource
 import shutil
@@ -14,10 +15,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +25,19 @@ import uvicorn
 import uvloop
 
 from swiftkv import __version__
-from swiftkv.cache.geometry import lay_out
-from swiftkv.cache.plan import LendingPair, ModelPlan, plan_lending
+from swiftkv.cache.plan import ModelPlan
 from swiftkv.config import Config, format_size
 from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine_configs import engine_config, lending_transports, machine
 from swiftkv.errors import ConfigError
 from swiftkv.latency import prefer_latency
-from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
+from swiftkv.output import detach_output
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import BoundedHeadProtocol
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.supervisor import EngineSupervisor
-from swiftkv.transport.topology import Topology, TransportChoice, node_transports, read_topology
+from swiftkv.tasks import Tasks
 
 if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle
@@ -56,6 +56,8 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     there; `EngineError` if a model does not come up.
     """
     check_devices(config)
+    detach_output()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     _raise_file_limit()
     _run_without_triton()
     keys = NodeKeys(config.node.api_key(), config.node.admin_key())
@@ -97,17 +99,19 @@ class Node:
         self._sockets = sockets
         self._metrics = GatewayMetrics()
         self._clients: list[EngineClient] = []
-        self._supervisors: list[EngineSupervisor] = []
+        supervisors: dict[str, EngineSupervisor] = {}
+        lenders: dict[str, list[str]] = {}
         members = []
         for i, plan in enumerate(plans):
             engine = engine_config(config, plans, i, ipc)
             metrics = self._metrics.for_model(plan.name)
             client = EngineClient(plan.name, engine.requests_address, engine.outputs_address, metrics)
             self._clients.append(client)
-            supervisor = EngineSupervisor(engine, client, config.node.restart, say)
-            self._supervisors.append(supervisor)
             lending = engine.lending
             coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
+            supervisor = EngineSupervisor(engine, client, coordinator, config.node, say)
+            supervisors[plan.name] = supervisor
+            lenders[plan.name] = [] if lending is None else [peer.name for peer in lending.lenders]
             why_not = _why_not_lend(config, plan, engine)
             members.append(
                 LendingMember(
@@ -121,29 +125,38 @@ class Node:
                     supervisor.set_lending_budget,
                 )
             )
+        for name, supervisor in supervisors.items():
+            supervisor.lenders += [supervisors[lender] for lender in lenders[name]]
+        self._supervisors = list(supervisors.values())
         self._transports = lending_transports(config, plans)
         kinds = sorted({choice.kind for choice in self._transports.values()})
         setting = config.node.lending.transport
         self._lending = NodeLending(members, config.node.lending.enabled, ", ".join(kinds) or setting)
-        self._watchers: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
         self._http: list[tuple[_HttpServer, asyncio.Task[None]]] = []
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until told to stop. Raises `EngineError` if a model does not come up."""
+        """Serve until told to stop.
+
+        Raises `EngineError` if a model does not come up, and what one of the node's own tasks raised, if any did.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
             if await self._unless_stopped(self._come_up()):
-                await self._stop.wait()
+                await self._unless_stopped(asyncio.Event().wait())
             await self._drain()
         finally:
             await self._close_http()
-            for watcher in self._watchers:
-                watcher.cancel()
+            await self._tasks.close()
             await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
-            await asyncio.gather(self._lending.close(), *(client.close() for client in self._clients))
+            self._lending.close()
+            for client in self._clients:
+                client.close()
+        if self._tasks.failure.done():
+            self._tasks.failure.result()
         say("stopped")
 
     def _on_signal(self) -> None:
@@ -152,17 +165,24 @@ class Node:
             self._hurry.set()
         self._stop.set()
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do `work`, or cancel it when told to stop; whether it was done."""
+    async def _unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Do `work`, or cancel it when told to stop; returns whether it was done.
+
+        Raises what it raised, or what one of the node's tasks raised meanwhile.
+        """
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        failure = self._tasks.failure
+        waiting: set[asyncio.Future[Any]] = {task, stop, failure}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if task.done():
             task.result()
             return True
         task.cancel()
         await asyncio.wait({task})
+        if failure.done():
+            failure.result()
         return False
 
     async def _come_up(self) -> None:
@@ -191,7 +211,7 @@ class Node:
 
     async def _start_engine(self, supervisor: EngineSupervisor, plan: ModelPlan, started_s: float) -> None:
         ready = await supervisor.start()
-        self._watchers.append(asyncio.create_task(supervisor.keep_running()))
+        self._tasks.start(supervisor.keep_running(), f"the supervisor of {plan.name}")
         took_s = time.monotonic() - started_s
         pool = format_size(ready.num_blocks * plan.block_bytes)
         where = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
@@ -221,7 +241,9 @@ class Node:
                     timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
                 )
             )
-            self._http.append((server, asyncio.create_task(server.serve([listening]))))
+            port = listening.getsockname()[1]
+            serving = self._tasks.start(server.serve_until_told([listening]), f"the HTTP server of port {port}")
+            self._http.append((server, serving))
 
     async def _drain(self) -> None:
         """Refuse what is new with 503, wait for what runs as long as `shutdown_timeout` or a second signal allows."""
@@ -264,6 +286,12 @@ class Node:
 class _HttpServer(uvicorn.Server):
     """Signals are the node's business."""
 
+    async def serve_until_told(self, sockets: list[socket.socket]) -> None:
+        """Serve until `should_exit` is set. Raises `RuntimeError` if uvicorn ends earlier."""
+        await self.serve(sockets)
+        if not self.should_exit:
+            raise RuntimeError("uvicorn ended on its own")
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -292,76 +320,6 @@ def _load_handles(plans: Sequence[ModelPlan], clients: Sequence[EngineClient]) -
     ]
 
 
-def engine_addresses(plans: Sequence[ModelPlan], ipc: Path) -> dict[str, str]:
-    """By model; what follows the dot says which of an engine's sockets is meant."""
-    return {plan.name: f"ipc://{ipc}/{i}" for i, plan in enumerate(plans)}
-
-
-def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
-    """Those that any budget could use, in order of `plans`."""
-    return [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
-
-
-def lending_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, TransportChoice]:
-    """How KV is lent, by whose memory it is in: see `node_transports`."""
-    pairs = [(pair.worker.device, pair.master.device) for pair in lending_pairs(plans)]
-    topology = _machine() if any(device != "cpu" for pair in pairs for device in pair) else None
-    return node_transports(config.node.lending.transport, pairs, topology)
-
-
-@cache
-def _machine() -> Topology:
-    return read_topology()
-
-
-def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ipc: Path) -> LendingSpec | None:
-    """`plan`'s part in lending, None if it has none. Links are those that any budget could use, in order of `plans`.
-
-    `ipc`: the directory of the node's sockets.
-    """
-    addresses = engine_addresses(plans, ipc)
-    pairs = lending_pairs(plans)
-    lends = [pair for pair in pairs if pair.worker is plan]
-    borrows = [pair for pair in pairs if pair.master is plan]
-    if not lends and not borrows:
-        return None
-    model = next(model for model in config.models if model.name == plan.name)
-    return LendingSpec(
-        leases_address=f"{addresses[plan.name]}.leases",
-        lenders=_peers([(pair.worker, pair) for pair in borrows], addresses),
-        borrowers=_peers([(pair.master, pair) for pair in lends], addresses),
-        budget_bytes=plan.budget_bytes or 0,
-        window_s=model.lending.window if model.lending else 0.0,
-        policy=model.lending.policy if model.lending else "total",
-        transport=lending_transports(config, plans)["GPUs" if plan.on_gpu else "the host"].kind,
-        io_backend=config.node.lending.io_backend,
-        stream_buffers=config.node.lending.stream_buffers,
-        rendezvous=str(ipc),
-        max_wait_s=config.node.lending.max_wait,
-    )
-
-
-def _peers(pairs: Sequence[tuple[ModelPlan, LendingPair]], addresses: Mapping[str, str]) -> list[PeerSpec]:
-    links: dict[str, list[LinkGeometry]] = {}
-    for peer, pair in pairs:
-        links.setdefault(peer.name, []).append(link_geometry(pair))
-    return [PeerSpec(name, f"{addresses[name]}.leases", of_peer) for name, of_peer in links.items()]
-
-
-def link_geometry(pair: LendingPair) -> LinkGeometry:
-    """Return what both ends of a link are told, so that they find the same bytes."""
-    regions = lay_out([(group, pair.worker.num_blocks) for group in pair.worker.groups])
-    return LinkGeometry(
-        lender_group=pair.worker_group,
-        borrower_group=pair.master_group,
-        meu_w=pair.extent.meu_w,
-        meu_m=pair.extent.meu_m,
-        extent_bytes=pair.extent.num_bytes,
-        num_extents=pair.pool_extents,
-        lender_base_offset_bytes=regions[pair.worker_group].base_offset_bytes,
-    )
-
-
 def _why_not_lend(config: Config, plan: ModelPlan, engine: EngineConfig) -> str | None:
     """Completes "model 'x' …"; None: it can lend."""
     if not config.node.lending.enabled:
@@ -375,38 +333,9 @@ def _why_not_lend(config: Config, plan: ModelPlan, engine: EngineConfig) -> str 
     return None
 
 
-def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: Path) -> EngineConfig:
-    """All that the engine of model `index` is told. `ipc`: the directory of the node's sockets."""
-    model, plan = config.models[index], plans[index]
-    address = engine_addresses(plans, ipc)[plan.name]
-    return EngineConfig(
-        name=model.name,
-        path=str(plan.checkpoint),
-        requests_address=f"{address}.requests",
-        outputs_address=f"{address}.outputs",
-        kv_bytes=plan.pool_bytes,
-        device_part=None if plan.device_part is None else str(plan.device_part),
-        enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1,  # sums of ranks are not captured
-        # On the CPU the host computes itself: there is nothing that it could plan beside.
-        async_scheduling=model.device != "cpu" if model.async_scheduling is None else model.async_scheduling,
-        max_model_len=plan.max_model_len,
-        device=model.device,
-        dtype=model.dtype,
-        threads=max(1, model.threads // model.tensor_parallel_size),
-        block_size=model.kv_cache.block_size,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        enable_prefix_caching=model.enable_prefix_caching,
-        enable_chunked_prefill=model.enable_chunked_prefill,
-        lending=lending_spec(config, plans, plan, ipc),
-        tensor_parallel_size=model.tensor_parallel_size,
-        ranks_directory=f"{ipc}/{index}.ranks",
-    )
-
-
 def say(text: str) -> None:
-    """One of the few things the node tells whoever started it."""
-    print(text, flush=True)
+    """Tell something to whoever started the node: one of the few lines on standard output."""
+    print(text)
 
 
 def _raise_file_limit() -> None:
@@ -429,7 +358,7 @@ def check_devices(config: Config) -> None:
     elif count:
         why = f"the last GPU is cuda:{count - 1}; write one that is there"
     else:
-        why = f"CUDA finds no GPU: {_machine().absence or 'the driver is too old, or broken'}; see nvidia-smi"
+        why = f"CUDA finds no GPU: {machine().absence or 'the driver is too old, or broken'}; see nvidia-smi"
     mistakes = [
         f"models[{i}].device: cuda:{model.last_gpu} cannot be used: {why}, or write cpu"
         for i, model in enumerate(config.models)

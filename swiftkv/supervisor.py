@@ -1,85 +1,112 @@
-"""One engine process: started, watched, started again within bounds when it dies, stopped."""
+"""One engine process: started, watched, started again within bounds when it ends, stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
+import logging
+import secrets
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import msgspec
 
-from swiftkv.config import RestartConfig
+from swiftkv.config import NodeConfig
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, Ready
 from swiftkv.errors import EngineError
+from swiftkv.processes import how_it_ended
+from swiftkv.progress import ProgressPage
 from swiftkv.server.client import EngineClient
+from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
+from swiftkv.server.lending import CoordinatorClient
+from swiftkv.watch import EngineWatch
+
+logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 
 
-class EngineSupervisor:
-    """Owns the process; tells `client` when it is gone. The engine itself tells the client when it serves.
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How an engine process ended. `cause` is for metrics; `how` completes "the engine …"."""
 
-    The engine's standard input is its life line: it stays open as long as this process lives, and ends with it.
+    cause: str
+    how: str
+    can_restart: bool = True
+
+
+class EngineSupervisor:
+    """Owns the process and everything that depends on it; tells `client` when it starts, how it does, when it is gone.
+
+    The engine itself tells the client when it serves. Its standard input is its life line: it stays open as long as
+    this process lives, and ends with it.
     """
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, restart: RestartConfig, say: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        coordinator: CoordinatorClient | None,
+        node: NodeConfig,
+        say: Callable[[str], None],
     ) -> None:
+        self.lenders: list[EngineSupervisor] = []
+        """Those of the engines that this one borrows from."""
         self._config = config
         self._client = client
-        self._restart = restart
+        self._coordinator = coordinator
+        self._node = node
         self._say = say
         self._restarts_s: deque[float] = deque()  # when, on the monotonic clock, within the window
         self._process: Process | None = None
+        self._watch: EngineWatch | None = None
+        self._life: asyncio.Task[_End] | None = None
+
+    @property
+    def is_unresponsive(self) -> bool:
+        """Whether other engines may be waiting for this one in vain."""
+        return self._watch is not None and self._watch.is_unresponsive
 
     async def start(self) -> Ready:
         """Start the process and wait until it serves. Raises `EngineError` if it ends before."""
-        command = [sys.executable, "-m", "swiftkv.engine.main", self._config.name]  # the name is for those who run ps
-        # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
-        try:
-            process = self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True
-            )
-        except OSError as error:  # no memory or no process to be had
-            raise EngineError(f"{self._config.name}: the engine cannot be started: {error.strerror}") from None
-        assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died already, which waiting for it shows
-            process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-            await process.stdin.drain()
+        life = await self._spawn()
         ready = asyncio.create_task(self._client.wait_ready())
-        ended = asyncio.create_task(process.wait())
         try:
-            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ready, life}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 return ready.result()
         finally:
             ready.cancel()
-            ended.cancel()
-        raise EngineError(f"{self._config.name}: the engine {_how(process)} before it served; its last words are above")
+        how = life.result().how
+        raise EngineError(f"{self._config.name}: the engine {how} before it served; its last words are above")
 
     async def keep_running(self) -> None:
-        """Start the engine again whenever it dies, until that happens too often or cannot help."""
+        """Start the engine again whenever it ends, until that happens too often or cannot help."""
         while True:
-            process = self._process
-            assert process is not None
-            await process.wait()
-            delay_s = self._next_delay_s(process)
-            if delay_s is None:
-                self._client.engine_down("is down and is not started again", pid=process.pid)
-                self._say(f"{self._config.name}: the engine {_how(process)}; it stays down")
+            assert self._life is not None
+            await asyncio.wait({self._life})  # which cancelling this does not cancel
+            end = self._life.result()
+            if self._client.is_draining:
+                self._client.engine_down(end.how, state=EngineState.DOWN)
                 return
-            self._client.engine_down(retry_after_s=max(1.0, delay_s), pid=process.pid)
+            delay_s = self._next_delay_s(end)
+            if delay_s is None:
+                self._client.engine_down(end.how, state=EngineState.DOWN)
+                self._say(f"{self._config.name}: the engine {end.how}; it stays down")
+                return
+            self._client.engine_down(end.how, retry_after_s=max(1.0, delay_s))
             self._say(
-                f"{self._config.name}: the engine {_how(process)}; starting it again in {delay_s:g} s "
-                f"(restart {len(self._restarts_s)} of {self._restart.limit} in {self._restart.window:g} s)"
+                f"{self._config.name}: the engine {end.how}; starting it again in {delay_s:g} s "
+                f"(restart {len(self._restarts_s)} of {self._node.restart.limit} in {self._node.restart.window:g} s)"
             )
             await asyncio.sleep(delay_s)
+            self._client.engine_restarts(end.cause)
             with contextlib.suppress(EngineError):  # the next round deals with its end
                 ready = await self.start()
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
@@ -92,8 +119,8 @@ class EngineSupervisor:
 
     async def stop(self) -> None:
         """End the process: politely, then by its life line, then by force. Returns once it is gone."""
-        process = self._process
-        if process is None:
+        process, life = self._process, self._life
+        if process is None or life is None:
             return
         assert process.stdin is not None
         if self._client.engine is None:  # it does not listen yet
@@ -101,32 +128,104 @@ class EngineSupervisor:
         with contextlib.suppress(ApiError):  # its queue is full
             self._client.shutdown_engine()
         for push in (process.stdin.close, process.kill):
-            if await _ended_within(process, _STOP_TIMEOUT_S / 2):
-                return
-            push()
-        await process.wait()
+            await asyncio.wait({life}, timeout=_STOP_TIMEOUT_S / 2)
+            if life.done():
+                break
+            with contextlib.suppress(ProcessLookupError):
+                push()
+        await asyncio.wait({life})
 
-    def _next_delay_s(self, process: Process) -> float | None:
+    async def _spawn(self) -> asyncio.Task[_End]:
+        """Start a process. The task returns how it ended, when nothing of it is left. Raises `EngineError`."""
+        config = msgspec.structs.replace(self._config, incarnation=secrets.randbits(63))
+        page = ProgressPage.create()
+        config = msgspec.structs.replace(config, progress_fd=page.fd)
+        self._client.expect(config.incarnation)
+        command = [sys.executable, "-m", "swiftkv.engine.main", config.name]  # the name is for those who run ps
+        # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True, pass_fds=(page.fd,)
+            )
+        except OSError as error:  # no memory or no process to be had
+            raise EngineError(f"{config.name}: the engine cannot be started: {error.strerror}") from None
+        finally:
+            page.close()
+        self._process = process
+        watch = self._watch = EngineWatch(self._client, self._coordinator, self._node.watchdog, process.pid, page)
+        life = self._life = asyncio.create_task(self._see_through(process, watch), name=f"engine {config.name}")
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died already, which waiting for it shows
+            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            await process.stdin.drain()
+        return life
+
+    async def _see_through(self, process: Process, watch: EngineWatch) -> _End:
+        """Wait until the process ends, or end it: when it does not load, is hung, or says what cannot be understood."""
+        exited = asyncio.create_task(process.wait())
+        receivers = [asyncio.create_task(self._client.receive())]
+        watchers = {
+            "load_timeout": asyncio.create_task(self._until_overdue()),
+            "hung": asyncio.create_task(watch.until_hung(self._waits_for_others)),
+        }
+        if self._coordinator is not None:
+            receivers.append(asyncio.create_task(self._coordinator.receive()))
+            watchers["coordinator_hung"] = asyncio.create_task(watch.until_silent())
+        tasks: set[asyncio.Task[Any]] = {exited, *receivers, *watchers.values()}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                return _end_of(exited.result())
+            end = self._bad_message(receivers) or next(
+                _End(cause, watcher.result()) for cause, watcher in watchers.items() if watcher.done()
+            )
+            self._client.engine_down(end.how)  # at once: a process that hangs in the kernel may take long to end
+            return end
+        finally:
+            self._watch = None
+            if not exited.done():
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await asyncio.wait({exited})
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _bad_message(self, receivers: list[asyncio.Task[NoReturn]]) -> _End | None:
+        for receiver in receivers:
+            if receiver.done() and (error := receiver.exception()):
+                logger.error("the engine of %s sent a message that makes no sense", self._config.name, exc_info=error)
+                return _End("bad_message", f"sent a message that makes no sense ({error!r}) and was ended")
+        return None
+
+    async def _until_overdue(self) -> str:
+        """Return that the engine did not load in time; if it does, never return."""
+        timeout_s = self._node.load_timeout
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._client.wait_ready()
+        except TimeoutError:
+            return (
+                f"did not load within {timeout_s:g} s and was ended; if the model takes longer, raise node.load_timeout"
+            )
+        return await asyncio.Future[str]()
+
+    def _waits_for_others(self) -> bool:
+        return any(lender.is_unresponsive for lender in self.lenders)
+
+    def _next_delay_s(self, end: _End) -> float | None:
         """Seconds to wait before the next start, or None if there is none to be."""
         now_s = time.monotonic()
-        while self._restarts_s and self._restarts_s[0] < now_s - self._restart.window:
+        while self._restarts_s and self._restarts_s[0] < now_s - self._node.restart.window:
             self._restarts_s.popleft()
-        if process.returncode == EXIT_LOAD_FAILED or len(self._restarts_s) >= self._restart.limit:
+        if not end.can_restart or len(self._restarts_s) >= self._node.restart.limit:
             return None
-        delay_s = self._restart.backoff * 2 ** len(self._restarts_s)
+        delay_s = self._node.restart.backoff * 2 ** len(self._restarts_s)
         self._restarts_s.append(now_s)
         return float(delay_s)
 
 
-async def _ended_within(process: Process, timeout_s: float) -> bool:
-    try:
-        await asyncio.wait_for(process.wait(), timeout_s)
-    except TimeoutError:
-        return False
-    return True
-
-
-def _how(process: Process) -> str:
-    code = process.returncode
-    assert code is not None
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+def _end_of(returncode: int) -> _End:
+    if returncode == EXIT_LOAD_FAILED:
+        return _End("load_failed", how_it_ended(returncode), can_restart=False)
+    return _End("killed" if returncode < 0 else "exited", how_it_ended(returncode))

@@ -15,7 +15,8 @@ PACKAGE = Path(swiftkv.__file__).parent
 LAYERS = [
     {"cli", "demo"},
     {"node", "bench", "checkpoint"},
-    {"supervisor"},
+    {"supervisor", "engine_configs"},
+    {"watch"},
     {"server"},
     {"engine"},
     {"master", "worker"},
@@ -23,15 +24,16 @@ LAYERS = [
     {"models", "cache", "transport"},
     {"kernels"},
     {"_core", "_lease", "_cpu", "_transport"},
-    {"config", "hub", "errors", "latency", "__init__"},
+    {"config", "hub", "errors", "latency", "output", "processes", "progress", "tasks", "__init__"},
 ]
 NEIGHBOURS = {("models", "cache"), ("cache", "models"), ("hub", "errors"), ("config", "errors")}
 ONLY_THESE_MODULES = {
     ("server", "engine"): {"engine.messages"},
     ("node", "engine"): {"engine.messages"},
     ("supervisor", "engine"): {"engine.messages"},
+    ("engine_configs", "engine"): {"engine.messages"},
+    ("engine_configs", "lease"): {"lease.messages"},
     ("server", "lease"): {"lease.messages"},
-    ("node", "lease"): {"lease.messages"},
 }
 
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}

@@ -39,11 +39,13 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.sampler import Outcome, Sampled, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.errors import TransferError
+from swiftkv.progress import PROGRESS
 
 logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
+_IDLE_POLL_MS = 1000  # an engine at rest shows that it lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,14 @@ class Engine:
     def _serve(self) -> None:
         busy = False
         while True:
+            PROGRESS.works()
             if not busy and self._stats_changed:
                 self._send_stats()
             self._lending.before_step(self._finish)
             if not busy:
+                PROGRESS.rests()
                 self._wait()
+                PROGRESS.works()
             for message in self._receive():
                 if isinstance(message, Shutdown):
                     self._finish()  # while the other ranks are there
@@ -176,8 +181,8 @@ class Engine:
         )
 
     def _wait(self) -> None:
-        """Until a message comes, or something about leases; not for ever while a request waits for more to be lent."""
-        timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else None
+        """Wait until a message comes or something about leases, or it is time to look around."""
+        timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else _IDLE_POLL_MS
         ready = dict(self._poller.poll(timeout_ms))
         if self._lending.wake_fd in ready:
             os.eventfd_read(self._lending.wake_fd)

@@ -1,6 +1,7 @@
 """An engine process: `python -m swiftkv.engine.main`, with an `EngineConfig` as the first line of standard input.
 
-The end of standard input says that the parent is gone, and ends the process at once. SIGTERM and `Shutdown` end it
+The end of standard input says that the parent is gone, and ends the process at once; the kernel ends one that cannot
+see it because it is stopped or stuck. SIGTERM and `Shutdown` end it
 with code 0, a model that cannot be loaded with EXIT_LOAD_FAILED and one line on standard error, a defect with a
 traceback and code 1. The ranks of a tensor-parallel engine are processes like this one that rank 0 starts.
 """
@@ -19,14 +20,21 @@ import zmq
 
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, EngineConfig, Ready
 from swiftkv.errors import CheckpointError, ConfigError
+from swiftkv.output import detach_output
+from swiftkv.processes import be_killed_first, die_with_parent
+from swiftkv.progress import PROGRESS
 
 _LINGER_MS = 500
+_OUTPUT_PATIENCE_S = 1.0  # a last word before `os._exit` gets out where anybody reads
 _LOAD_ERRORS = (CheckpointError, ConfigError, OSError)
 
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    if not die_with_parent():
+        return 0
+    detach_output(_OUTPUT_PATIENCE_S)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s engine {config.name}: %(message)s")
@@ -36,6 +44,9 @@ def main() -> int:
 
 def serve(config: EngineConfig) -> int:
     """Load the model, say Ready, and run until told to stop. Returns the exit code."""
+    be_killed_first()  # the other ranks, which this process starts, inherit it
+    if config.progress_fd is not None:
+        PROGRESS.share(config.progress_fd)
     import torch  # after the environment is set
 
     from swiftkv.engine.engine import Engine
@@ -59,6 +70,7 @@ def serve(config: EngineConfig) -> int:
             runner.num_blocks,
             config.block_size,
             list(runner.eos_token_ids),
+            config.incarnation,
         )
         outputs.send(msgspec.msgpack.encode(ready))
         with torch.inference_mode():

@@ -58,6 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
     rank: int = 0  # which of them this process is; the gateway knows only rank 0
     ranks_directory: str = ""  # that rank 0 may make, of mode 0700: where ranks find each other
+    incarnation: int = 0  # random, told in `Ready`: which start of this engine the process is
+    progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -108,6 +110,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     num_blocks: int
     block_size: int
     eos_token_ids: list[int]
+    incarnation: int  # of `EngineConfig`
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

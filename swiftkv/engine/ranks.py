@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import EngineError
 from swiftkv.models.batch import Int32Array, StepArrays
+from swiftkv.processes import how_it_ended
 
 _STOP_TIMEOUT_S = 5.0
 _WATCH_TIMEOUT_S = 10.0  # for the kernel to tell that a process is gone, after its sockets told
@@ -209,8 +209,8 @@ class _Followers:
             return
         if code == EXIT_LOAD_FAILED:  # it has said why
             os._exit(EXIT_LOAD_FAILED)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        print(f"swiftkv: model {self._name}: rank {rank} {how}; the engine ends", file=sys.stderr, flush=True)
+        message = f"swiftkv: model {self._name}: rank {rank} {how_it_ended(code)}; the engine ends"
+        print(message, file=sys.stderr, flush=True)
         os._exit(1)
 
 

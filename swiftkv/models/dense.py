@@ -18,6 +18,7 @@ from swiftkv.models.loader import MappedWeights
 from swiftkv.models.parallel import ALONE, Communicator, RankSlices, parallel_ops
 from swiftkv.models.rope import cos_sin_table
 from swiftkv.models.stream import NO_STREAM, KVStream
+from swiftkv.progress import PROGRESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class DenseDecoder:
             ops.linear_residual(attended, layer.attention_out, hidden)
             activated = ops.norm_gate_up_silu(hidden, layer.mlp_norm, eps, layer.gate_up)  # [T, intermediate_size]
             ops.linear_residual(activated, layer.down, hidden)
+            PROGRESS.tick()
         return hidden
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from swiftkv import __version__
 from swiftkv.server.admin import admin_router
-from swiftkv.server.client import EngineState
+from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.metrics import CONTENT_TYPE, GatewayMetrics
@@ -26,7 +26,7 @@ from swiftkv.server.middleware import (
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.protocol import explain_invalid
-from swiftkv.server.responses import Health, NotReady, Readiness, Version, openapi_components
+from swiftkv.server.responses import EngineView, Health, NotReady, Readiness, Version, openapi_components
 from swiftkv.server.routes import documented, openai_router
 from swiftkv.server.streaming import ClientGone, json_response
 
@@ -103,13 +103,16 @@ def _status_router(
 
     @router.get("/ready", responses={**documented("Readiness"), 503: not_ready})
     async def ready() -> Response:
-        """Every engine serves; if not, which one does not."""
-        states = {name: str(state) for name, state in models.states().items()}
-        down = [f"'{name}' is {state}" for name, state in states.items() if state != EngineState.READY]
-        if not down:
-            return json_response(Readiness("ready", states))
-        detail = ErrorDetail(f"not ready: {', '.join(down)}", "service_unavailable_error", None, "not_ready")
-        response = json_response(NotReady(detail, states), 503)
+        """Every engine serves; if not, which one does not, and why."""
+        engines = models.engines()
+        states = {name: engine.state for name, engine in engines.items()}
+        not_serving = [
+            _describe(name, engine) for name, engine in engines.items() if not EngineState(engine.state).serves
+        ]
+        if not not_serving:
+            return json_response(Readiness("ready", states, engines))
+        detail = ErrorDetail(f"not ready: {', '.join(not_serving)}", "service_unavailable_error", None, "not_ready")
+        response = json_response(NotReady(detail, states, engines), 503)
         response.headers["Retry-After"] = "1"
         return response
 
@@ -121,10 +124,15 @@ def _status_router(
 
     @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
     async def scrape() -> Response:
+        metrics.engines.observe(models.engines())
         await lending.observe(metrics.lending, only_model)
         return Response(metrics.render(only_model), media_type=CONTENT_TYPE)
 
     return router
+
+
+def _describe(name: str, engine: EngineView) -> str:
+    return f"'{name}' is {engine.state}" + (f" ({engine.why})" if engine.why else "")
 
 
 def _named_model(name: Annotated[str, Path(description="Name of the model")]) -> None:

@@ -7,12 +7,10 @@ that has arrived for it since it was last asked is handed over at once, so a slo
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Self
+from typing import NoReturn, Self
 
 import msgspec
 import numpy as np
@@ -35,21 +33,14 @@ from swiftkv.engine.messages import (
     ToEngine,
     TokenLogprobs,
 )
+from swiftkv.server.engine_state import EngineState, Observation
 from swiftkv.server.errors import ApiError
 from swiftkv.server.metrics import FinishedRequest, ModelMetrics
-
-logger = logging.getLogger(__name__)
+from swiftkv.server.responses import EngineView
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 _BUSY_RETRY_S = 1.0
 _DOWN_RETRY_S = 5.0
-
-
-class EngineState(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    DOWN = "down"
-    DRAINING = "draining"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +166,9 @@ class Generation:
 class EngineClient:
     """One engine, whichever process it happens to be: an engine that is started again takes over the same sockets.
 
-    Create it inside the event loop. The supervisor tells it when the process is gone (`engine_down`); that an engine
-    is up, the client hears from the engine itself.
+    Create it inside the event loop. Its supervisor runs `receive`, and tells when a process is about to start
+    (`expect`), how it does (`observe`) and when it is gone (`engine_down`); that an engine is up, the client hears from
+    the engine itself.
     """
 
     def __init__(
@@ -187,15 +179,19 @@ class EngineClient:
         self.outputs_address = outputs_address
         self.metrics = metrics
         self.max_in_flight = max_in_flight
-        self.state = EngineState.STARTING
         self.engine: Ready | None = None
+        self.num_restarts = 0
+        self._state = EngineState.STARTING
+        self._since_s = time.monotonic()
+        self._observed: Observation | None = None
+        self._is_draining = False
         self._in_flight: dict[int, _InFlight] = {}
         self._next_request_id = 1
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._down_reason = "is starting"
+        self._why_gone: str | None = None
         self._retry_after_s = _DOWN_RETRY_S
-        self._dead_pid: int | None = None
+        self._incarnation: int | None = None
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -206,23 +202,41 @@ class EngineClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.set_hwm(HIGH_WATER_MARK)
         self._pull.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._receiver: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Bind both sockets and listen. Call before the engine process starts."""
+        """Bind both sockets. Call before the engine process starts."""
         self._push.bind(self.requests_address)
         self._pull.bind(self.outputs_address)
-        self._receiver = asyncio.get_running_loop().create_task(self._receive(), name=f"engine {self.name}")
 
-    async def close(self) -> None:
-        """Fail what is in flight and give the sockets back."""
-        self.engine_down("is shut down")
-        if self._receiver is not None:
-            self._receiver.cancel()
-            await asyncio.gather(self._receiver, return_exceptions=True)
+    def close(self) -> None:
+        """Fail what is in flight and give the sockets back; `receive` must have ended."""
+        self._is_draining = True
+        self.engine_down("was shut down", state=EngineState.DOWN)
         self._push.close()
         self._pull.close()
         self._context.term()
+
+    @property
+    def state(self) -> EngineState:
+        return EngineState.DRAINING if self._is_draining else self._state
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def view(self) -> EngineView:
+        """What `/ready` and `/metrics` show of the engine."""
+        now_s = time.monotonic()
+        observed = self._observed
+        return EngineView(
+            state=str(self.state),
+            why=self._why_gone if observed is None else observed.why,
+            since_s=now_s - self._since_s,
+            in_flight=self.num_in_flight,
+            progress_age_s=None if observed is None else now_s - observed.progress_s,
+            restarts=self.num_restarts,
+            pid=None if self.engine is None else self.engine.pid,
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -238,8 +252,8 @@ class EngineClient:
         """Raises:
         ApiError: 503 unless the engine takes requests.
         """
-        if self.state is not EngineState.READY:
-            raise self._gone(self._down_reason)
+        if not self.state.is_there:
+            raise self._gone()
 
     def generate(self, requests: Sequence[SequenceRequest], *, cache_salt: str = "", priority: int = 0) -> Generation:
         """Hand sequences to the engine.
@@ -266,7 +280,7 @@ class EngineClient:
             self._in_flight[request_id] = _InFlight(generation, index, request, arrived_s)
             if not self._send(AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority)):
                 generation.close()
-                raise self._gone("does not answer")
+                raise self._gone()
         return generation
 
     def shutdown_engine(self) -> None:
@@ -276,48 +290,68 @@ class EngineClient:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, wait for those in flight, and fail what is left after ``timeout_s``."""
-        if self.state is EngineState.READY:
-            self.state, self._down_reason = EngineState.DRAINING, "is shutting down"
+        self._is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._fail_all("is shutting down")
+            self._fail_all()
+
+    def expect(self, incarnation: int) -> None:
+        """Take only the engine process that was started with this number for the one that serves."""
+        self._incarnation = incarnation
 
     def engine_up(self, ready: Ready) -> None:
-        """The engine serves. Called when its `Ready` arrives."""
-        if ready.pid == self._dead_pid:
+        """The engine serves. Called when its `Ready` arrives; a late one of a process that is gone means nothing."""
+        if ready.incarnation != self._incarnation:
             return
         self.engine = ready
-        self.state = EngineState.READY
+        self._why_gone = None
+        self.observe(Observation(EngineState.READY, None, time.monotonic()))
         self.metrics.engine_came_up()
         self._ready.set()
 
+    def observe(self, observation: Observation) -> None:
+        """Take over what the supervisor sees of the engine that serves."""
+        self._observed = observation
+        self._enter(observation.state)
+
     def engine_down(
-        self, reason: str = "stopped and is being restarted", *, retry_after_s: float = _DOWN_RETRY_S, pid: int = 0
+        self,
+        why: str,
+        *,
+        state: EngineState = EngineState.RESTARTING,
+        retry_after_s: float = _DOWN_RETRY_S,
     ) -> None:
         """The engine process is gone: everything in flight fails now, new requests are refused until it is back.
 
         Args:
-            reason: completes "model 'x' …" in the error that clients see.
+            why: completes "the engine …", such as `was killed by SIGKILL`.
+            state: whether it is coming back.
             retry_after_s: when it is worth trying again.
-            pid: of the process that is gone, so that a late word of it is not taken for its successor's.
         """
-        self.state, self._down_reason, self._retry_after_s = EngineState.DOWN, reason, retry_after_s
-        self._dead_pid = pid or (self.engine.pid if self.engine else None)
+        self._why_gone, self._retry_after_s = why, retry_after_s
+        self._incarnation = None
+        self._observed = None
         self.engine = None
         self._ready.clear()
+        self._enter(state)
         self.metrics.engine_went_down()
-        self._fail_all(reason)
+        self._fail_all()
 
-    async def _receive(self) -> None:
+    def engine_restarts(self, cause: str) -> None:
+        """The engine process is about to be started again, because the one before it ended by `cause`."""
+        self.num_restarts += 1
+        self.metrics.engine_restarts(cause)
+
+    def _enter(self, state: EngineState) -> None:
+        if state is not self._state:
+            self._state, self._since_s = state, time.monotonic()
+
+    async def receive(self) -> NoReturn:
+        """Take what the engine says, until cancelled. Raises if it says something that makes no sense."""
         while True:
-            frame = await self._pull.recv()
-            try:
-                message = self._decoder.decode(frame)
-            except msgspec.DecodeError:
-                logger.exception("engine %s sent a message that cannot be read", self.name)
-                continue
+            message = self._decoder.decode(await self._pull.recv())
             match message:
                 case StepOutput():
                     self._on_step(message)
@@ -359,7 +393,7 @@ class EngineClient:
             generation._wake()
         if request_ids:
             self.metrics.generation_tokens.inc(len(request_ids))
-        if step.stats is not None:
+        if step.stats is not None and self.engine is not None:  # not the last words of one that is gone
             self.metrics.observe_engine(step.stats)
 
     def _on_admitted(self, sequence: _InFlight, cached_tokens: int, now_s: float) -> None:
@@ -397,8 +431,8 @@ class EngineClient:
         if not self._in_flight:
             self._idle.set()
 
-    def _fail_all(self, reason: str) -> None:
-        error = self._gone(reason)
+    def _fail_all(self) -> None:
+        error = self._gone()
         for request_id, sequence in list(self._in_flight.items()):
             self._forget(request_id, "error")
             sequence.generation._fail(sequence.index, error)
@@ -411,7 +445,19 @@ class EngineClient:
             return False
         return True
 
-    def _gone(self, reason: str) -> ApiError:
+    def _gone(self) -> ApiError:
+        """Return the error that says why the engine takes no requests."""
+        match self.state:
+            case EngineState.DRAINING:
+                reason = "is shutting down"
+            case EngineState.STARTING:
+                reason = "is starting"
+            case EngineState.RESTARTING:
+                reason = f"stopped and is being restarted: its engine {self._why_gone}"
+            case EngineState.DOWN:
+                reason = f"is down and is not started again: its engine {self._why_gone}"
+            case _:
+                reason = "does not answer"
         return ApiError(
             503, f"model '{self.name}' {reason}", code="engine_unavailable", retry_after_s=self._retry_after_s
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from swiftkv.lease.messages import (
     ShowLending,
     ToAdmin,
 )
-from swiftkv.server.client import EngineClient, EngineState
+from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
 from swiftkv.server.lending_metrics import LendingMetrics
 from swiftkv.server.responses import (
@@ -37,8 +37,6 @@ from swiftkv.server.responses import (
     ModelLending,
     PoolView,
 )
-
-logger = logging.getLogger(__name__)
 
 LENDER_STATES = ("home", "offered", "lent", "recalled")
 BORROWER_STATES = ("none", "held", "recalled")
@@ -53,7 +51,7 @@ _RECONNECT_MS = 50
 class CoordinatorClient:
     """The gateway's end of one engine's coordinator, whichever process that happens to be.
 
-    Create it inside the event loop.
+    Create it inside the event loop. The supervisor of the engine runs `receive`.
     """
 
     def __init__(self, name: str, leases_address: str) -> None:
@@ -69,11 +67,9 @@ class CoordinatorClient:
         self._waiting: dict[int, asyncio.Future[ToAdmin]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToAdmin] = msgspec.msgpack.Decoder(ToAdmin)
-        self._receiver = asyncio.get_running_loop().create_task(self._receive(), name=f"coordinator {name}")
 
-    async def close(self) -> None:
-        self._receiver.cancel()
-        await asyncio.gather(self._receiver, return_exceptions=True)
+    def close(self) -> None:
+        """Give the socket back; `receive` must have ended."""
         self._socket.close()
         self._context.term()
 
@@ -107,14 +103,10 @@ class CoordinatorClient:
         finally:
             del self._waiting[request_id]
 
-    async def _receive(self) -> None:
+    async def receive(self) -> NoReturn:
+        """Take the coordinator's answers, until cancelled. Raises if one cannot be read."""
         while True:
-            frame = await self._socket.recv()
-            try:
-                answer = self._decoder.decode(frame)
-            except msgspec.DecodeError:
-                logger.exception("the coordinator of %s sent a message that cannot be read", self._name)
-                continue
+            answer = self._decoder.decode(await self._socket.recv())
             waiting = self._waiting.get(answer.request_id)
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
@@ -146,9 +138,10 @@ class NodeLending:
         self._enabled = enabled
         self._transport = transport
 
-    async def close(self) -> None:
-        coordinators = [member.coordinator for member in self._members.values() if member.coordinator]
-        await asyncio.gather(*(coordinator.close() for coordinator in coordinators))
+    def close(self) -> None:
+        for member in self._members.values():
+            if member.coordinator is not None:
+                member.coordinator.close()
 
     async def overview(self) -> LendingOverview:
         """Of every model; one that does not answer in time is shown as such."""
@@ -235,7 +228,7 @@ class NodeLending:
 
 async def _scraped(member: LendingMember) -> LendingState | None:
     assert member.coordinator is not None
-    if member.engine.state is not EngineState.READY:
+    if not member.engine.state.serves:
         return None
     try:
         return await member.coordinator.show(with_extents=False, timeout_s=_SCRAPE_TIMEOUT_S)

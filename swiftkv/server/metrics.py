@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats
+from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
+from swiftkv.server.responses import EngineView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -47,6 +49,11 @@ class GatewayMetrics:
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
         self.engine_up = self._gauge("swiftkv:engine_up", "1 while the model's engine serves")
         self.engine_starts = self._counter("swiftkv:engine_starts", "Times that the model's engine came up")
+        self.engine_restarts = self._counter(
+            "swiftkv:engine_restarts", "Times that the model's engine ended and was started again", ("reason",)
+        )
+        self.engines = _EngineStates()
+        self.registry.register(self.engines)
         self.preemptions = self._counter("vllm:num_preemptions", "Requests preempted and recomputed")
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
@@ -141,6 +148,7 @@ class ModelMetrics:
         self._kv_tokens = {tier: metrics.kv_tier_tokens.labels(name, tier) for tier in (LOCAL_TIER, PEER_TIER)}
         self._name = name
         self._layer_stream = metrics.layer_stream
+        self._restarts = metrics.engine_restarts
         # The engine reports totals since it started; a restarted engine counts from zero again.
         self._engine_totals = dict.fromkeys(
             (
@@ -186,6 +194,9 @@ class ModelMetrics:
         self.engine_up.set(1)
         self.engine_starts.inc()
         self._engine_totals = dict.fromkeys(self._engine_totals, 0)
+
+    def engine_restarts(self, reason: str) -> None:
+        self._restarts.labels(self._name, reason).inc()
 
     def engine_went_down(self) -> None:
         running = (self.engine_up, self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage)
@@ -236,6 +247,30 @@ class _LayerStream(Collector):
                 if durations is not None:
                     add_histogram(family, model, DURATION_BOUNDS_S, accumulate(durations.counts), durations.sum_s)
         return load, store, exposed
+
+
+class _EngineStates(Collector):
+    """How engines did when metrics were last asked for."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, EngineView] = {}
+
+    def observe(self, views: Mapping[str, EngineView]) -> None:
+        self._views.update(views)
+
+    def collect(self) -> Iterable[Metric]:
+        states = GaugeMetricFamily(
+            "swiftkv:engine_state", "1 for the state that the model's engine is in", labels=("model_name", "state")
+        )
+        ages = GaugeMetricFamily(
+            "swiftkv:engine_progress_age_seconds", "Time since the engine last showed progress", labels=("model_name",)
+        )
+        for model, view in self._views.items():
+            for state in EngineState:
+                states.add_metric((model, state), float(view.state == state))
+            if view.progress_age_s is not None:
+                ages.add_metric((model,), view.progress_age_s)
+        return states, ages
 
 
 class _OneModel(Collector):

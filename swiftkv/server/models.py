@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swiftkv.server.client import EngineClient, EngineState
+from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
-from swiftkv.server.responses import ModelCard
+from swiftkv.server.responses import EngineView, ModelCard
 from swiftkv.server.tokenizer import Tokenizer
 
 
@@ -70,5 +70,5 @@ class ModelTable:
         known = ", ".join(self._models)
         raise ApiError(400, f"field 'model' is required; there is: {known}", param="model", code="missing_field")
 
-    def states(self) -> dict[str, EngineState]:
-        return {name: model.client.state for name, model in self._models.items()}
+    def engines(self) -> dict[str, EngineView]:
+        return {name: model.client.view() for name, model in self._models.items()}

@@ -161,13 +161,31 @@ class Health(Struct):
     status: Literal["ok"] = "ok"
 
 
+class EngineView(Struct):
+    state: str
+    why: str | None
+    """Why it is in that state; null for one that is ready."""
+    since_s: float
+    """Seconds since it came into that state."""
+    in_flight: int
+    """Sequences that wait for it or run."""
+    progress_age_s: float | None
+    """Seconds since its step loop last showed progress; null: there is no engine that could."""
+    restarts: int
+    """Times it was started again since the node came up."""
+    pid: int | None
+
+
 class Readiness(Struct):
     status: Literal["ready"]
     models: dict[str, str]
+    """State by model."""
+    engines: dict[str, EngineView]
 
 
 class NotReady(ErrorResponse):
     models: dict[str, str]
+    engines: dict[str, EngineView]
 
 
 class Version(Struct):

@@ -17,8 +17,8 @@ from swiftkv.cache.pool import Pool
 from swiftkv.config import Config, load_config
 from swiftkv.engine.lending import check_links
 from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine_configs import engine_config, lending_spec, link_geometry
 from swiftkv.lease.messages import LendingSpec
-from swiftkv.node import engine_config, lending_spec, link_geometry
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

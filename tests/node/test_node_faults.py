@@ -149,7 +149,9 @@ def test_a_crash_loop_ends_and_the_others_serve(node: NodeProcess) -> None:
     refused = complete(node, "doomed")
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
-    assert refused.json()["error"]["message"] == "model 'doomed' is down and is not started again"
+    assert refused.json()["error"]["message"] == (
+        "model 'doomed' is down and is not started again: its engine was killed by SIGKILL"
+    )
     assert complete(node, "steady").status_code == 200
     assert "doomed" not in node.engines()
 

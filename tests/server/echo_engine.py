@@ -50,7 +50,7 @@ class Sequence:
 class EchoEngine:
     """Generates ``prompt[i % len(prompt)]`` as token ``i``; logprob of token ``t`` is ``-(t % 10) / 10``."""
 
-    def __init__(self, requests_address: str, outputs_address: str, max_model_len: int) -> None:
+    def __init__(self, requests_address: str, outputs_address: str, max_model_len: int, incarnation: int) -> None:
         context = zmq.Context.instance()
         self.pull = context.socket(zmq.PULL)
         self.push = context.socket(zmq.PUSH)
@@ -60,7 +60,7 @@ class EchoEngine:
         self.sequences: dict[int, Sequence] = {}
         self.admitted: list[tuple[int, int]] = []
         self.seen: list[list[int]] = []
-        self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, BLOCK_SIZE, []))
+        self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, BLOCK_SIZE, [], incarnation))
 
     def send(self, message: object) -> None:
         self.push.send(msgspec.msgpack.encode(message))
@@ -158,12 +158,14 @@ def main() -> None:
     parser.add_argument("outputs_address")
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--incarnation", type=int, default=0)
     parser.add_argument("--name", default="echo")
     parser.add_argument("--leases-address")
     arguments = parser.parse_args()
     if arguments.leases_address:
         EchoCoordinator(arguments.name, arguments.leases_address).start()
-    engine = EchoEngine(arguments.requests_address, arguments.outputs_address, arguments.max_model_len)
+    addresses = (arguments.requests_address, arguments.outputs_address)
+    engine = EchoEngine(*addresses, arguments.max_model_len, arguments.incarnation)
     engine.run(arguments.step_ms / 1000)
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import openai
@@ -63,18 +64,21 @@ class EchoProcess:
     max_model_len: int
     leases_address: str
     process: subprocess.Popen[bytes] | None = None
+    incarnation: int = 0
 
     def start(self) -> None:
+        self.incarnation += 1
+        self.client.expect(self.incarnation)
         addresses = [self.client.requests_address, self.client.outputs_address]
         options = [f"--step-ms={self.step_ms}", f"--max-model-len={self.max_model_len}"]
+        options += [f"--incarnation={self.incarnation}"]
         options += [f"--name={self.client.name}", f"--leases-address={self.leases_address}"]
         self.process = subprocess.Popen([sys.executable, ECHO_ENGINE, *addresses, *options])
 
-    def stop(self) -> int:
+    def stop(self) -> None:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
-        return self.process.pid
 
 
 @dataclass
@@ -131,6 +135,7 @@ def start_gateway(
     metrics = GatewayMetrics()
     servers: list[uvicorn.Server] = []
     serving: list[asyncio.Task[None]] = []
+    receiving: list[asyncio.Task[NoReturn]] = []
     lendings: list[NodeLending] = []
     budgets: dict[str, list[int]] = {"chat": [], "code": []}
 
@@ -141,8 +146,11 @@ def start_gateway(
             addresses = [f"ipc://{directory}/{name}.{end}" for end in ("requests", "outputs")]
             client = EngineClient(name, *addresses, metrics.for_model(name), max_in_flight=600)
             client.start()
+            receiving.append(loop.create_task(client.receive()))
             handles[name] = ModelHandle(name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client)
             coordinator = CoordinatorClient(name, f"ipc://{directory}/{name}.leases") if lending else None
+            if coordinator is not None:
+                receiving.append(loop.create_task(coordinator.receive()))
             role, why_not = ("master", "is a master") if name == "chat" else ("worker", None)
             why_not = why_not if lending else "lends and borrows nothing: node.lending is off"
             members.append(
@@ -177,9 +185,13 @@ def start_gateway(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
-        await asyncio.gather(*(node_lending.close() for node_lending in lendings))
+        for task in receiving:
+            task.cancel()
+        await asyncio.gather(*receiving, return_exceptions=True)
+        for node_lending in lendings:
+            node_lending.close()
         for client in gateway.clients.values():
-            await client.close()
+            client.close()
 
     def stop() -> None:
         asyncio.run_coroutine_threadsafe(shut_down(), loop).result(10)

@@ -179,9 +179,9 @@ def test_metrics(gateway: Gateway) -> None:
 
 
 def test_an_engine_that_is_gone_is_503_and_the_others_are_shown(lending_gateway: Gateway) -> None:
-    pid = lending_gateway.engines["code"].stop()
+    lending_gateway.engines["code"].stop()
     client = lending_gateway.clients["code"]
-    lending_gateway.call(lambda: client.engine_down("died and is being restarted", retry_after_s=3, pid=pid))
+    lending_gateway.call(lambda: client.engine_down("ended with code 1", retry_after_s=3))
     refused = patch(lending_gateway, "50%")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "3")
     with lending_gateway.http() as http:
@@ -189,8 +189,8 @@ def test_an_engine_that_is_gone_is_503_and_the_others_are_shown(lending_gateway:
         chat, code = http.get("/admin/lending").json()["models"]
         assert "swiftkv:lent_bytes{" not in http.get("/metrics").text
     assert (code["state"], code["error"], code["lent_bytes"]) == (
-        "down",
-        "model 'code' died and is being restarted",
+        "restarting",
+        "model 'code' stopped and is being restarted: its engine ended with code 1",
         None,
     )
     assert (chat["error"], chat["borrowed_bytes"]) == (None, FIRST_BUDGET_BYTES)

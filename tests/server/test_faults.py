@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from echo_gateway import Gateway
@@ -66,8 +67,8 @@ def test_an_engine_that_dies_fails_its_requests_and_no_others(slow_gateway: Gate
     for thread in threads:
         thread.start()
     wait_until(lambda: client.num_in_flight == 2 and client.metrics.generation_tokens._value.get() > 4)
-    pid = engine.stop()
-    slow_gateway.call(lambda: client.engine_down("died and is being restarted", retry_after_s=3, pid=pid))
+    engine.stop()
+    slow_gateway.call(lambda: client.engine_down("was killed by SIGKILL", retry_after_s=3))
     for thread in threads:
         thread.join(20)
     by_kind = {(model, stream): response for model, stream, response in answers}
@@ -75,7 +76,8 @@ def test_an_engine_that_dies_fails_its_requests_and_no_others(slow_gateway: Gate
     assert by_kind["chat", False].headers["retry-after"] == "3"
     assert by_kind["chat", True].status_code == 200
     assert by_kind["chat", True].text.endswith("data: [DONE]\n\n")
-    assert '"message":"model \'chat\' died and is being restarted"' in by_kind["chat", True].text
+    reason = "model 'chat' stopped and is being restarted: its engine was killed by SIGKILL"
+    assert f'"message":"{reason}"' in by_kind["chat", True].text
     assert by_kind["code", False].json()["usage"]["completion_tokens"] == 100
     assert '"error"' not in by_kind["code", True].text
 
@@ -85,8 +87,8 @@ def test_an_engine_that_dies_fails_its_requests_and_no_others(slow_gateway: Gate
         assert http.get("/health").status_code == 200
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "3")
     assert ready.status_code == 503
-    assert ready.json()["models"] == {"chat": "down", "code": "ready"}
-    assert "'chat' is down" in ready.json()["error"]["message"]
+    assert ready.json()["models"] == {"chat": "restarting", "code": "ready"}
+    assert "'chat' is restarting (was killed by SIGKILL)" in ready.json()["error"]["message"]
 
     engine.start()
     slow_gateway.wait_ready("chat")
@@ -100,7 +102,7 @@ def test_a_stream_cut_by_a_dying_engine_is_an_error_for_the_openai_client(slow_g
     stream = slow_gateway.openai().completions.create(**LONG, stream=True)
     next(stream)
     engine.stop()
-    slow_gateway.call(client.engine_down)
+    slow_gateway.call(lambda: client.engine_down("ended with code 1"))
     with pytest.raises(openai.APIError, match="stopped"):
         list(stream)
 
@@ -121,9 +123,30 @@ def test_the_last_word_of_a_dead_engine_is_not_taken_for_its_successors(slow_gat
     last_word = client.engine
     assert last_word is not None
     slow_gateway.engines["chat"].stop()
-    slow_gateway.call(lambda: client.engine_down(pid=last_word.pid))
+    slow_gateway.call(lambda: client.engine_down("ended with code 1"))
     slow_gateway.call(lambda: client.engine_up(last_word))
-    assert client.state == "down"
+    assert client.state == "restarting"
+    # Nor is it when the successor is on its way, even one that got the same process id.
+    slow_gateway.call(lambda: client.expect(last_word.incarnation + 1))
+    slow_gateway.call(lambda: client.engine_up(last_word))
+    assert client.state == "restarting"
+    successor = msgspec.structs.replace(last_word, incarnation=last_word.incarnation + 1)
+    slow_gateway.call(lambda: client.engine_up(successor))
+    assert client.state == "ready"
+
+
+def test_an_engine_that_comes_up_while_the_node_drains_does_not_reopen_its_model(slow_gateway: Gateway) -> None:
+    client, engine = slow_gateway.clients["chat"], slow_gateway.engines["chat"]
+    engine.stop()
+    slow_gateway.call(lambda: client.engine_down("ended with code 1"))
+    asyncio.run_coroutine_threadsafe(client.drain(timeout_s=1), slow_gateway.loop).result(20)
+    engine.start()
+    slow_gateway.wait_ready("chat")
+    assert client.state == "draining"
+    with slow_gateway.http() as http:
+        refused = http.post("/v1/completions", json=LONG)
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["error"]["message"]
 
 
 def test_draining_finishes_what_runs_and_refuses_the_rest(slow_gateway: Gateway) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,8 +41,19 @@ class NodeProcess:
     `temporary` is the node's TMPDIR, so that what it leaves there can be seen; share it to start two after each other.
     """
 
-    def __init__(self, config: dict[str, Any], directory: Path, temporary: Path, *, wait: bool = True) -> None:
-        """`wait`: be entered only when every model serves."""
+    def __init__(
+        self,
+        config: dict[str, Any],
+        directory: Path,
+        temporary: Path,
+        *,
+        wait: bool = True,
+        program: Sequence[str] = ("-m", "swiftkv.cli"),
+        stderr: int | None = None,
+    ) -> None:
+        """`wait`: be entered only when every model serves. `program`: another than the command, for Python."""
+        self._program = program
+        self._stderr = stderr
         self.file = directory / "node.yaml"
         self.file.write_text(yaml.safe_dump(config))
         self.temporary = temporary
@@ -53,8 +64,9 @@ class NodeProcess:
 
     def __enter__(self) -> NodeProcess:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "swiftkv.cli", "serve", str(self.file)],
+            [sys.executable, *self._program, "serve", str(self.file)],
             stdout=subprocess.PIPE,
+            stderr=self._stderr,
             text=True,
             env={**os.environ, "TMPDIR": str(self.temporary)},
         )
@@ -95,11 +107,17 @@ class NodeProcess:
         return found
 
     def ready(self) -> dict[str, str]:
-        """State by model, as `/ready` tells it; the status must agree."""
+        """State by model, as `/ready` tells it."""
+        return {name: view["state"] for name, view in self.engine_views().items()}
+
+    def engine_views(self) -> dict[str, dict[str, Any]]:
+        """All that `/ready` tells of each engine; its status must agree."""
         answer = httpx.get(f"{self.url}/ready", timeout=DEADLINE_S)
-        states: dict[str, str] = answer.json()["models"]
-        assert answer.status_code == (200 if set(states.values()) == {"ready"} else 503)
-        return states
+        content = answer.json()
+        views: dict[str, dict[str, Any]] = content["engines"]
+        assert content["models"] == {name: view["state"] for name, view in views.items()}
+        assert answer.status_code == (200 if set(content["models"].values()) <= {"ready", "slow"} else 503)
+        return views
 
     def assert_nothing_left(self) -> None:
         """No process, no socket directory, nothing with our name in shared memory."""

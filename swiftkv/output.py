@@ -1,0 +1,102 @@
+"""Standard output and standard error that never hold anybody up and never fail."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import queue
+import sys
+import threading
+
+_MAX_QUEUED = 4096  # writes
+_LONGEST_WRITE = 64 << 10  # bytes
+_EXIT_PATIENCE_S = 1.0
+
+
+class DetachedStream(io.TextIOBase):
+    """A text stream that a thread of its own writes out.
+
+    Text is dropped where it cannot go: the reader of a pipe has gone or has stalled, the disk is full. The next line
+    that gets through says how much was lost.
+    """
+
+    def __init__(self, fd: int, patience_s: float) -> None:
+        """`patience_s`: `flush` waits at most so long for what was written; 0 does not wait."""
+        self._fd = fd
+        self._patience_s = patience_s
+        self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._has_stalled = False
+        self._num_lost = 0
+        threading.Thread(target=self._write_out, name=f"output {fd}", daemon=True).start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def write(self, text: str) -> int:
+        if self._queue.qsize() < _MAX_QUEUED:
+            self._queue.put(text.encode("utf-8", "backslashreplace")[:_LONGEST_WRITE])
+        else:
+            self._num_lost += 1
+        return len(text)
+
+    def flush(self) -> None:
+        """Wait for the thread, within limits: not at all after a wait in vain, until something gets through again."""
+        if self._patience_s and not self._has_stalled:
+            self.drain(self._patience_s)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what was written before is out, or until it has taken too long."""
+        written = threading.Event()
+        self._queue.put(written)
+        self._has_stalled = not written.wait(timeout_s)
+
+    def _write_out(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._write_bytes(item)
+            self._has_stalled = False
+
+    def _write_bytes(self, data: bytes) -> None:
+        num_lost = self._num_lost
+        if num_lost:
+            data = b"[%d writes were lost here]\n%b" % (num_lost, data)
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:  # nobody reads it, or there is no room for it
+            self._num_lost += 1
+        else:
+            self._num_lost -= num_lost
+
+
+def detach_output(patience_s: float = 0.0) -> None:
+    """Make `sys.stdout` and `sys.stderr` of this process streams that never block and never raise.
+
+    Call it before logging is set up. `patience_s` is as for `DetachedStream`; what is left at exit gets a second.
+    """
+    _open_standard_descriptors()
+    streams = [DetachedStream(fd, patience_s) for fd in (1, 2)]
+    sys.stdout, sys.stderr = streams
+    for stream in streams:
+        atexit.register(stream.drain, _EXIT_PATIENCE_S)
+
+
+def _open_standard_descriptors() -> None:
+    """Give descriptors 0 to 2 that were closed at start to /dev/null, before a socket gets such a number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)

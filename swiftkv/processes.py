@@ -1,0 +1,71 @@
+"""What the kernel is asked about processes, and told about this one."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SET_PDEATHSIG = 1  # prctl(2)
+_OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
+_MORE_EXPENDABLE = 300
+_MOST_EXPENDABLE = 1000
+_STOPPED_STATES = frozenset("Tt")  # by a signal, by a debugger
+
+
+def how_it_ended(returncode: int) -> str:
+    """Return how a process ended, as the rest of a sentence, from what `Popen.returncode` says."""
+    return f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name; most real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"real-time signal {number}"
+
+
+def die_with_parent() -> bool:
+    """Have the kernel kill this process when the thread that started it ends. Returns whether the parent still lives.
+
+    This works however the parent ends, and also while this process is stopped or stuck in a call.
+    """
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    return os.getppid() == parent  # it may have ended before the call, and nobody will tell
+
+
+def be_killed_first() -> None:
+    """Let the kernel prefer this process to its parent when memory runs out."""
+    try:
+        score = int(_OOM_SCORE_ADJ.read_text())
+        _OOM_SCORE_ADJ.write_text(str(min(_MOST_EXPENDABLE, score + _MORE_EXPENDABLE)))
+    except OSError as error:  # some containers mount /proc read-only
+        logger.info("oom_score_adj stays as it is: %s", error.strerror)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessVitals:
+    """A process as the kernel sees it."""
+
+    is_stopped: bool
+    cpu_s: float
+    """Processor time that all of its threads have used so far."""
+
+
+def read_vitals(pid: int) -> ProcessVitals | None:
+    """Read `/proc/PID/stat`, see proc_pid_stat(5); `None` if the process is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    cpu_ticks = int(fields[14 - 3]) + int(fields[15 - 3])
+    return ProcessVitals(fields[0] in _STOPPED_STATES, cpu_ticks / os.sysconf("SC_CLK_TCK"))

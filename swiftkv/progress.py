@@ -1,0 +1,91 @@
+"""How far an engine has come, in one page of memory that it shares with its supervisor.
+
+The page can be read at any time and needs no answer, so it also tells about an engine that is stuck. Only the engine's
+own thread writes it: while a device computes and that thread waits, nothing counts as progress.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from typing import Self
+
+_NUM_BYTES = mmap.PAGESIZE
+_TICKS, _BEGAN_NS, _LONGEST_NS = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSample:
+    """One look at the page."""
+
+    ticks: int
+    """Changes whenever the engine has done anything."""
+    working_s: float | None
+    """How long the current round of the step loop has taken; `None` while the loop waits for messages."""
+    longest_s: float
+    """The longest round so far."""
+
+
+class Progress:
+    """The page, as the engine writes it. Before `share`, nobody else sees it."""
+
+    def __init__(self) -> None:
+        self._words = memoryview(mmap.mmap(-1, _NUM_BYTES)).cast("Q")
+
+    def share(self, fd: int) -> None:
+        """Write to the page behind `fd`, a `ProgressPage` of the supervisor, from now on."""
+        self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("Q")
+
+    def tick(self) -> None:
+        """Count something that was done: a layer, a round of the loop. Takes well under a microsecond."""
+        self._words[_TICKS] += 1
+
+    def works(self) -> None:
+        """A round of the step loop begins, and the one before it has ended."""
+        self._end_round(time.monotonic_ns())
+
+    def rests(self) -> None:
+        """The loop waits for messages; the round before has ended."""
+        self._end_round(0)
+
+    def _end_round(self, next_began_ns: int) -> None:
+        words = self._words
+        words[_TICKS] += 1
+        if began_ns := words[_BEGAN_NS]:
+            took_ns = (next_began_ns or time.monotonic_ns()) - began_ns
+            if took_ns > words[_LONGEST_NS]:
+                words[_LONGEST_NS] = took_ns
+        words[_BEGAN_NS] = next_began_ns
+
+
+class ProgressPage:
+    """The page, as the supervisor makes and reads it: one for each engine process."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        """To be passed on to the engine."""
+        self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("Q")
+        self._words[_TICKS] = 0  # a page that exists cannot be missing later, when memory is short
+
+    @classmethod
+    def create(cls) -> Self:
+        fd = os.memfd_create("swiftkv-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, _NUM_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return cls(fd)
+
+    def read(self) -> ProgressSample:
+        began_ns = self._words[_BEGAN_NS]
+        working_s = (time.monotonic_ns() - began_ns) / 1e9 if began_ns else None
+        return ProgressSample(self._words[_TICKS], working_s, self._words[_LONGEST_NS] / 1e9)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping goes when nobody holds this any more."""
+        os.close(self.fd)
+
+
+PROGRESS = Progress()
+"""The page of this process, which runs at most one engine."""

@@ -1,0 +1,141 @@
+"""Judges from outside whether an engine process goes on: by the page it shares, its process, and its coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swiftkv.processes import read_vitals
+from swiftkv.progress import ProgressPage
+from swiftkv.server.client import EngineClient
+from swiftkv.server.engine_state import EngineState, Observation
+from swiftkv.server.errors import ApiError
+from swiftkv.server.lending import CoordinatorClient
+
+_INTERVAL_S = 1.0
+_PING_INTERVAL_S = 10.0
+_NOTICEABLE_S = 5.0
+_SLOW_S = 10.0
+_BUSY = 0.2  # of a processor
+_TIMES_THE_LONGEST = 3.0  # a round of the step loop may take so many times as long as any before it
+
+
+@dataclass(frozen=True, slots=True)
+class _Interval:
+    """The time between two looks. Time in which the node itself did not run is no evidence against anybody."""
+
+    now_s: float
+    elapsed_s: float
+
+
+class _Clock:
+    """Ticks about every `interval_s`."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._last_s = time.monotonic()
+
+    async def tick(self) -> _Interval:
+        """Wait for the rest of the interval, however long what was done since the last call took."""
+        await asyncio.sleep(max(0.0, self._last_s + self._interval_s - time.monotonic()))
+        now_s = time.monotonic()
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        return _Interval(now_s, min(elapsed_s, 2 * self._interval_s))
+
+
+class EngineWatch:
+    """Watches one engine process, and tells its client what it sees.
+
+    An engine is hung if it has something to do and shows no progress for `watchdog_s`, or for several times as long as
+    its longest step if that is more. Something to do is: a request, a step in progress, extents that its lenders have
+    recalled, a question to its coordinator.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        coordinator: CoordinatorClient | None,
+        watchdog_s: float | None,
+        pid: int,
+        page: ProgressPage,
+    ) -> None:
+        self._client = client
+        self._coordinator = coordinator
+        self._watchdog_s = watchdog_s
+        self._pid = pid
+        self._page = page
+        self._noticeable_s = _NOTICEABLE_S if watchdog_s is None else min(_NOTICEABLE_S, watchdog_s / 2)
+        self._ticks = 0
+        self._progress_s = time.monotonic()
+        self._cpu_s = 0.0
+        self._idle_s = 0.0  # without progress
+        self._hung_s = 0.0  # without progress, with something to do
+        self._unanswered_s = 0.0  # by the coordinator
+        self._owes_extents = False
+
+    @property
+    def is_unresponsive(self) -> bool:
+        """Whether others may be waiting for it in vain."""
+        return self._idle_s >= 2 * _INTERVAL_S or self._unanswered_s > 0
+
+    async def until_hung(self, waits_for_others: Callable[[], bool]) -> str:
+        """Look every second or so; when the step loop is hung, return that. It is not while it may wait for others."""
+        clock = _Clock(_INTERVAL_S if self._watchdog_s is None else min(_INTERVAL_S, self._watchdog_s / 8))
+        while True:
+            interval = await clock.tick()
+            limit_s = self._look(interval, waits_for_others)
+            if self._watchdog_s is not None and self._hung_s > limit_s:
+                return f"made no progress for {self._hung_s:.0f} s and was ended"
+
+    async def until_silent(self) -> str:
+        """Ask the coordinator every now and then; return how long it has not answered when that is too long."""
+        assert self._coordinator is not None
+        watchdog_s = self._watchdog_s
+        interval_s = _PING_INTERVAL_S if watchdog_s is None else min(_PING_INTERVAL_S, watchdog_s / 4)
+        clock = _Clock(interval_s)
+        while True:
+            interval = await clock.tick()
+            if self._client.engine is None:
+                continue
+            try:
+                state = await self._coordinator.show(with_extents=False, timeout_s=interval_s)
+            except ApiError:
+                self._unanswered_s += interval.elapsed_s
+                if watchdog_s is not None and self._unanswered_s > watchdog_s:
+                    return f"did not answer about lending for {self._unanswered_s:.0f} s and was ended"
+            else:
+                self._unanswered_s = 0.0
+                self._owes_extents = any(link.counts.get("recalled") for link in state.borrows)
+
+    def _look(self, interval: _Interval, waits_for_others: Callable[[], bool]) -> float:
+        """Take a sample; return how long there may be no progress."""
+        sample = self._page.read()
+        vitals = read_vitals(self._pid)
+        if sample.ticks != self._ticks:
+            self._ticks, self._progress_s = sample.ticks, interval.now_s
+            self._idle_s = self._hung_s = 0.0
+        else:
+            self._idle_s += interval.elapsed_s
+            has_work = self._client.num_in_flight > 0 or sample.working_s is not None or self._owes_extents
+            if not has_work:
+                self._hung_s = 0.0
+            elif not waits_for_others():
+                self._hung_s += interval.elapsed_s
+        limit_s = max(self._watchdog_s or 0.0, _TIMES_THE_LONGEST * sample.longest_s)
+        if vitals is None or self._client.engine is None:
+            return limit_s
+        is_computing = vitals.cpu_s - self._cpu_s > _BUSY * interval.elapsed_s
+        self._cpu_s = vitals.cpu_s
+        state, why = EngineState.READY, None
+        if vitals.is_stopped:
+            state, why = EngineState.STOPPED, "is stopped by a signal or a debugger"
+        elif self._idle_s >= self._noticeable_s and not (is_computing and self._hung_s < limit_s / 2):
+            state, why = EngineState.NOT_RESPONDING, f"has made no progress for {self._idle_s:.0f} s"
+        elif self._idle_s >= self._noticeable_s or (sample.working_s or 0.0) > _SLOW_S:
+            state, why = EngineState.SLOW, f"has computed one step for {sample.working_s or self._idle_s:.0f} s"
+        elif self._unanswered_s >= self._noticeable_s:
+            state, why = EngineState.NOT_RESPONDING, f"has not answered about lending for {self._unanswered_s:.0f} s"
+        self._client.observe(Observation(state, why, self._progress_s))
+        return limit_s
