@@ -30,6 +30,7 @@ from swiftkv.engine.messages import (
     StepOutput,
     ToEngine,
     TokenLogprobs,
+    unpack_prompt_logprobs,
 )
 
 TIMEOUT_S = 60.0
@@ -170,4 +171,4 @@ class EngineProcess:
             self.answers[request_id].logprobs.append(logprobs)
         for request_id, prompt_logprobs in (message.prompt_logprobs or {}).items():
             assert self.answers[request_id].prompt_logprobs is None
-            self.answers[request_id].prompt_logprobs = prompt_logprobs
+            self.answers[request_id].prompt_logprobs = list(unpack_prompt_logprobs(prompt_logprobs))
