@@ -32,7 +32,7 @@ from swiftkv.engine.messages import (
     Shutdown,
     StepOutput,
     ToEngine,
-    TokenLogprobs,
+    pack_prompt_logprobs,
 )
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
@@ -42,6 +42,10 @@ from swiftkv.errors import TransferError
 from swiftkv.progress import PROGRESS
 
 logger = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_STEP = 256
+MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
+"""The message that passes this is the last one before the next step."""
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
@@ -94,6 +98,7 @@ class Engine:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._statistics = EngineStatistics(config, runner, self._scheduler)
+        self._messages_taken = 0
         self._stats_due_s = 0.0  # monotonic
         self._stats_changed = True
 
@@ -188,14 +193,18 @@ class Engine:
             os.eventfd_read(self._lending.wake_fd)
 
     def _receive(self) -> list[ToEngine]:
-        """All messages that have come."""
+        """Return messages that have come, as many as one step may wait for: running requests must go on meanwhile."""
         messages: list[ToEngine] = []
-        while True:
+        num_bytes = 0
+        while len(messages) < MAX_MESSAGES_PER_STEP and num_bytes < MAX_MESSAGE_BYTES_PER_STEP:
             try:
                 frame = self._requests_socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                break
+            num_bytes += len(frame)
             messages.append(self._decoder.decode(frame))
+        self._messages_taken += len(messages)
+        return messages
 
     def _refuse_starved(self, now_s: float) -> None:
         """Requests for which there was no room for too long: it is lent at other times."""
@@ -288,6 +297,7 @@ class Engine:
                         self._finished_prompt_logprobs(result.request_ids[rows]) if self._prompt_logprobs else None
                     ),
                     stats=stats,
+                    messages_taken=self._messages_taken,
                 )
             )
         dropped = np.flatnonzero(reasons == FINISH_DROPPED)
@@ -301,14 +311,16 @@ class Engine:
         """Before the step runs: waiting in the queue ends here, and a prefill may take seconds."""
         if len(plan.new_request_ids):
             admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
-            self._send(StepOutput(b"", b"", b"", admitted))
+            self._send(StepOutput(b"", b"", b"", admitted, messages_taken=self._messages_taken))
 
-    def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[TokenLogprobs]] | None:
+    def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[bytes]] | None:
         found = {request_id: self._prompt_logprobs.pop(request_id) for request_id in request_ids.tolist()}
-        return {request_id: logprobs for request_id, logprobs in found.items() if logprobs is not None} or None
+        return {
+            request_id: pack_prompt_logprobs(logprobs) for request_id, logprobs in found.items() if logprobs is not None
+        } or None
 
     def _send_stats(self) -> None:
-        self._send(StepOutput(b"", b"", b"", stats=self._stats()))
+        self._send(StepOutput(b"", b"", b"", stats=self._stats(), messages_taken=self._messages_taken))
 
     def _stats(self) -> EngineStats:
         self._stats_due_s = time.monotonic() + _STATS_INTERVAL_S

@@ -8,6 +8,7 @@ wrong with a request is answered by `RequestError`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -170,8 +171,9 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     finish_reasons: bytes  # uint8
     admitted: list[tuple[int, int]] = []  # request id, prompt tokens found in the cache; once per request
     logprobs: dict[int, TokenLogprobs] | None = None  # by request id, for those that asked
-    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # with the first token; of prompt tokens 1, 2, …
+    prompt_logprobs: dict[int, list[bytes]] | None = None  # with the first token: see `pack_prompt_logprobs`
     stats: EngineStats | None = None
+    messages_taken: int = 0  # from the gateway, since the engine started: what it sent beyond that still waits
 
 
 class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
@@ -180,6 +182,23 @@ class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
     request_id: int
     status: int
     message: str
+
+
+_PACKED_POSITIONS = 256
+_pack = msgspec.msgpack.Encoder()
+_unpack = msgspec.msgpack.Decoder(list[TokenLogprobs])
+
+
+def pack_prompt_logprobs(entries: list[TokenLogprobs]) -> list[bytes]:
+    """Pack what a prompt's tokens 1, 2, … came to: in parts, so that nobody has to read all of it at once."""
+    starts = range(0, len(entries), _PACKED_POSITIONS)
+    return [_pack.encode(entries[start : start + _PACKED_POSITIONS]) for start in starts]
+
+
+def unpack_prompt_logprobs(parts: list[bytes]) -> Iterator[TokenLogprobs]:
+    """Yield what `pack_prompt_logprobs` packed."""
+    for part in parts:
+        yield from _unpack.decode(part)
 
 
 ToEngine = AddRequest | Abort | Shutdown

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Path, Query
 from pydantic import WithJsonSchema
 from starlette.responses import Response
 
+from swiftkv.server.body import body_document, parsed
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.protocol import BudgetBody, Switch
@@ -30,8 +31,14 @@ def admin_router(lending: NodeLending) -> APIRouter:
         """What every model lends and borrows now."""
         return json_response(await lending.overview())
 
-    @router.patch("/lending/{worker}", responses=documented("BudgetChange", *BODY_ERRORS, 409, 503))
-    async def set_budget(worker: Name, body: BudgetBody, dry_run: DryRun = "false") -> Response:
+    @router.patch(
+        "/lending/{worker}",
+        responses=documented("BudgetChange", *BODY_ERRORS, 409, 429, 503),
+        openapi_extra=body_document(BudgetBody),
+    )
+    async def set_budget(
+        worker: Name, body: Annotated[BudgetBody, parsed(BudgetBody)], dry_run: DryRun = "false"
+    ) -> Response:
         """Set the most that a worker lends. What it lends beyond that is recalled before the answer comes."""
         return json_response(await lending.set_budget(worker, body.budget, dry_run == "true"))
 

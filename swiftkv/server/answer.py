@@ -11,15 +11,8 @@ from typing import ClassVar
 
 from msgspec import UNSET, Struct
 
-from swiftkv.engine.messages import TokenLogprobs
-from swiftkv.server.choices import (
-    Choice,
-    Delta,
-    chat_logprobs,
-    completion_logprobs,
-    prompt_logprobs,
-    usage,
-)
+from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
+from swiftkv.server.choices import Choice, Delta, chat_logprobs, completion_logprobs, prompt_logprobs
 from swiftkv.server.client import Generation
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.protocol import ChatBody, CompletionBody
@@ -33,9 +26,13 @@ from swiftkv.server.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprobs,
+    PromptTokensDetails,
     Usage,
 )
 from swiftkv.server.sampling import stop_rules
+
+_SMALL_NUMBERS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +43,62 @@ class Prompt:
     text: str = ""
 
 
+def make_choices(model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> list[Choice]:
+    """Return what decodes each sequence, the choices of one prompt next to each other."""
+    rules, n = stop_rules(body), body.n or 1
+    return [Choice(index, prompts[index // n].token_ids, model.tokenizer, rules) for index in range(len(prompts) * n)]
+
+
+class _Usage:
+    """The running sums of an answer's `usage`.
+
+    Prompts count once, however many choices they have; so does what any of these found in the cache, at least.
+    """
+
+    def __init__(
+        self, num_prompt_tokens: int, choices_per_prompt: int, generation: Generation, show_cached: bool
+    ) -> None:
+        self.num_completion_tokens = 0
+        self._num_prompt_tokens = num_prompt_tokens
+        self._choices_per_prompt = choices_per_prompt
+        self._generation = generation
+        self._show_cached = show_cached
+        self._num_admitted = 0
+        self._cached_by_prompt: dict[int, int] = {}
+        self._num_cached = 0
+
+    def now(self) -> Usage:
+        total = self._num_prompt_tokens + self.num_completion_tokens
+        usage = Usage(self._num_prompt_tokens, self.num_completion_tokens, total)
+        if self._show_cached:
+            self._take_admitted()
+            usage.prompt_tokens_details = PromptTokensDetails(self._num_cached)
+        return usage
+
+    def _take_admitted(self) -> None:
+        admitted = self._generation.admitted
+        while self._num_admitted < len(admitted):
+            index, num_cached = admitted[self._num_admitted]
+            self._num_admitted += 1
+            prompt = index // self._choices_per_prompt
+            before = self._cached_by_prompt.get(prompt)
+            if before is None or num_cached < before:
+                self._cached_by_prompt[prompt] = num_cached
+                self._num_cached += num_cached - (before or 0)
+
+
 class Answer(ABC):
     """What is said about one generation. `chunks` for a stream, or `add` until the end and then `whole`."""
 
     id_prefix: ClassVar[str]
 
     def __init__(
-        self, model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt], generation: Generation
+        self,
+        model: ModelHandle,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Prompt],
+        choices: Sequence[Choice],
+        generation: Generation,
     ) -> None:
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -60,17 +106,21 @@ class Answer(ABC):
         self.prompts = prompts
         self.generation = generation
         self.n = body.n or 1
-        rules = stop_rules(body)
-        self.choices = [
-            Choice(index, prompts[index // self.n].token_ids, model.tokenizer, rules)
-            for index in range(len(prompts) * self.n)
-        ]
+        self.choices = choices
         options = body.stream_options
         self.final_usage = bool(options and options.include_usage)
         self.running_usage = self.final_usage and bool(options and options.continuous_usage_stats)
         self._return_token_ids = bool(body.return_token_ids)
+        self._repeats_prompts = self._return_token_ids or (isinstance(body, CompletionBody) and bool(body.echo))
         self._started: set[int] = set()
         self._totals = [Delta(choice.index) for choice in self.choices]
+        show = model.policy.show_cached_tokens
+        self._usage = _Usage(
+            sum(len(prompt.token_ids) for prompt in prompts),
+            self.n,
+            generation,
+            show_cached=show == "always" or (show == "salted" and body.cache_salt is not None),
+        )
 
     @abstractmethod
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
@@ -85,20 +135,23 @@ class Answer(ABC):
         """The answer, once everything was added."""
 
     def add(self, batch: Sequence[Delta]) -> None:
+        self._count(batch)
         for delta in batch:
-            total = self._totals[delta.index]
-            total.text += delta.text
-            total.token_ids += delta.token_ids
-            total.logprobs += delta.logprobs
-            total.prompt_logprobs = delta.prompt_logprobs or total.prompt_logprobs
-            total.finish_reason, total.stop_reason = delta.finish_reason, delta.stop_reason
+            self._totals[delta.index].append(delta)
+
+    def is_small(self, batch: Sequence[Delta]) -> bool:
+        """Return whether the events of `batch` are written in less than a millisecond."""
+        numbers = sum(len(delta.token_ids) + sum(len(entry.top_ids) for entry in delta.logprobs) for delta in batch)
+        brings_prompts = any(delta.prompt_logprobs for delta in batch)
+        repeats_prompts = self._repeats_prompts and any(delta.index not in self._started for delta in batch)
+        return numbers <= _SMALL_NUMBERS and not brings_prompts and not repeats_prompts
 
     def usage(self) -> Usage:
-        num_prompt_tokens = [len(prompt.token_ids) for prompt in self.prompts]
-        return usage(num_prompt_tokens, self.n, self.generation, self._num_completion_tokens())
+        """Return the usage so far; the cost does not depend on the number of sequences."""
+        return self._usage.now()
 
-    def _num_completion_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
+    def _count(self, batch: Sequence[Delta]) -> None:
+        self._usage.num_completion_tokens += sum(len(delta.token_ids) for delta in batch)
 
     def _prompt(self, index: int) -> Prompt:
         return self.prompts[index // self.n]
@@ -114,18 +167,26 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
 
     def __init__(
-        self, model: ModelHandle, body: CompletionBody, prompts: Sequence[Prompt], generation: Generation
+        self,
+        model: ModelHandle,
+        body: CompletionBody,
+        prompts: Sequence[Prompt],
+        choices: Sequence[Choice],
+        generation: Generation,
     ) -> None:
-        super().__init__(model, body, prompts, generation)
+        super().__init__(model, body, prompts, choices, generation)
         self._echo = bool(body.echo)
         self._only_echo = body.max_tokens == 0
         self._logprobs = body.logprobs is not None
         self._prompt_logprobs = body.prompt_logprobs is not None
         self._text_offsets = [0] * len(self.choices)
+        self._echoed: dict[int, CompletionLogprobs] = {}  # by prompt
+        self._held: dict[int, dict[int, Delta]] = {}  # by prompt, by choice
 
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
+        self._count(batch)
         result: list[Struct] = []
-        for delta in batch:
+        for delta in self._ready(batch):
             first = self._is_first(delta.index)
             choice = self._choice(delta, first)
             if choice.text or choice.finish_reason or choice.logprobs or self._return_token_ids:
@@ -137,16 +198,39 @@ class CompletionAnswer(Answer):
         return Completion(self.id, self.created, self.model.name, [], usage=self.usage())
 
     def whole(self) -> Struct:
-        choices = [self._choice(total, first=True) for total in self._totals]
+        choices = [self._choice(total, first=True) for total in self._ready(self._totals)]
         if self._prompt_logprobs:
+            shown: PromptLogprobs = []
             for choice, total in zip(choices, self._totals, strict=True):
-                choice.prompt_logprobs = prompt_logprobs(
-                    self.model.tokenizer, self._prompt(total.index).token_ids, total.prompt_logprobs or []
-                )
+                if total.index % self.n == 0:
+                    prompt = self._prompt(total.index)
+                    shown = prompt_logprobs(self.model.tokenizer, prompt.token_ids, total.prompt_logprobs or [])
+                choice.prompt_logprobs = shown
         return Completion(self.id, self.created, self.model.name, choices, usage=self.usage())
 
-    def _num_completion_tokens(self) -> int:
-        return 0 if self._only_echo else super()._num_completion_tokens()
+    def _count(self, batch: Sequence[Delta]) -> None:
+        if not self._only_echo:
+            super()._count(batch)
+
+    def _ready(self, batch: Sequence[Delta]) -> list[Delta]:
+        """Return what can be told now: a choice that echoes logprobs of its prompt waits for the one that brings them.
+
+        That is the first choice of the prompt.
+        """
+        if not (self._echo and self._logprobs):
+            return list(batch)
+        ready: list[Delta] = []
+        for delta in batch:
+            prompt = delta.index // self.n
+            if delta.prompt_logprobs is not None:
+                self._echoed[prompt] = self._echo_of(self.prompts[prompt], delta.prompt_logprobs)
+                ready += [delta, *self._held.pop(prompt, {}).values()]
+            elif prompt in self._echoed:
+                ready.append(delta)
+            else:
+                held = self._held.setdefault(prompt, {})
+                held.setdefault(delta.index, Delta(delta.index)).append(delta)
+        return ready
 
     def _choice(self, delta: Delta, first: bool) -> CompletionChoice:
         if self._only_echo:
@@ -157,34 +241,47 @@ class CompletionAnswer(Answer):
         return CompletionChoice(
             delta.index,
             prompt.text + delta.text if echo else delta.text,
-            self._named_logprobs(delta, prompt if echo else None) if self._logprobs else None,
+            self._named_logprobs(delta, echo) if self._logprobs else None,
             delta.finish_reason,
             delta.stop_reason,
             delta.token_ids if self._return_token_ids else UNSET,
             prompt.token_ids if self._return_token_ids and first else UNSET,
         )
 
-    def _named_logprobs(self, delta: Delta, echoed: Prompt | None) -> CompletionLogprobs:
-        token_ids = delta.token_ids
-        entries: list[TokenLogprobs | None] = [*delta.logprobs]
-        if echoed is not None:
-            token_ids = echoed.token_ids + token_ids
-            entries = [None, *(delta.prompt_logprobs or ()), *delta.logprobs]
-        offset = self._text_offsets[delta.index]
-        named = completion_logprobs(self.model.tokenizer, token_ids, entries, offset)
-        self._text_offsets[delta.index] += sum(map(len, named.tokens))
-        return named
+    def _echo_of(self, prompt: Prompt, packed: list[bytes]) -> CompletionLogprobs:
+        entries: list[TokenLogprobs | None] = [None, *unpack_prompt_logprobs(packed)]
+        return completion_logprobs(self.model.tokenizer, prompt.token_ids, entries, 0)
+
+    def _named_logprobs(self, delta: Delta, echo: bool) -> CompletionLogprobs:
+        echoed = self._echoed[delta.index // self.n] if echo else CompletionLogprobs([], [], [], [])
+        offset = self._text_offsets[delta.index] + sum(map(len, echoed.tokens))
+        named = completion_logprobs(self.model.tokenizer, delta.token_ids, delta.logprobs, offset)
+        self._text_offsets[delta.index] = offset + sum(map(len, named.tokens))
+        return CompletionLogprobs(
+            echoed.tokens + named.tokens,
+            echoed.token_logprobs + named.token_logprobs,
+            echoed.top_logprobs + named.top_logprobs,
+            echoed.text_offset + named.text_offset,
+        )
 
 
 class ChatAnswer(Answer):
     id_prefix = "chatcmpl"
 
-    def __init__(self, model: ModelHandle, body: ChatBody, prompts: Sequence[Prompt], generation: Generation) -> None:
-        super().__init__(model, body, prompts, generation)
+    def __init__(
+        self,
+        model: ModelHandle,
+        body: ChatBody,
+        prompts: Sequence[Prompt],
+        choices: Sequence[Choice],
+        generation: Generation,
+    ) -> None:
+        super().__init__(model, body, prompts, choices, generation)
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs is not None
 
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
+        self._count(batch)
         result: list[Struct] = []
         for delta in batch:
             if self._is_first(delta.index):

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from swiftkv import __version__
 from swiftkv.server.admin import admin_router
+from swiftkv.server.body import body_schemas, body_threads
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
 from swiftkv.server.lending import NodeLending
@@ -72,6 +73,7 @@ def create_model_app(
 
 def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="swiftkv", version=__version__, redoc_url=None)
+    app.state.body_threads = body_threads()
     install_error_handlers(app)
 
     @app.exception_handler(RequestValidationError)
@@ -144,7 +146,8 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
     if app.openapi_schema:
         return app.openapi_schema
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas = document["components"]["schemas"]
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(body_schemas())
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
     for body in schemas.values():

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
-from swiftkv.engine.messages import TokenLogprobs
+import msgspec
+
+from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
 from swiftkv.server.client import Generation, SequenceOutput
-from swiftkv.server.detokenizer import Detokenizer, StopMatcher
+from swiftkv.server.detokenizer import Detokenizer, StopMatcher, StopStrings
 from swiftkv.server.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
-    PromptTokensDetails,
     TopLogprob,
-    Usage,
 )
 from swiftkv.server.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
+_MAX_TOKENS_ON_LOOP = 256
+"""A reader that was slow finds thousands of tokens waiting; decoding them takes milliseconds."""
+
+_encoder = msgspec.json.Encoder()
 # JSON has no infinity; this is what vLLM writes for it.
 _LOWEST_LOGPROB = -9999.0
 
@@ -32,16 +40,25 @@ class Delta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[bytes] | None = None  # packed
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def append(self, later: Delta) -> None:
+        """Add what the same choice has to say afterwards."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 @dataclass(frozen=True)
 class StopRules:
     """What ends a choice besides ``max_tokens`` and the model's own end-of-sequence tokens."""
 
-    strings: tuple[str, ...] = ()
+    strings: StopStrings
     token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     skip_special_tokens: bool = True
@@ -91,24 +108,25 @@ class Choice:
 
 async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIterator[list[Delta]]:
     """What the engine sends, as text; sequences that met a stop string are ended."""
+
+    def decode(outputs: list[SequenceOutput]) -> list[Delta]:
+        return [choices[output.index].push(output) for output in outputs]
+
     async for outputs in generation:
-        batch = [choices[output.index].push(output) for output in outputs]
+        is_small = sum(len(output.token_ids) for output in outputs) <= _MAX_TOKENS_ON_LOOP
+        batch = decode(outputs) if is_small else await asyncio.to_thread(decode, outputs)
         for delta, output in zip(batch, outputs, strict=True):
             if delta.finish_reason and not output.finish_reason:
                 generation.finish(delta.index, delta.finish_reason)
         yield batch
 
 
-def usage(num_prompt_tokens: Sequence[int], n: int, generation: Generation, num_completion_tokens: int) -> Usage:
-    """Prompts count once, however many choices they have; so does what the first of these found in the cache."""
-    prompt_tokens = sum(num_prompt_tokens)
-    cached = sum(
-        min(cached_tokens or 0 for cached_tokens in generation.cached_tokens[prompt * n : (prompt + 1) * n])
-        for prompt in range(len(num_prompt_tokens))
-    )
-    return Usage(
-        prompt_tokens, num_completion_tokens, prompt_tokens + num_completion_tokens, PromptTokensDetails(cached)
-    )
+def _encoded(value: T) -> T:
+    """Return `value` as the JSON that it will be in an answer.
+
+    An encoder does not let go of the interpreter. Entry by entry, a long list holds up no other thread.
+    """
+    return cast("T", msgspec.Raw(_encoder.encode(value)))
 
 
 def completion_logprobs(
@@ -122,7 +140,8 @@ def completion_logprobs(
         result.text_offset.append(text_offset)
         text_offset += len(text)
         result.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-        result.top_logprobs.append(None if entry is None else {**_top(tokenizer, entry), text: _finite(entry.logprob)})
+        top = None if entry is None else {**_top(tokenizer, entry), text: _finite(entry.logprob)}
+        result.top_logprobs.append(_encoded(top))
     return result
 
 
@@ -130,34 +149,34 @@ def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequ
     """OpenAI's chat shape."""
     return ChatLogprobs(
         [
-            ChatTokenLogprob(
-                tokenizer.token_text(token_id),
-                _finite(entry.logprob),
-                tokenizer.token_bytes(token_id),
-                [
-                    TopLogprob(tokenizer.token_text(top_id), _finite(logprob), tokenizer.token_bytes(top_id))
-                    for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-                ],
+            _encoded(
+                ChatTokenLogprob(
+                    tokenizer.token_text(token_id),
+                    _finite(entry.logprob),
+                    tokenizer.token_bytes(token_id),
+                    [
+                        TopLogprob(tokenizer.token_text(top_id), _finite(logprob), tokenizer.token_bytes(top_id))
+                        for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+                    ],
+                )
             )
             for token_id, entry in zip(token_ids, logprobs, strict=True)
         ]
     )
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> PromptLogprobs:
+def prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], packed: list[bytes]) -> PromptLogprobs:
     """vLLM's shape: one entry per prompt token, the first of which is ``None``."""
     result: PromptLogprobs = [None]
-    for token_id, entry in zip(prompt_ids[1:], logprobs, strict=True):
+    for token_id, entry in zip(prompt_ids[1:], unpack_prompt_logprobs(packed), strict=True):
         ranked = zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)
         by_id = {
             str(top_id): PromptLogprob(_finite(logprob), rank, tokenizer.token_text(top_id))
             for top_id, logprob, rank in ranked
         }
         by_id[str(token_id)] = PromptLogprob(_finite(entry.logprob), entry.rank, tokenizer.token_text(token_id))
-        result.append(by_id)
-    return result
+        result.append(_encoded(by_id))
+    return _encoded(result)
 
 
 def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Self
@@ -41,6 +42,10 @@ from swiftkv.server.responses import EngineView
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 _BUSY_RETRY_S = 1.0
 _DOWN_RETRY_S = 5.0
+_RESEND_S = 0.05
+_MAX_UNREAD_MESSAGES = 4096
+_MAX_UNREAD_BYTES = 64 << 20
+"""What an engine may be behind with. It reads between two steps, so what waits for it lies in memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class SequenceOutput:
     index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[bytes] | None = None  # packed
     finish_reason: str | None = None
 
 
@@ -94,11 +99,12 @@ class _InFlight:
 class Generation:
     """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
 
-    ``cached_tokens[i]`` is the number of prompt tokens that sequence ``i`` found in the cache, ``None`` until admitted.
+    ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the number of prompt
+    tokens that it found in the cache.
     """
 
     def __init__(self, client: EngineClient, request_ids: range) -> None:
-        self.cached_tokens: list[int | None] = [None] * len(request_ids)
+        self.admitted: list[tuple[int, int]] = []
         self._client = client
         self._unfinished = dict(enumerate(request_ids))
         self._outputs: dict[int, SequenceOutput] = {}
@@ -147,6 +153,10 @@ class Generation:
         if request_ids:
             self._client._abort(request_ids, "abort")
 
+    def _keep(self, count: int) -> None:
+        """Forget all sequences but the first `count`: the engine was never sent them."""
+        self._unfinished = {index: request_id for index, request_id in self._unfinished.items() if index < count}
+
     def _output(self, index: int) -> SequenceOutput:
         output = self._outputs.get(index)
         if output is None:
@@ -161,6 +171,28 @@ class Generation:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class _Unread:
+    """What was sent to an engine and not taken by it yet, as far as it has said."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._sizes: deque[int] = deque()
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def sent(self, num_bytes: int) -> None:
+        self._sizes.append(num_bytes)
+        self.num_bytes += num_bytes
+
+    def taken(self, total: int) -> None:
+        """Note that the engine has taken `total` messages since it started."""
+        while self._taken < total and self._sizes:
+            self.num_bytes -= self._sizes.popleft()
+            self._taken += 1
 
 
 class EngineClient:
@@ -186,6 +218,9 @@ class EngineClient:
         self._observed: Observation | None = None
         self._is_draining = False
         self._in_flight: dict[int, _InFlight] = {}
+        self._unsent_aborts: list[int] = []  # each keeps its sequence's place until it is sent
+        self._unread = _Unread()
+        self._resend: asyncio.TimerHandle | None = None
         self._next_request_id = 1
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -240,7 +275,13 @@ class EngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        """The number of places taken."""
+        return len(self._in_flight) + len(self._unsent_aborts)
+
+    @property
+    def max_sequences(self) -> int:
+        """The most sequences that one request may have: half of the places, so that nobody takes all of them."""
+        return max(1, self.max_in_flight // 2)
 
     async def wait_ready(self) -> Ready:
         """Wait until the engine says that it serves."""
@@ -259,28 +300,26 @@ class EngineClient:
         """Hand sequences to the engine.
 
         Raises:
-            ApiError: 503 if the engine is down, 429 if too much is in flight, 400 if it can never be taken.
+            ApiError: 503 if the engine is down, 429 if too much is in flight or waits to be read by the engine.
         """
         self.check_available()
-        if len(requests) > self.max_in_flight:
-            raise ApiError(400, f"{len(requests)} sequences in one request; {self.max_in_flight} is the most")
-        if len(self._in_flight) + len(requests) > self.max_in_flight:
-            raise ApiError(
-                429,
-                f"model '{self.name}' has {len(self._in_flight)} sequences in flight; {self.max_in_flight} is the most",
-                code="queue_full",
-                retry_after_s=_BUSY_RETRY_S,
-            )
+        if self.num_in_flight + len(requests) > self.max_in_flight:
+            raise self._busy(f"has {self.num_in_flight} sequences in flight; {self.max_in_flight} is the most")
+        num_bytes = self._unread.num_bytes + sum(len(request.prompt) for request in requests)
+        if len(self._unread) + len(requests) > _MAX_UNREAD_MESSAGES or num_bytes > _MAX_UNREAD_BYTES:
+            raise self._busy(f"is behind with {len(self._unread)} messages")
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
         self._next_request_id = request_ids.stop
         generation = Generation(self, request_ids)
         arrived_s = time.perf_counter()
         self._idle.clear()
         for index, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
-            self._in_flight[request_id] = _InFlight(generation, index, request, arrived_s)
             if not self._send(AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority)):
+                generation._keep(index)
                 generation.close()
+                self._note_idle()
                 raise self._gone()
+            self._in_flight[request_id] = _InFlight(generation, index, request, arrived_s)
         return generation
 
     def shutdown_engine(self) -> None:
@@ -306,6 +345,7 @@ class EngineClient:
         if ready.incarnation != self._incarnation:
             return
         self.engine = ready
+        self._forget_unread()
         self._why_gone = None
         self.observe(Observation(EngineState.READY, None, time.monotonic()))
         self.metrics.engine_came_up()
@@ -334,6 +374,7 @@ class EngineClient:
         self._incarnation = None
         self._observed = None
         self.engine = None
+        self._forget_unread()
         self._ready.clear()
         self._enter(state)
         self.metrics.engine_went_down()
@@ -368,6 +409,7 @@ class EngineClient:
 
     def _on_step(self, step: StepOutput) -> None:
         now_s = time.perf_counter()
+        self._unread.taken(step.messages_taken)
         for request_id, cached_tokens in step.admitted:
             if sequence := self._in_flight.get(request_id):
                 self._on_admitted(sequence, cached_tokens, now_s)
@@ -398,7 +440,7 @@ class EngineClient:
 
     def _on_admitted(self, sequence: _InFlight, cached_tokens: int, now_s: float) -> None:
         sequence.admitted_s = now_s
-        sequence.generation.cached_tokens[sequence.index] = cached_tokens
+        sequence.generation.admitted.append((sequence.index, cached_tokens))
         self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
 
     def _on_token(self, sequence: _InFlight, now_s: float) -> None:
@@ -423,12 +465,38 @@ class EngineClient:
         for request_id in known:
             self._forget(request_id, reason)
         if known and self.engine is not None:
-            self._send(Abort(known))
+            self._unsent_aborts += known
+            self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        """Send the aborts that wait, in one message, or try again later: an abort that is lost computes for nobody."""
+        if self._resend is not None:
+            self._resend.cancel()
+            self._resend = None
+        if not self._unsent_aborts:
+            return
+        if len(self._unread) < 2 * _MAX_UNREAD_MESSAGES and self._send(Abort(self._unsent_aborts)):
+            self._unsent_aborts = []
+            self._note_idle()
+            return
+        self._resend = asyncio.get_running_loop().call_later(_RESEND_S, self._send_aborts)
+
+    def _forget_unread(self) -> None:
+        """Begin anew with an engine that has been sent nothing, or end with one that is gone."""
+        self._unread = _Unread()
+        self._unsent_aborts = []
+        if self._resend is not None:
+            self._resend.cancel()
+            self._resend = None
+        self._note_idle()
 
     def _forget(self, request_id: int, reason: str) -> None:
         sequence = self._in_flight.pop(request_id)
         self.metrics.observe_finished(sequence.finished(reason, time.perf_counter()))
-        if not self._in_flight:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.num_in_flight:
             self._idle.set()
 
     def _fail_all(self) -> None:
@@ -438,12 +506,17 @@ class EngineClient:
             sequence.generation._fail(sequence.index, error)
 
     def _send(self, message: ToEngine) -> bool:
-        """Never waits. False: nobody is at the other end (what may be in flight is far below the high-water mark)."""
+        """Send without waiting; `False` if the socket takes nothing: nobody is at the other end, or not for long."""
+        frame = self._encoder.encode(message)
         try:
-            self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._push.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self._unread.sent(len(frame))
         return True
+
+    def _busy(self, reason: str) -> ApiError:
+        return ApiError(429, f"model '{self.name}' {reason}", code="queue_full", retry_after_s=_BUSY_RETRY_S)
 
     def _gone(self) -> ApiError:
         """Return the error that says why the engine takes no requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Backend
@@ -70,40 +71,96 @@ class Detokenizer:
         return text
 
 
+class StopStrings:
+    """The stop strings of a request as one automaton (Aho-Corasick), shared by all its choices.
+
+    A state is a beginning of some stop string, the longest that the text ends with. Reading a character costs the same
+    however many stop strings there are and however long they are.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._complete: list[str | None] = [None]  # the longest stop string that ends here
+        for stop in self.stops:
+            self._add(stop)
+        self._fallback = [0] * len(self._next)  # the state for the longest proper end of this one
+        self._link()
+
+    def __bool__(self) -> bool:
+        return bool(self.stops)
+
+    def advance(self, state: int, char: str) -> int:
+        """Return the state after a further character; 0 is the first state."""
+        while char not in self._next[state]:
+            if state == 0:
+                return 0
+            state = self._fallback[state]
+        return self._next[state][char]
+
+    def depth(self, state: int) -> int:
+        """Return how many characters at the end of the text may be the beginning of a stop string."""
+        return self._depth[state]
+
+    def complete(self, state: int) -> str | None:
+        """Return the longest stop string that the text ends with."""
+        return self._complete[state]
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self._next)
+                self._depth.append(self._depth[state] + 1)
+                self._next.append({})
+                self._complete.append(None)
+            state = self._next[state][char]
+        self._complete[state] = stop
+
+    def _link(self) -> None:
+        states = deque(self._next[0].values())
+        while states:
+            state = states.popleft()
+            for char, following in self._next[state].items():
+                self._fallback[following] = self.advance(self._fallback[state], char)
+                if self._complete[following] is None:
+                    self._complete[following] = self._complete[self._fallback[following]]
+                states.append(following)
+
+
 class StopMatcher:
     """Finds the first stop string in text that comes in pieces, and holds back what may become one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._state = 0
         self._held = ""
         self.matched: str | None = None
 
     def push(self, new_text: str, *, watch: bool = True) -> str:
         """Take further text; the part that can be shown. ``matched`` is set once a stop string is complete.
 
-        ``watch=False`` lets text through unexamined (``min_tokens`` is not reached).
+        Of several in the same piece, the one that begins first counts, and of those the shortest. ``watch=False`` lets
+        text through unexamined (``min_tokens`` is not reached).
         """
         if not self._stops or not watch:
             return new_text
         text = self._held + new_text
-        found = [(position, stop) for stop in self._stops if (position := text.find(stop)) >= 0]
-        if found:
-            position, self.matched = min(found)
+        first = len(text)
+        for end, char in enumerate(new_text, start=len(self._held) + 1):
+            self._state = self._stops.advance(self._state, char)
+            found = self._stops.complete(self._state)
+            if found is not None and end - len(found) < first:
+                first, self.matched = end - len(found), found
+        if self.matched is not None:
             self._held = ""
-            return text[:position]
-        held_chars = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held_chars :]
-        return text[: len(text) - held_chars]
+            return text[:first]
+        num_shown = len(text) - self._stops.depth(self._state)
+        self._held = text[num_shown:]
+        return text[:num_shown]
 
     def flush(self) -> str:
         """The sequence ended without the stop string: what was held back is ordinary text."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

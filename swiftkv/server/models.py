@@ -5,16 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
 from swiftkv.server.responses import EngineView, ModelCard
+from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPolicy:
+    """How far a model trusts its clients.
+
+    Attributes:
+        show_cached_tokens: Whether `usage` tells how much of a prompt was in the cache; `salted`: only to requests
+            with a `cache_salt`, which cannot learn anything about the prompts of others by it.
+        allow_priority: Whether requests may have a `priority` other than 0, and so go before others.
+    """
+
+    show_cached_tokens: Literal["always", "salted", "never"] = "always"
+    allow_priority: bool = False
 
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model as the gateway knows it. ``root`` is where it was loaded from; lengths and sizes are in tokens."""
+    """A model as the gateway knows it. ``root`` is where it was loaded from; lengths and sizes are in tokens.
+
+    ``threads`` tokenize, decode and render templates: a model of which much is asked holds up no other.
+    """
 
     name: str
     root: str
@@ -22,6 +41,8 @@ class ModelHandle:
     vocab_size: int
     tokenizer: Tokenizer
     client: EngineClient
+    policy: ClientPolicy = ClientPolicy()
+    threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def card(self) -> ModelCard:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -19,28 +20,27 @@ from pydantic import (
     PlainValidator,
     Tag,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from swiftkv.config import BUDGET_FORMS, Budget, parse_budget
 from swiftkv.server.errors import ApiError
+from swiftkv.server.price import LIMITS
 
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
-MAX_PROMPTS = 256
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # A list of a million wrong items must not make a million errors.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.token_ids)]
 # The bound makes pydantic look into the string: JSON has halves of surrogate pairs, which no tokenizer takes.
 Text = Annotated[str, Field(max_length=INT32_MAX)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopString = Annotated[str, Field(min_length=1, max_length=LIMITS.stop_chars)]
 Switch = Literal["true", "false"]  # of a query, where pydantic would take 1, yes and t as well
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-Label = Annotated[str, Field(max_length=1024)]
+Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 
 
 class Unsupported:
@@ -60,8 +60,41 @@ class Unsupported:
         return {"enum": list(self.harmless), "description": "Not supported"}
 
 
+class _AtMost:
+    """Checks how many entries a mapping has before pydantic looks at the first: it checks `max_length` after the last.
+
+    It would make an error of every wrong entry until then.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > self._limit:
+            raise PydanticCustomError(
+                "too_many_entries",
+                "has {count} entries; at most {limit} are taken",
+                {"count": len(value), "limit": self._limit},
+            )
+        return value
+
+
+LogitBias = Annotated[
+    dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=LIMITS.logit_bias),
+    BeforeValidator(_AtMost(LIMITS.logit_bias)),
+]
+Metadata = Annotated[dict[Label, Label], Field(max_length=LIMITS.metadata), BeforeValidator(_AtMost(LIMITS.metadata))]
+_check_number_of_fields = _AtMost(LIMITS.fields)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _at_most_so_many_fields(cls, value: Any) -> Any:
+        return _check_number_of_fields(value)
 
 
 class ModelBody(Body):
@@ -82,19 +115,17 @@ class GenerationBody(ModelBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=LIMITS.choices)] | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=LIMITS.stops)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.stop_token_ids)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = (
-        None
-    )
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logit_bias: LogitBias | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -103,7 +134,7 @@ class GenerationBody(ModelBody):
 
     user: Label | None = Field(None, description="Accepted, not used")
     store: bool | None = Field(None, description="Accepted, not used")
-    metadata: Annotated[dict[Label, Label], Field(max_length=64)] | None = Field(None, description="Accepted, not used")
+    metadata: Metadata | None = Field(None, description="Accepted, not used")
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
     service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used")
@@ -127,11 +158,11 @@ def _prompt_kind(value: Any) -> str | None:
 
 Prompt = Annotated[
     Annotated[Text, Tag("one_text")]
-    | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=LIMITS.prompts), Tag("texts")]
     | Annotated[TokenIds, Field(min_length=1), Tag("token_ids")]
     | Annotated[
         list[Annotated[TokenIds, Field(min_length=1)]],
-        Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS),
+        Field(fail_fast=True, min_length=1, max_length=LIMITS.prompts),
         Tag("token_id_lists"),
     ],
     Discriminator(
@@ -146,7 +177,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX, description="0 only with echo")] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     add_special_tokens: bool | None = None
     suffix: Annotated[None, Unsupported("")] = None
     best_of: Annotated[None, Unsupported(1)] = None
@@ -168,7 +199,7 @@ class TextPart(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=LIMITS.content_parts)] | None = None
     name: Label | None = None
     refusal: Annotated[None, Unsupported("")] = None
     audio: Annotated[None, Unsupported()] = None
@@ -177,6 +208,10 @@ class ChatMessage(Body):
     tool_calls: Annotated[None, Unsupported([])] = None
     tool_call_id: Annotated[None, Unsupported()] = None
     reasoning_content: Annotated[None, Unsupported("")] = None
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.content) if isinstance(self.content, list) else 1
 
     def for_template(self) -> dict[str, str]:
         """The message as chat templates expect it: one string of content."""
@@ -187,12 +222,15 @@ class ChatMessage(Body):
         return message if self.name is None else {**message, "name": self.name}
 
 
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=LIMITS.messages)]
+
+
 class ChatBody(GenerationBody):
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
 
     tools: Annotated[None, Unsupported([])] = None
     tool_choice: Annotated[None, Unsupported("none", "auto")] = None
@@ -211,7 +249,7 @@ class TokenizeBody(ModelBody):
     """vLLM's ``/tokenize``: a prompt, or messages."""
 
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -263,6 +301,8 @@ _FIELDS = frozenset(
     for name in body.model_fields
 ) | {"dry_run"}
 
+_SHOWN_CHARS = 128  # of a name that a client chose
+
 
 def explain_invalid(errors: Sequence[Any]) -> ApiError:
     """What pydantic found wrong with a body, as one error about one field."""
@@ -272,15 +312,15 @@ def explain_invalid(errors: Sequence[Any]) -> ApiError:
     candidates = (e for e in errors if e["loc"][:2] == first_field)
     error = max(candidates, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     kind, text = error["type"], error["msg"]
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {error['ctx']['error']}", code="invalid_json")
     location = error["loc"][1:]
+    if not location and kind == "too_many_entries":
+        return ApiError(400, f"the body {text}", code="limit_exceeded")
     if not location:
         return ApiError(400, f"the body must be a JSON object, with 'Content-Type: application/json' ({text})")
     # pydantic puts the names of union members between those of the fields.
     named = [str(part) for part in location[:-1] if isinstance(part, int) or part in _FIELDS]
     if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in _FIELDS:
-        named.append(str(location[-1]))
+        named.append(str(location[-1])[:_SHOWN_CHARS])
     field = ".".join(named)
     if kind in ("extra_forbidden", "unsupported_field"):
         return ApiError(400, f"field '{field}' is not supported", param=field, code="unsupported_field")

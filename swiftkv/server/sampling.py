@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from swiftkv.engine.messages import SamplingParams
 from swiftkv.server.choices import StopRules
 from swiftkv.server.client import SequenceRequest
+from swiftkv.server.detokenizer import StopStrings
 from swiftkv.server.errors import ApiError
 from swiftkv.server.models import ModelHandle
+from swiftkv.server.price import Generating
 from swiftkv.server.protocol import INT64_MAX, ChatBody, CompletionBody, GenerationBody
 
 _COMPLETION_MAX_TOKENS = 16
@@ -20,22 +23,35 @@ _MIN_TEMPERATURE = 0.01
 def sequence_requests(
     model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]]
 ) -> list[SequenceRequest]:
-    """``n`` sequences per prompt, those of one prompt next to each other.
+    """``n`` sequences per prompt, those of one prompt next to each other. The first asks for the prompt's logprobs.
 
     Raises:
-        ApiError: 400 if a prompt or a field does not fit the model.
+        ApiError: 400 if a prompt or a field does not fit the model, or all of it is too much.
     """
+    n = body.n or 1
+    logprobs, prompt_logprobs = _num_logprobs(body)
+    samplings = [_sampling_params(model, body, len(prompt), logprobs) for prompt in prompts]
+    Generating(
+        num_prompt_tokens=[len(prompt) for prompt in prompts],
+        choices=n,
+        max_tokens=max(sampling.max_tokens for sampling in samplings),
+        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_shown=1 if isinstance(body, ChatBody) else n,
+        logprobs=logprobs,
+        whole=not body.stream,
+    ).check(model.client.max_sequences)
     requests = []
-    for prompt in prompts:
+    for prompt, sampling in zip(prompts, samplings, strict=True):
         prompt_bytes = _prompt_bytes(model, prompt)
-        sampling = _sampling_params(model, body, len(prompt))
-        requests += [SequenceRequest(prompt_bytes, _with_seed(sampling, choice)) for choice in range(body.n or 1)]
+        requests += [
+            SequenceRequest(prompt_bytes, _of_choice(sampling, choice, prompt_logprobs)) for choice in range(n)
+        ]
     return requests
 
 
 def stop_rules(body: GenerationBody) -> StopRules:
     return StopRules(
-        strings=tuple(body.stops),
+        strings=StopStrings(body.stops),
         token_ids=frozenset(body.stop_token_ids or ()),
         min_tokens=body.min_tokens or 0,
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -50,12 +66,13 @@ def _prompt_bytes(model: ModelHandle, prompt: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def _sampling_params(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_tokens: int) -> SamplingParams:
+def _sampling_params(
+    model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_tokens: int, logprobs: int | None
+) -> SamplingParams:
     max_tokens = _max_tokens(model, body, num_prompt_tokens)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise ApiError(400, f"field 'min_tokens' is {min_tokens}, more than {max_tokens} tokens", param="min_tokens")
-    logprobs, prompt_logprobs = _num_logprobs(body)
     temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingParams(
         max_tokens=max_tokens,
@@ -71,7 +88,6 @@ def _sampling_params(model: ModelHandle, body: CompletionBody | ChatBody, num_pr
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=_logit_bias(model, body),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
         stop_token_ids=_stop_token_ids(model, body),
         ignore_eos=bool(body.ignore_eos),
     )
@@ -136,9 +152,10 @@ def _check_vocabulary(model: ModelHandle, token_id: int, field: str) -> None:
         )  # fmt: skip
 
 
-def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Choices of one prompt must differ, and be the same again with the same seed."""
-    if sampling.seed is None or choice == 0:
+def _of_choice(sampling: SamplingParams, choice: int, prompt_logprobs: int | None) -> SamplingParams:
+    """Choices of one prompt must differ, and be the same again with the same seed; their prompt is looked at once."""
+    if choice == 0:
+        return msgspec.structs.replace(sampling, prompt_logprobs=prompt_logprobs)
+    if sampling.seed is None:
         return sampling
-    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-    return SamplingParams(**{**fields, "seed": (sampling.seed + choice) % INT64_MAX})
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) % INT64_MAX)

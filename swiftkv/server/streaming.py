@@ -28,6 +28,7 @@ class ClientGone(Exception):
 
 
 def json_response(body: Struct, status: int = 200) -> Response:
+    """Return `body` as JSON. For what clients can make large, call this in a thread."""
     return Response(_encoder.encode(body), status, media_type="application/json")
 
 
@@ -59,8 +60,8 @@ async def whole_answer(request: Request, answer: Answer) -> Response:
 
     with answer.generation:
         await unless_gone(request, collect())
-    # Prompt logprobs of a long prompt are millions of numbers.
-    return json_response(await asyncio.to_thread(answer.whole))
+    # Prompt logprobs of a long prompt are a million numbers.
+    return await asyncio.to_thread(lambda: json_response(answer.whole()))
 
 
 async def streamed_answer(request: Request, answer: Answer) -> Response:
@@ -76,15 +77,22 @@ async def streamed_answer(request: Request, answer: Answer) -> Response:
 
 async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator[list[Delta]]) -> AsyncIterator[bytes]:
     try:
-        yield _encode(answer.chunks(first))
+        yield await _told(answer, first)
         async for batch in batches:
-            if events := answer.chunks(batch):
-                yield _encode(events)
+            if events := await _told(answer, batch):
+                yield events
         if answer.final_usage:
             yield _encode([answer.usage_chunk()])
     except ApiError as error:
         yield b"data: " + error.body() + b"\n\n"
     yield _DONE
+
+
+async def _told(answer: Answer, batch: Sequence[Delta]) -> bytes:
+    """Return the events that tell of `batch`, made in a thread if that may take longer than a millisecond."""
+    if answer.is_small(batch):
+        return _encode(answer.chunks(batch))
+    return await asyncio.to_thread(lambda: _encode(answer.chunks(batch)))
 
 
 def _encode(events: Sequence[Struct]) -> bytes:

@@ -1,13 +1,11 @@
-"""A model's tokenizer and chat template, run in threads so that the event loop never waits for them."""
+"""A model's tokenizer and chat template. Whoever has much to encode calls it from a thread, not from the event loop."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
 
 import jinja2
 from tokenizers import Tokenizer as Backend
@@ -18,10 +16,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
 
-T = TypeVar("T")
-
-# Rust's tokenizers let go of the GIL; two threads keep one long prompt from holding up the short ones.
-_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+_SHOWN_CHARS = 512  # of an error that may quote a message
+# A code point that stands for no character, and so in no special token.
+_MARK = "\ufdd0"
+_PROBE = [
+    {"role": "user", "content": "a b"},
+    {"role": "assistant", "content": " c\n"},
+    {"role": "user", "content": "d"},
+]
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
@@ -31,18 +33,28 @@ class Tokenizer:
     ``backend`` is the Rust tokenizer, for incremental decoding.
     """
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, *, split_special_tokens: bool = False) -> None:
+        """``split_special_tokens``: special tokens in the content of messages are text, and make no roles.
+
+        Raises:
+            CheckpointError: this tokenizer cannot do that.
+        """
         self._hf = hf_tokenizer
         self.backend: Backend = hf_tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
         self._byte_level = _is_byte_level(self.backend)
         self._max_chars_per_token = max(map(len, self.backend.get_vocab()))
+        self._special_tokens = _special_tokens(self.backend)
+        self._plain_backend = _split_special(self.backend) if split_special_tokens else None
+        self._check_plain_backend()
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
 
     @classmethod
-    def from_pretrained(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    def from_pretrained(
+        cls, path: Path, *, trust_remote_code: bool = False, split_special_tokens: bool = False
+    ) -> Tokenizer:
         """Read the tokenizer of a model directory in Hugging Face format.
 
         Raises:
@@ -54,42 +66,65 @@ class Tokenizer:
             raise CheckpointError(f"{path}: no usable tokenizer: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise CheckpointError(f"{path}: the tokenizer has no fast form; add a tokenizer.json to the directory")
-        return cls(tokenizer)
+        return cls(tokenizer, split_special_tokens=split_special_tokens)
 
-    async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``."""
+        return self._ids(self.backend, text, add_special_tokens)
 
-        Raises:
-            ApiError: 400 if the text is so long that it cannot come to ``max_tokens`` or fewer.
-        """
-        self._refuse_hopeless(text, max_tokens)
-        return await _in_thread(lambda: self._encode(text, add_special_tokens))
-
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, add_generation_prompt: bool = True
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, max_chars: int, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation laid out by the checkpoint's chat template.
+        """Return the token ids of a conversation laid out by the checkpoint's chat template.
 
         Raises:
-            ApiError: 400 if there is no template, the template refuses the messages, or they are too long.
+            ApiError: 400 if there is no template, the template refuses the messages, or it makes more than
+                ``max_chars`` of them.
         """
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
+        if self._plain_backend is not None:
+            messages = [{**message, **self._disarmed(message)} for message in messages]
+        text = self._render(messages, add_generation_prompt)
+        if len(text) > max_chars:
+            raise _too_long(len(text), max_chars, "messages")
+        return (
+            self._encode_disarmed(text)
+            if self._plain_backend is not None
+            else self.encode(text, add_special_tokens=False)
+        )
 
-        def render_and_encode() -> list[int]:
-            text = self._render(messages, add_generation_prompt)
-            self._refuse_hopeless(text, max_tokens)
-            return self._encode(text, add_special_tokens=False)
+    def max_chars(self, max_tokens: int) -> int:
+        """Return the most characters that ``max_tokens`` tokens can stand for."""
+        return max_tokens * self._max_chars_per_token
 
-        return await _in_thread(render_and_encode)
+    def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str) -> None:
+        """Refuse a text that cannot come to ``max_tokens`` tokens or fewer, without tokenizing it.
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``, special tokens included."""
-        return await _in_thread(lambda: self.backend.decode(list(token_ids), skip_special_tokens=False))
+        Raises:
+            ApiError: 400.
+        """
+        if num_chars > self.max_chars(max_tokens):
+            raise _too_long(num_chars, self.max_chars(max_tokens), field)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``, special tokens included."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def _check_plain_backend(self) -> None:
+        """Check that ordinary conversations come to the same tokens in parts as in one piece."""
+        if self._plain_backend is None or not self._hf.chat_template:
+            return
+        text = self._render(_PROBE, add_generation_prompt=True)
+        if self._encode_disarmed(text) != self.encode(text, add_special_tokens=False):
+            raise CheckpointError(
+                "split_special_tokens: this tokenizer joins text across special tokens, so content cannot be encoded "
+                "apart from them; write split_special_tokens: false"
+            )
 
     def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
         try:
@@ -97,21 +132,37 @@ class Tokenizer:
                 [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+            raise ApiError(
+                400, f"the chat template refuses these messages: {str(error)[:_SHOWN_CHARS]}", param="messages"
+            ) from error
         assert isinstance(text, str)
         return text
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def _disarmed(self, message: Mapping[str, str]) -> dict[str, str]:
+        """Return the texts of a message that its sender wrote, each special token in them broken by a mark."""
+        return {
+            key: self._special_tokens.sub(lambda match: f"{match[0][0]}{_MARK}{match[0][1:]}", message[key])
+            for key in ("content", "name")
+            if key in message
+        }
 
-    def _refuse_hopeless(self, text: str, max_tokens: int) -> None:
-        if len(text) > max_tokens * self._max_chars_per_token:
-            raise ApiError(
-                400,
-                f"the prompt has {len(text)} characters and cannot fit in the model's {max_tokens} tokens",
-                code="context_length_exceeded",
-            )
+    def _encode_disarmed(self, text: str) -> list[int]:
+        """Encode what a template made of disarmed messages: only its own special tokens are any."""
+        assert self._plain_backend is not None
+        ids: list[int] = []
+        end = 0
+        for match in self._special_tokens.finditer(text):
+            ids += self._ids(self._plain_backend, text[end : match.start()].replace(_MARK, ""), False)
+            special_id = self.backend.token_to_id(match[0])
+            assert special_id is not None
+            ids.append(special_id)
+            end = match.end()
+        return ids + self._ids(self._plain_backend, text[end:].replace(_MARK, ""), False)
+
+    @staticmethod
+    def _ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def _token_text(self, token_id: int) -> str:
         """What one token reads as on its own: U+FFFD where it is a part of a character."""
@@ -132,5 +183,23 @@ def _is_byte_level(backend: Backend) -> bool:
     return isinstance(decoder, ByteLevel) or "ByteLevel(" in repr(decoder)
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+def _split_special(backend: Backend) -> Backend:
+    """Return a copy of ``backend`` for which special tokens in a text are characters like any others."""
+    copy = Backend.from_str(backend.to_str())
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _special_tokens(backend: Backend) -> re.Pattern[str]:
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    # Of tokens that begin alike, the longest is meant.
+    return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)")
+
+
+def _too_long(num_chars: int, max_chars: int, field: str) -> ApiError:
+    return ApiError(
+        400,
+        f"field '{field}' comes to {num_chars} characters; at most {max_chars} can fit this model's context length",
+        param=field,
+        code="context_length_exceeded",
+    )

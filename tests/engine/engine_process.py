@@ -30,6 +30,7 @@ from swiftkv.engine.messages import (
     StepOutput,
     ToEngine,
     TokenLogprobs,
+    unpack_prompt_logprobs,
 )
 
 TIMEOUT_S = 60.0
@@ -152,7 +153,7 @@ class EngineClient:
             self.answers[request_id].logprobs.append(logprobs)
         for request_id, prompt_logprobs in (message.prompt_logprobs or {}).items():
             assert self.answers[request_id].prompt_logprobs is None
-            self.answers[request_id].prompt_logprobs = prompt_logprobs
+            self.answers[request_id].prompt_logprobs = list(unpack_prompt_logprobs(prompt_logprobs))
 
 
 class EngineProcess(EngineClient):

@@ -32,6 +32,7 @@ from swiftkv.engine.messages import (
     StepOutput,
     ToEngine,
     TokenLogprobs,
+    pack_prompt_logprobs,
 )
 
 BLOCK_SIZE = 16
@@ -60,6 +61,7 @@ class EchoEngine:
         self.sequences: dict[int, Sequence] = {}
         self.admitted: list[tuple[int, int]] = []
         self.seen: list[list[int]] = []
+        self.taken = 0
         self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, BLOCK_SIZE, [], incarnation))
 
     def send(self, message: object) -> None:
@@ -69,6 +71,7 @@ class EchoEngine:
         next_step_s = time.perf_counter()
         while True:
             while self.pull.poll(None if not self.sequences else 0):
+                self.taken += 1
                 if not self.take(self.decoder.decode(self.pull.recv())):
                     return
             next_step_s = max(next_step_s + step_s, time.perf_counter())
@@ -90,7 +93,7 @@ class EchoEngine:
                 for request_id in message.request_ids:
                     self.sequences.pop(request_id, None)
                 if not self.sequences:
-                    self.send(StepOutput(b"", b"", b"", stats=self.stats()))
+                    self.send(StepOutput(b"", b"", b"", stats=self.stats(), messages_taken=self.taken))
             case Shutdown():
                 return False
         return True
@@ -108,14 +111,15 @@ class EchoEngine:
     def step(self) -> None:
         tokens, finishes = [], []
         logprobs: dict[int, TokenLogprobs] = {}
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, list[bytes]] = {}
         request_ids = list(self.sequences)
         for request_id in request_ids:
             sequence = self.sequences[request_id]
             sampling = sequence.request.sampling
             token = sequence.prompt[sequence.position % len(sequence.prompt)]
             if sequence.position == 0 and sampling.prompt_logprobs is not None:
-                prompt_logprobs[request_id] = [token_logprobs(t, sampling.prompt_logprobs) for t in sequence.prompt[1:]]
+                entries = [token_logprobs(t, sampling.prompt_logprobs) for t in sequence.prompt[1:]]
+                prompt_logprobs[request_id] = pack_prompt_logprobs(entries)
             sequence.position += 1
             finish = FINISH_RUNNING
             if token in sampling.stop_token_ids and sequence.position > sampling.min_tokens:
@@ -137,6 +141,7 @@ class EchoEngine:
                 logprobs or None,
                 prompt_logprobs or None,
                 self.stats(),
+                self.taken,
             )
         )
         self.admitted = []

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from swiftkv.server.app import GatewayMetrics, ModelHandle, ServerSettings, create_app, create_model_app
 from swiftkv.server.client import EngineClient
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
+from swiftkv.server.models import ClientPolicy
 from swiftkv.server.tokenizer import Tokenizer
 
 ECHO_ENGINE = Path(__file__).with_name("echo_engine.py")
@@ -123,12 +124,14 @@ def start_gateway(
     max_model_len: int = MAX_MODEL_LEN,
     settings: ServerSettings | None = None,
     lending: bool = True,
+    policy: ClientPolicy | None = None,
 ) -> tuple[Gateway, Callable[[], None]]:
     """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it.
 
     Unless ``lending`` is off, ``code`` lends to ``chat``, as far as their echo engines say.
     """
     settings = settings or ServerSettings()
+    policy = policy or ClientPolicy()
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -147,7 +150,7 @@ def start_gateway(
             client = EngineClient(name, *addresses, metrics.for_model(name), max_in_flight=600)
             client.start()
             receiving.append(loop.create_task(client.receive()))
-            handles[name] = ModelHandle(name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client)
+            handles[name] = ModelHandle(name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client, policy)
             coordinator = CoordinatorClient(name, f"ipc://{directory}/{name}.leases") if lending else None
             if coordinator is not None:
                 receiving.append(loop.create_task(coordinator.receive()))

@@ -273,7 +273,7 @@ def test_the_usual_harmless_fields_are_taken(gateway: Gateway) -> None:
         "user": "u", "store": False, "metadata": {"a": "b"}, "response_format": {"type": "text"}, "stop": [],
         "logit_bias": {"5": -100}, "presence_penalty": 0.1, "frequency_penalty": 0.1, "tools": [],
         "service_tier": "auto", "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "cache_salt": "s",
-        "priority": 1, "ignore_eos": True, "audio": None,
+        "priority": 0, "ignore_eos": True, "audio": None,
     }  # fmt: skip
     with gateway.http() as http:
         assert http.post("/v1/chat/completions", json=body).status_code == 200

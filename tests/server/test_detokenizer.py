@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from swiftkv.server.detokenizer import REPLACEMENT, Detokenizer, StopMatcher
+from swiftkv.server.detokenizer import REPLACEMENT, Detokenizer, StopMatcher, StopStrings
 from swiftkv.server.tokenizer import Tokenizer
 
 # Half a surrogate pair is no text; the sentencepiece decoder turns its own space mark into a space.
@@ -100,7 +100,7 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> N
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
 )
 def test_stop_strings_against_a_search_of_the_whole_text(pieces: list[str], stops: list[str]) -> None:
-    matcher, shown, text = StopMatcher(stops), "", ""
+    matcher, shown, text = StopMatcher(StopStrings(stops)), "", ""
     for piece in pieces:
         text += piece
         shown += matcher.push(piece)
@@ -117,7 +117,7 @@ def test_stop_strings_against_a_search_of_the_whole_text(pieces: list[str], stop
 
 
 def test_before_min_tokens_a_stop_string_is_text() -> None:
-    matcher = StopMatcher(["END"])
+    matcher = StopMatcher(StopStrings(["END"]))
     assert matcher.push("END", watch=False) == "END"
     assert matcher.push("xEND") == "x"
     assert matcher.matched == "END"

@@ -183,12 +183,15 @@ def test_what_does_not_finish_in_time_is_failed(slow_gateway: Gateway) -> None:
 
 def test_a_full_queue_is_429(slow_gateway: Gateway) -> None:
     client = slow_gateway.clients["chat"]
-    slow_gateway.call(lambda: setattr(client, "max_in_flight", 4))
+    slow_gateway.call(lambda: setattr(client, "max_in_flight", 6))
     stream = slow_gateway.openai().completions.create(**LONG, n=3, stream=True)
     next(stream)
+    other = slow_gateway.openai().completions.create(**LONG, n=3, stream=True)
+    next(other)
     with slow_gateway.http() as http:
-        response = http.post("/v1/completions", json={**LONG, "n": 2})
+        response = http.post("/v1/completions", json=LONG)
     stream.close()
+    other.close()
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["code"] == "queue_full"

@@ -1,0 +1,97 @@
+"""From the bytes of a request's body to a checked object, without holding up the event loop for a large one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Depends
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+
+from swiftkv.server.errors import ApiError
+from swiftkv.server.price import check_json
+from swiftkv.server.protocol import (
+    Body,
+    BudgetBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    explain_invalid,
+)
+from swiftkv.server.streaming import unless_gone
+from swiftkv.server.threads import BoundedThreads
+
+B = TypeVar("B", bound=Body)
+
+_SMALL_BYTES = 8 << 10
+"""A body up to this size is parsed on the event loop: it takes less than a millisecond, whatever it holds."""
+
+_MAX_ERRORS = 16
+_BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, BudgetBody)
+
+
+def body_threads() -> BoundedThreads:
+    """Return the threads that parse an app's large bodies: keep them as `app.state.body_threads`."""
+    return BoundedThreads("a large body to be parsed")
+
+
+def parse_body(content: bytes, body_type: type[B]) -> B:
+    """Check the size of everything in `content`, then parse and validate it.
+
+    Raises:
+        ApiError: 413 if it holds too much, 400 if it is not a valid `body_type`.
+    """
+    if len(content) > _SMALL_BYTES:
+        check_json(content)
+    try:
+        value = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is not valid JSON: it is nested too deeply", code="invalid_json") from None
+    try:
+        return body_type.model_validate(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
+        raise explain_invalid([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
+
+
+def parsed(body_type: type[B]) -> Any:
+    """Return the annotation of a route's parameter that is to be the request's body."""
+    return Depends(_reader(body_type))
+
+
+def body_document(body_type: type[Body]) -> dict[str, Any]:
+    """Return the part of a route's OpenAPI document that describes its body."""
+    schema = {"$ref": f"#/components/schemas/{body_type.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def body_schemas() -> dict[str, Any]:
+    """Return the schemas of all bodies, for the OpenAPI document."""
+    _, document = models_json_schema(
+        [(body_type, "validation") for body_type in _BODIES], ref_template="#/components/schemas/{model}"
+    )
+    return dict(document["$defs"])
+
+
+def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
+    async def read(request: Request) -> B:
+        content = await request.body()
+        if not content or not _is_json(request.headers.get("content-type", "")):
+            raise ApiError(400, "the body must be a JSON object, with 'Content-Type: application/json'")
+        if len(content) <= _SMALL_BYTES:
+            return parse_body(content, body_type)
+        threads: BoundedThreads = request.app.state.body_threads
+        return await unless_gone(request, threads.run(lambda: parse_body(content, body_type), len(content)))
+
+    return read
+
+
+def _is_json(content_type: str) -> bool:
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

@@ -1,0 +1,190 @@
+"""The price of a request: how much of everything it asks for, checked against one table before anything is paid.
+
+Every check takes plain numbers and raises `ApiError` with the field, the amount and the limit in its message, so that
+whoever is refused knows what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv.server.errors import ApiError
+
+_SCAN_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that one request may ask for. `docs/configuration.md` has the same table for users."""
+
+    json_values: int = (1 << 20) + (1 << 16)
+    json_containers: int = 1 << 16
+    json_depth: int = 32
+    fields: int = 96  # of one JSON object; the largest body has about half as many
+    messages: int = 4096
+    content_parts: int = 1 << 14  # of all messages together
+    prompts: int = 256
+    choices: int = 128
+    logprobs: int = 20
+    stops: int = 16
+    stop_chars: int = 1024  # of one stop string
+    all_stop_chars: int = 4096
+    stop_token_ids: int = 256
+    logit_bias: int = 1024
+    metadata: int = 64
+    label_chars: int = 1024
+    token_ids: int = 1 << 20  # of all prompts together
+    sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often
+    prompt_logprobs: int = 1 << 20  # numbers in one answer
+    answer_logprobs: int = 4 << 20  # numbers in one answer that is not streamed
+    tokenize_chars: int = 16  # of /tokenize, for each token of the model's length
+    detokenize_ids: int = 4  # of /detokenize, likewise
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class JsonShape:
+    """How much a JSON text holds outside its strings. `values` counts one for each comma, array, object and key."""
+
+    values: int
+    containers: int
+    depth: int
+
+
+def json_shape(body: bytes) -> JsonShape:
+    """Count what a parser would have to build, without building it; texts that are no JSON get some count, too."""
+    values, containers, level, depth = 1, 0, 0, 0
+    in_string, carried = 0, False
+    data = np.frombuffer(body, np.uint8)
+    for start in range(0, len(data), _SCAN_BYTES):
+        chunk = data[start : start + _SCAN_BYTES]
+        quotes = chunk == ord('"')
+        escapes, carried = _escaped(chunk, carried)
+        if escapes is not None:
+            quotes &= ~escapes
+        # An odd number of quotes up to here, this one included: inside a string.
+        inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ in_string
+        in_string = int(inside[-1])
+        outside = chunk[inside == 0]
+        opened = (outside == ord("[")) | (outside == ord("{"))
+        closed = (outside == ord("]")) | (outside == ord("}"))
+        num_opened = int(np.count_nonzero(opened))
+        if num_opened or closed.any():
+            levels = level + np.cumsum(opened.view(np.int8) - closed.view(np.int8), dtype=np.int64)
+            depth, level = max(depth, int(levels.max())), int(levels[-1])
+        containers += num_opened
+        values += num_opened + int(np.count_nonzero((outside == ord(",")) | (outside == ord(":"))))
+    return JsonShape(values, containers, depth)
+
+
+def _escaped(chunk: npt.NDArray[np.uint8], carried: bool) -> tuple[npt.NDArray[np.bool_] | None, bool]:
+    """Return which bytes follow an odd run of backslashes (`None`: none do), and whether the byte after them does.
+
+    `carried` says whether the run that ends before the chunk is odd.
+    """
+    backslashes = chunk == ord("\\")
+    if not carried and not backslashes.any():
+        return None, False
+    before = np.concatenate(([carried], backslashes))
+    positions = np.arange(1, len(before) + 1)
+    runs = positions - np.maximum.accumulate(np.where(before, 0, positions))
+    odd = runs % 2 == 1
+    return odd[:-1], bool(odd[-1])
+
+
+def check_json(body: bytes) -> None:
+    """Refuse a body that a parser would turn into too many objects, before it is parsed.
+
+    Raises:
+        ApiError: 413, or 400 if it is nested too deeply.
+    """
+    shape = json_shape(body)
+    if shape.depth > LIMITS.json_depth:
+        raise ApiError(400, f"the body is nested {shape.depth} deep; at most {LIMITS.json_depth} is taken")
+    if shape.values > LIMITS.json_values or shape.containers > LIMITS.json_containers:
+        raise ApiError(
+            413,
+            f"the body holds {shape.values} JSON values, {shape.containers} of them arrays and objects; at most "
+            f"{LIMITS.json_values} and {LIMITS.json_containers} are taken",
+            code="body_too_complex",
+        )
+
+
+def check_messages(num_parts: int) -> None:
+    """Check a conversation: how many content parts its messages have together."""
+    _check(num_parts, LIMITS.content_parts, "messages", "content parts")
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Check the stop strings of one request, all together."""
+    _check(sum(map(len, stops)), LIMITS.all_stop_chars, "stop", "characters in all stop strings together")
+
+
+def check_tokenize(num_chars: int, max_model_len: int, field: str) -> None:
+    """Check a text that is to be tokenized and not generated from: it may be longer than the model takes."""
+    limit = max_tokenize_chars(max_model_len)
+    _check(num_chars, limit, field, f"characters (this model takes {max_model_len} tokens)", status=413)
+
+
+def max_tokenize_chars(max_model_len: int) -> int:
+    """Return the most characters that are tokenized without being generated from."""
+    return LIMITS.tokenize_chars * max_model_len
+
+
+def check_detokenize(num_ids: int, max_model_len: int) -> None:
+    """Check token ids that are to become a text."""
+    limit = LIMITS.detokenize_ids * max_model_len
+    _check(num_ids, limit, "tokens", f"token ids (this model takes {max_model_len} tokens)", status=413)
+
+
+@dataclass(frozen=True, slots=True)
+class Generating:
+    """What a request would have an engine do.
+
+    Attributes:
+        num_prompt_tokens: One number for each prompt.
+        choices: Sequences for each prompt.
+        max_tokens: The longest answer of one sequence.
+        prompt_logprobs: Alternatives for each prompt token, `None` for no prompt logprobs.
+        prompt_logprobs_shown: How often the answer repeats those of one prompt.
+        logprobs: Alternatives for each generated token, `None` for no logprobs.
+        whole: Whether all of the answer is held until its end.
+    """
+
+    num_prompt_tokens: Sequence[int]
+    choices: int
+    max_tokens: int
+    prompt_logprobs: int | None
+    prompt_logprobs_shown: int
+    logprobs: int | None
+    whole: bool
+
+    def check(self, max_sequences: int) -> None:
+        """Check the whole of it; `max_sequences` is how many places one request may take.
+
+        Raises:
+            ApiError: 400 that names the field to make smaller.
+        """
+        sequences, tokens = len(self.num_prompt_tokens) * self.choices, sum(self.num_prompt_tokens)
+        _check(sequences, max_sequences, "n", "sequences in one request")
+        _check(tokens * self.choices, LIMITS.sequence_tokens, "n", "prompt tokens, counted once for each choice")
+        if self.prompt_logprobs is not None:
+            numbers = tokens * self.prompt_logprobs_shown * (self.prompt_logprobs + 1)
+            what = "numbers (prompt tokens x (alternatives + 1), for each choice that shows them)"
+            _check(numbers, LIMITS.prompt_logprobs, "prompt_logprobs", what)
+        if self.logprobs is not None and self.whole:
+            numbers = sequences * self.max_tokens * (self.logprobs + 1)
+            what = "numbers (sequences x max_tokens x (alternatives + 1)) in an answer that is not streamed"
+            _check(numbers, LIMITS.answer_logprobs, "logprobs", what)
+
+
+def _check(amount: int, limit: int, field: str, what: str, *, status: int = 400) -> None:
+    if amount > limit:
+        message = f"field '{field}' asks for {amount} {what}; at most {limit} are taken"
+        raise ApiError(status, message, param=field, code="limit_exceeded")

@@ -1,0 +1,63 @@
+"""Threads with a bounded queue: whoever comes when it is full is told to come again, and who leaves takes the work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from swiftkv.server.errors import ApiError
+
+T = TypeVar("T")
+
+_BUSY_RETRY_S = 1.0
+
+
+class BoundedThreads:
+    """A few threads for one kind of work, used from one event loop. The queue is here and not in the executor.
+
+    So work whose caller has gone is dropped at once, with everything that it holds.
+    """
+
+    def __init__(self, purpose: str, *, workers: int = 2, max_waiting: int = 1024, max_bytes: int = 64 << 20) -> None:
+        """Start no thread yet. `purpose` completes "too many requests wait for …".
+
+        `max_waiting` and `max_bytes` bound the work that waits: how much of it, and what it was said to hold.
+        """
+        self._purpose = purpose
+        self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
+        self._num_waiting = 0
+        self._bytes_waiting = 0
+        self._free = asyncio.Semaphore(workers)
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix=purpose.replace(" ", "-"))
+
+    async def run(self, work: Callable[[], T], num_bytes: int = 0) -> T:
+        """Return the result of `work`, which holds about `num_bytes` while it waits.
+
+        When the caller is cancelled, work that has not begun never does.
+
+        Raises:
+            ApiError: 429 if too many wait already.
+        """
+        is_full = self._num_waiting >= self._max_waiting or self._bytes_waiting + num_bytes > self._max_bytes
+        if self._num_waiting and is_full:
+            raise ApiError(
+                429, f"too many requests wait for {self._purpose}", code="queue_full", retry_after_s=_BUSY_RETRY_S
+            )
+        self._num_waiting += 1
+        self._bytes_waiting += num_bytes
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+            self._bytes_waiting -= num_bytes
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        future.add_done_callback(self._ended)
+        return await asyncio.shield(future)
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._free.release()
+        if not future.cancelled():
+            future.exception()  # whoever asked may be gone; who is not gets it from `run`
