@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The heads of one KV group, as this rank computes them, and the blocks that hold their keys and values."""
+    """The heads of one KV group, as this rank computes them, and the blocks that hold their keys and values.
+
+    An implementation obeys every field, or raises `ValueError` for what it does not have.
+    """
 
     num_heads: int
     num_kv_heads: int

@@ -130,6 +130,8 @@ def read_kv(
 
 @cache
 def _native_spec(spec: AttentionSpec, dtype: torch.dtype) -> _cpu.AttentionSpec:
+    if spec.soft_cap:
+        raise ValueError("the CPU's attention kernels do not cap scores: run the model with SWIFTKV_OPS=reference")
     return _cpu.AttentionSpec(
         _DTYPES[dtype],
         spec.num_heads,

@@ -205,15 +205,17 @@ def attention(qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, pool: Ten
         visible = distance >= 0
         if spec.window:
             visible &= distance < spec.window
-        out[rows] = _attend(q[rows], keys, values, visible, spec.scale)
+        out[rows] = _attend(q[rows], keys, values, visible, spec)
     return out.flatten(1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
     """q [queries, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim], visible [queries, keys] -> like q."""
     wide = _accumulator(q.dtype)
     grouped = q.to(wide).view(len(q), k.shape[1], -1, q.shape[2])  # heads that share one kv head are neighbours
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * scale
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return torch.einsum("hgqk,khd->qhgd", weights, v.to(wide)).flatten(1, 2).to(q.dtype)
 

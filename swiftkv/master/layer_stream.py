@@ -145,7 +145,6 @@ class LayerStream:
     def __init__(self, transport: Transport, groups: Sequence[KVGroup]) -> None:
         """`groups` are all the KV groups of the model, in the order of its pool."""
         self.groups = tuple(groups)
-        self.total = StreamTimings()
         self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # of single steps; whoever reads it may clear it
         self._transport = transport
         self._journal = _Journal(transport)
@@ -180,9 +179,7 @@ class LayerStream:
 
         To be called once for each that did not fail.
         """
-        timings = self._launched.popleft().timings()
-        self.recent.append(timings)
-        self.total += timings
+        self.recent.append(self._launched.popleft().timings())
 
     def run_copies_only(self, plan: StepCopies) -> None:
         """For a plan without tokens. Raises `TransferError` as `step` does."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from swiftkv.cache.geometry import blocks_for_tokens
-
 _BUCKETS = 16
 """A window is remembered in so many pieces: what happened is forgotten after 1 to 1 + 1/16 windows."""
 
@@ -77,26 +75,6 @@ class LongestRequestPolicy:
 
     def keep_blocks(self, now_s: float) -> int:
         return self._longest.value(now_s)
-
-
-def scale_up(num_blocks: int, block_size: int, meu_w: int, meu_m: int, request_tokens: int) -> tuple[int, int]:
-    """Algorithm 1, SCALEUP: blocks that a worker of `num_blocks` takes back, and the master gives up, for a request.
-
-    Returns `(k * meu_w, k * meu_m)`, in blocks of each; `(0, 0)` if the request fits.
-    """
-    missing = blocks_for_tokens(request_tokens, block_size) - num_blocks
-    extents = max(0, -(-missing // meu_w))
-    return extents * meu_w, extents * meu_m
-
-
-def scale_down(num_blocks: int, block_size: int, meu_w: int, meu_m: int, longest_tokens: int) -> tuple[int, int]:
-    """Algorithm 1, SCALEDOWN: blocks that a worker of `num_blocks` gives, and the master gets.
-
-    `longest_tokens`: of the longest request of the window. Returns `(k * meu_w, k * meu_m)`, in blocks of each.
-    """
-    spare = num_blocks - blocks_for_tokens(longest_tokens, block_size)
-    extents = max(0, spare // meu_w)
-    return extents * meu_w, extents * meu_m
 
 
 class _WindowMaximum:

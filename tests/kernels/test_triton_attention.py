@@ -18,9 +18,9 @@ import torch
 
 from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import NO_BLOCK
+from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
 from swiftkv.kernels.triton_schedule import Tiling
-from tests.support.attention_steps import Step, make_step, relative_error
+from tests.support.attention_steps import NUM_LAYERS, Step, make_step, relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 SMALL_TILES = (Tiling(rows=32, keys=16, num_warps=4, num_stages=2), Tiling(rows=16, keys=16, num_warps=4, num_stages=2))
@@ -117,6 +117,23 @@ def test_chunks_give_what_the_whole_prompt_gives() -> None:
             context_lens=torch.tensor([end], dtype=torch.int32),
         )
         assert relative_error(part.run(part.prepare()), out[begin:end].double()) < 1e-5
+
+
+def test_where_a_block_lies_changes_no_bit() -> None:
+    """What is borrowed passes through slots of one layer, and the kernels do with it what they do with whole blocks."""
+    spec = make_spec(window=90)
+    step = make_step(spec, [(1500, 1), (150, 1), (60, 40), (0, 33)], torch.float16)
+    expected = step.run(step.prepare())
+    kv = layer_blocks(step.pool, spec, torch.float16)
+    moved, entries = torch.full_like(kv, torch.nan), step.block_table.clone()
+    free = torch.randperm(len(kv) // NUM_LAYERS, generator=torch.Generator().manual_seed(1)).tolist()
+    for i, entry in enumerate(entries.tolist()):
+        if entry != NO_BLOCK:
+            place = free.pop() * NUM_LAYERS
+            entries[i] = place if entry < 0 else ~place
+            moved[place + (step.layer if entry < 0 else 0)] = kv[~entry if entry < 0 else entry + step.layer]
+    elsewhere = replace(step, pool=moved.flatten().view(torch.uint8), block_table=entries)
+    assert torch.equal(elsewhere.run(elsewhere.prepare()), expected)
 
 
 def test_a_neighbour_full_of_nan_changes_nothing() -> None:

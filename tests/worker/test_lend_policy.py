@@ -12,8 +12,6 @@ from swiftkv.worker.lend_policy import (
     Demand,
     LongestRequestPolicy,
     TotalDemandPolicy,
-    scale_down,
-    scale_up,
 )
 
 WINDOW_S = 60.0
@@ -114,33 +112,7 @@ def test_what_is_wanted_now_counts_too() -> None:
     ],
 )
 def test_algorithm_1_scale_down(longest_tokens: int, moved: tuple[int, int]) -> None:
-    assert scale_down(100, 16, 8, 5, longest_tokens) == moved
     policy = LongestRequestPolicy(WINDOW_S)
     policy.observe(0, demand(0, longest=math.ceil(longest_tokens / 16)))
     extents = max(0, 100 - policy.keep_blocks(0)) // 8  # what a lender makes of it
     assert (8 * extents, 5 * extents) == moved
-
-
-@pytest.mark.parametrize(
-    ("request_tokens", "moved"),
-    [(0, (0, 0)), (1600, (0, 0)), (1601, (8, 5)), (1728, (8, 5)), (1729, (16, 10))],
-)
-def test_algorithm_1_scale_up(request_tokens: int, moved: tuple[int, int]) -> None:
-    assert scale_up(100, 16, 8, 5, request_tokens) == moved
-
-
-@given(
-    num_blocks=st.integers(0, 1000), tokens=st.integers(0, 40_000), meu_w=st.integers(1, 64), meu_m=st.integers(1, 64)
-)
-def test_after_scaling_the_request_fits_and_one_unit_less_would_not_do(
-    num_blocks: int, tokens: int, meu_w: int, meu_m: int
-) -> None:
-    up_w, up_m = scale_up(num_blocks, 16, meu_w, meu_m, tokens)
-    down_w, down_m = scale_down(num_blocks, 16, meu_w, meu_m, tokens)
-    assert up_w % meu_w == down_w % meu_w == 0
-    assert (up_w // meu_w * meu_m, down_w // meu_w * meu_m) == (up_m, down_m)
-    assert up_w == 0 or down_w == 0
-    assert (num_blocks + up_w) * 16 >= tokens
-    assert up_w == 0 or (num_blocks + up_w - meu_w) * 16 < tokens
-    assert down_w == 0 or (num_blocks - down_w) * 16 >= tokens
-    assert (num_blocks - down_w - meu_w) * 16 < tokens or up_w

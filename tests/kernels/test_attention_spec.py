@@ -1,0 +1,66 @@
+"""Every kind of kernels obeys what an `AttentionSpec` says, or refuses it: none leaves out a part of it in silence."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.dispatch import Ops, cpu_ops, reference_ops, select_ops
+
+NUM_TOKENS = 40
+PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, scale=0.3)
+SPECS = [PLAIN, replace(PLAIN, window=9), replace(PLAIN, soft_cap=1.5), replace(PLAIN, window=9, soft_cap=1.5)]
+
+
+def ops_of(kind: str) -> Ops:
+    if kind == "cpu":
+        return cpu_ops()
+    if kind == "reference":
+        return reference_ops()
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles here: set TRITON_INTERPRET=1 to interpret")
+    ops = select_ops("cuda:0")
+    return replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
+
+
+def expected(qkv: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention of one whole prompt in float64, every field of the spec in its own line."""
+    q, k, v = qkv.double().view(NUM_TOKENS, -1, spec.head_dim).split([4, 2, 2], dim=1)
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    distance = torch.arange(NUM_TOKENS)[:, None] - torch.arange(NUM_TOKENS)
+    visible = (distance >= 0) & (distance < (spec.window or NUM_TOKENS))
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+def attend(ops: Ops, spec: AttentionSpec, qkv: Tensor) -> Tensor:
+    positions = torch.arange(NUM_TOKENS, dtype=torch.int32)
+    starts, lengths = torch.tensor([0, NUM_TOKENS], dtype=torch.int32), positions[-1:] + 1
+    table, table_starts = torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    batch = ops.prepare_batch(spec, positions, starts, lengths, table, table_starts)
+    pool = torch.zeros(3 * 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * 4, dtype=torch.uint8)
+    unturned = torch.cat([torch.ones(NUM_TOKENS, spec.head_dim // 2), torch.zeros(NUM_TOKENS, spec.head_dim // 2)], 1)
+    qkv = qkv.clone()
+    ops.rope_write_kv(qkv, unturned, None, None, 1e-6, spec, batch, pool, 0)
+    return ops.attention(qkv, spec, batch, pool, 0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "reference", "triton"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"window {spec.window} cap {spec.soft_cap}")
+def test_a_spec_is_obeyed_or_refused(spec: AttentionSpec, kind: str) -> None:
+    ops = ops_of(kind)
+    qkv = torch.randn(NUM_TOKENS, 8 * spec.head_dim, generator=torch.Generator().manual_seed(3))
+    if kind == "cpu" and spec.soft_cap:
+        with pytest.raises(ValueError, match="do not cap scores"):
+            attend(ops, spec, qkv)
+        return
+    torch.testing.assert_close(attend(ops, spec, qkv).double(), expected(qkv, spec), rtol=1e-5, atol=1e-5)
