@@ -181,6 +181,8 @@ class NodeConfig(_Section):
     max_body: Size = Field(16 << 20, description=_SIZE)
     watchdog: Limit = Field(120.0, description=_LIMIT)
     load_timeout: Limit = Field(600.0, description=_LIMIT)
+    show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
+    allow_priority: bool = Field(False, description="true or false")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
     lending: Annotated[NodeLendingConfig, BeforeValidator(_read_node_lending)] = Field(
         default_factory=NodeLendingConfig, description="on, off or a mapping"
@@ -268,6 +270,7 @@ class ModelConfig(_Section):
     enable_chunked_prefill: bool = Field(True, description="true or false")
     enforce_eager: bool = Field(False, description="true or false")
     async_scheduling: bool | None = Field(None, description="true or false")
+    split_special_tokens: bool = Field(False, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")

@@ -198,7 +198,7 @@ class Node:
         ]
         try:
             # Meanwhile: transformers alone takes seconds to import.
-            handles = await asyncio.to_thread(_load_handles, self._plans, self._clients)
+            handles = await asyncio.to_thread(_load_handles, self._config, self._plans, self._clients)
             self._serve_http(handles)
             await asyncio.gather(*engines)
         finally:
@@ -303,20 +303,22 @@ def _run_without_triton() -> None:
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
-def _load_handles(plans: Sequence[ModelPlan], clients: Sequence[EngineClient]) -> list[ModelHandle]:
-    from swiftkv.server.models import ModelHandle
+def _load_handles(config: Config, plans: Sequence[ModelPlan], clients: Sequence[EngineClient]) -> list[ModelHandle]:
+    from swiftkv.server.models import ClientPolicy, ModelHandle
     from swiftkv.server.tokenizer import Tokenizer
 
+    policy = ClientPolicy(config.node.show_cached_tokens, config.node.allow_priority)
     return [
         ModelHandle(
             name=plan.name,
             root=str(plan.checkpoint),
             max_model_len=plan.max_model_len,
             vocab_size=plan.vocab_size,
-            tokenizer=Tokenizer.from_pretrained(plan.checkpoint),
+            tokenizer=Tokenizer.from_pretrained(plan.checkpoint, split_special_tokens=model.split_special_tokens),
             client=client,
+            policy=policy,
         )
-        for plan, client in zip(plans, clients, strict=True)
+        for model, plan, client in zip(config.models, plans, clients, strict=True)
     ]
 
 

@@ -45,7 +45,7 @@ class Tokenizer:
         self.backend.no_padding()
         self._byte_level = _is_byte_level(self.backend)
         self._max_chars_per_token = max(map(len, self.backend.get_vocab()))
-        self._special_tokens = _special_tokens(self.backend)
+        self._special_tokens = re.compile("|".join(map(re.escape, _special_token_texts(self.backend))) or r"(?!)")
         self._plain_backend = _split_special(self.backend) if split_special_tokens else None
         self._check_plain_backend()
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
@@ -119,6 +119,11 @@ class Tokenizer:
         """Check that ordinary conversations come to the same tokens in parts as in one piece."""
         if self._plain_backend is None or not self._hf.chat_template:
             return
+        short = [token for token in _special_token_texts(self.backend) if len(token) < 2]
+        if short:
+            raise CheckpointError(
+                f"split_special_tokens: {short[0]!r} is a special token of one character; write false"
+            )
         text = self._render(_PROBE, add_generation_prompt=True)
         if self._encode_disarmed(text) != self.encode(text, add_special_tokens=False):
             raise CheckpointError(
@@ -190,10 +195,10 @@ def _split_special(backend: Backend) -> Backend:
     return copy
 
 
-def _special_tokens(backend: Backend) -> re.Pattern[str]:
+def _special_token_texts(backend: Backend) -> list[str]:
+    """Return the special tokens, the longest first: of those that begin alike, the longest is meant."""
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-    # Of tokens that begin alike, the longest is meant.
-    return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)")
+    return sorted(special, key=len, reverse=True)
 
 
 def _too_long(num_chars: int, max_chars: int, field: str) -> ApiError:

@@ -73,6 +73,7 @@ class EngineClient:
         )
         self.answers: dict[int, Answer] = {}
         self.stats: EngineStats | None = None
+        self.taken: list[int] = []  # messages, as the engine counted them
         self._ids = count(1)
         self._context = zmq.Context()
         self._requests = self._context.socket(zmq.PUSH)
@@ -136,6 +137,7 @@ class EngineClient:
             return
         assert isinstance(message, StepOutput)
         self.stats = message.stats or self.stats
+        self.taken.append(message.messages_taken)
         for request_id, cached_tokens in message.admitted:
             assert self.answers[request_id].cached_tokens is None
             self.answers[request_id].cached_tokens = cached_tokens

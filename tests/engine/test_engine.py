@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from swiftkv.engine.engine import MAX_MESSAGES_PER_STEP
 from swiftkv.engine.messages import FINISH_LENGTH, FINISH_STOP, AddRequest, SamplingParams
 from tests.engine.engine_process import Answer, EngineProcess
 from tests.support.checkpoints import SHAPE, make_checkpoint
@@ -178,3 +181,19 @@ def test_a_prompt_that_is_no_whole_number_of_tokens_is_answered(engine: EnginePr
     engine.send(AddRequest(10**9, b"abc", SamplingParams(4)))
     [answer] = engine.wait([10**9])
     assert answer.error is not None
+
+
+def test_between_two_steps_an_engine_takes_a_bounded_number_of_messages(engine: EngineProcess) -> None:
+    """Thousands wait when it comes to look: who is being answered goes on meanwhile."""
+    steady = engine.add([3] * 10, max_tokens=400)
+    while not engine.answers[steady].token_ids:
+        engine.take_one()
+    engine.process.send_signal(signal.SIGSTOP)
+    waiting = [engine.add([3, 4], max_tokens=1) for _ in range(1500)]
+    engine.abort(*waiting[:1400])
+    engine.process.send_signal(signal.SIGCONT)
+    engine.taken.clear()
+    engine.wait([steady, *waiting[1400:]])
+    engine.wait_for_rest()
+    assert engine.taken[-1] - engine.taken[0] > 1000
+    assert max(later - earlier for earlier, later in pairwise(engine.taken)) <= MAX_MESSAGES_PER_STEP

@@ -40,7 +40,10 @@ def config(checkpoint: Path, *names: str, **node: Any) -> dict[str, Any]:
         for name in names
     ]
     models[0]["endpoint"] = {"port": 0}
-    return {"node": {"port": 0, "restart": {"limit": 2, "backoff": "50ms"}, **node}, "models": models}
+    return {
+        "node": {"port": 0, "allow_priority": True, "restart": {"limit": 2, "backoff": "50ms"}, **node},
+        "models": models,
+    }
 
 
 @pytest.fixture(scope="module")

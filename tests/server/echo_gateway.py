@@ -94,6 +94,7 @@ class Gateway:
     metrics: GatewayMetrics
     apps: list[FastAPI] = field(default_factory=list)
     api_key: str | None = None
+    models: dict[str, ModelHandle] = field(default_factory=dict)
     budgets: dict[str, list[int]] = field(default_factory=dict)
     """Every budget that was set, in bytes."""
 
@@ -143,7 +144,7 @@ def start_gateway(
     budgets: dict[str, list[int]] = {"chat": [], "code": []}
 
     async def build() -> Gateway:
-        handles = {}
+        handles: dict[str, ModelHandle] = {}
         members = []
         for name in ("chat", "code"):
             addresses = [f"ipc://{directory}/{name}.{end}" for end in ("requests", "outputs")]
@@ -177,7 +178,7 @@ def start_gateway(
             name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
             for name, client in clients.items()
         }
-        return Gateway(loop, *urls, clients, engines, metrics, apps, settings.api_key, budgets)
+        return Gateway(loop, *urls, clients, engines, metrics, apps, settings.api_key, handles, budgets)
 
     gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
     for name, engine in gateway.engines.items():
