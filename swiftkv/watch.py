@@ -119,10 +119,8 @@ class EngineWatch:
         else:
             self._idle_s += interval.elapsed_s
             has_work = self._client.num_in_flight > 0 or sample.working_s is not None or self._owes_extents
-            if not has_work:
-                self._hung_s = 0.0
-            elif not waits_for_others():
-                self._hung_s += interval.elapsed_s
+            is_to_blame = has_work and not waits_for_others()
+            self._hung_s = self._hung_s + interval.elapsed_s if is_to_blame else 0.0
         limit_s = max(self._watchdog_s or 0.0, _TIMES_THE_LONGEST * sample.longest_s)
         if vitals is None or self._client.engine is None:
             return limit_s
