@@ -45,8 +45,8 @@ def defects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @contextmanager
-def lending_node(transport: str, checkpoints: dict[str, Path], directory: Path) -> Iterator[LendingNode]:
-    """A master with a pool of 384 tokens beside a worker, and a watchdog that is soon impatient."""
+def lending_node(transport: str, watchdog: str, checkpoints: dict[str, Path], directory: Path) -> Iterator[LendingNode]:
+    """A master with a pool of 384 tokens beside a worker."""
     shared: dict[str, Any] = {"threads": 1, "max_num_batched_tokens": 256}
     models = [
         {"name": MASTER, "role": "master", "path": str(checkpoints["master"]), "dtype": "float32"},
@@ -54,7 +54,7 @@ def lending_node(transport: str, checkpoints: dict[str, Path], directory: Path) 
     ]
     models[0] |= {"kv_cache": {"memory": "1152KiB"}}
     models[1] |= {"kv_cache": {"memory": "4MiB"}, "lending": {"budget": "100%", "window": "200ms"}}
-    settings: dict[str, Any] = {"port": 0, "watchdog": "3s", "restart": {"limit": 100, "backoff": "50ms"}}
+    settings: dict[str, Any] = {"port": 0, "watchdog": watchdog, "restart": {"limit": 100, "backoff": "50ms"}}
     settings["lending"] = {"transport": transport, "max_wait": "100s"}
     config = {"node": settings, "models": [{**shared, **model} for model in models]}
     temporary = short_temporary_directory()
@@ -67,7 +67,7 @@ def lending_node(transport: str, checkpoints: dict[str, Path], directory: Path) 
 def node(
     defects: Path, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LendingNode]:
-    with lending_node("shm", checkpoints, tmp_path_factory.mktemp("liveness")) as node:
+    with lending_node("shm", "3s", checkpoints, tmp_path_factory.mktemp("liveness")) as node:
         yield node
 
 
@@ -121,7 +121,7 @@ def test_a_borrower_in_the_middle_of_a_copy_is_not_blamed_for_its_stopped_lender
     """A two-sided copy waits for the lender, so the borrower makes no progress either; only the lender is ended."""
     turns = [(Turn(tuple(3 + i * (i + seed) % 311 for i in range(1000)), 12),) for seed in range(2)]
     expected = reference.answers(MASTER, turns)
-    with lending_node("p2p", checkpoints, tmp_path) as node, ThreadPoolExecutor(1) as clients:
+    with lending_node("p2p", "8s", checkpoints, tmp_path) as node, ThreadPoolExecutor(1) as clients:
         node.wait_until_lent(WORKER, MASTER)
         dead, borrower = node.process.engines()[WORKER], node.process.engines()[MASTER]
         answers = clients.submit(node.hold_all, MASTER, turns)
