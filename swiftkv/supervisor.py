@@ -206,7 +206,8 @@ class EngineSupervisor:
                 await self._client.wait_ready()
         except TimeoutError:
             return (
-                f"did not load within {timeout_s:g} s and was ended; if the model takes longer, raise node.load_timeout"
+                f"did not load within {timeout_s:g} s (node.load_timeout: raise it for models that take longer) "
+                "and was ended"
             )
         return await asyncio.Future[str]()
 

@@ -38,7 +38,9 @@ class Tasks:
         self._running.clear()
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        for task, outcome in zip(running, await asyncio.gather(*running, return_exceptions=True), strict=True):
+            if isinstance(outcome, Exception):
+                logger.error("%s failed while it was ended", task.get_name(), exc_info=outcome)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         is_ours = task not in self._running

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swiftkv.processes import read_vitals
-from swiftkv.progress import ProgressPage
+from swiftkv.progress import ProgressPage, ProgressSample
 from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState, Observation
 from swiftkv.server.errors import ApiError
@@ -85,7 +85,15 @@ class EngineWatch:
         clock = _Clock(_INTERVAL_S if self._watchdog_s is None else min(_INTERVAL_S, self._watchdog_s / 8))
         while True:
             interval = await clock.tick()
-            limit_s = self._look(interval, waits_for_others)
+            sample = self._page.read()
+            self._count(sample, interval, waits_for_others)
+            limit_s = max(self._watchdog_s or 0.0, _TIMES_THE_LONGEST * sample.longest_s)
+            vitals = read_vitals(self._pid)
+            if vitals is not None and self._client.engine is not None:
+                cpu_s, self._cpu_s = vitals.cpu_s - self._cpu_s, vitals.cpu_s
+                may_compute = cpu_s > _BUSY * interval.elapsed_s and self._hung_s < limit_s / 2
+                state, why = self._judge(sample, vitals.is_stopped, may_compute)
+                self._client.observe(Observation(state, why, self._progress_s))
             if self._watchdog_s is not None and self._hung_s > limit_s:
                 return f"made no progress for {self._hung_s:.0f} s and was ended"
 
@@ -109,33 +117,27 @@ class EngineWatch:
                 self._unanswered_s = 0.0
                 self._owes_extents = any(link.counts.get("recalled") for link in state.borrows)
 
-    def _look(self, interval: _Interval, waits_for_others: Callable[[], bool]) -> float:
-        """Take a sample; return how long there may be no progress."""
-        sample = self._page.read()
-        vitals = read_vitals(self._pid)
+    def _count(self, sample: ProgressSample, interval: _Interval, waits_for_others: Callable[[], bool]) -> None:
+        """Add up the time without progress, and that of it for which the engine is to blame."""
         if sample.ticks != self._ticks:
             self._ticks, self._progress_s = sample.ticks, interval.now_s
             self._idle_s = self._hung_s = 0.0
-        else:
-            self._idle_s += interval.elapsed_s
-            has_work = self._client.num_in_flight > 0 or sample.working_s is not None or self._owes_extents
-            if not has_work:
-                self._hung_s = 0.0
-            elif not waits_for_others():
-                self._hung_s += interval.elapsed_s
-        limit_s = max(self._watchdog_s or 0.0, _TIMES_THE_LONGEST * sample.longest_s)
-        if vitals is None or self._client.engine is None:
-            return limit_s
-        is_computing = vitals.cpu_s - self._cpu_s > _BUSY * interval.elapsed_s
-        self._cpu_s = vitals.cpu_s
-        state, why = EngineState.READY, None
-        if vitals.is_stopped:
-            state, why = EngineState.STOPPED, "is stopped by a signal or a debugger"
-        elif self._idle_s >= self._noticeable_s and not (is_computing and self._hung_s < limit_s / 2):
-            state, why = EngineState.NOT_RESPONDING, f"has made no progress for {self._idle_s:.0f} s"
-        elif self._idle_s >= self._noticeable_s or (sample.working_s or 0.0) > _SLOW_S:
-            state, why = EngineState.SLOW, f"has computed one step for {sample.working_s or self._idle_s:.0f} s"
-        elif self._unanswered_s >= self._noticeable_s:
-            state, why = EngineState.NOT_RESPONDING, f"has not answered about lending for {self._unanswered_s:.0f} s"
-        self._client.observe(Observation(state, why, self._progress_s))
-        return limit_s
+            return
+        self._idle_s += interval.elapsed_s
+        if not (self._client.num_in_flight or sample.working_s is not None or self._owes_extents):
+            self._hung_s = 0.0
+        elif not waits_for_others():
+            self._hung_s += interval.elapsed_s
+
+    def _judge(self, sample: ProgressSample, is_stopped: bool, may_compute: bool) -> tuple[EngineState, str | None]:
+        """Return the state to show, and why. `may_compute`: the process uses a processor, and has not for too long."""
+        if is_stopped:
+            return EngineState.STOPPED, "is stopped by a signal or a debugger"
+        makes_no_progress = self._idle_s >= self._noticeable_s
+        if makes_no_progress and not may_compute:
+            return EngineState.NOT_RESPONDING, f"has made no progress for {self._idle_s:.0f} s"
+        if makes_no_progress or (sample.working_s or 0.0) > _SLOW_S:
+            return EngineState.SLOW, f"has computed one step for {sample.working_s or self._idle_s:.0f} s"
+        if self._unanswered_s >= self._noticeable_s:
+            return EngineState.NOT_RESPONDING, f"has not answered about lending for {self._unanswered_s:.0f} s"
+        return EngineState.READY, None

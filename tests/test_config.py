@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +68,14 @@ MISTAKES = [
     (
         "node: {shutdown_timeout: 1 minute}\n" + ONE_MODEL % "",
         "node.shutdown_timeout: '1 minute' is not a duration such as 500ms, 60s or 2m",
+    ),
+    (
+        "node: {watchdog: 120}\n" + ONE_MODEL % "",
+        "node.watchdog: 120 is not a duration such as 500ms, 60s or 2m, or off",
+    ),
+    (
+        "node: {load_timeout: on}\n" + ONE_MODEL % "",
+        "node.load_timeout: True is not a duration such as 500ms, 60s or 2m, or off",
     ),
     (ONE_MODEL % ", kv_cache: {block_size: 24}", "models[0].kv_cache.block_size: 24 is not a multiple of 16 tokens"),
     (ONE_MODEL % ", kv_cache: {block_size: 0}", "models[0].kv_cache.block_size: 0 is not a multiple of 16 tokens"),
@@ -195,6 +204,16 @@ def test_defaults_for_everything_but_name_and_path() -> None:
     lending = config.node.lending
     assert (lending.enabled, lending.transport, lending.stream_buffers, lending.max_wait) == (True, "auto", 2, 30.0)
     assert model.endpoint is None
+    assert (config.node.watchdog, config.node.load_timeout) == (120.0, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("written", "means_s"),
+    [("off", None), ("'off'", None), ("0", None), ("0s", None), ("90s", 90.0), ("250ms", 0.25)],
+)
+def test_a_time_limit_can_be_off(written: str, means_s: float | None) -> None:
+    raw = yaml.safe_load(f"{{node: {{watchdog: {written}}}, models: [{{name: chat, path: somewhere}}]}}")
+    assert parse_config(raw).node.watchdog == means_s
 
 
 def test_units() -> None:

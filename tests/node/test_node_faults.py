@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.completions import complete, streaming
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
 
 MAX_MODEL_LEN = 32768
@@ -53,36 +53,6 @@ def node(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with NodeProcess(config(checkpoint, "steady", "killed", "doomed"), directory, short_temporary_directory()) as node:
         yield node
     remove(node.temporary)
-
-
-class Stream:
-    """A completion on its way: its events, one by one."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self.response = response
-        self.events = (json.loads(data) for data in self._data() if data != "[DONE]")
-
-    def _data(self) -> Iterator[str]:
-        for line in self.response.iter_lines():
-            if line.startswith("data: "):
-                yield line.removeprefix("data: ")
-
-
-@contextmanager
-def streaming(node: NodeProcess, model: str, max_tokens: int) -> Iterator[Stream]:
-    """A stream whose first token has come."""
-    body = {"prompt": "def", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    url = f"{node.url}/models/{model}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
-        assert response.status_code == 200
-        stream = Stream(response)
-        assert next(stream.events)["choices"]
-        yield stream
-
-
-def complete(node: NodeProcess, model: str) -> httpx.Response:
-    body = {"prompt": "def", "max_tokens": 4, "ignore_eos": True}
-    return httpx.post(f"{node.url}/models/{model}/v1/completions", json=body, timeout=DEADLINE_S)
 
 
 def test_the_printed_lines_can_be_pasted(node: NodeProcess) -> None:

@@ -28,8 +28,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         {"path": str(directory / "tiny"), "dtype": "float32", "threads": 2, "kv_cache": {"memory": "8MiB"}, **model}
         for model in ({"name": "whole"}, {"name": "divided", "tensor_parallel_size": 2})
     ]
-    config = {"node": {"port": 0, "restart": {"limit": 5, "backoff": "50ms"}}, "models": models}
-    with NodeProcess(config, directory, short_temporary_directory()) as node:
+    settings = {"port": 0, "watchdog": "5s", "restart": {"limit": 5, "backoff": "50ms"}}
+    with NodeProcess({"node": settings, "models": models}, directory, short_temporary_directory()) as node:
         yield node
     remove(node.temporary)
 
@@ -87,6 +87,22 @@ def test_a_killed_rank_takes_the_others_along_and_the_model_comes_back(rank: int
     assert complete(node, "divided")["choices"] == expected
     assert complete(node, "whole")["choices"][0]["text"] == expected[0]["text"]
     assert not set(ranks(node)) & set(before)
+
+
+def test_a_stopped_rank_is_a_hung_engine(node: NodeProcess) -> None:
+    """The first rank waits for it. The stopped one cannot see that the first has ended, so the kernel ends it."""
+    before = ranks(node)
+    body = {"prompt": "def", "max_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True}
+    url = f"{node.url}/models/divided/v1/completions"
+    with ThreadPoolExecutor(1) as clients:
+        before[1].send_signal(signal.SIGSTOP)
+        answer = clients.submit(httpx.post, url, json=body, timeout=DEADLINE_S)
+        wait_for("it to be seen", lambda: node.ready()["divided"] == "not responding")
+        assert answer.result().status_code == 503
+    node.wait_line(r"divided: the engine made no progress for \d+ s and was ended; starting it again")
+    assert not psutil.wait_procs(before, DEADLINE_S)[1]
+    wait_for("the restart", lambda: node.ready()["divided"] == "ready")
+    assert complete(node, "divided")["choices"]
 
 
 def test_sigterm_leaves_nothing(node: NodeProcess) -> None:

@@ -1,0 +1,289 @@
+"""Engines that hang, stop or say nonsense, tasks that fail, and output that goes nowhere: real processes, real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+import yaml
+import zmq
+
+from swiftkv.engine.messages import StepOutput
+from tests.support.checkpoints import make_checkpoint
+from tests.support.completions import complete, streaming
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
+
+MAX_MODEL_LEN = 32768
+WATCHDOG_S = 2.0
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(directory, "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
+    return directory
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    directory = short_temporary_directory()
+    yield directory
+    remove(directory)
+
+
+def config(checkpoint: Path, *names: str, **node: Any) -> dict[str, Any]:
+    models: list[dict[str, Any]] = [
+        {"name": name, "path": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache": {"memory": "64MiB"}}
+        for name in names
+    ]
+    return {"node": {"port": 0, "restart": {"limit": 20, "backoff": "50ms"}, **node}, "models": models}
+
+
+@pytest.fixture(scope="module")
+def node(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """Tests are about `other`; `steady` goes on beside it."""
+    settings = config(checkpoint, "steady", "other", watchdog=f"{WATCHDOG_S}s")
+    with NodeProcess(settings, tmp_path_factory.mktemp("node"), short_temporary_directory()) as node:
+        yield node
+    remove(node.temporary)
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if process.is_running():
+            process.send_signal(signal.SIGCONT)
+
+
+def metric(node: NodeProcess, name: str, **labels: str) -> float | None:
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    for line in httpx.get(f"{node.url}/metrics", timeout=DEADLINE_S).text.splitlines():
+        sample, _, value = line.rpartition(" ")
+        if sample.startswith(f"{name}{{") and wanted <= set(sample.partition("{")[2].removesuffix("}").split(",")):
+            return float(value)
+    return None
+
+
+def wait_until_restarted(node: NodeProcess, model: str, dead: psutil.Process) -> None:
+    def is_back() -> bool:
+        view = node.engine_views()[model]
+        return view["state"] == "ready" and view["pid"] != dead.pid
+
+    wait_for("the restart", is_back)
+
+
+def status(node: NodeProcess, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swiftkv.cli", "status", "--url", node.url, *options]
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
+
+
+def test_an_engine_that_stops_with_work_is_ended_and_started_again(node: NodeProcess) -> None:
+    dead = node.engines()["other"]
+    with streaming(node, "steady", max_tokens=2000) as steady, streaming(node, "other", max_tokens=30000) as broken:
+        dead.send_signal(signal.SIGSTOP)
+        wait_for("it to be seen", lambda: node.ready()["other"] == "stopped")
+        not_ready = httpx.get(f"{node.url}/ready", timeout=DEADLINE_S).json()["error"]["message"]
+        assert not_ready == "not ready: 'other' is stopped (is stopped by a signal or a debugger)"
+        *_, last = broken.events
+        message = last["error"]["message"]
+        assert message.startswith("model 'other' stopped and is being restarted: its engine made no progress for ")
+        assert message.endswith(" s and was ended")
+        *_, last = steady.events
+        assert last["choices"][0]["finish_reason"] == "length"
+    node.wait_line(r"other: the engine made no progress for \d+ s and was ended; starting it again")
+    wait_until_restarted(node, "other", dead)
+    assert not dead.is_running()
+    assert complete(node, "other").status_code == 200
+    assert metric(node, "swiftkv:engine_restarts_total", model_name="other", reason="hung") == 1
+
+
+def test_a_stopped_engine_without_work_is_shown_and_left_alone(node: NodeProcess) -> None:
+    engine = node.engines()["other"]
+    wait_for("it to be at rest", lambda: node.engine_views()["other"]["in_flight"] == 0)
+    with stopped(engine):
+        wait_for("more than the watchdog", lambda: node.engine_views()["other"]["progress_age_s"] > 3 * WATCHDOG_S)
+        assert node.ready() == {"steady": "ready", "other": "stopped"}
+        assert metric(node, "swiftkv:engine_state", model_name="other", state="stopped") == 1
+        assert metric(node, "swiftkv:engine_state", model_name="other", state="ready") == 0
+        assert metric(node, "swiftkv:engine_progress_age_seconds", model_name="other") > 3 * WATCHDOG_S
+        shown = status(node)
+        assert shown.returncode == 1
+        rows = [line.split()[:2] for line in shown.stdout.splitlines()[1:3]]
+        assert rows == [["steady", "ready"], ["other", "stopped"]]
+        assert str(engine.pid) in shown.stdout
+        assert "other: the engine is stopped by a signal or a debugger" in shown.stdout
+        assert json.loads(status(node, "--json").stdout)["engines"]["other"]["pid"] == engine.pid
+    wait_for("it to go on", lambda: node.ready()["other"] == "ready")
+    assert node.engines()["other"].pid == engine.pid
+    assert status(node).returncode == 0
+    assert complete(node, "other").status_code == 200
+
+
+def test_an_engine_that_is_killed_by_a_real_time_signal_comes_back(node: NodeProcess) -> None:
+    dead = node.engines()["other"]
+    dead.send_signal(40)
+    node.wait_line("other: the engine was killed by real-time signal 40; starting it again")
+    wait_until_restarted(node, "other", dead)
+    assert complete(node, "other").status_code == 200
+
+
+def test_an_engine_that_says_what_makes_no_sense_is_ended_and_started_again(node: NodeProcess) -> None:
+    """The message can be decoded, but has more requests than tokens."""
+    dead = node.engines()["other"]
+    (directory,) = node.temporary.glob("swiftkv-*.ipc")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as outputs, streaming(node, "other", 30000) as broken:
+        outputs.connect(f"ipc://{directory}/1.outputs")
+        outputs.send(msgspec.msgpack.encode(StepOutput(bytes(16), bytes(4), bytes(1))))
+        *_, last = broken.events
+        assert "sent a message that makes no sense" in last["error"]["message"]
+    wait_until_restarted(node, "other", dead)
+    assert complete(node, "other").status_code == 200
+    assert metric(node, "swiftkv:engine_restarts_total", model_name="other", reason="bad_message") == 1
+
+
+def test_the_kernel_prefers_engines_when_memory_runs_out(node: NodeProcess) -> None:
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    assert score(node.engines()["steady"].pid) > score(node.process.pid)
+
+
+def test_a_stopped_engine_does_not_outlive_a_killed_node(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    with NodeProcess(config(checkpoint, "only"), tmp_path, temporary) as node:
+        engine = node.engines()["only"]
+        engine.send_signal(signal.SIGSTOP)
+        wait_for("it to stop", lambda: engine.status() == psutil.STATUS_STOPPED)
+        node.process.kill()
+        psutil.wait_procs([engine], timeout=DEADLINE_S)
+        assert not engine.is_running()
+
+
+def test_an_engine_that_does_not_load_in_time_is_ended(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    settings = config(checkpoint, "only", load_timeout="100ms")
+    with NodeProcess(settings, tmp_path, temporary, wait=False, stderr=subprocess.PIPE) as node:
+        _, errors = node.process.communicate(timeout=DEADLINE_S)
+        assert node.process.returncode == 1
+        reason = "did not load within 0.1 s (node.load_timeout: raise it for models that take longer) and was ended"
+        assert f"only: the engine {reason}" in errors
+        node.assert_nothing_left()
+
+
+DEFECT = """
+from swiftkv import cli, supervisor
+
+def fail(self, end):
+    raise RuntimeError("a defect")
+
+supervisor.EngineSupervisor._next_delay_s = fail
+cli.app()
+"""
+
+
+def test_a_defect_in_a_supervisor_stops_the_node_loudly(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    settings = config(checkpoint, "one", "two")
+    with NodeProcess(settings, tmp_path, temporary, program=("-c", DEFECT), stderr=subprocess.PIPE) as node:
+        node.engines()["one"].kill()
+        _, errors = node.process.communicate(timeout=DEADLINE_S)
+        assert node.process.returncode == 1
+        assert "the supervisor of one failed, which ends the node" in errors
+        assert "RuntimeError: a defect" in errors
+        node.assert_nothing_left()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@contextmanager
+def output_that_goes_nowhere(kind: str) -> Iterator[int | None]:
+    """A file descriptor to write to, or `None` for none at all."""
+    if kind == "full disk":
+        fd = os.open("/dev/full", os.O_WRONLY)
+        yield fd
+        os.close(fd)
+        return
+    if kind == "closed":
+        yield None
+        return
+    reader, writer = os.pipe()
+    if kind == "reader has gone":
+        os.close(reader)
+    else:  # it has stalled: the pipe is full
+        os.set_blocking(writer, False)
+        while True:
+            try:
+                os.write(writer, bytes(4096))
+            except BlockingIOError:
+                break
+        os.set_blocking(writer, True)
+    yield writer
+    os.close(writer)
+    if kind != "reader has gone":
+        os.close(reader)
+
+
+@pytest.mark.parametrize("kind", ["full disk", "reader has gone", "reader has stalled", "closed"])
+def test_output_that_goes_nowhere_holds_nobody_up(kind: str, checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    file = tmp_path / "node.yaml"
+    port = free_port()
+    file.write_text(yaml.safe_dump(config(checkpoint, "only", port=port)))
+    arguments = ["-m", "swiftkv.cli", "serve", str(file)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with output_that_goes_nowhere(kind) as fd:
+        if fd is None:
+            shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, *arguments]
+            process = subprocess.Popen(shell, env=environment)
+        else:
+            process = subprocess.Popen([sys.executable, *arguments], stdout=fd, stderr=fd, env=environment)
+        try:
+            engine = restart_engine_while_logging(port, process)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+            assert not engine.is_running()
+            assert not list(temporary.iterdir())
+        finally:
+            process.kill()
+            process.wait()
+
+
+def restart_engine_while_logging(port: int, process: subprocess.Popen[bytes]) -> psutil.Process:
+    """Kill the node's only engine and return the next, while the node has more to say than a pipe holds."""
+    url = f"http://127.0.0.1:{port}"
+
+    def pid() -> int | None:
+        assert process.poll() is None
+        try:
+            answer = httpx.get(f"{url}/ready", timeout=DEADLINE_S).json()
+        except httpx.ConnectError:
+            return None
+        found: int | None = answer["engines"]["only"]["pid"]
+        return found
+
+    first = wait_for("the engine to serve", pid)
+    for _ in range(50):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"nonsense\r\n\r\n")
+            client.recv(1 << 16)
+    os.kill(first, signal.SIGKILL)
+    second = wait_for("the restart", lambda: (found := pid()) != first and found)
+    body = {"prompt": "def", "max_tokens": 4, "ignore_eos": True}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S).status_code == 200
+    return psutil.Process(second)

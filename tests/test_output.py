@@ -1,0 +1,50 @@
+"""Output that nobody reads is dropped, and nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from swiftkv.output import DetachedStream
+
+DEADLINE_S = 60.0
+
+
+def test_what_is_written_arrives_in_order() -> None:
+    reader, writer = os.pipe()
+    stream = DetachedStream(writer, patience_s=DEADLINE_S)
+    for number in range(1000):
+        print(number, file=stream)
+    stream.flush()
+    assert os.read(reader, 1 << 16).decode().split() == [str(number) for number in range(1000)]
+    assert stream.fileno() == writer
+
+
+def test_a_reader_that_stalls_is_not_waited_for_and_is_told_what_it_missed() -> None:
+    reader, writer = os.pipe()
+    stream = DetachedStream(writer, patience_s=0.05)
+    for number in range(20_000):  # more than the pipe and the queue hold
+        stream.write(f"{number:99}\n")
+        stream.flush()
+    received = b""
+    lines = threading.Event()
+
+    def read() -> None:
+        nonlocal received
+        while b"were lost here" not in received:
+            received += os.read(reader, 1 << 16)
+            stream.write("again\n")
+        lines.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert lines.wait(DEADLINE_S)
+    first = received.split(b"[")[0].split()
+    assert first[:100] == [str(number).encode() for number in range(100)]
+
+
+def test_a_full_disk_raises_nothing() -> None:
+    with open("/dev/full", "wb") as full:
+        stream = DetachedStream(full.fileno(), patience_s=DEADLINE_S)
+        for _ in range(10):
+            print("lost", file=stream)
+        stream.drain(DEADLINE_S)
