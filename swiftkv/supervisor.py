@@ -9,7 +9,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -29,9 +29,16 @@ class EngineSupervisor:
     """
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, restart: RestartConfig, say: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        restart: RestartConfig,
+        say: Callable[[str], None],
+        environment: Mapping[str, str],
     ) -> None:
+        """`environment` is all that the engine inherits of this process's."""
         self._config = config
+        self._environment = environment
         self._client = client
         self._restart = restart
         self._say = say
@@ -44,7 +51,7 @@ class EngineSupervisor:
         # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
         try:
             process = self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True
+                *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True, env=self._environment
             )
         except OSError as error:  # no memory or no process to be had
             raise EngineError(f"{self._config.name}: the engine cannot be started: {error.strerror}") from None

@@ -15,7 +15,7 @@ PACKAGE = Path(swiftkv.__file__).parent
 LAYERS = [
     {"cli", "demo"},
     {"node", "bench", "checkpoint"},
-    {"supervisor"},
+    {"supervisor", "admin_key"},
     {"server"},
     {"engine"},
     {"master", "worker"},

@@ -14,7 +14,7 @@ from swiftkv.server.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model as the gateway knows it. ``root`` is where it was loaded from; lengths and sizes are in tokens."""
+    """A model as the gateway knows it. ``root`` names what it was loaded from; lengths and sizes are in tokens."""
 
     name: str
     root: str
