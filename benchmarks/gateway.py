@@ -53,9 +53,8 @@ async def stream(url: str, number: int, chat: bool, stop: asyncio.Event) -> int:
     body = {"model": "chat", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    head = "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""])
     events = 0
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(head.encode() + content)

@@ -32,6 +32,7 @@ import yaml
 from peers import processor_name
 from prometheus_client.parser import text_string_to_metric_families
 
+from swiftkv.admin_key import find_admin_key
 from swiftkv.bench.client import Answer, Target, send
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
@@ -142,17 +143,20 @@ class Node:
 
     def lending(self, model: str) -> dict[str, Any]:
         """The model's entry of GET /admin/lending."""
-        answer = self._http.get(f"{self.url}/admin/lending")
+        answer = self._http.get(f"{self.url}/admin/lending", headers=self._admin_headers())
         answer.raise_for_status()
         return next(entry for entry in answer.json()["models"] if entry["model"] == model)
 
     def set_budget(self, worker: str, num_bytes: int) -> dict[str, Any]:
         """Returns when what is recalled is home."""
         body = {"budget": f"{num_bytes}B"}
-        answer = self._http.patch(f"{self.url}/admin/lending/{worker}", json=body)
+        answer = self._http.patch(f"{self.url}/admin/lending/{worker}", json=body, headers=self._admin_headers())
         answer.raise_for_status()
         change: dict[str, Any] = answer.json()
         return change
+
+    def _admin_headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {find_admin_key(self.url)}"}
 
     def promised_bytes(self, master: str) -> int:
         """What the plan says that `master` can borrow at first."""

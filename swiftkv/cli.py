@@ -14,6 +14,7 @@ from urllib.parse import quote
 import typer
 
 from swiftkv import __version__
+from swiftkv.admin_key import find_admin_key
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.errors import ConfigError, SwiftkvError
 
@@ -41,7 +42,11 @@ app.add_typer(bench_app, name="bench")
 
 Url = Annotated[str, typer.Option(help="Where the node listens.")]
 AdminKeyEnv = Annotated[
-    str, typer.Option(metavar="NAME", help="Environment variable that holds the node's admin key, if it has one.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Variable that holds the admin key, if the node was given one.",
+    ),
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
@@ -91,13 +96,23 @@ def serve(
     no_lending: Annotated[
         bool, typer.Option("--no-lending", help="Lend and borrow nothing, whatever the file says.")
     ] = False,
+    allow_unauthenticated: Annotated[
+        bool, typer.Option("--allow-unauthenticated", help="Let other machines in without an API key.")
+    ] = False,
 ) -> None:
     """Start every model of CONFIG and serve until told to stop (Ctrl-C or SIGTERM)."""
+    overrides = {
+        "host": host,
+        "port": port,
+        "lending": False if no_lending else None,
+        "allow_unauthenticated": True if allow_unauthenticated else None,
+    }
     with _mistakes_as_lines(config_path):
         from swiftkv.cache.plan import plan_node
         from swiftkv.config import load_config
 
-        config = load_config(config_path, host=host, port=port, lending=False if no_lending else None)
+        config = load_config(config_path, **overrides)
+        config.node.check_access()  # before anything is fetched
         plans = plan_node(config, need_weights=True)
         from swiftkv.node import run_node
 
@@ -398,7 +413,7 @@ def _ask_admin(method: str, url: str, path: str, admin_key_env: str, body: objec
     """What `/admin/PATH` answers. Whatever goes wrong is a line on stderr and exit code 1."""
     import httpx
 
-    key = os.environ.get(admin_key_env)
+    key = os.environ.get(admin_key_env) or find_admin_key(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx.request(method, f"{url.rstrip('/')}/admin/{path}", json=body, headers=headers, timeout=90)

@@ -124,6 +124,7 @@ _LIMIT = "a duration such as 500ms, 60s or 2m, or off"
 _PORT = "a port number from 0 to 65535 (0 takes any free one)"
 _POSITIVE = "an integer of at least 1"
 BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
+_MIN_KEY_LENGTH = 16
 _SWITCH = {"on": True, "off": False}
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
@@ -178,7 +179,13 @@ class NodeConfig(_Section):
         None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="the name of an environment variable, or null"
     )
     shutdown_timeout: Duration = Field(30.0, description=_DURATION)
+    allow_unauthenticated: bool = Field(False, description="true or false")
+    allowed_hosts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="a list of host names without ports"
+    )
+    max_connections: Positive = Field(4096, description=_POSITIVE)
     max_body: Size = Field(16 << 20, description=_SIZE)
+    max_bodies: Size = Field(128 << 20, description=_SIZE)
     watchdog: Limit = Field(120.0, description=_LIMIT)
     load_timeout: Limit = Field(600.0, description=_LIMIT)
     show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
@@ -189,11 +196,17 @@ class NodeConfig(_Section):
     )
 
     def api_key(self) -> str | None:
-        """The key that OpenAI routes ask for, from the environment. Raises `ConfigError` if it is named but not set."""
+        """Return the key of the OpenAI routes, from the environment.
+
+        Raises `ConfigError` if it is named but not set, or short.
+        """
         return _key_in("api_key_env", self.api_key_env)
 
     def admin_key(self) -> str | None:
-        """The key that `/admin` asks for. Raises `ConfigError` if it is named but not set, or is the models' key."""
+        """Return the configured key of `/admin`.
+
+        Raises `ConfigError` if it is named but not set, short, or the models' key.
+        """
         key = _key_in("admin_key_env", self.admin_key_env)
         if key is not None and key == self.api_key():
             raise ConfigError(
@@ -202,10 +215,29 @@ class NodeConfig(_Section):
             )
         return key
 
+    def check_access(self) -> None:
+        """Raises `ConfigError` if the keys are not right, or if others can reach the node and it has none."""
+        self.admin_key()
+        if self.api_key() is None and not self.is_loopback and not self.allow_unauthenticated:
+            raise ConfigError(
+                f"node.host: {self.host} can be reached from other machines, and the node has no API key; name the "
+                "environment variable that holds one in node.api_key_env, or let everybody in with "
+                "node.allow_unauthenticated: true (swiftkv serve --allow-unauthenticated)"
+            )
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the node."""
         return is_loopback(self.host)
+
+    @property
+    def checked_hosts(self) -> tuple[str, ...] | None:
+        """The names that requests may be sent to beside this machine's own; `None` allows any.
+
+        A browser that is misled about a name sends no key, so where a key is asked for, the name may be any.
+        """
+        is_keyless = self.api_key_env is None and self.is_loopback
+        return self.allowed_hosts if is_keyless or self.allowed_hosts else None
 
 
 def is_loopback(host: str) -> bool:
@@ -224,6 +256,11 @@ def _key_in(option: str, variable: str | None) -> str | None:
         raise ConfigError(
             f"node.{option}: the environment variable {variable} is not set; "
             f"export {variable}=… first, or write null for no key"
+        )
+    if len(key) < _MIN_KEY_LENGTH:
+        raise ConfigError(
+            f"node.{option}: the key in {variable} has {len(key)} characters, which can be guessed; it must have at "
+            f"least {_MIN_KEY_LENGTH}, for example from: openssl rand -hex 16"
         )
     return key
 
@@ -258,6 +295,7 @@ class ModelConfig(_Section):
         description="a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
     )
     path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
+    revision: str | None = Field(None, min_length=1, description="a branch, a tag or a commit of the hub, or null")
     role: Literal["master", "worker"] = Field("worker", description="master or worker")
     device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = Field(1, description="an integer from 1 to 8")
@@ -297,6 +335,11 @@ class Config(_Section):
     def _check_across_models(self) -> Config:
         mistakes = [] if self.models else ["models: [] is not a list of at least one model"]
         names: dict[str, str] = {}
+        if self.node.max_bodies < self.node.max_body:
+            mistakes.append(
+                f"node.max_bodies: {format_size(self.node.max_bodies)} is less than node.max_body "
+                f"({format_size(self.node.max_body)}), so that the largest body never fits; raise it or lower max_body"
+            )
         ports: dict[int, str] = {self.node.port: "node.port"}
         for i, model in enumerate(self.models):
             if model.name in names:

@@ -28,6 +28,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from swiftkv.admin_key import find_admin_key
 from swiftkv.cache.plan import ModelPlan, plan_node
 from swiftkv.config import Config, ModelConfig, format_size, load_config
 from swiftkv.errors import ConfigError, EngineError
@@ -109,7 +110,6 @@ class Node:
         self._config = config
         self.url = f"http://{config.node.host}:{config.node.port}"
         self._api_key = config.node.api_key() or "none"
-        self._admin_key = config.node.admin_key() or "none"
 
     def base_url(self, model: ModelConfig) -> str:
         if model.endpoint is not None:
@@ -139,7 +139,8 @@ class Node:
         return [self._call("POST", f"{url}/detokenize", self._api_key, {"tokens": cut})["prompt"] for cut in cuts]
 
     def admin(self, method: str, path: str, body: object = None) -> Any:
-        return self._call(method, f"{self.url}/admin/{path}", self._admin_key, body)
+        key = self._config.node.admin_key() or find_admin_key(self.url) or "none"
+        return self._call(method, f"{self.url}/admin/{path}", key, body)
 
     def pool(self, model: ModelConfig) -> Pool:
         groups = self.admin("GET", f"pools/{model.name}")["groups"]

@@ -20,7 +20,7 @@ def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: P
     address = engine_addresses(plans, ipc)[plan.name]
     return EngineConfig(
         name=model.name,
-        path=str(plan.checkpoint),
+        path=str(plan.checkpoint.directory),
         requests_address=f"{address}.requests",
         outputs_address=f"{address}.outputs",
         kv_bytes=plan.pool_bytes,

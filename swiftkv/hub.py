@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from swiftkv.errors import CheckpointError
@@ -13,26 +14,40 @@ _TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json"]
 _ALL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
-def locate_checkpoint(path: str, directory: Path, need_weights: bool) -> Path:
-    """The directory with the model's files.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files, and the name to call them by in public: it says nothing about this machine's directories."""
+
+    directory: Path
+    public_name: str
+
+
+def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: str | None = None) -> Checkpoint:
+    """Return the directory with the model's files.
 
     A relative `path` starts at `directory` (where the YAML file lies), or else at the working directory. What is in
-    neither and reads like a hub id is fetched: `config.json` alone, or everything if `need_weights`.
+    neither and reads like a hub id is fetched: `config.json` alone, or everything if `need_weights`, at `revision` (a
+    branch, a tag or a commit) or else the newest.
     Raises `CheckpointError` saying what is missing.
     """
     starts = list(dict.fromkeys([directory, Path.cwd()]))
     found = next((place for start in starts if (place := start / Path(path).expanduser()).is_dir()), None)
-    if found is None:
+    if found is not None:
+        if revision is not None:
+            raise CheckpointError(f"{found} is a directory, and only models of the hub have revisions; drop revision")
+        public_name = found.resolve().name
+    else:
         if not _is_hub_id(path, starts):
             raise CheckpointError(f"{path!r} is no directory in {' or '.join(map(str, starts))}, nor a hub id")
-        found = _fetch(path, _ALL_FILES if need_weights else _CONFIG_FILES)
+        found = _fetch(path, revision, _ALL_FILES if need_weights else _CONFIG_FILES)
+        public_name = path
     if not (found / "config.json").is_file():
         raise CheckpointError(f"{found} has no config.json; name a directory in Hugging Face format")
     if need_weights and not any(found.glob("*.safetensors")):
         raise CheckpointError(f"{found} has no *.safetensors; save the weights in that format")
     if need_weights and not any((found / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(f"{found} has no tokenizer.json; save the tokenizer next to the weights")
-    return found
+    return Checkpoint(found, public_name)
 
 
 def _is_hub_id(path: str, starts: list[Path]) -> bool:
@@ -40,12 +55,13 @@ def _is_hub_id(path: str, starts: list[Path]) -> bool:
     return bool(_HUB_ID.fullmatch(path)) and not any((start / path).parent.is_dir() for start in starts)
 
 
-def _fetch(hub_id: str, patterns: list[str]) -> Path:
+def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{hub_id!r} is no directory here, and the hub did not give it: {reason}") from None
+        which = f"{hub_id!r}" if revision is None else f"{hub_id!r} at revision {revision!r}"
+        raise CheckpointError(f"{which} is no directory here, and the hub did not give it: {reason}") from None

@@ -25,6 +25,7 @@ import uvicorn
 import uvloop
 
 from swiftkv import __version__
+from swiftkv.admin_key import generated_admin_key
 from swiftkv.cache.plan import ModelPlan
 from swiftkv.config import Config, format_size
 from swiftkv.engine.messages import EngineConfig
@@ -33,8 +34,9 @@ from swiftkv.errors import ConfigError
 from swiftkv.latency import prefer_latency
 from swiftkv.output import detach_output
 from swiftkv.server.client import EngineClient
-from swiftkv.server.http_protocol import BoundedHeadProtocol
+from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
+from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.supervisor import EngineSupervisor
 from swiftkv.tasks import Tasks
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 _BACKLOG = 2048
 _OPEN_FILES = 65536
+_RESERVED_FILES = 256  # for all that is not a client's connection
 _CLOSE_TIMEOUT_S = 5
 _IPC_PREFIX = "swiftkv-"
 _LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
@@ -55,30 +58,43 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     Raises `ConfigError`, with nothing started, for a port that is taken, a key that is not set or a device that is not
     there; `EngineError` if a model does not come up.
     """
+    config.node.check_access()
     check_devices(config)
     detach_output()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    _raise_file_limit()
+    open_files = _raise_file_limit()
+    limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
     _run_without_triton()
-    keys = NodeKeys(config.node.api_key(), config.node.admin_key())
 
-    async def serve(sockets: Sequence[socket.socket], ipc: Path) -> None:
-        await Node(config, plans, keys, sockets, ipc).run()
+    async def serve(keys: NodeKeys, sockets: Sequence[socket.socket], ipc: Path) -> None:
+        await Node(config, plans, keys, limits, sockets, ipc).run()
 
     with (
         listen(config) as sockets,
         ipc_directory() as ipc,
+        _admin_key(config, sockets[0]) as admin_key,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(serve(sockets, ipc))
+        runner.run(serve(NodeKeys(config.node.api_key(), admin_key), sockets, ipc))
+
+
+@contextmanager
+def _admin_key(config: Config, listening: socket.socket) -> Iterator[str]:
+    """Yield the configured key of `/admin`, or one that only this user can read and that is gone with the node."""
+    if configured := config.node.admin_key():
+        yield configured
+        return
+    with generated_admin_key(listening.getsockname()[1]) as (key, file):
+        say(f"the key of /admin is in {file}")
+        yield key
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKeys:
-    """What clients must send: of the models' routes, and of `/admin`. None: nothing."""
+    """The keys of the models' routes (`None` lets everybody in) and of `/admin`."""
 
-    api: str | None = field(default=None, repr=False)
-    admin: str | None = field(default=None, repr=False)
+    api: str | None = field(repr=False)
+    admin: str = field(repr=False)
 
 
 class Node:
@@ -89,6 +105,7 @@ class Node:
         config: Config,
         plans: Sequence[ModelPlan],
         keys: NodeKeys,
+        limits: NodeLimits,
         sockets: Sequence[socket.socket],
         ipc: Path,
     ) -> None:
@@ -96,9 +113,11 @@ class Node:
         self._config = config
         self._plans = plans
         self._keys = keys
+        self._limits = limits
         self._sockets = sockets
         self._metrics = GatewayMetrics()
         self._clients: list[EngineClient] = []
+        environment = engine_environment(config)
         supervisors: dict[str, EngineSupervisor] = {}
         lenders: dict[str, list[str]] = {}
         members = []
@@ -109,7 +128,7 @@ class Node:
             self._clients.append(client)
             lending = engine.lending
             coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
-            supervisor = EngineSupervisor(engine, client, coordinator, config.node, say)
+            supervisor = EngineSupervisor(engine, client, coordinator, config.node, say, environment)
             supervisors[plan.name] = supervisor
             lenders[plan.name] = [] if lending is None else [peer.name for peer in lending.lenders]
             why_not = _why_not_lend(config, plan, engine)
@@ -222,25 +241,14 @@ class Node:
         from swiftkv.server.app import ServerSettings, create_app, create_model_app
 
         node = self._config.node
-        settings = ServerSettings(self._keys.api, node.max_body, self._keys.admin, node.is_loopback)
+        settings = ServerSettings(self._keys.api, node.max_body, self._keys.admin, node.checked_hosts, self._limits)
         apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics, self._lending)]
         for model, handle in zip(self._config.models, handles, strict=True):
             if model.endpoint is not None:
                 apps.append(create_model_app(handle, settings, self._metrics, self._lending))
         for app, listening in zip(apps, self._sockets, strict=True):
-            server = _HttpServer(
-                uvicorn.Config(
-                    app,
-                    http=BoundedHeadProtocol,
-                    ws="none",
-                    lifespan="off",
-                    log_level="warning",
-                    access_log=False,
-                    server_header=False,
-                    backlog=_BACKLOG,
-                    timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-                )
-            )
+            config = http_config(app, self._limits, backlog=_BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S)
+            server = _HttpServer(config)
             port = listening.getsockname()[1]
             serving = self._tasks.start(server.serve_until_told([listening]), f"the HTTP server of port {port}")
             self._http.append((server, serving))
@@ -311,10 +319,12 @@ def _load_handles(config: Config, plans: Sequence[ModelPlan], clients: Sequence[
     return [
         ModelHandle(
             name=plan.name,
-            root=str(plan.checkpoint),
+            root=plan.checkpoint.public_name,
             max_model_len=plan.max_model_len,
             vocab_size=plan.vocab_size,
-            tokenizer=Tokenizer.from_pretrained(plan.checkpoint, split_special_tokens=model.split_special_tokens),
+            tokenizer=Tokenizer.from_pretrained(
+                plan.checkpoint.directory, split_special_tokens=model.split_special_tokens
+            ),
             client=client,
             policy=policy,
         )
@@ -335,17 +345,25 @@ def _why_not_lend(config: Config, plan: ModelPlan, engine: EngineConfig) -> str 
     return None
 
 
+def engine_environment(config: Config) -> dict[str, str]:
+    """Return this process's environment without the keys: engines have no use for them."""
+    keys = {config.node.api_key_env, config.node.admin_key_env}
+    return {name: value for name, value in os.environ.items() if name not in keys}
+
+
 def say(text: str) -> None:
     """Tell something to whoever started the node: one of the few lines on standard output."""
     print(text)
 
 
-def _raise_file_limit() -> None:
-    """Every connection is an open file, and a shell allows 1024 of them."""
+def _raise_file_limit() -> int:
+    """Return how many files may be open: every connection is one, and a shell allows 1024 of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def check_devices(config: Config) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -55,10 +55,13 @@ class EngineSupervisor:
         coordinator: CoordinatorClient | None,
         node: NodeConfig,
         say: Callable[[str], None],
+        environment: Mapping[str, str],
     ) -> None:
+        """`environment` is all that the engine inherits of this process's."""
         self.lenders: list[EngineSupervisor] = []
         """Those of the engines that this one borrows from."""
         self._config = config
+        self._environment = environment
         self._client = client
         self._coordinator = coordinator
         self._node = node
@@ -145,7 +148,12 @@ class EngineSupervisor:
         # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=sys.stderr, start_new_session=True, pass_fds=(page.fd,)
+                *command,
+                stdin=PIPE,
+                stdout=sys.stderr,
+                start_new_session=True,
+                pass_fds=(page.fd,),
+                env=self._environment,
             )
         except OSError as error:  # no memory or no process to be had
             raise EngineError(f"{config.name}: the engine cannot be started: {error.strerror}") from None

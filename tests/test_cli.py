@@ -92,7 +92,8 @@ def test_options_replace_what_the_file_says(tmp_path: Path, checkpoint: Path) ->
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port}: Address already in use" in run("serve", file, "--port", str(port)).stderr
     assert "node.port: 70000 is not a port number" in run("serve", file, "--port", "70000").stderr
-    assert "node.host: 'no such host' is no address" in run("serve", file, "--host", "no such host").stderr
+    anybody = "--allow-unauthenticated"
+    assert "node.host: 'no such host' is no address" in run("serve", file, "--host", "no such host", anybody).stderr
 
 
 def test_a_key_that_is_named_must_be_set(tmp_path: Path, checkpoint: Path) -> None:
@@ -102,6 +103,18 @@ def test_a_key_that_is_named_must_be_set(tmp_path: Path, checkpoint: Path) -> No
     result = run("serve", file)
     assert result.exit_code == 2
     assert "node.api_key_env: the environment variable SWIFTKV_TEST_NO_KEY is not set" in result.stderr
+
+
+def test_a_node_that_others_can_reach_wants_a_key(tmp_path: Path) -> None:
+    """It is refused before the model is looked for."""
+    file = write(tmp_path, "node: {port: 0}\nmodels: [{name: a, path: nowhere}]")
+    result = run("serve", file, "--host", "0.0.0.0")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"{file}: node.host: 0.0.0.0 can be reached from other machines")
+    assert "node.api_key_env" in result.stderr
+    assert "--allow-unauthenticated" in result.stderr
+    allowed = run("serve", file, "--host", "0.0.0.0", "--allow-unauthenticated")
+    assert "models[0].path: 'nowhere' is no directory" in allowed.stderr
 
 
 def test_a_device_that_is_not_served(tmp_path: Path, checkpoint: Path) -> None:

@@ -109,6 +109,15 @@ MISTAKES = [
         "models[0].name: 'a/b' is not a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
     ),
     # what is missing
+    (
+        "node: {max_bodies: 1MiB}\nmodels: [{name: a, path: b}]",
+        "node.max_bodies: 1MiB is less than node.max_body (16MiB), so that the largest body never fits; raise it or "
+        "lower max_body",
+    ),
+    (
+        "node: {max_connections: 0}\nmodels: [{name: a, path: b}]",
+        "node.max_connections: 0 is not an integer of at least 1",
+    ),
     ("models: [{name: chat}]", "models[0].path: missing; write a directory in Hugging Face format, or a hub id"),
     ("node: {port: 8000}", "models: missing; write a list of at least one model"),
     ("models: []", "models: [] is not a list of at least one model"),
@@ -285,27 +294,71 @@ def test_sizes_survive_printing(num_bytes: int) -> None:
     assert parse_size(format_size(num_bytes)) == pytest.approx(num_bytes, rel=0.006)
 
 
+KEY = "sixteen letters."
+
+
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({"node": {"api_key_env": "SWIFTKV_TEST_KEY"}, "models": [{"name": "a", "path": "b"}]})
     monkeypatch.delenv("SWIFTKV_TEST_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"^node\.api_key_env: the environment variable SWIFTKV_TEST_KEY is not set"):
         config.node.api_key()
-    monkeypatch.setenv("SWIFTKV_TEST_KEY", "secret")
-    assert config.node.api_key() == "secret"
+    monkeypatch.setenv("SWIFTKV_TEST_KEY", KEY)
+    assert config.node.api_key() == KEY
+    monkeypatch.setenv("SWIFTKV_TEST_KEY", KEY[1:])
+    with pytest.raises(ConfigError, match=r"^node\.api_key_env: the key in SWIFTKV_TEST_KEY has 15 characters, .* 16"):
+        config.node.api_key()
 
 
 def test_the_models_key_is_not_the_key_of_admin(monkeypatch: pytest.MonkeyPatch) -> None:
     node = {"api_key_env": "SWIFTKV_TEST_KEY", "admin_key_env": "SWIFTKV_TEST_ADMIN_KEY"}
     config = parse_config({"node": node, "models": [{"name": "a", "path": "b"}]})
-    monkeypatch.setenv("SWIFTKV_TEST_KEY", "secret")
+    monkeypatch.setenv("SWIFTKV_TEST_KEY", KEY)
     monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", "")
     with pytest.raises(ConfigError, match=r"^node\.admin_key_env: the environment variable SWIFTKV_TEST_ADMIN_KEY is"):
         config.node.admin_key()
-    monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", "secret")
+    monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", KEY)
     with pytest.raises(ConfigError, match=r"^node\.admin_key_env: .* holds the same key as SWIFTKV_TEST_KEY"):
         config.node.admin_key()
-    monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", "other")
-    assert config.node.admin_key() == "other"
+    monkeypatch.setenv("SWIFTKV_TEST_ADMIN_KEY", KEY[::-1])
+    assert config.node.admin_key() == KEY[::-1]
+
+
+@pytest.mark.parametrize(
+    ("node", "refused"),
+    [
+        ({}, False),
+        ({"host": "::1"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "example.org"}, True),
+        ({"host": "0.0.0.0", "admin_key_env": "SWIFTKV_TEST_KEY"}, True),
+        ({"host": "0.0.0.0", "api_key_env": "SWIFTKV_TEST_KEY"}, False),
+        ({"host": "0.0.0.0", "allow_unauthenticated": True}, False),
+    ],
+)
+def test_others_are_let_in_without_a_key_only_if_the_file_says_so(
+    node: dict[str, object], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTKV_TEST_KEY", KEY)
+    config = parse_config({"node": node, "models": [{"name": "a", "path": "b"}]})
+    if not refused:
+        config.node.check_access()
+        return
+    with pytest.raises(ConfigError, match=r"^node\.host: .* no API key; .* node\.api_key_env, .*allow_unauthenticated"):
+        config.node.check_access()
+
+
+@pytest.mark.parametrize(
+    ("node", "checked"),
+    [
+        ({}, ()),
+        ({"allowed_hosts": ["a.example"]}, ("a.example",)),
+        ({"api_key_env": "KEY"}, None),
+        ({"api_key_env": "KEY", "allowed_hosts": ["a.example"]}, ("a.example",)),
+        ({"host": "0.0.0.0"}, None),
+    ],
+)
+def test_which_names_a_node_may_be_called_by(node: dict[str, object], checked: tuple[str, ...] | None) -> None:
+    assert parse_config({"node": node, "models": [{"name": "a", "path": "b"}]}).node.checked_hosts == checked
 
 
 @pytest.mark.parametrize(

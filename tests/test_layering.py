@@ -15,7 +15,7 @@ PACKAGE = Path(swiftkv.__file__).parent
 LAYERS = [
     {"cli", "demo"},
     {"node", "bench", "checkpoint"},
-    {"supervisor", "engine_configs"},
+    {"supervisor", "engine_configs", "admin_key"},
     {"watch"},
     {"server"},
     {"engine"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from swiftkv.cache.geometry import (
@@ -19,7 +18,7 @@ from swiftkv.cache.geometry import (
 )
 from swiftkv.config import Config, ModelConfig, format_size
 from swiftkv.errors import CheckpointError, ConfigError
-from swiftkv.hub import locate_checkpoint
+from swiftkv.hub import Checkpoint, locate_checkpoint
 from swiftkv.models.config import DecoderConfig
 
 
@@ -32,7 +31,7 @@ class ModelPlan:
 
     name: str
     role: str
-    checkpoint: Path
+    checkpoint: Checkpoint
     architecture: str
     dtype: str
     groups: tuple[KVGroup, ...]
@@ -246,8 +245,8 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
 def _plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelPlan:
     """The model by itself. Raises `ConfigError` that begins with the key below the model."""
     try:
-        checkpoint = locate_checkpoint(model.path, config.directory, need_weights)
-        decoder = DecoderConfig.from_pretrained(checkpoint)
+        checkpoint = locate_checkpoint(model.path, config.directory, need_weights, model.revision)
+        decoder = DecoderConfig.from_pretrained(checkpoint.directory)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"path: {error}") from None
     num_ranks = model.tensor_parallel_size
@@ -330,7 +329,7 @@ def plan_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "role": plan.role,
         "device": plan.device,
         "device_part": None if plan.device_part is None else float(plan.device_part),
-        "checkpoint": str(plan.checkpoint),
+        "checkpoint": str(plan.checkpoint.directory),
         "tensor_parallel_size": plan.tensor_parallel_size,
         "architecture": plan.architecture,
         "dtype": plan.dtype,

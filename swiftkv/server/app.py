@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -14,9 +15,11 @@ from starlette.responses import Response
 from swiftkv import __version__
 from swiftkv.server.admin import admin_router
 from swiftkv.server.body import body_schemas, body_threads
+from swiftkv.server.docs_page import docs_response
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
 from swiftkv.server.lending import NodeLending
+from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import CONTENT_TYPE, GatewayMetrics
 from swiftkv.server.middleware import (
     ADMIN_PATH,
@@ -24,6 +27,7 @@ from swiftkv.server.middleware import (
     AdminMiddleware,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
+    HostMiddleware,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.protocol import explain_invalid
@@ -36,14 +40,15 @@ from swiftkv.server.streaming import ClientGone, json_response
 class ServerSettings:
     """What holds for every port. ``api_key``: who does not send it gets 401; ``None``: everybody may.
 
-    ``admin_key`` is that of ``/admin``; without one it serves this machine alone, and only if ``loopback`` says that
-    nobody else reaches the port.
+    ``admin_key`` is that of ``/admin``; where none is given, nobody knows it. ``allowed_hosts`` are the names that
+    requests may be sent to, beside those of the loopback interface; ``None``: any.
     """
 
     api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 16 << 20
-    admin_key: str | None = field(default=None, repr=False)
-    loopback: bool = True
+    admin_key: str = field(default_factory=secrets.token_urlsafe, repr=False)
+    allowed_hosts: tuple[str, ...] | None = ()
+    limits: NodeLimits = field(default_factory=NodeLimits)
 
 
 def create_app(
@@ -52,7 +57,7 @@ def create_app(
     """The node's port: every model by its name in the body, and each under ``/models/{name}``; ``/admin``."""
     table = ModelTable(models)
     app = _new_app(table, settings)
-    app.add_middleware(AdminMiddleware, admin_key=settings.admin_key, loopback=settings.loopback)
+    app.add_middleware(AdminMiddleware, admin_key=settings.admin_key)
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(admin_router(lending))
@@ -72,7 +77,7 @@ def create_model_app(
 
 
 def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
-    app = FastAPI(title="swiftkv", version=__version__, redoc_url=None)
+    app = FastAPI(title="swiftkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.body_threads = body_threads()
     install_error_handlers(app)
 
@@ -84,9 +89,15 @@ def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
     async def gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return docs_response(app.openapi())
+
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes, limits=settings.limits)
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
+    if settings.allowed_hosts is not None:
+        app.add_middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)
     app.openapi = lambda: _openapi(app, models, settings)  # type: ignore[method-assign]
     return app
 
@@ -162,19 +173,15 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
                     parameter["schema"]["enum"] = models.names
             if refused := _guard(operation, path, settings):
                 operation["responses"][str(refused)] = documented("ErrorResponse", refused)[refused]
-    schemes = {"bearer": settings.api_key, "admin": settings.admin_key}
-    document["components"]["securitySchemes"] = {
-        name: {"type": "http", "scheme": "bearer"} for name, key in schemes.items() if key is not None
-    }
+    schemes = ["admin"] if settings.api_key is None else ["admin", "bearer"]
+    document["components"]["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name in schemes}
     app.openapi_schema = document
     return document
 
 
 def _guard(operation: dict[str, Any], path: str, settings: ServerSettings) -> int | None:
-    """Write down which key an operation asks for; returns the status for who may not, if anybody may not."""
+    """Write down which key an operation asks for; return the status for a request without it, or `None`."""
     is_admin = path.startswith(f"{ADMIN_PATH}/")
-    if is_admin and settings.admin_key is None:
-        return 403
     if not is_admin and (settings.api_key is None or path in OPEN_PATHS):
         return None
     operation["security"] = [{"admin" if is_admin else "bearer": []}]

@@ -1,52 +1,317 @@
-"""uvicorn's HTTP protocol with an end to request heads: its own reads headers until memory is full."""
+"""uvicorn's HTTP protocol with limits: heads, trailers, connections and every wait have an end."""
 
 from __future__ import annotations
 
+import asyncio
+from asyncio import TimerHandle
+from enum import Enum, auto
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from swiftkv.server.errors import ApiError
+from swiftkv.server.limits import Admission, NodeLimits
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_FIELDS = 128
+MAX_TRAILER_BYTES = 8 << 10
+MAX_IGNORED_BYTES = 64 << 10
+MONITORING_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
+_CHUNK_OVERHEAD_BYTES = 32
+"""A chunk's size in hexadecimal, two line ends, and some room."""
+_TRAILERS_TOO_LONG = ApiError(431, f"the request's trailers are larger than {MAX_TRAILER_BYTES} bytes")
+_HEAD_TOO_LONG = ApiError(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes")
+_TOO_MANY_FIELDS = ApiError(431, f"the request has more than {MAX_FIELDS} headers")
+_TOO_SLOW = ApiError(408, "the request did not arrive in time; send it faster, or in parts that are smaller")
+_NO_CONNECTION_LEFT = ApiError(
+    503, "this node has too many connections; close some, or try again", code="too_many_connections", retry_after_s=1
+)
+_NOT_HTTP = ApiError(400, "this is not an HTTP request")
 
 
-class BoundedHeadProtocol(HttpToolsProtocol):
-    """Answers 431 to a request whose line and headers go beyond `MAX_HEAD_BYTES`, and hangs up."""
+class _Phase(Enum):
+    """The part of its life that a connection is in: each has its own deadline."""
 
-    _reading_head = False
-    _head_bytes = 0
-    _completed_one = False
+    HEAD = auto()
+    BODY = auto()
+    ANSWER = auto()
+    """The request is there; the answer is not finished."""
+    DRAIN = auto()
+    """The answer is finished; the request is not."""
+    IDLE = auto()
+    CLOSING = auto()
+
+
+class _StopParsing(Exception):
+    """Nothing more of this connection is parsed."""
+
+
+def http_config(app: ASGIApp, limits: NodeLimits, **options: Any) -> uvicorn.Config:
+    """Return the configuration of an HTTP server for `app`; `options` are uvicorn's."""
+    limits.log.install()
+    return uvicorn.Config(
+        app,
+        http=partial(BoundedHttpProtocol, limits),  # type: ignore[arg-type]  # it is called like the class
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        **options,
+    )
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection.
+
+    A request that is too long or too slow is answered with an error and the connection closed; a client that does not
+    read is cut off. A request that is sent before the answer to the one before is finished is not read: the connection
+    closes after that answer. So there is one request at a time, the connection is always read, and a client that hangs
+    up is noticed.
+    """
+
+    def __init__(
+        self,
+        limits: NodeLimits,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._deadlines = limits.deadlines
+        self._admission = Admission.NONE
+        self._phase = _Phase.HEAD
+        self._phase_timer: TimerHandle | None = None
+        self._write_timer: TimerHandle | None = None
+        self._is_deaf = False
+        self._ignored_bytes = 0
+        self._reading_head = False
+        self._section_ended = False  # a head or a message, within the bytes that are being parsed
+        self._num_fields = 0
+        self._field_bytes = 0  # of the request line and whole fields, or of whole trailers
+        self._raw_bytes = 0  # of this head, or of what is not content in this body, as far as it can be told
+        self._content_bytes = 0  # of the body, in the bytes that are being parsed
+        self._num_chunks = 0
+        self._window_bytes = 0  # of the body, since its window began
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._admission = self._limits.admit()
+        if self._admission is Admission.NONE:
+            self._refuse(_NO_CONNECTION_LEFT)
+        else:
+            self._enter(_Phase.HEAD)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._admission is not Admission.NONE:
+            self._limits.leave()
+        for timer in (self._phase_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._enter(_Phase.CLOSING)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._deadlines.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            self._ignored_bytes += len(data)
+            if self._ignored_bytes > MAX_IGNORED_BYTES:
+                self.transport.abort()
+            return
+        self._section_ended = False
+        self._content_bytes = self._num_chunks = 0
+        try:
+            self.parser.feed_data(data)
+            self._count(len(data))
+        except httptools.HttpParserUpgrade:  # to what no server here speaks: it is answered as if it did not ask
+            self._is_deaf = True
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            if not self._is_deaf:  # else a callback ended it
+                self.logger.warning("Invalid HTTP request received.")
+                self._refuse(_NOT_HTTP)
+
+    # The parser's callbacks
 
     def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            self._stop()
         self._reading_head = True
-        self._head_bytes = 0
+        self._num_fields = self._field_bytes = self._raw_bytes = 0
+        if self._phase is not _Phase.HEAD:
+            self._enter(_Phase.HEAD)
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_field(len(url), MAX_HEAD_BYTES, _HEAD_TOO_LONG)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        num_bytes = len(name) + len(value) + 4
+        if not self._reading_head:  # a trailer, which nobody reads
+            self._count_field(num_bytes, MAX_TRAILER_BYTES, _TRAILERS_TOO_LONG)
+            return
+        self._count_field(num_bytes, MAX_HEAD_BYTES, _HEAD_TOO_LONG)
+        self._num_fields += 1
+        if self._num_fields > MAX_FIELDS:
+            self._refuse(_TOO_MANY_FIELDS)
+            self._stop()
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._reading_head = False
-        if not self._refused():
-            super().on_headers_complete()
+        self._section_ended = True
+        self._field_bytes = self._raw_bytes = self._window_bytes = 0
+        is_spare = self._admission is Admission.SPARE
+        if is_spare and self.url.partition(b"?")[0] not in MONITORING_PATHS:
+            self._refuse(_NO_CONNECTION_LEFT)
+            self._stop()
+        super().on_headers_complete()
+        if is_spare:
+            self.cycle.keep_alive = False
+        self._enter(_Phase.BODY)
+
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+
+    def on_body(self, body: bytes) -> None:
+        self._content_bytes += len(body)
+        self._window_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._completed_one = True
+        self._section_ended = True
         super().on_message_complete()
+        self._enter(_Phase.IDLE if self.cycle.response_complete else _Phase.ANSWER)
 
-    def data_received(self, data: bytes) -> None:
-        self._completed_one = False
-        super().data_received(data)
-        if self._reading_head and not self.transport.is_closing():
-            if not self._completed_one:  # else who knows how much of it was an earlier request's
-                self._head_bytes += len(data)
-            self._refused()
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # any byte would disarm it
+        if self.transport.is_closing():
+            self._enter(_Phase.CLOSING)
+        else:
+            self._enter(_Phase.DRAIN if self._phase is _Phase.BODY else _Phase.IDLE)
 
-    def _refused(self) -> bool:
-        """Whether the head is too long, which is then answered. What came with it in one read counts too."""
-        num_bytes = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
-        if max(num_bytes, self._head_bytes if self._reading_head else 0) <= MAX_HEAD_BYTES:
-            return False
-        body = ApiError(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes").body()
-        self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
-        )
+    # Limits
+
+    def _count_field(self, num_bytes: int, limit: int, error: ApiError) -> None:
+        self._field_bytes += num_bytes
+        if self._field_bytes > limit:
+            self._refuse(error)
+            self._stop()
+
+    def _count(self, num_bytes: int) -> None:
+        """Count bytes after they were parsed, also those of fields that are not complete.
+
+        Where a head or a message ended among them, it is unknown how many came after that: those are not counted.
+        """
+        if self._section_ended or self.transport.is_closing():
+            return
+        if self._reading_head:
+            self._raw_bytes += num_bytes
+            if self._raw_bytes > MAX_HEAD_BYTES:
+                self._refuse(_HEAD_TOO_LONG)
+        elif self._phase in (_Phase.BODY, _Phase.DRAIN):
+            overhead_bytes = num_bytes - self._content_bytes - _CHUNK_OVERHEAD_BYTES * self._num_chunks
+            self._raw_bytes = max(0, self._raw_bytes + overhead_bytes)
+            if self._raw_bytes > MAX_TRAILER_BYTES:
+                self._refuse(_TRAILERS_TOO_LONG)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer with an error where that is still possible, and close."""
+        self._is_deaf = True
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()
+            return
+        # A cycle that is complete may be that of a request before; its answer is no longer ours to give in a drain.
+        if self._phase is not _Phase.DRAIN:
+            self.transport.write(_bytes_of(error))
+        self._close()
+
+    def _stop(self) -> None:
+        """End the parsing from within one of its callbacks. Raises always."""
+        self._is_deaf = True
+        raise _StopParsing
+
+    def _close(self) -> None:
         self.transport.close()
-        return True
+        self._enter(_Phase.CLOSING)
+
+    def _enter(self, phase: _Phase) -> None:
+        if self._phase_timer is not None:
+            self._phase_timer.cancel()
+        self._phase = phase
+        self._phase_timer = self.loop.call_later(self._allowed_s(phase), self._expire)
+
+    def _allowed_s(self, phase: _Phase) -> float:
+        deadlines = self._deadlines
+        match phase:
+            case _Phase.HEAD:
+                return deadlines.spare_head_s if self._admission is Admission.SPARE else deadlines.head_s
+            case _Phase.BODY:
+                return deadlines.body_window_s
+            case _Phase.ANSWER:
+                return deadlines.write_s
+            case _Phase.DRAIN:
+                return deadlines.drain_s
+            case _Phase.IDLE:
+                return deadlines.idle_s
+            case _Phase.CLOSING:
+                return deadlines.close_s
+
+    def _expire(self) -> None:
+        """The phase has lasted as long as it may."""
+        match self._phase:
+            case _Phase.HEAD if self._reading_head:
+                self._refuse(_TOO_SLOW)
+            case _Phase.BODY if self._body_is_slow():
+                self._refuse(_TOO_SLOW)
+            case _Phase.BODY:
+                self._window_bytes = 0
+                self._enter(_Phase.BODY)
+            case _Phase.ANSWER if not self.transport.is_closing():  # it takes as long as it takes, unless it failed
+                self._enter(_Phase.ANSWER)
+            case _Phase.ANSWER | _Phase.CLOSING:
+                self.transport.abort()
+            case _:
+                self._close()
+
+    def _body_is_slow(self) -> bool:
+        if self.flow.read_paused:  # by us, because the application does not read
+            return False
+        return self._window_bytes < self._deadlines.min_body_rate * self._deadlines.body_window_s
+
+
+def _bytes_of(error: ApiError) -> bytes:
+    """The whole answer, for a connection on which nothing follows."""
+    body = error.body()
+    retry_after = b"retry-after: %d\r\n" % error.retry_after_s if error.retry_after_s else b""
+    return (
+        b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n%s"
+        % (error.status, HTTPStatus(error.status).phrase.encode(), len(body), retry_after, body)
+    )

@@ -1,9 +1,10 @@
-"""What every request passes before its body is read: the keys, and the size of the body."""
+"""What every request passes before its body is read: the host it names, the keys, and the size of the body."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv.config import is_loopback
 from swiftkv.server.errors import ApiError
+from swiftkv.server.limits import NodeLimits
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 ADMIN_PATH = "/admin"
@@ -49,31 +51,48 @@ class ApiKeyMiddleware:
 
 
 class AdminMiddleware:
-    """Guard `ADMIN_PATH`: with its own key; without one it is for this machine alone, and off where others can call."""
+    """Guard `ADMIN_PATH` with a key of its own."""
 
-    def __init__(self, app: ASGIApp, admin_key: str | None, loopback: bool) -> None:
-        """``loopback``: the port can be reached from this machine only."""
+    def __init__(self, app: ASGIApp, admin_key: str) -> None:
         self.app = app
-        self._key = None if admin_key is None else _BearerKey(admin_key)
-        self._loopback = loopback
+        self._key = _BearerKey(admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refusal(Headers(scope=scope)) if scope["type"] == "http" and _is_admin(scope) else None
-        await (self.app if refused is None else refused.response())(scope, receive, send)
+        if scope["type"] != "http" or not _is_admin(scope) or self._key.is_sent(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        text = (
+            "wrong or missing admin key (it is not the models' key): send 'Authorization: Bearer <admin key>' with the "
+            "key that node.admin_key_env names, or else the one in the file that the node named when it started"
+        )
+        await ApiError(401, text, code="invalid_admin_key").response()(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> ApiError | None:
-        if self._key is not None:
-            if self._key.is_sent(headers):
-                return None
-            text = "wrong or missing admin key (not the models' key): send 'Authorization: Bearer <admin key>'"
-            return ApiError(401, text, code="invalid_admin_key")
-        if not self._loopback:
-            text = "/admin is off: others can reach this node and it has no admin key; set node.admin_key_env"
-            return ApiError(403, text, code="admin_is_off")
-        if not is_loopback(_host(headers)):  # a page in a browser whose name was made to point here
-            text = "/admin has no key, so it is for this machine alone: call it as localhost, or set node.admin_key_env"
-            return ApiError(403, text, code="admin_is_local")
-        return None
+
+class HostMiddleware:
+    """Refuse requests that were made under another name than this machine's.
+
+    A web page may ask the browser for a name of its own, and have that name point to this machine. Browsers always send
+    the name, so a request without one is not theirs.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str]) -> None:
+        """`allowed_hosts` are those beside the names and addresses of the loopback interface."""
+        self.app = app
+        self._allowed = frozenset(host.lower() for host in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
+        if all(self._is_allowed(_host_name(host)) for host in hosts):
+            await self.app(scope, receive, send)
+            return
+        text = (
+            "this node has no API key and answers only to localhost; call it by that name, list the name that you "
+            "called it by in node.allowed_hosts, or set node.api_key_env"
+        )
+        await ApiError(403, text, code="host_not_allowed").response()(scope, receive, send)
+
+    def _is_allowed(self, name: str) -> bool:
+        return is_loopback(name) or name in self._allowed
 
 
 def _is_admin(scope: Scope) -> bool:
@@ -81,19 +100,24 @@ def _is_admin(scope: Scope) -> bool:
     return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
 
 
-def _host(headers: Headers) -> str:
+def _host_name(host: str) -> str:
+    """Return a Host header's value without its port, or "" if it is none."""
     try:
-        return urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
 class BodyLimitMiddleware:
-    """Answer 413 to a body over ``max_bytes``: from its Content-Length, or while a chunked one is being read."""
+    """Limit one body (413) and all bodies of the node together (503).
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    A body is refused from its Content-Length, or while it is read. It counts until its answer begins.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, limits: NodeLimits) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,9 +133,18 @@ class BodyLimitMiddleware:
         async def limited_receive() -> Message:
             nonlocal received_bytes
             event = await receive()
-            received_bytes += len(event.get("body", b""))
+            num_bytes = len(event.get("body", b""))
+            received_bytes += num_bytes
             if received_bytes > self.max_bytes:
                 raise HTTPException(413, message)
+            if not budget.take(num_bytes):
+                text = "the bodies of other requests take all the room that this node has for them; try again"
+                raise HTTPException(503, text, {"Retry-After": "1"})
             return event
 
-        await self.app(scope, limited_receive, send)
+        async def releasing_send(event: Message) -> None:
+            budget.release()
+            await send(event)
+
+        with self._limits.body() as budget:
+            await self.app(scope, limited_receive, releasing_send)

@@ -30,7 +30,7 @@ class ClientPolicy:
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model as the gateway knows it. ``root`` is where it was loaded from; lengths and sizes are in tokens.
+    """A model as the gateway knows it. ``root`` names what it was loaded from; lengths and sizes are in tokens.
 
     ``threads`` tokenize, decode and render templates: a model of which much is asked holds up no other.
     """

@@ -15,6 +15,7 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.plan import MasterRoom, ModelPlan, lending_as_dict, plan_lending, plan_node
 from swiftkv.config import load_config
 from swiftkv.errors import ConfigError
+from swiftkv.hub import Checkpoint
 from tests.cache.test_plan import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
 
 
@@ -24,7 +25,7 @@ def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fracti
     return ModelPlan(
         name=name,
         role=role,
-        checkpoint=Path(name),
+        checkpoint=Checkpoint(Path(name), name),
         architecture="LlamaForCausalLM",
         dtype="bfloat16",
         groups=(KVGroup(tuple(range(num_layers)), 1, 32, "bfloat16", 16),),

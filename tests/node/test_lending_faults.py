@@ -174,6 +174,7 @@ def test_a_budget_outlives_the_engine_that_was_told(node: LendingNode) -> None:
     request = [
         b"PATCH /admin/lending/odd HTTP/1.1",
         b"Host: localhost",
+        b"Authorization: " + node.process.admin_headers()["Authorization"].encode(),
         b"Content-Type: application/json",
         b"Content-Length: 13",
         b"",

@@ -37,7 +37,7 @@ def room(node: NodeProcess) -> MasterRoom:
 
 
 def admin(node: NodeProcess, path: str) -> dict[str, Any]:
-    answer = httpx.get(f"{node.url}/admin/{path}", timeout=DEADLINE_S)
+    answer = httpx.get(f"{node.url}/admin/{path}", headers=node.admin_headers(), timeout=DEADLINE_S)
     return answer.json() if answer.status_code == 200 else {}
 
 
@@ -47,7 +47,8 @@ def borrowed_bytes(node: NodeProcess) -> int | None:
 
 
 def set_budget(node: NodeProcess, budget: str | int) -> dict[str, Any]:
-    answer = httpx.patch(f"{node.url}/admin/lending/idle", json={"budget": budget}, timeout=DEADLINE_S)
+    url = f"{node.url}/admin/lending/idle"
+    answer = httpx.patch(url, json={"budget": budget}, headers=node.admin_headers(), timeout=DEADLINE_S)
     assert answer.status_code == 200, answer.text
     change: dict[str, Any] = answer.json()
     return change

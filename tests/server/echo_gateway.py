@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv.server.app import GatewayMetrics, ModelHandle, ServerSettings, create_app, create_model_app
 from swiftkv.server.client import EngineClient
+from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.models import ClientPolicy
 from swiftkv.server.tokenizer import Tokenizer
@@ -94,6 +95,7 @@ class Gateway:
     metrics: GatewayMetrics
     apps: list[FastAPI] = field(default_factory=list)
     api_key: str | None = None
+    admin_key: str = ""
     models: dict[str, ModelHandle] = field(default_factory=dict)
     budgets: dict[str, list[int]] = field(default_factory=dict)
     """Every budget that was set, in bytes."""
@@ -111,6 +113,10 @@ class Gateway:
 
     def http(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return httpx.Client(base_url=self.url, timeout=30, headers=headers)
+
+    def admin(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.admin_key}"}
         return httpx.Client(base_url=self.url, timeout=30, headers=headers)
 
     def openai(self, path: str = "/v1") -> openai.OpenAI:
@@ -169,7 +175,7 @@ def start_gateway(
         urls = []
         for app in apps:
             listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+            server = uvicorn.Server(http_config(app, settings.limits, timeout_graceful_shutdown=1))
             servers.append(server)
             serving.append(loop.create_task(server.serve(sockets=[listener])))
             urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -178,7 +184,9 @@ def start_gateway(
             name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
             for name, client in clients.items()
         }
-        return Gateway(loop, *urls, clients, engines, metrics, apps, settings.api_key, handles, budgets)
+        return Gateway(
+            loop, *urls, clients, engines, metrics, apps, settings.api_key, settings.admin_key, handles, budgets
+        )
 
     gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
     for name, engine in gateway.engines.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,18 +37,18 @@ def lending_gateway(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Gateway]:
 
 
 def patch(gateway: Gateway, budget: object, *, worker: str = "code", query: str = "") -> httpx.Response:
-    with gateway.http() as http:
+    with gateway.admin() as http:
         return http.patch(f"/admin/lending/{worker}{query}", json={"budget": budget})
 
 
 def lent_bytes(gateway: Gateway) -> int:
-    with gateway.http() as http:
+    with gateway.admin() as http:
         models = {model["model"]: model for model in http.get("/admin/lending").json()["models"]}
     return int(models["code"]["lent_bytes"])
 
 
 def test_what_every_model_lends_and_borrows(gateway: Gateway) -> None:
-    with gateway.http() as http:
+    with gateway.admin() as http:
         answer = http.get("/admin/lending").json()
     assert (answer["enabled"], answer["transport"]) == (True, "shm")
     chat, code = answer["models"]
@@ -70,7 +71,7 @@ def test_what_every_model_lends_and_borrows(gateway: Gateway) -> None:
 
 
 def test_every_extent_its_owner_and_epoch(gateway: Gateway) -> None:
-    with gateway.http() as http:
+    with gateway.admin() as http:
         code, chat = (http.get(f"/admin/pools/{name}").json() for name in ("code", "chat"))
     (group,) = code["groups"]
     states = ("free", "used", "cached", "lent", "in_flight", "streaming")
@@ -106,7 +107,7 @@ def test_a_budget_lowered_recalls_and_one_raised_lends(lending_gateway: Gateway)
     assert patch(lending_gateway, f"{REFUSED_BUDGET_BYTES}B").status_code == 400
     assert budgets[-1] == POOL_BYTES  # what is refused is not what the engine is started with next time
     assert not lending_gateway.budgets["chat"]
-    with lending_gateway.http() as http:
+    with lending_gateway.admin() as http:
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     assert families["swiftkv:recalls"].samples[0].value == 64
 
@@ -142,7 +143,7 @@ def test_what_cannot_be_is_refused_with_a_reason(
 
 
 def test_other_fields_and_queries_are_mistakes(gateway: Gateway) -> None:
-    with gateway.http() as http:
+    with gateway.admin() as http:
         extra = http.patch("/admin/lending/code", json={"budget": 0, "force": True})
         missing = http.patch("/admin/lending/code", json={})
         query = http.patch("/admin/lending/code?dry_run=maybe", json={"budget": 0})
@@ -155,7 +156,7 @@ def test_other_fields_and_queries_are_mistakes(gateway: Gateway) -> None:
 
 
 def test_metrics(gateway: Gateway) -> None:
-    with gateway.http() as http:
+    with gateway.admin() as http:
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
         of_chat = http.get(f"{gateway.model_url}/metrics").text
 
@@ -184,7 +185,7 @@ def test_an_engine_that_is_gone_is_503_and_the_others_are_shown(lending_gateway:
     lending_gateway.call(lambda: client.engine_down("ended with code 1", retry_after_s=3))
     refused = patch(lending_gateway, "50%")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "3")
-    with lending_gateway.http() as http:
+    with lending_gateway.admin() as http:
         assert http.get("/admin/pools/code").status_code == 503
         chat, code = http.get("/admin/lending").json()["models"]
         assert "swiftkv:lent_bytes{" not in http.get("/metrics").text
@@ -206,7 +207,7 @@ def test_an_engine_that_is_stopped_is_503_in_time(lending_gateway: Gateway, monk
     assert lent_bytes(lending_gateway) == FIRST_BUDGET_BYTES  # they are connected
     process.send_signal(signal.SIGSTOP)
     refused = patch(lending_gateway, "25%")
-    with lending_gateway.http() as http:
+    with lending_gateway.admin() as http:
         assert http.get("/metrics").status_code == 200
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "does not answer about lending within 0.2 s" in refused.json()["error"]["message"]
@@ -219,7 +220,7 @@ def test_an_engine_that_is_stopped_is_503_in_time(lending_gateway: Gateway, monk
 
 def test_a_node_that_does_not_lend(tmp_path: Path, tokenizer: Tokenizer) -> None:
     gateway, stop = start_gateway(tmp_path, tokenizer, lending=False)
-    with gateway.http() as http:
+    with gateway.admin() as http:
         answer = http.get("/admin/lending").json()
         pool = http.get("/admin/pools/chat")
         assert http.get("/metrics").status_code == 200
@@ -251,7 +252,7 @@ def codes(responses: list[httpx.Response]) -> set[tuple[int, Any]]:
 
 
 def test_admin_has_a_key_of_its_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    settings = ServerSettings(api_key="models", admin_key="admin", loopback=False)
+    settings = ServerSettings(api_key="models", admin_key="admin")
     assert "admin'" not in repr(settings)
     gateway, stop = start_gateway(tmp_path, tokenizer, settings=settings)
     for headers in ({}, {"Authorization": "Bearer models"}, {"Authorization": "Bearer admin2"}):
@@ -269,18 +270,40 @@ def test_admin_has_a_key_of_its_own(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert document["paths"]["/v1/models"]["get"]["security"] == [{"bearer": []}]
 
 
-def test_without_a_key_admin_is_for_this_machine_alone(gateway: Gateway) -> None:
-    """The fixture is bound to loopback; a page whose name was made to point here sends that name."""
+def test_a_proxy_on_this_machine_does_not_give_admin_away(gateway: Gateway) -> None:
+    """Its requests come from this machine and name it, whoever made them; nothing was configured here."""
+    host = gateway.url.removeprefix("http://")
+    for headers in ({"Host": host}, {"Host": "localhost"}, {"Host": host, "Authorization": "Bearer none"}):
+        assert codes(all_routes(gateway, headers)) == {(401, "invalid_admin_key")}
+    answer = all_routes(gateway, {})[0]
+    assert "the one in the file that the node named when it started" in answer.json()["error"]["message"]
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_without_a_key_a_node_answers_only_to_names_of_this_machine(gateway: Gateway) -> None:
+    """A page in a browser whose name was made to point here sends that name, on all routes and ports."""
     port = gateway.url.rsplit(":", 1)[1]
-    for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}", "localhost"):
-        assert httpx.get(f"{gateway.url}/admin/lending", headers={"Host": host}).status_code == 200
-    for host in ("evil.example", f"evil.example:{port}", "10.0.0.1", "[::1", ""):
-        assert codes(all_routes(gateway, {"Host": host})) == {(403, "admin_is_local")}, host
+    paths = (f"{gateway.url}/v1/models", f"{gateway.url}/metrics", f"{gateway.url}/docs", f"{gateway.model_url}/health")
+    for url in paths:
+        for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}", "LOCALHOST", "127.8.8.8"):
+            assert httpx.get(url, headers={"Host": host}).status_code == 200, (url, host)
+        for host in ("evil.example", f"evil.example:{port}", "10.0.0.1", "[::1", "", "localhost.evil.example"):
+            refused = httpx.get(url, headers={"Host": host})
+            assert codes([refused]) == {(403, "host_not_allowed")}, (url, host)
+    assert "node.allowed_hosts" in refused.json()["error"]["message"]
+    with socket.create_connection(("127.0.0.1", int(port))) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 403 ")
+    assert codes(all_routes(gateway, {"Host": "evil.example"})) == {(401, "invalid_admin_key")}
+    with gateway.admin() as admin:
+        assert admin.get("/admin/lending", headers={"Host": "evil.example"}).status_code == 403
 
 
-def test_without_a_key_admin_is_off_where_others_can_call(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(api_key="models", loopback=False))
-    refused = all_routes(gateway, {"Authorization": "Bearer models"})
+@pytest.mark.parametrize(("allowed", "status"), [(("Llm.Internal",), 200), (None, 200), (("other",), 403)])
+def test_names_that_may_be_called_are_listed(
+    tmp_path: Path, tokenizer: Tokenizer, allowed: tuple[str, ...] | None, status: int
+) -> None:
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(allowed_hosts=allowed))
+    answers = [httpx.get(f"{gateway.url}/v1/models", headers={"Host": h}) for h in ("llm.internal:80", "localhost")]
     stop()
-    assert codes(refused) == {(403, "admin_is_off")}
-    assert "set node.admin_key_env" in refused[0].json()["error"]["message"]
+    assert [answer.status_code for answer in answers] == [status, 200]

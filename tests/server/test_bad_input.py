@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import select
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from echo_gateway import MAX_MODEL_LEN, VOCAB_SIZE, Gateway, start_gateway
 
 from swiftkv.server.app import ServerSettings
+from swiftkv.server.limits import NodeLimits
 from swiftkv.server.tokenizer import Tokenizer
 
 COMPLETION = {"model": "chat", "prompt": "hello", "max_tokens": 1}
@@ -248,7 +252,8 @@ def test_a_request_that_found_no_room_may_come_again(gateway: Gateway) -> None:
 def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> bytes:
     """Write a body until the server has something to say; its answer."""
     host, port = gateway.url.removeprefix("http://").split(":")
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length_header}\r\n\r\n"
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", length_header]
+    head = "\r\n".join([*lines, "", ""])
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(head.encode())
         for chunk in chunks:
@@ -261,6 +266,13 @@ def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> b
             assert received, "closed before the answer was complete"
             answer += received
         return answer
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.005)
 
 
 def test_a_body_of_100_mb_is_refused_from_its_announcement(gateway: Gateway) -> None:
@@ -334,3 +346,64 @@ def test_monitoring_needs_no_key(locked_gateway: Gateway) -> None:
 
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(ServerSettings(api_key="secret"))
+
+
+def test_docs_need_nothing_from_elsewhere(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        page = http.get("/docs")
+        links = re.findall(r'(?:src|href)="([^"#]*)"', page.text)
+        loaded = [http.get(f"/{link}") for link in links]
+    assert page.status_code == 200
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "//" not in re.sub(r"<pre>.*?</pre>", "", page.text, flags=re.DOTALL)
+    assert "<script" not in page.text
+    assert links == ["openapi.json"]
+    assert [answer.status_code for answer in loaded] == [200]
+    for path in loaded[0].json()["paths"]:
+        assert path in page.text
+
+
+def test_bodies_of_all_requests_together_have_a_limit(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """It is one for both ports; what is given back is there for others."""
+    limits = NodeLimits(max_bodies=1 << 20)
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(limits=limits))
+    body = b'{"model": "chat", "max_tokens": 1, "prompt": "a"%s}'
+    half = body % (b" " * (600 << 10))
+    headers = {"Content-Type": "application/json"}
+    host, port = gateway.url.removeprefix("http://").split(":")
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    with socket.create_connection((host, int(port))) as slow:
+        slow.sendall("\r\n".join([*lines, f"Content-Length: {len(half)}", "", ""]).encode() + half[:-1])
+        wait_until(lambda: limits.body_bytes == len(half) - 1)
+        for url in (gateway.url, gateway.model_url):
+            refused = httpx.post(f"{url}/v1/completions", content=half, headers=headers, timeout=30)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "the bodies of other requests" in refused.json()["error"]["message"]
+            small = httpx.post(f"{url}/v1/completions", content=body % b"", headers=headers, timeout=30)
+            assert small.status_code == 200
+        slow.sendall(half[-1:])
+        assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert limits.body_bytes == 0
+    answer = httpx.post(f"{gateway.url}/v1/completions", content=half, headers=headers, timeout=30)
+    assert answer.status_code == 200
+    with socket.create_connection((host, int(port))) as gone:
+        gone.sendall("\r\n".join([*lines, f"Content-Length: {len(half)}", "", ""]).encode() + half[:-1])
+        wait_until(lambda: limits.body_bytes == len(half) - 1)
+    wait_until(lambda: limits.body_bytes == 0)
+    stop()
+
+
+def test_connections_are_counted_for_all_ports(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    limits = NodeLimits(max_connections=1)
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(limits=limits))
+    host, port = gateway.model_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))):
+        wait_until(lambda: limits.num_connections == 1)
+        refused = httpx.get(f"{gateway.url}/v1/models")
+        health = httpx.get(f"{gateway.url}/health")
+    wait_until(lambda: limits.num_connections == 0)
+    allowed = httpx.get(f"{gateway.url}/v1/models")
+    stop()
+    assert (refused.status_code, refused.headers["retry-after"], health.status_code) == (503, "1", 200)
+    assert refused.json()["error"]["code"] == "too_many_connections"
+    assert allowed.status_code == 200

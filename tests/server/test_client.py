@@ -26,6 +26,8 @@ from swiftkv.server.client import EngineClient, SequenceRequest
 from swiftkv.server.errors import ApiError
 from swiftkv.server.metrics import GatewayMetrics
 
+INCARNATION = 1
+
 
 class LateReader:
     """Speaks as an engine does, and reads when it is told to."""
@@ -71,12 +73,16 @@ async def client_and_reader(directory: Path) -> AsyncIterator[tuple[EngineClient
     addresses = [f"ipc://{directory}/{end}" for end in ("requests", "outputs")]
     client = EngineClient("late", *addresses, GatewayMetrics().for_model("late"))
     client.start()
+    client.expect(INCARNATION)
+    receiving = asyncio.create_task(client.receive())
     reader = LateReader(client)
-    await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 16, []))
+    await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 16, [], INCARNATION))
     await client.wait_ready()
     yield client, reader
+    receiving.cancel()
+    await asyncio.gather(receiving, return_exceptions=True)
     reader.close()
-    await client.close()
+    client.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -151,9 +157,10 @@ def test_an_engine_that_comes_back_begins_with_nothing_unread(tmp_path: Path) ->
         async with client_and_reader(tmp_path) as (client, reader):
             prompt = b"\0" * (1 << 20)
             assert come_and_go(client, prompt, attempts=200) < 200
-            client.engine_down(pid=-1)
+            client.engine_down("was killed by SIGKILL")
             assert client.num_in_flight == 0
-            await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 16, []))
+            client.expect(INCARNATION + 1)
+            await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 16, [], INCARNATION + 1))
             await client.wait_ready()
             assert come_and_go(client, prompt, attempts=1) == 1
 

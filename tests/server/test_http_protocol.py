@@ -1,81 +1,406 @@
-"""Request heads have an end."""
+"""Heads, trailers, connections and every wait have an end; requests that are as they should be never notice."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import re
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import uvicorn
 
-from swiftkv.server.http_protocol import MAX_HEAD_BYTES, BoundedHeadProtocol
+from swiftkv.server.http_protocol import MAX_FIELDS, MAX_HEAD_BYTES, MAX_IGNORED_BYTES, MAX_TRAILER_BYTES, http_config
+from swiftkv.server.limits import SPARE_CONNECTIONS, Deadlines, NodeLimits
+from swiftkv.server.log_limit import LogLimit
+
+PATIENCE_S = 20
+"""For what happens at once, on a machine that may be busy."""
 
 
-async def echo(scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
-    """Answers with the length of the body."""
-    length = 0
-    while True:
-        message = await receive()
-        length += len(message["body"])
-        if not message["more_body"]:
-            break
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
-    await send({"type": "http.response.body", "body": b"%08d" % length})
+def after(seconds: float) -> Deadlines:
+    """Every deadline, and bodies as slow as they like."""
+    return Deadlines(seconds, seconds, seconds, 0.0, seconds, seconds, seconds, seconds)
 
 
-async def exchange(parts: list[bytes]) -> bytes:
-    """What the server says to `parts`, written one by one, until it hangs up."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(echo, http=BoundedHeadProtocol, lifespan="off", log_level="error")
-    server = uvicorn.Server(config)
-    config.load()
-    server.lifespan = config.lifespan_class(config)
-    await server.startup([listening])
-    try:
-        reader, writer = await asyncio.open_connection(*listening.getsockname())
-        try:
-            for part in parts:
+PATIENT = after(3600.0)
+
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+@dataclass
+class Server:
+    """An application on a port of its own, and how each of its requests ended."""
+
+    listening: socket.socket
+    limits: NodeLimits
+    ended: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> Any:
+        return self.listening.getsockname()
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """By path: answer with the length of the body; refuse without reading it; stream until the client is gone."""
+        path = scope["path"]
+        if path == "/refuse":
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+        elif path in ("/stream", "/wait"):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            leaving = asyncio.create_task(leave(receive))
+            while path == "/stream" and not leaving.done():
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+            await leaving
+        else:
+            length = 0
+            while (message := await receive())["type"] == "http.request":
+                length += len(message["body"])
+                if not message["more_body"]:
+                    break
+            else:
+                self.ended.append(f"{path} without its body")
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+            await send({"type": "http.response.body", "body": b"%08d" % length})
+        self.ended.append(path)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(*self.address)
+
+    async def exchange(self, parts: Sequence[bytes], pause_s: float = 0.0) -> bytes:
+        """Return what the server says to `parts`, written one by one, until it hangs up."""
+        reader, writer = await self.connect()
+        said = bytearray()
+
+        async def listen() -> None:
+            with contextlib.suppress(ConnectionError):  # it hangs up while more is on its way
+                while data := await reader.read(65536):
+                    said.extend(data)
+
+        listening = asyncio.create_task(listen())
+        for part in parts:
+            if not listening.done():
                 writer.write(part)
-                await writer.drain()
-            return await asyncio.wait_for(reader.read(), 30)
-        finally:
-            writer.close()
+                await asyncio.sleep(pause_s)
+        await asyncio.wait_for(listening, PATIENCE_S)
+        writer.close()
+        return bytes(said)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+async def leave(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def serving(deadlines: Deadlines = PATIENT, max_connections: int = 4096) -> AsyncIterator[Server]:
+    """The deadlines that a test is not about never come."""
+    limits = NodeLimits(max_connections=max_connections, deadlines=deadlines)
+    running = Server(socket.create_server(("127.0.0.1", 0), backlog=1024), limits)
+    config = http_config(running, limits)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([running.listening])
+    try:
+        yield running
     finally:
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
         await server.shutdown()
 
 
+def ask(*parts: bytes, **options: Any) -> bytes:
+    async def run() -> bytes:
+        async with serving(**options) as server:
+            return await server.exchange(parts)
+
+    return asyncio.run(run())
+
+
 LINE = b"POST / HTTP/1.1\r\nhost: here\r\n"
+CHUNKED = LINE + b"transfer-encoding: chunked\r\n\r\n"
+REFUSED = b"POST /refuse HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
+
+
+def in_pieces(content: bytes) -> list[bytes]:
+    """With unread bytes a closing socket loses its answer, so no piece goes far beyond a limit."""
+    return [content[i : i + 1000] for i in range(0, len(content), 1000)]
 
 
 def unfinished(piece: bytes) -> list[bytes]:
-    """A head that goes on with `piece` until one byte too many: with unread bytes a closing socket loses its answer."""
-    whole = (LINE + piece * MAX_HEAD_BYTES)[: MAX_HEAD_BYTES + 1]
-    return [whole[i : i + 8000] for i in range(0, len(whole), 8000)]
+    """A head that goes on with `piece` until one byte too many."""
+    return in_pieces((LINE + piece * MAX_HEAD_BYTES)[: MAX_HEAD_BYTES + 1])
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(unfinished(b"x: y\r\n"), id="many headers"),
+        pytest.param([LINE + b"x: " + b"y" * 600 + b"\r\n"] + [b"x: " + b"y" * 995 + b"\r\n"] * 65, id="long headers"),
         pytest.param(unfinished(b"y"), id="one without end"),
         pytest.param([b"GET /" + b"y" * (MAX_HEAD_BYTES + 1) + b" HTTP/1.1\r\n\r\n"], id="long line at once"),
         pytest.param([LINE + b"x: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n"], id="long header at once"),
     ],
 )
 def test_a_head_too_long_is_refused(parts: list[bytes]) -> None:
-    answer = asyncio.run(exchange(parts))
+    answer = ask(*parts)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b'"message":"the request\'s headers are larger than 65536 bytes"' in answer
     assert answer.count(b"HTTP/1.1") == 1
 
 
+def test_a_head_with_very_many_headers_is_refused() -> None:
+    answer = ask(LINE + b"x: y\r\n" * (MAX_FIELDS + 1))
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"more than 128 headers" in answer
+
+
 def test_long_bodies_and_many_requests_do_not_count() -> None:
-    body = b"z" * (4 * MAX_HEAD_BYTES)
-    head = LINE + b"x: " + b"y" * (MAX_HEAD_BYTES // 2) + b"\r\n"
-    request = head + b"content-length: %d\r\n\r\n" % len(body) + body
-    last = head + b"connection: close\r\ncontent-length: 0\r\n\r\n"
-    answer = asyncio.run(exchange([request, request, request, last]))
-    assert answer.count(b"HTTP/1.1 200 OK") == 4
-    assert answer.count(b"%08d" % len(body)) == 3
+    async def run() -> None:
+        body = b"z" * (4 * MAX_HEAD_BYTES)
+        chunks = b"".join(b"1\r\nz\r\n" for _ in range(3 * MAX_TRAILER_BYTES)) + b"0\r\nx: y\r\n\r\n"
+        head = LINE + b"x: " + b"y" * (MAX_HEAD_BYTES // 2) + b"\r\n"
+        whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
+        in_chunks = head + b"transfer-encoding: chunked\r\n\r\n" + chunks
+        async with serving() as server:
+            reader, writer = await server.connect()
+            for request, length in ((whole, len(body)), (in_chunks, 3 * MAX_TRAILER_BYTES)) * 3:
+                writer.write(request)
+                answer = await asyncio.wait_for(reader.readuntil(b"%08d" % length), PATIENCE_S)
+                assert answer.startswith(b"HTTP/1.1 200 OK")
+            writer.close()
+
+    asyncio.run(run())
+
+
+TRAILERS = b"a:\r\n" * (MAX_TRAILER_BYTES // 4 + 1)
+LONG_TRAILER = b"a: " + b"y" * (MAX_TRAILER_BYTES + 1000)
+
+
+@pytest.mark.parametrize(
+    ("head", "rest", "status"),
+    [
+        pytest.param(CHUNKED, b"2\r\nzz\r\n0\r\n" + TRAILERS, b"431", id="many"),
+        pytest.param(CHUNKED, b"2\r\nzz\r\n0\r\n" + LONG_TRAILER, b"431", id="one without end"),
+        pytest.param(CHUNKED, b"2;" + b"y" * (MAX_TRAILER_BYTES + 1000), b"431", id="an extension without end"),
+        pytest.param(CHUNKED, (b"2;" + b"y" * 500 + b"\r\nzz\r\n") * 20, b"431", id="extensions"),
+        pytest.param(REFUSED, b"2\r\nzz\r\n0\r\n" + TRAILERS, b"401", id="many, refused"),
+        pytest.param(REFUSED, b"2\r\nzz\r\n0\r\n" + LONG_TRAILER, b"401", id="one without end, refused"),
+    ],
+)
+def test_trailers_have_an_end(head: bytes, rest: bytes, status: bytes) -> None:
+    async def run() -> bytes:
+        async with serving() as server:
+            return await server.exchange([head, *in_pieces(rest)], pause_s=0.01)  # else one read has head and trailers
+
+    answer = asyncio.run(run())
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_trailers_are_read_and_dropped() -> None:
+    async def run() -> None:
+        async with serving() as server:
+            reader, writer = await server.connect()
+            for _ in range(2):
+                writer.write(CHUNKED + b"2\r\nzz\r\n0\r\nauthorization: Bearer x\r\nb: c\r\n\r\n")
+                answer = await asyncio.wait_for(reader.readuntil(b"00000002"), PATIENCE_S)
+                assert answer.startswith(b"HTTP/1.1 200 OK")
+            writer.close()
+
+    asyncio.run(run())
+
+
+SOON = 0.3
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "parts", "answers"),
+    [
+        pytest.param(replace(PATIENT, head_s=SOON), [], [], id="silent"),
+        pytest.param(replace(PATIENT, head_s=SOON), [b"\r\n\r\n"], [], id="empty lines"),
+        pytest.param(replace(PATIENT, head_s=SOON), [LINE], [b"408"], id="half a head"),
+        pytest.param(replace(PATIENT, idle_s=SOON), [GET], [b"200"], id="idle"),
+        pytest.param(replace(PATIENT, idle_s=SOON), [GET, b"\r\n"], [b"200"], id="idle, a stray byte"),
+        pytest.param(replace(PATIENT, head_s=SOON), [GET, b"G"], [b"200", b"408"], id="half a second head"),
+        pytest.param(
+            replace(PATIENT, body_window_s=SOON, min_body_rate=100.0),
+            [CHUNKED + b"5\r\nhe"],
+            [b"408"],
+            id="half a body",
+        ),
+        pytest.param(replace(PATIENT, drain_s=SOON), [REFUSED + b"5\r\nhe"], [b"401"], id="half a body, refused"),
+    ],
+)
+def test_every_wait_for_a_client_has_an_end(deadlines: Deadlines, parts: list[bytes], answers: list[bytes]) -> None:
+    async def run() -> bytes:
+        async with serving(deadlines) as server:
+            reader, writer = await server.connect()
+            for i, part in enumerate(parts):
+                writer.write(part)
+                if i + 1 < len(parts):
+                    await server.wait_until(lambda: bool(server.ended))
+            said = await asyncio.wait_for(reader.read(), PATIENCE_S)
+            await server.wait_until(lambda: server.limits.num_connections == 0)
+            return said
+
+    assert re.findall(rb"HTTP/1\.1 (\d+)", asyncio.run(run())) == answers
+
+
+def test_a_body_that_keeps_coming_may_take_longer_than_a_window() -> None:
+    async def run() -> bytes:
+        async with serving(replace(PATIENT, body_window_s=0.5, min_body_rate=20.0)) as server:
+            reader, writer = await server.connect()
+            writer.write(LINE + b"content-length: 1500\r\nconnection: close\r\n\r\n")
+            for _ in range(15):
+                await asyncio.sleep(0.1)
+                writer.write(b"z" * 100)
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
+
+    assert asyncio.run(run()).endswith(b"00001500")
+
+
+def test_an_answer_may_take_longer_than_any_deadline() -> None:
+    async def run() -> None:
+        async with serving(after(0.1)) as server:
+            reader, writer = await server.connect()
+            writer.write(b"GET /wait HTTP/1.1\r\nhost: here\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.5)
+            assert server.ended == []
+            writer.close()
+            await server.wait_until(lambda: server.ended == ["/wait"])
+
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """The stream ends, though the client holds its connection."""
+
+    async def run() -> None:
+        async with serving(replace(PATIENT, write_s=SOON)) as server:
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(server.address)
+                client.sendall(b"GET /stream HTTP/1.1\r\nhost: here\r\n\r\n")
+                await server.wait_until(lambda: server.ended == ["/stream"])
+                assert server.limits.num_connections == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "next_bytes", [GET, CHUNKED + b"5\r\nhe", b"\x00", b"G"], ids=["GET", "POST", "junk", "a byte"]
+)
+def test_a_client_that_hangs_up_is_noticed_whatever_it_sent_ahead(next_bytes: bytes) -> None:
+    async def run() -> None:
+        async with serving() as server:
+            reader, writer = await server.connect()
+            writer.write(b"GET /wait HTTP/1.1\r\nhost: here\r\n\r\n" + next_bytes)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            await server.wait_until(lambda: server.ended == ["/wait"])
+
+    asyncio.run(run())
+
+
+def test_what_is_sent_ahead_is_not_kept() -> None:
+    async def run() -> None:
+        async with serving() as server:
+            reader, writer = await server.connect()
+            writer.write(b"GET /wait HTTP/1.1\r\nhost: here\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            for _ in range(100):  # the first read is parsed, and stops at the first of them
+                writer.write(GET * (MAX_IGNORED_BYTES // len(GET)))
+                await asyncio.sleep(0.01)
+            await server.wait_until(lambda: server.ended == ["/wait"])
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_sent_ahead_is_not_answered() -> None:
+    answer = ask(GET + GET)
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+    assert b"connection: close" in answer
+
+
+def test_connections_beyond_the_limit_are_refused_and_health_is_not() -> None:
+    async def run() -> None:
+        async with serving(max_connections=3) as server:
+            idle = [await server.connect() for _ in range(3)]
+            await server.wait_until(lambda: server.limits.num_connections == 3)
+            refused = await server.exchange([GET])
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in refused
+            for path in (b"/health", b"/ready", b"/metrics"):
+                answer = await server.exchange([b"GET %s HTTP/1.1\r\nhost: here\r\n\r\n" % path])
+                assert answer.startswith(b"HTTP/1.1 200 ")
+                assert b"connection: close" in answer
+            await server.wait_until(lambda: server.limits.num_connections == 3)
+            idle += [await server.connect() for _ in range(SPARE_CONNECTIONS)]
+            await server.wait_until(lambda: server.limits.num_connections == 3 + SPARE_CONNECTIONS)
+            assert (await server.exchange([])).startswith(b"HTTP/1.1 503 ")
+            for _, writer in idle:
+                writer.close()
+            await server.wait_until(lambda: server.limits.num_connections == 0)
+            assert (await server.exchange([LINE + b"connection: close\r\n\r\n"])).startswith(b"HTTP/1.1 200 ")
+
+    asyncio.run(run())
+
+
+def test_connections_for_monitoring_must_be_quick() -> None:
+    async def run() -> None:
+        async with serving(replace(PATIENT, spare_head_s=SOON), max_connections=1) as server:
+            _, regular = await server.connect()
+            assert await server.exchange([]) == b""
+            regular.close()
+
+    asyncio.run(run())
+
+
+def test_bad_requests_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("uvicorn.error")
+
+    async def run() -> None:
+        async with serving() as server:
+            logger.addHandler(caplog.handler)
+            for _ in range(50):
+                assert (await server.exchange([b"\x00\x01\r\n\r\n"])).startswith(b"HTTP/1.1 400 ")
+
+    try:
+        asyncio.run(run())
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]
+
+
+def test_messages_that_were_left_out_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tests.log_limit")
+    limit = LogLimit(interval_s=0.2)
+    logger.addFilter(limit)
+    for number in range(5):
+        logger.warning("request %d is bad", number)
+    logger.warning("something else")
+    time.sleep(0.2)
+    logger.warning("request %d is bad", 5)
+    logger.removeFilter(limit)
+    assert [record.getMessage() for record in caplog.records] == [
+        "request 0 is bad", "something else", "request 5 is bad (4 more like it were left out)",
+    ]  # fmt: skip

@@ -22,19 +22,19 @@ def run(*arguments: str, key: str | None = None) -> Result:
 
 @pytest.fixture
 def lending_gateway(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Gateway]:
-    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(admin_key="key", loopback=False))
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(admin_key="key"))
     yield gateway
     stop()
 
 
 def test_show(gateway: Gateway) -> None:
-    table = run("show", "--url", gateway.url)
+    table = run("show", "--url", gateway.url, key=gateway.admin_key)
     assert table.exit_code == 0, table.stderr
     rows = [line.split() for line in table.stdout.splitlines()]
     assert ["code", "worker", "ready", "64MiB", "48MiB", "48MiB", "0B"] in rows
     assert ["chat", "master", "ready", "64MiB", "-", "0B", "48MiB"] in rows
     assert ["code", "chat", "attached", "1MiB", "48", "of", "64", "48MiB"] in rows
-    machine = run("show", "--json", "--url", gateway.url)
+    machine = run("show", "--json", "--url", gateway.url, key=gateway.admin_key)
     assert [model["model"] for model in json.loads(machine.stdout)["models"]] == ["chat", "code"]
 
 
@@ -76,7 +76,7 @@ def test_set_and_show(lending_gateway: Gateway) -> None:
 def test_what_cannot_be_set_is_a_line_on_stderr(
     gateway: Gateway, worker: str, budget: str, code: int, says: str
 ) -> None:
-    result = run("set", worker, budget, "--url", gateway.url)
+    result = run("set", worker, budget, "--url", gateway.url, key=gateway.admin_key)
     assert result.exit_code == code
     assert result.stderr.startswith(f"swiftkv: {says}")
     assert result.stderr.count("\n") == 1

@@ -1,6 +1,7 @@
 """The OpenAPI document, held against what the server does: schemathesis makes requests from it and reads the answers.
 
-Runs against a gateway with an echo engine; `SWIFTKV_TEST_URL` points it at a node that is up, or a model's own port.
+Runs against a gateway with an echo engine; `SWIFTKV_TEST_URL` points it at a node that is up, or a model's own port,
+and `SWIFTKV_TEST_ADMIN_KEY` holds that node's admin key.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from echo_gateway import start_gateway
 
+from swiftkv.server.app import ServerSettings
 from swiftkv.server.tokenizer import Tokenizer
 
 COMMAND = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
@@ -35,11 +37,13 @@ OPTIONS = [
 @pytest.fixture(params=["a model's port", "/admin of the node's port"])
 def url_and_options(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[list[str]]:
     is_admin = request.param.startswith("/admin")
-    options = ["--include-path-regex=^/admin"] if is_admin else []
+    settings = ServerSettings()
+    key = os.environ.get("SWIFTKV_TEST_ADMIN_KEY", settings.admin_key)
+    options = ["--include-path-regex=^/admin", f"--header=Authorization: Bearer {key}"] if is_admin else []
     if given := os.environ.get("SWIFTKV_TEST_URL"):
         yield [f"{given}/openapi.json", *options]
         return
-    gateway, stop = start_gateway(tmp_path, tokenizer, max_model_len=64)
+    gateway, stop = start_gateway(tmp_path, tokenizer, max_model_len=64, settings=settings)
     yield [f"{gateway.url if is_admin else gateway.model_url}/openapi.json", *options]
     stop()
 

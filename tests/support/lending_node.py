@@ -103,11 +103,12 @@ class LendingNode:
 
     def ask_admin(self, path: str) -> dict[str, Any] | None:
         """None while the engine that is asked is not there, or does not answer."""
-        answer = self._http.get(f"/admin/{path}")
+        answer = self._http.get(f"/admin/{path}", headers=self.process.admin_headers())
         return answer.json() if answer.status_code == 200 else None
 
     def set_budget(self, worker: str, budget: str | int) -> httpx.Response:
-        return self._http.patch(f"/admin/lending/{worker}", json={"budget": budget})
+        body = {"budget": budget}
+        return self._http.patch(f"/admin/lending/{worker}", json=body, headers=self.process.admin_headers())
 
     def pool(self, model: str) -> dict[str, Any]:
         view = self.ask_admin(f"pools/{model}")

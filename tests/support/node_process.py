@@ -19,6 +19,8 @@ import httpx
 import psutil
 import yaml
 
+from swiftkv.admin_key import find_admin_key
+
 T = TypeVar("T")
 
 DEADLINE_S = 120.0
@@ -94,6 +96,10 @@ class NodeProcess:
             assert line is not None, f"ended before a line matched {pattern!r}:\n" + "\n".join(self.lines)
             if match := re.search(pattern, line):
                 return match
+
+    def admin_headers(self) -> dict[str, str]:
+        """The header that opens `/admin`."""
+        return {"Authorization": f"Bearer {find_admin_key(self.url)}"}
 
     def url_of(self, model: str) -> str:
         """The model's own URL, as printed, without `/v1`."""

@@ -1,0 +1,132 @@
+"""The key of `/admin` where none is configured: a node makes one, and programs of the same user find it by the port."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from swiftkv.config import is_loopback
+from swiftkv.errors import ConfigError
+
+_SUFFIX = ".key"
+_MAX_KEY_BYTES = 1024
+_CURE = "or export an admin key of your own and name its variable in node.admin_key_env"
+
+
+@contextmanager
+def generated_admin_key(port: int) -> Iterator[tuple[str, Path]]:
+    """Make a key for the node at `port`; yield it and the file that holds it, which is removed in the end.
+
+    The file is locked while it is in use; those of nodes that were killed are not, and are removed here.
+    Raises `ConfigError` if it cannot be written.
+    """
+    key = secrets.token_urlsafe(32)
+    file, lock = _write(port, key)
+    try:
+        yield key, file
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(lock)
+        with contextlib.suppress(OSError):  # others of this user's nodes have theirs there
+            file.parent.rmdir()
+
+
+def find_admin_key(url: str) -> str | None:
+    """Return the key that a node of this user made for the port of `url`, or `None`; of this machine's nodes only."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return None
+    if host is None or port is None or not is_loopback(host):
+        return None
+    keys = (_read(directory / f"{port}{_SUFFIX}") for directory in _directories())
+    return next((key for key in keys if key is not None), None)
+
+
+def _directories() -> list[Path]:
+    """Return where a key may be, the best place first. Node and client may differ in their environment."""
+    user = os.getuid()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    places = [Path(runtime, "swiftkv")] if runtime else []
+    return [*places, Path(f"/run/user/{user}/swiftkv"), Path(f"/tmp/swiftkv-{user}")]
+
+
+def _write(port: int, key: str) -> tuple[Path, int]:
+    """Return the file and the descriptor that locks it."""
+    reasons = []
+    for directory in _directories():
+        if directory.parent.is_dir():
+            try:
+                return _write_in(directory, port, key)
+            except OSError as error:
+                reasons.append(f"{directory}: {error.strerror}")
+    raise ConfigError(
+        f"node.admin_key_env: the key of /admin cannot be written ({'; '.join(reasons)}); cure that, {_CURE}"
+    )
+
+
+def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
+    """Raises `OSError`."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(os.lstat(directory), stat.S_ISDIR):
+        raise PermissionError(0, "it is not a directory that belongs to this user alone")
+    for stale in directory.glob(f"*{_SUFFIX}"):
+        _remove_if_unlocked(stale)
+    file = directory / f"{port}{_SUFFIX}"
+    lock, name = tempfile.mkstemp(dir=directory)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, f"{key}\n".encode())
+        os.link(name, file)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, FileExistsError):
+            raise ConfigError(
+                f"node.port: another node of this user has port {port} at another address, and their keys of /admin "
+                f"would be mixed up; choose another port, {_CURE}"
+            ) from None
+        raise
+    finally:
+        os.unlink(name)
+    return file, lock
+
+
+def _read(file: Path) -> str | None:
+    try:
+        if not _is_private(os.lstat(file.parent), stat.S_ISDIR):
+            return None
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # there is none, or it is another user's
+        return None
+    with open(descriptor, "rb") as opened:
+        if not _is_private(os.fstat(descriptor), stat.S_ISREG):
+            return None
+        return opened.read(_MAX_KEY_BYTES).decode("ascii", "replace").strip() or None
+
+
+def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    """Whether it is of that kind, belongs to this user, and nobody else may read or change it."""
+    return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _remove_if_unlocked(file: Path) -> None:
+    try:
+        lock = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # gone meanwhile
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)

@@ -1,0 +1,99 @@
+"""What connections may take of a node. One `NodeLimits` counts for all of its ports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from swiftkv.server.log_limit import LogLimit
+
+SPARE_CONNECTIONS = 64
+"""Connections beyond the limit that are kept for monitoring, one short request each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that a connection may take for each part of its life."""
+
+    head_s: float = 10.0
+    """For a whole request head, from its first byte; on a new connection, from the start."""
+    spare_head_s: float = 1.0
+    """The same on a spare connection."""
+    body_window_s: float = 15.0
+    """A body must bring `min_body_rate` bytes a second, or its end, in every window of this length."""
+    min_body_rate: float = 16 << 10
+    drain_s: float = 10.0
+    """For the rest of a body whose request is answered already: a client that is not heard out may miss the answer."""
+    idle_s: float = 15.0
+    """Between an answer and the next request."""
+    write_s: float = 60.0
+    """For a client that does not read its answer to make room for more."""
+    close_s: float = 10.0
+    """For the last bytes of a connection that is being closed."""
+
+
+class Admission(Enum):
+    """The kind of place that a new connection gets."""
+
+    REGULAR = auto()
+    SPARE = auto()
+    NONE = auto()
+
+
+class BodyBudget:
+    """The bytes that one request's body takes of the node's budget."""
+
+    __slots__ = ("_limits", "_num_bytes")
+
+    def __init__(self, limits: NodeLimits) -> None:
+        self._limits = limits
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Take so many more, or return `False` if the node has no room for them."""
+        if self._limits.body_bytes + num_bytes > self._limits.max_bodies:
+            return False
+        self._limits.body_bytes += num_bytes
+        self._num_bytes += num_bytes
+        return True
+
+    def release(self) -> None:
+        """Give everything back. May be called more than once."""
+        self._limits.body_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+@dataclass(slots=True)
+class NodeLimits:
+    """The limits of a node, and what is in use at the moment."""
+
+    max_connections: int = 4096
+    max_bodies: int = 128 << 20
+    """Bytes of all request bodies together, from their arrival until their answers begin."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    log: LogLimit = field(default_factory=LogLimit)
+    num_connections: int = 0
+    body_bytes: int = 0
+
+    def admit(self) -> Admission:
+        """Count a new connection, unless there is no place for it."""
+        if self.num_connections >= self.max_connections + SPARE_CONNECTIONS:
+            return Admission.NONE
+        self.num_connections += 1
+        return Admission.REGULAR if self.num_connections <= self.max_connections else Admission.SPARE
+
+    def leave(self) -> None:
+        """Give the place of an admitted connection back."""
+        assert self.num_connections > 0
+        self.num_connections -= 1
+
+    @contextmanager
+    def body(self) -> Iterator[BodyBudget]:
+        """The part of one request, which is given back at the end at the latest."""
+        budget = BodyBudget(self)
+        try:
+            yield budget
+        finally:
+            budget.release()

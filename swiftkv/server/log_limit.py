@@ -1,0 +1,49 @@
+"""Whoever can make a server log can make it write as fast as they can send: here that has an end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+_LOGGERS = ("uvicorn.error", "asyncio")
+
+
+@dataclass(slots=True)
+class _Message:
+    next_s: float
+    num_left_out: int = 0
+
+
+class LogLimit(logging.Filter):
+    """Let each kind of message through once in an interval, with the number of those that were left out."""
+
+    def __init__(self, interval_s: float = 10.0) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._messages: dict[tuple[object, ...], _Message] = {}
+
+    def install(self) -> None:
+        """Limit what a gateway logs because of its clients. May be called more than once."""
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s = time.monotonic()
+        message = self._messages.setdefault(_kind(record), _Message(now_s))
+        if now_s < message.next_s:
+            message.num_left_out += 1
+            return False
+        if message.num_left_out:
+            record.msg = f"{str(record.msg).rstrip()} ({message.num_left_out} more like it were left out)"
+        message.next_s, message.num_left_out = now_s + self._interval_s, 0
+        return True
+
+
+def _kind(record: logging.LogRecord) -> tuple[object, ...]:
+    """The message before its arguments are filled in, and where the exception was raised: as many as the code has."""
+    _, error, traceback = record.exc_info or (None, None, None)
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where = None if traceback is None else (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+    return record.name, record.msg, type(error), where
