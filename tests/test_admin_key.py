@@ -64,7 +64,7 @@ def test_a_directory_that_others_may_touch_is_not_used(runtime: Path) -> None:
     with generated_admin_key(PORT) as (_, file):
         file.parent.chmod(0o755)
         assert find_admin_key(URL) is None
-    runtime.mkdir()
+    runtime.mkdir(exist_ok=True)
     runtime.chmod(0o777)
     with generated_admin_key(PORT) as (key, file):  # the next place will do
         assert file.parent != runtime
