@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import secrets
@@ -25,7 +24,8 @@ _CURE = "or export an admin key of your own and name its variable in node.admin_
 def generated_admin_key(port: int) -> Iterator[tuple[str, Path]]:
     """Make a key for the node at `port`; yield it and the file that holds it, which is removed in the end.
 
-    The file is locked while it is in use; those of nodes that were killed are not, and are removed here.
+    The file is locked while it is in use; those of nodes that were killed are not, and are removed here. The directory
+    stays: another node may be about to write to it.
     Raises `ConfigError` if it cannot be written.
     """
     key = secrets.token_urlsafe(32)
@@ -35,8 +35,6 @@ def generated_admin_key(port: int) -> Iterator[tuple[str, Path]]:
     finally:
         file.unlink(missing_ok=True)
         os.close(lock)
-        with contextlib.suppress(OSError):  # others of this user's nodes have theirs there
-            file.parent.rmdir()
 
 
 def find_admin_key(url: str) -> str | None:

@@ -42,7 +42,7 @@ def test_a_key_is_found_by_its_port_while_the_node_lives(runtime: Path) -> None:
         ):
             assert find_admin_key(url) is None
     assert find_admin_key(URL) is None
-    assert not runtime.exists()
+    assert not list(runtime.iterdir())
 
 
 def test_a_client_without_the_nodes_environment_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_directory_that_others_may_touch_is_not_used(runtime: Path) -> None:
     with generated_admin_key(PORT) as (_, file):
         file.parent.chmod(0o755)
         assert find_admin_key(URL) is None
-    runtime.mkdir()
+    runtime.mkdir(exist_ok=True)
     runtime.chmod(0o777)
     with generated_admin_key(PORT) as (key, file):  # the next place will do
         assert file.parent != runtime
@@ -97,7 +97,7 @@ def test_the_file_of_a_node_that_was_killed_is_replaced(runtime: Path) -> None:
         node.send_signal(signal.SIGKILL)
     with generated_admin_key(PORT) as (new, _):
         assert find_admin_key(URL) == new != key
-    assert not runtime.exists()
+    assert not list(runtime.iterdir())
 
 
 def test_a_key_that_cannot_be_written_is_a_mistake_with_a_cure() -> None:

@@ -111,8 +111,8 @@ MISTAKES = [
     # what is missing
     (
         "node: {max_bodies: 1MiB}\nmodels: [{name: a, path: b}]",
-        "node.max_bodies: 1MiB is less than node.max_body (16MiB), so that the largest body never fits; raise it or "
-        "lower max_body",
+        "node.max_bodies: 1MiB is less than node.max_body (16MiB), so that the largest body never fits; raise it "
+        "or lower max_body",
     ),
     (
         "node: {max_connections: 0}\nmodels: [{name: a, path: b}]",

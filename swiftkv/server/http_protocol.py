@@ -248,7 +248,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
             return
-        # A cycle that is complete may be that of a request before; its answer is no longer ours to give in a drain.
+        # In a drain the request at fault has its answer already.
         if self._phase is not _Phase.DRAIN:
             self.transport.write(_bytes_of(error))
         self._close()

@@ -149,10 +149,10 @@ def test_a_path_starts_where_the_file_lies_and_else_where_you_are(
     working_dir.mkdir()
     monkeypatch.chdir(working_dir)
     make(working_dir / "tiny", TINY)
-    assert plan(file_dir, "path: tiny").checkpoint == working_dir / "tiny"
+    assert plan(file_dir, "path: tiny").checkpoint.directory == working_dir / "tiny"
     make(file_dir / "tiny", TINY)
-    assert plan(file_dir, "path: tiny").checkpoint == file_dir / "tiny"
-    assert plan(file_dir, f"path: {working_dir / 'tiny'}").checkpoint == working_dir / "tiny"
+    assert plan(file_dir, "path: tiny").checkpoint.directory == file_dir / "tiny"
+    assert plan(file_dir, f"path: {working_dir / 'tiny'}").checkpoint.directory == working_dir / "tiny"
 
 
 def test_a_pool_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
