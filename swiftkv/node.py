@@ -31,7 +31,7 @@ from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine_configs import engine_config, lending_transports, machine
 from swiftkv.errors import ConfigError
 from swiftkv.latency import prefer_latency
-from swiftkv.output import detach_output
+from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import BoundedHeadProtocol
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
@@ -55,9 +55,8 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     Raises `ConfigError`, with nothing started, for a port that is taken, a key that is not set or a device that is not
     there; `EngineError` if a model does not come up.
     """
+    open_standard_descriptors()
     check_devices(config)
-    detach_output()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     _raise_file_limit()
     _run_without_triton()
     keys = NodeKeys(config.node.api_key(), config.node.admin_key())
@@ -70,6 +69,8 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         ipc_directory() as ipc,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        detach_output()
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         runner.run(serve(sockets, ipc))
 
 
