@@ -32,7 +32,7 @@ from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine_configs import engine_config, lending_transports, machine
 from swiftkv.errors import ConfigError
 from swiftkv.latency import prefer_latency
-from swiftkv.output import detach_output
+from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
@@ -58,10 +58,9 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     Raises `ConfigError`, with nothing started, for a port that is taken, a key that is not set or a device that is not
     there; `EngineError` if a model does not come up.
     """
+    open_standard_descriptors()
     config.node.check_access()
     check_devices(config)
-    detach_output()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     open_files = _raise_file_limit()
     limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
     _run_without_triton()
@@ -72,21 +71,24 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     with (
         listen(config) as sockets,
         ipc_directory() as ipc,
-        _admin_key(config, sockets[0]) as admin_key,
+        _admin_key(config, sockets[0]) as (admin_key, key_file),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        detach_output()
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+        if key_file is not None:
+            say(f"the key of /admin is in {key_file}")
         runner.run(serve(NodeKeys(config.node.api_key(), admin_key), sockets, ipc))
 
 
 @contextmanager
-def _admin_key(config: Config, listening: socket.socket) -> Iterator[str]:
-    """Yield the configured key of `/admin`, or one that only this user can read and that is gone with the node."""
+def _admin_key(config: Config, listening: socket.socket) -> Iterator[tuple[str, Path | None]]:
+    """Yield the configured key of `/admin`, or one that only this user can read, and the file that it is in."""
     if configured := config.node.admin_key():
-        yield configured
+        yield configured, None
         return
-    with generated_admin_key(listening.getsockname()[1]) as (key, file):
-        say(f"the key of /admin is in {file}")
-        yield key
+    with generated_admin_key(listening.getsockname()[1]) as generated:
+        yield generated
 
 
 @dataclass(frozen=True, slots=True)

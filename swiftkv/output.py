@@ -88,15 +88,14 @@ def detach_output(patience_s: float = 0.0) -> None:
 
     Call it before logging is set up. `patience_s` is as for `DetachedStream`; what is left at exit gets a second.
     """
-    _open_standard_descriptors()
     streams = [DetachedStream(fd, patience_s) for fd in (1, 2)]
     sys.stdout, sys.stderr = streams
     for stream in streams:
         atexit.register(stream.drain, _EXIT_PATIENCE_S)
 
 
-def _open_standard_descriptors() -> None:
-    """Give descriptors 0 to 2 that were closed at start to /dev/null, before a socket gets such a number."""
+def open_standard_descriptors() -> None:
+    """Give descriptors 0 to 2 that were closed at start to /dev/null. Call it before a socket gets such a number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
