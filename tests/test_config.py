@@ -374,3 +374,12 @@ def test_which_addresses_only_this_machine_reaches(host: str, loopback: bool) ->
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.name)
 def test_the_files_that_come_with_it_are_right(file: Path) -> None:
     assert load_config(file).models
+
+
+def test_how_far_clients_are_trusted() -> None:
+    models = [{"name": "a", "path": "b", "split_special_tokens": True}]
+    config = parse_config({"models": models})
+    assert (config.node.show_cached_tokens, config.node.allow_priority) == ("always", False)
+    assert config.models[0].split_special_tokens
+    with pytest.raises(ConfigError, match=r"^node\.show_cached_tokens: 'often' is not always, salted or never"):
+        parse_config({"node": {"show_cached_tokens": "often"}, "models": models})

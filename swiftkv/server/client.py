@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Self
@@ -23,7 +22,6 @@ from swiftkv.engine.messages import (
     FINISH_STOP,
     HIGH_WATER_MARK,
     MAX_MESSAGE_BYTES,
-    Abort,
     AddRequest,
     FromEngine,
     Ready,
@@ -31,21 +29,17 @@ from swiftkv.engine.messages import (
     SamplingParams,
     Shutdown,
     StepOutput,
-    ToEngine,
     TokenLogprobs,
 )
 from swiftkv.server.engine_state import EngineState, Observation
 from swiftkv.server.errors import ApiError
 from swiftkv.server.metrics import FinishedRequest, ModelMetrics
+from swiftkv.server.outbox import Outbox
 from swiftkv.server.responses import EngineView
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 _BUSY_RETRY_S = 1.0
 _DOWN_RETRY_S = 5.0
-_RESEND_S = 0.05
-_MAX_UNREAD_MESSAGES = 4096
-_MAX_UNREAD_BYTES = 64 << 20
-"""What an engine may be behind with. It reads between two steps, so what waits for it lies in memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,28 +167,6 @@ class Generation:
             self._waiter.set_result(None)
 
 
-class _Unread:
-    """What was sent to an engine and not taken by it yet, as far as it has said."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._sizes: deque[int] = deque()
-        self._taken = 0
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def sent(self, num_bytes: int) -> None:
-        self._sizes.append(num_bytes)
-        self.num_bytes += num_bytes
-
-    def taken(self, total: int) -> None:
-        """Note that the engine has taken `total` messages since it started."""
-        while self._taken < total and self._sizes:
-            self.num_bytes -= self._sizes.popleft()
-            self._taken += 1
-
-
 class EngineClient:
     """One engine, whichever process it happens to be: an engine that is started again takes over the same sockets.
 
@@ -218,11 +190,7 @@ class EngineClient:
         self._observed: Observation | None = None
         self._is_draining = False
         self._in_flight: dict[int, _InFlight] = {}
-        self._unsent_aborts: list[int] = []  # each keeps its sequence's place until it is sent
-        self._unread = _Unread()
-        self._resend: asyncio.TimerHandle | None = None
         self._next_request_id = 1
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._why_gone: str | None = None
         self._retry_after_s = _DOWN_RETRY_S
@@ -233,6 +201,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._push = zmq.Socket(self._context, zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
+        self._outbox = Outbox(self._push, self._note_idle)
         for socket in (self._push, self._pull):
             socket.setsockopt(zmq.LINGER, 0)
             socket.set_hwm(HIGH_WATER_MARK)
@@ -275,8 +244,8 @@ class EngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of places taken."""
-        return len(self._in_flight) + len(self._unsent_aborts)
+        """The number of places taken: an abort that waits to be sent keeps its own."""
+        return len(self._in_flight) + self._outbox.num_unsent_aborts
 
     @property
     def max_sequences(self) -> int:
@@ -305,16 +274,15 @@ class EngineClient:
         self.check_available()
         if self.num_in_flight + len(requests) > self.max_in_flight:
             raise self._busy(f"has {self.num_in_flight} sequences in flight; {self.max_in_flight} is the most")
-        num_bytes = self._unread.num_bytes + sum(len(request.prompt) for request in requests)
-        if len(self._unread) + len(requests) > _MAX_UNREAD_MESSAGES or num_bytes > _MAX_UNREAD_BYTES:
-            raise self._busy(f"is behind with {len(self._unread)} messages")
+        if not self._outbox.has_room(len(requests), sum(len(request.prompt) for request in requests)):
+            raise self._busy(f"is behind with {self._outbox.num_unread} messages")
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
         self._next_request_id = request_ids.stop
         generation = Generation(self, request_ids)
         arrived_s = time.perf_counter()
         self._idle.clear()
         for index, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
-            if not self._send(AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority)):
+            if not self._outbox.send(AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority)):
                 generation._keep(index)
                 generation.close()
                 self._note_idle()
@@ -325,7 +293,7 @@ class EngineClient:
     def shutdown_engine(self) -> None:
         """Ask the engine to exit; a supervisor that sees no exit ends the process itself."""
         if self.engine is not None:
-            self._send(Shutdown())
+            self._outbox.send(Shutdown())
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, wait for those in flight, and fail what is left after ``timeout_s``."""
@@ -345,7 +313,7 @@ class EngineClient:
         if ready.incarnation != self._incarnation:
             return
         self.engine = ready
-        self._forget_unread()
+        self._outbox.reset()
         self._why_gone = None
         self.observe(Observation(EngineState.READY, None, time.monotonic()))
         self.metrics.engine_came_up()
@@ -374,7 +342,7 @@ class EngineClient:
         self._incarnation = None
         self._observed = None
         self.engine = None
-        self._forget_unread()
+        self._outbox.reset()
         self._ready.clear()
         self._enter(state)
         self.metrics.engine_went_down()
@@ -393,6 +361,7 @@ class EngineClient:
         """Take what the engine says, until cancelled. Raises if it says something that makes no sense."""
         while True:
             message = self._decoder.decode(await self._pull.recv())
+            await asyncio.sleep(0)  # `recv` does not yield while messages lie ready, and others use this event loop
             match message:
                 case StepOutput():
                     self._on_step(message)
@@ -409,7 +378,7 @@ class EngineClient:
 
     def _on_step(self, step: StepOutput) -> None:
         now_s = time.perf_counter()
-        self._unread.taken(step.messages_taken)
+        self._outbox.taken(step.messages_taken)
         for request_id, cached_tokens in step.admitted:
             if sequence := self._in_flight.get(request_id):
                 self._on_admitted(sequence, cached_tokens, now_s)
@@ -465,30 +434,7 @@ class EngineClient:
         for request_id in known:
             self._forget(request_id, reason)
         if known and self.engine is not None:
-            self._unsent_aborts += known
-            self._send_aborts()
-
-    def _send_aborts(self) -> None:
-        """Send the aborts that wait, in one message, or try again later: an abort that is lost computes for nobody."""
-        if self._resend is not None:
-            self._resend.cancel()
-            self._resend = None
-        if not self._unsent_aborts:
-            return
-        if len(self._unread) < 2 * _MAX_UNREAD_MESSAGES and self._send(Abort(self._unsent_aborts)):
-            self._unsent_aborts = []
-            self._note_idle()
-            return
-        self._resend = asyncio.get_running_loop().call_later(_RESEND_S, self._send_aborts)
-
-    def _forget_unread(self) -> None:
-        """Begin anew with an engine that has been sent nothing, or end with one that is gone."""
-        self._unread = _Unread()
-        self._unsent_aborts = []
-        if self._resend is not None:
-            self._resend.cancel()
-            self._resend = None
-        self._note_idle()
+            self._outbox.abort(known)
 
     def _forget(self, request_id: int, reason: str) -> None:
         sequence = self._in_flight.pop(request_id)
@@ -504,16 +450,6 @@ class EngineClient:
         for request_id, sequence in list(self._in_flight.items()):
             self._forget(request_id, "error")
             sequence.generation._fail(sequence.index, error)
-
-    def _send(self, message: ToEngine) -> bool:
-        """Send without waiting; `False` if the socket takes nothing: nobody is at the other end, or not for long."""
-        frame = self._encoder.encode(message)
-        try:
-            self._push.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        self._unread.sent(len(frame))
-        return True
 
     def _busy(self, reason: str) -> ApiError:
         return ApiError(429, f"model '{self.name}' {reason}", code="queue_full", retry_after_s=_BUSY_RETRY_S)

@@ -23,6 +23,7 @@ class Limits:
 
     json_values: int = (1 << 20) + (1 << 16)
     json_containers: int = 1 << 16
+    json_strings: int = 1 << 17  # keys included
     json_depth: int = 32
     fields: int = 96  # of one JSON object; the largest body has about half as many
     messages: int = 4096
@@ -39,7 +40,7 @@ class Limits:
     label_chars: int = 1024
     token_ids: int = 1 << 20  # of all prompts together
     sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often
-    prompt_logprobs: int = 1 << 20  # numbers in one answer
+    prompt_logprobs: int = 1 << 19  # numbers in one answer
     answer_logprobs: int = 4 << 20  # numbers in one answer that is not streamed
     tokenize_chars: int = 16  # of /tokenize, for each token of the model's length
     detokenize_ids: int = 4  # of /detokenize, likewise
@@ -50,16 +51,17 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class JsonShape:
-    """How much a JSON text holds outside its strings. `values` counts one for each comma, array, object and key."""
+    """How much a JSON text holds. `values` counts one for each comma, array, object and key."""
 
     values: int
     containers: int
+    strings: int
     depth: int
 
 
 def json_shape(body: bytes) -> JsonShape:
     """Count what a parser would have to build, without building it; texts that are no JSON get some count, too."""
-    values, containers, level, depth = 1, 0, 0, 0
+    values, containers, num_quotes, level, depth = 1, 0, 0, 0, 0
     in_string, carried = 0, False
     data = np.frombuffer(body, np.uint8)
     for start in range(0, len(data), _SCAN_BYTES):
@@ -68,6 +70,7 @@ def json_shape(body: bytes) -> JsonShape:
         escapes, carried = _escaped(chunk, carried)
         if escapes is not None:
             quotes &= ~escapes
+        num_quotes += int(np.count_nonzero(quotes))
         # An odd number of quotes up to here, this one included: inside a string.
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ in_string
         in_string = int(inside[-1])
@@ -80,7 +83,7 @@ def json_shape(body: bytes) -> JsonShape:
             depth, level = max(depth, int(levels.max())), int(levels[-1])
         containers += num_opened
         values += num_opened + int(np.count_nonzero((outside == ord(",")) | (outside == ord(":"))))
-    return JsonShape(values, containers, depth)
+    return JsonShape(values, containers, (num_quotes + 1) // 2, depth)
 
 
 def _escaped(chunk: npt.NDArray[np.uint8], carried: bool) -> tuple[npt.NDArray[np.bool_] | None, bool]:
@@ -107,13 +110,14 @@ def check_json(body: bytes) -> None:
     shape = json_shape(body)
     if shape.depth > LIMITS.json_depth:
         raise ApiError(400, f"the body is nested {shape.depth} deep; at most {LIMITS.json_depth} is taken")
-    if shape.values > LIMITS.json_values or shape.containers > LIMITS.json_containers:
-        raise ApiError(
-            413,
-            f"the body holds {shape.values} JSON values, {shape.containers} of them arrays and objects; at most "
-            f"{LIMITS.json_values} and {LIMITS.json_containers} are taken",
-            code="body_too_complex",
-        )
+    for amount, limit, what in (
+        (shape.values, LIMITS.json_values, "JSON values"),
+        (shape.containers, LIMITS.json_containers, "JSON arrays and objects"),
+        (shape.strings, LIMITS.json_strings, "JSON strings and keys"),
+    ):
+        if amount > limit:
+            message = f"the body holds {amount} {what}; at most {limit} are taken"
+            raise ApiError(413, message, code="body_too_complex")
 
 
 def check_messages(num_parts: int) -> None:

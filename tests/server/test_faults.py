@@ -87,7 +87,11 @@ def test_an_engine_that_dies_fails_its_requests_and_no_others(slow_gateway: Gate
     threads = [threading.Thread(target=ask, args=(m, s)) for m in ("chat", "code") for s in (False, True)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: client.num_in_flight == 2 and client.metrics.generation_tokens._value.get() > 4)
+
+    def both_have_begun() -> bool:
+        return client.num_in_flight == 2 and all(one.first_token_s for one in list(client._in_flight.values()))
+
+    wait_until(both_have_begun)
     engine.stop()
     slow_gateway.call(lambda: client.engine_down("was killed by SIGKILL", retry_after_s=3))
     for thread in threads:
