@@ -63,9 +63,9 @@ def main() -> None:
     pools = []
     for path in map(Path, sys.argv[3:]):
         pools.append(pool_of(int(sys.argv[1])))
+        published = publish_pool(path, pools[-1])
         if sys.argv[2]:
-            serve_p2p(pools[-1], path, connect_timeout_s=60)
-        publish_pool(path, pools[-1])
+            serve_p2p(pools[-1], published, connect_timeout_s=60)
     sys.stdin.read()
 
 
