@@ -32,7 +32,7 @@ from swiftkv.engine.messages import (
     TokenLogprobs,
 )
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 @dataclass

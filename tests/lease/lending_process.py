@@ -42,7 +42,7 @@ from swiftkv.master.borrower import Borrower
 from swiftkv.transport.base import PeerHandle
 from swiftkv.worker.lender import Lender
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 BLOCK_SIZE = 16
 LAYER_BLOCK_BYTES = 64
 STEP_S = 0.002

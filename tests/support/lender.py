@@ -26,6 +26,11 @@ def pool_of(num_bytes: int) -> Pool:
     return Pool([(group, num_bytes // group.block_bytes)], "test")
 
 
+def mapped_inodes(pid: int) -> set[int]:
+    """The memory and files that a process maps."""
+    return {int(line.split()[4]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+
+
 class Lender:
     """One process with a pool of `num_bytes` for each path; `serve` has it answer two-sided borrowers too."""
 

@@ -12,7 +12,7 @@ import pytest
 from swiftkv.errors import TransferError
 from swiftkv.transport.rendezvous import publish_pool
 from swiftkv.transport.shm import ShmTransport
-from tests.support.lender import Lender, pool_of
+from tests.support.lender import Lender, mapped_inodes, pool_of
 from tests.transport.test_transport import NUM_BYTES, round_trip
 
 
@@ -58,13 +58,9 @@ def test_shm_keeps_nothing_mapped_of_a_lender_that_was_detached(tmp_path: Path) 
         inode = lender.handles[0].inode
         lender.pools.clear()
         transport.attach(0, lender.handles[0])
-        assert inode in inodes_mapped_here()
+        assert inode in mapped_inodes(os.getpid())
         lender.kill()
-        assert inode in inodes_mapped_here()
+        assert inode in mapped_inodes(os.getpid())
         transport.detach(0)
-        assert inode not in inodes_mapped_here()
+        assert inode not in mapped_inodes(os.getpid())
     transport.close()
-
-
-def inodes_mapped_here() -> set[int]:
-    return {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines()}
