@@ -42,6 +42,7 @@ from swiftkv.lease.messages import (
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Wire
 from swiftkv.transport.base import PeerHandle
+from swiftkv.transport.rendezvous import withdraw_pool
 
 if TYPE_CHECKING:
     from swiftkv._lease import Int32Array, UInt32Array
@@ -286,7 +287,7 @@ class Borrower:
         peer = self._peers[attachment.lender]
         if failure is not None:
             for store_path in attachment.store_paths:  # the next attempt has others
-                Path(store_path).unlink(missing_ok=True)
+                withdraw_pool(Path(store_path))
         if not self._is_current(attachment):
             return
         if failure is not None:
