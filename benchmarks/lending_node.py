@@ -39,7 +39,8 @@ from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
 from swiftkv.cache.pool import Pool
 from swiftkv.checkpoint import make, read_texts, save, standard_library_files, train_tokenizer
 from swiftkv.config import Config, load_config
-from swiftkv.transport.base import PeerHandle, Runs
+from swiftkv.transport.base import Runs
+from swiftkv.transport.rendezvous import handle_of
 from swiftkv.transport.shm import ShmTransport
 
 OUT = Path(__file__).parent / "out"
@@ -356,8 +357,7 @@ def copy_rate(group: KVGroup, num_blocks: int, num_threads: int = 1) -> tuple[fl
     peer.tensor.fill_(1)
     own.tensor.fill_(2)
     transport = ShmTransport(own, num_threads)
-    handle = PeerHandle(os.getpid(), peer.fd, os.fstat(peer.fd).st_ino, peer.nbytes, str(OUT / "unused"))
-    transport.attach(0, handle)
+    transport.attach(0, handle_of(OUT / "unused", peer))
     rows = np.array([[0, 0, 0, num_blocks, 1]], np.int64)
     runs = Runs(rows, group.layer_block_bytes, group.block_bytes)
     rates = []

@@ -70,9 +70,9 @@ def lend(num_blocks: int, store_paths: list[Path]) -> None:
     pool = Pool([(GROUP, num_blocks)])
     pool.tensor.fill_(1)
     for number, path in enumerate(store_paths):
+        published = publish_pool(path, pool)
         if TRANSPORTS[number].startswith("gloo"):
-            serve_p2p(pool, path, connect_timeout_s=60)
-        publish_pool(path, pool)
+            serve_p2p(pool, published, connect_timeout_s=60)
     sys.stdin.read()
 
 

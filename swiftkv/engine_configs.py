@@ -13,6 +13,8 @@ from swiftkv.engine.messages import EngineConfig
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.transport.topology import Topology, TransportChoice, node_transports, read_topology
 
+_WITHOUT_WATCHDOG_S = 3600.0  # waits within a step have an end all the same
+
 
 def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: Path) -> EngineConfig:
     """All that the engine of model `index` is told. `ipc`: the directory of the node's sockets."""
@@ -40,6 +42,7 @@ def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: P
         lending=lending_spec(config, plans, plan, ipc),
         tensor_parallel_size=model.tensor_parallel_size,
         ranks_directory=f"{ipc}/{index}.ranks",
+        watchdog_s=config.node.watchdog or _WITHOUT_WATCHDOG_S,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -27,8 +28,9 @@ def region_view(pool: torch.Tensor, region: GroupRegion) -> torch.Tensor:
 class Pool:
     """One flat allocation that other processes can map, with the regions of all KV groups side by side.
 
-    The memory has no name in any file system: another process of the same user maps it through `/proc/<pid>/fd/<fd>`,
-    and the kernel frees it when the last process that maps it ends, however it ends.
+    The memory has no name in any file system: another process of the same user maps it by a copy of our file
+    descriptor, and the kernel frees it when the last process that maps it ends, however it ends. Its size is sealed,
+    for a peer that touches what was cut off would be killed by SIGBUS.
     """
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], name: str = "pool") -> None:
@@ -38,9 +40,10 @@ class Pool:
         """
         self.regions: tuple[GroupRegion, ...] = lay_out(groups)
         self.nbytes = sum(region.nbytes for region in self.regions)
-        self.fd = os.memfd_create(f"swiftkv-{name}", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(f"swiftkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapping = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
         with contextlib.suppress(OSError):  # a kernel that was built without them
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -26,6 +26,7 @@ from swiftkv.transport.select import open_transport
 from swiftkv.worker.lender import Lender
 
 _RENDEZVOUS_TIMEOUT_S = 10.0
+_DEADLINES_PER_WATCHDOG = 4  # so many lenders may keep one step waiting, one after the other, and it still goes on
 _COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
 
 
@@ -72,7 +73,8 @@ class Lending:
         self._transport: Transport | None = None
         self._coordinator: Coordinator | None = None
         if config.lending is not None:
-            self._coordinator = self._start(config.name, config.lending, context)
+            deadline_s = config.watchdog_s / _DEADLINES_PER_WATCHDOG
+            self._coordinator = self._start(config.name, config.lending, deadline_s, context)
 
     def before_step(self, finish_steps: Callable[[], None]) -> None:
         """Between steps, and before the engine waits. `finish_steps` commits those that are in progress."""
@@ -100,7 +102,10 @@ class Lending:
             self._transport.close()
         os.close(self.wake_fd)
 
-    def _start(self, name: str, spec: LendingSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Coordinator:
+    def _start(
+        self, name: str, spec: LendingSpec, deadline_s: float, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> Coordinator:
+        """`deadline_s` bounds each wait for a peer in the middle of a copy."""
         me = Identity.of_this_process(name)
         pool = self._runner.pool
         lender = borrower = None
@@ -108,12 +113,14 @@ class Lending:
             check_links([link for peer in spec.borrowers for link in peer.links], pool.regions)
 
             def serve_link(store_path: str) -> threading.Thread | None:
-                publish_pool(Path(store_path), pool)
-                return serve_p2p(pool, Path(store_path)) if spec.transport == "p2p" else None
+                published = publish_pool(Path(store_path), pool)
+                return serve_p2p(pool, published, deadline_s=deadline_s) if spec.transport == "p2p" else None
 
             lender = Lender(me, spec, self._scheduler, pool.nbytes, serve_link, self._wake)
         if spec.lenders:
-            transport = self._transport = open_transport(spec.transport, pool, io_backend=spec.io_backend)
+            transport = self._transport = open_transport(
+                spec.transport, pool, io_backend=spec.io_backend, deadline_s=deadline_s
+            )
             self._runner.stream_through(transport)
 
             def find(store_path: str) -> PeerHandle:

@@ -58,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lending: LendingSpec | None = None  # None: lends and borrows nothing
     tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
     rank: int = 0  # which of them this process is; the gateway knows only rank 0
+    watchdog_s: float = 120.0  # an engine that makes no progress for so long is ended; what waits in a step ends before
     ranks_directory: str = ""  # that rank 0 may make, of mode 0700: where ranks find each other
     incarnation: int = 0  # random, told in `Ready`: which start of this engine the process is
     progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none

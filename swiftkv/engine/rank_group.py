@@ -1,7 +1,8 @@
 """The ranks of one tensor-parallel engine as a `torch.distributed` group of their own: gloo on the CPU, NCCL on GPUs.
 
 They find each other through a file in a directory that only their user can read. Both libraries connect through ports
-of the loopback interface that nothing else is told of.
+of the loopback interface, which take whoever speaks their protocol: over each connection of the group, both ends prove
+that they read that file before anything else is said. (NCCL makes further connections of its own when it needs them.)
 """
 
 from __future__ import annotations
@@ -18,25 +19,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swiftkv.errors import EngineError
-from swiftkv.transport.rendezvous import open_store
+from swiftkv.transport.rendezvous import is_proof, new_secret, open_store, proof
 
 _CONNECT_TIMEOUT_S = 300.0  # ranks start together, on a machine that may be busy
-_NO_TIMEOUT = timedelta(days=365)  # a rank that is stopped is waited for; one that died is known to be dead
+_LOAD_TIMEOUT_S = 3600.0  # who started the engine has a limit of its own
+_SECRET_KEY = "secret"
 
 
 class RankGroup:
     """A `Communicator`; see there."""
 
     def __init__(self, store_path: Path, rank: int, size: int, device: torch.device) -> None:
-        """Returns when all `size` ranks have come to `store_path`. Raises `EngineError` if they do not."""
+        """Returns when all `size` ranks have come to `store_path`. Raises `EngineError` if they do not, or if who came
+        is none of them; `OSError` if there can be no such file.
+        """
         self.rank = rank
         self.size = size
         self._device = device
         with _gone_is_an_engine_error():
             store = open_store(store_path, _CONNECT_TIMEOUT_S)
+            if rank == 0:
+                store.set(_SECRET_KEY, new_secret())
             self._group = (_nccl if device.type == "cuda" else _gloo)(store, rank, size, device)
-            self.barrier()
-        self._group._set_default_timeout(_NO_TIMEOUT)
+            secret = store.get(_SECRET_KEY).decode()
+        self._prove(secret)
+        self._bound_waits(_LOAD_TIMEOUT_S)
+
+    def begin(self, deadline_s: float) -> None:
+        """Return when every rank is here. From then on no call waits longer than `deadline_s` for another rank."""
+        self.all_gather(torch.zeros(1, device=self._device)).cpu()
+        self._bound_waits(deadline_s)
 
     def all_gather(self, part: Tensor) -> Tensor:
         gathered = part.new_empty((self.size, *part.shape))
@@ -59,9 +71,16 @@ class RankGroup:
             self._group.gather(outputs, [part], options).wait()
         return gathered
 
-    def barrier(self) -> None:
-        """Returns when every rank is here."""
-        self.all_gather(torch.zeros(1, device=self._device)).cpu()
+    def _prove(self, secret: str) -> None:
+        """Show every other rank that we know the secret, and have each show us. Returns when all have."""
+        shown = torch.stack([proof(secret, self.rank, other) for other in range(self.size)])
+        proofs = self.all_to_all(shown.to(self._device)).cpu()
+        for other in range(self.size):
+            if not is_proof(proofs[other], secret, other, self.rank):
+                raise EngineError(f"who connected as rank {other} of this engine is not")
+
+    def _bound_waits(self, timeout_s: float) -> None:
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def _gloo(store: Any, rank: int, size: int, device: torch.device) -> Any:
@@ -78,7 +97,7 @@ def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Any:
     torch.cuda.set_device(device)
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = _NO_TIMEOUT
+    options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
     return nccl(store, rank, size, options)
 
 
@@ -87,4 +106,6 @@ def _gone_is_an_engine_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed raises nothing more exact
-        raise EngineError(f"a rank of this engine has gone: {str(error).splitlines()[0]}") from error
+        raise EngineError(
+            f"a rank of this engine has gone, or does not answer: {str(error).splitlines()[0]}"
+        ) from error

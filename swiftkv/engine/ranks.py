@@ -4,7 +4,9 @@ Only rank 0 decides. What it has its own part of the model compute it first tell
 socket of its own; so all ranks make the same calls, and nobody has to wait for a decision that was made elsewhere.
 
 The ranks live and die together: a follower ends at the end of its standard input, which is the end of rank 0, and
-rank 0 watches every follower.
+rank 0 watches every follower. Within a step no rank waits for another beyond a deadline; between steps the followers
+wait for orders for as long as there are none. A rank that misses the deadline is found by elimination: every follower
+that lives and finds another one missing ends with `EXIT_GAVE_UP`, and who has not ended then is the one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import msgspec
 import numpy as np
@@ -35,8 +37,12 @@ from swiftkv.errors import EngineError
 from swiftkv.models.batch import Int32Array, StepArrays
 from swiftkv.processes import how_it_ended
 
+EXIT_GAVE_UP = 4
+"""Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
+
 _STOP_TIMEOUT_S = 5.0
-_WATCH_TIMEOUT_S = 10.0  # for the kernel to tell that a process is gone, after its sockets told
+_GIVE_UP_TIMEOUT_S = 10.0  # for the followers that live to notice what rank 0 noticed
+_DEADLINES_PER_WATCHDOG = 2  # so that rank 0 can say which rank it was before it is itself taken for hung
 
 
 class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -56,7 +62,11 @@ class LogitRows(msgspec.Struct, tag="logits", array_like=True, frozen=True):
     rows: bytearray  # int32
 
 
-Order = Step | LogitRows
+class End(msgspec.Struct, tag="end", array_like=True, frozen=True):
+    """The engine ends, for a rank does not answer: give up."""
+
+
+Order = Step | LogitRows | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +117,16 @@ def unpack_step(step: Step) -> ReceivedStep:
 def open_runner(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ModelRunner]:
     """The model, loaded by all of its ranks: this process is rank 0. The others are gone afterwards.
 
-    Raises what `ModelRunner` raises. A rank that dies ends this process at once, with code 1.
+    Raises what `ModelRunner` raises. A rank that dies or does not answer ends this process, with a line and code 1.
     """
     if config.tensor_parallel_size == 1:
         yield ModelRunner(config)
         return
     followers = _Followers(config, context)
     try:
-        with _rank_0_speaks_first():
-            yield LeadingRunner(config, followers)
+        yield LeadingRunner(config, followers)
+    except EngineError as error:
+        followers.blame(error)
     finally:
         followers.close()
 
@@ -126,7 +137,7 @@ class LeadingRunner(ModelRunner):
     def __init__(self, config: EngineConfig, followers: _Followers) -> None:
         group = _join_group(config)
         super().__init__(config, group)
-        group.barrier()  # everybody has loaded its part
+        group.begin(_deadline_s(config))  # everybody has loaded its part
         self._followers = followers
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
@@ -143,25 +154,30 @@ class Follower:
     """Rank `config.rank` > 0: its part of the model, which computes what rank 0 says."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Returns when all ranks have loaded their parts. Raises what `ModelRunner` raises."""
+        """Returns when all ranks have loaded their parts. Raises what `ModelRunner` raises.
+
+        Ends the process if another rank has gone.
+        """
         self._orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._orders.connect(_address(config, config.rank))
-        with _rank_0_speaks_first():
+        with _giving_up():
             group = _join_group(config)
             self._runner = ModelRunner(config, group)
-            group.barrier()
+            group.begin(_deadline_s(config))
 
     def run(self) -> None:
-        """Until this process ends. Raises `EngineError` if another rank has gone and rank 0 has not ended this one."""
+        """Until this process ends, with `EXIT_GAVE_UP` if another rank has gone or does not answer."""
         decoder = msgspec.msgpack.Decoder(Order)
         hidden = torch.empty(0)
-        with _rank_0_speaks_first():
+        with _giving_up():
             while True:
-                order = decoder.decode(self._orders.recv())
-                if isinstance(order, Step):
-                    hidden = self._runner.forward(cast(StepPlan, unpack_step(order)))  # nothing streams: that is all
-                else:
-                    self._runner.logits(hidden, _unpack(order.rows))
+                match decoder.decode(self._orders.recv()):
+                    case Step() as step:
+                        hidden = self._runner.forward(cast(StepPlan, unpack_step(step)))  # nothing streams: that is all
+                    case LogitRows(rows=rows):
+                        self._runner.logits(hidden, _unpack(rows))
+                    case End():
+                        raise EngineError("rank 0 gave up")
 
 
 class _Followers:
@@ -169,13 +185,14 @@ class _Followers:
 
     def __init__(self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._name = config.name
+        self._speaking = threading.Lock()  # held by the one thread that says why the engine ends
         self._directory = Path(config.ranks_directory)
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder()
         shutil.rmtree(self._directory, ignore_errors=True)  # of an engine that was killed
         self._directory.mkdir(mode=0o700)
         ranks = range(1, config.tensor_parallel_size)
-        self._sockets = [_bind(context, _address(config, rank)) for rank in ranks]
+        self._sockets = [_bind(context, _address(config, rank), _deadline_s(config)) for rank in ranks]
         self._processes = [_start(of_rank(config, rank)) for rank in ranks]
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank} watch", daemon=True)
@@ -185,9 +202,25 @@ class _Followers:
             watcher.start()
 
     def tell(self, order: Order) -> None:
+        """Raises `EngineError` if a rank takes no orders."""
         message = self._encoder.encode(order)
+        try:
+            for socket in self._sockets:
+                socket.send(message)
+        except zmq.Again as error:
+            raise EngineError("a rank of this engine reads no orders") from error
+
+    def blame(self, error: EngineError) -> NoReturn:
+        """End the engine, and say which rank did not answer: the one that does not end by itself."""
+        order = self._encoder.encode(End())
         for socket in self._sockets:
-            socket.send(message)
+            with contextlib.suppress(zmq.Again):  # it may be the one
+                socket.send(order, zmq.NOBLOCK)
+        deadline_s = time.monotonic() + _GIVE_UP_TIMEOUT_S
+        for watcher in self._watchers:
+            watcher.join(max(0.0, deadline_s - time.monotonic()))
+        silent = [f"rank {rank}" for rank, watcher in enumerate(self._watchers, start=1) if watcher.is_alive()]
+        self._end(1, f"{' and '.join(silent)} did not answer in time" if silent else str(error))
 
     def close(self) -> None:
         """End the followers; returns when they are gone."""
@@ -207,11 +240,24 @@ class _Followers:
         code = process.wait()
         if self._closing:
             return
-        if code == EXIT_LOAD_FAILED:  # it has said why
-            os._exit(EXIT_LOAD_FAILED)
-        message = f"swiftkv: model {self._name}: rank {rank} {how_it_ended(code)}; the engine ends"
-        print(message, file=sys.stderr, flush=True)
-        os._exit(1)
+        if code == EXIT_GAVE_UP:  # on another, which rank 0 waits for too
+            return
+        self._end(*((code, None) if code == EXIT_LOAD_FAILED else (1, f"rank {rank} {how_it_ended(code)}")))
+
+    def _end(self, code: int, why: str | None) -> NoReturn:
+        """End this process and the other ranks, also those that are stopped; `why` is None if somebody has said it."""
+        self._speaking.acquire()
+        for process in self._processes:
+            process.kill()
+        if why is not None:
+            with contextlib.suppress(OSError):  # nobody reads it: no reason to stay
+                print(f"swiftkv: model {self._name}: {why}; the engine ends", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def _deadline_s(config: EngineConfig) -> float:
+    """Return how long a rank waits for another within a step."""
+    return config.watchdog_s / _DEADLINES_PER_WATCHDOG
 
 
 def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
@@ -222,13 +268,12 @@ def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
 
 
 @contextlib.contextmanager
-def _rank_0_speaks_first() -> Iterator[None]:
-    """A rank that finds another one gone waits for its end: rank 0 watches, can say which it was, and ends them all."""
+def _giving_up() -> Iterator[None]:
+    """A follower that finds another rank missing ends without a word: rank 0 can say which it was."""
     try:
         yield
     except EngineError:
-        time.sleep(_WATCH_TIMEOUT_S)
-        raise
+        os._exit(EXIT_GAVE_UP)
 
 
 def _start(config: EngineConfig) -> subprocess.Popen[bytes]:
@@ -241,8 +286,9 @@ def _start(config: EngineConfig) -> subprocess.Popen[bytes]:
     return process
 
 
-def _bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _bind(context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
     socket.bind(address)
     return socket
 

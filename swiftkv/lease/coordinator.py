@@ -21,6 +21,7 @@ from swiftkv.lease.messages import (
     LendingSpec,
     LendingState,
     LinkState,
+    MalformedMessage,
     SetBudget,
     ShowLending,
 )
@@ -93,6 +94,7 @@ class Coordinator:
         self._borrower = borrower
         self._wake_engine = wake_engine
         self._wire = Wire(context, spec.leases_address, spec.lenders)
+        self._lenders = spec.lenders
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wire.watch_fd(self._wakeup)
         self._closing = False
@@ -159,10 +161,16 @@ class Coordinator:
             self._wire.wait(due_s - time.monotonic())
             woken = self._was_woken()
             for route, message in self._wire.received():
-                self._on_inbound(route, message)
+                try:
+                    self._on_inbound(route, message)
+                except MalformedMessage as error:
+                    self._wire.drop(f"a borrower ({type(message).__name__})", error)
             for lender, answer in self._wire.received_from_lenders():
                 assert self._borrower is not None
-                self._borrower.on_message(lender, answer)
+                try:
+                    self._borrower.on_message(lender, answer)
+                except MalformedMessage as error:
+                    self._wire.drop(f"{self._lenders[lender].name} ({type(answer).__name__})", error)
             now_s = time.monotonic()
             due_s = now_s + 60.0
             if self._lender is not None:
@@ -203,4 +211,5 @@ class Coordinator:
             ],
             recalls_total=lender.recalls_total if lender else {},
             recall_seconds=lender.recall_seconds if lender else _NOBODY_BORROWS,
+            messages_dropped_total=self._wire.dropped_total,
         )

@@ -8,12 +8,20 @@ a message of a process that is no longer there, or to one, is dropped.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from swiftkv._lease import Int32Array, UInt32Array
 
 MAX_LEASE_MESSAGE_BYTES = 64 << 20
 """ZMQ_MAXMSGSIZE of all lease sockets: a link of ten million extents can be shown in one message."""
+
+
+Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 class LinkGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,7 +66,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     borrower: str
     sender: int
     attempt: int  # one more each time that the memory has to be attached anew
-    pid: int
+    pid: Pid
     start_ticks: int  # `process.start_ticks`: with the pid, names a process for ever
     links: list[LinkGeometry]
 
@@ -67,7 +75,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
     sender: int
     receiver: int
     attempt: int
-    pid: int
+    pid: Pid
     start_ticks: int
     store_paths: list[str]  # per link, where the transport finds the pool
     refused: str | None = None  # why there will be no lending; the rest then means nothing
@@ -207,9 +215,42 @@ class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=
     groups: list[GroupBlocks]
     recalls_total: dict[str, int]  # by reason: budget, demand, share
     recall_seconds: Histogram  # from asking until the last of the extents is home
+    messages_dropped_total: int = 0  # that could not be read, or named what there is not
 
 
 FromBorrower = Hello | Attached | Detached | Accept | Return | Heartbeat
 FromLender = Welcome | Offer | Recall | Heartbeat
 FromAdmin = SetBudget | ShowLending
 ToAdmin = BudgetSet | LendingState
+
+
+class MalformedMessage(Exception):
+    """A message that names what there is not. It is dropped: what one side gets wrong does not end the other."""
+
+
+def named_leases(
+    message: Offer | Accept | Recall | Return, links: Sequence[LinkGeometry]
+) -> tuple[Int32Array, UInt32Array]:
+    """Return the extents and epochs that a message about one of `links` names.
+
+    Raises `MalformedMessage` unless every one of them can be.
+    """
+    if not 0 <= message.link < len(links):
+        raise MalformedMessage(f"link {message.link} of {len(links)}")
+    if len(message.extents) % 4 or len(message.extents) != len(message.epochs):
+        raise MalformedMessage(f"{len(message.extents)} bytes of extents, {len(message.epochs)} of epochs")
+    extents, epochs = np.frombuffer(message.extents, np.int32), np.frombuffer(message.epochs, np.uint32)
+    num_extents = links[message.link].num_extents
+    outside = extents[(extents < 0) | (extents >= num_extents)]
+    if len(outside):
+        raise MalformedMessage(f"extent {outside[0]} of a link of {num_extents}")
+    if not epochs.all():
+        raise MalformedMessage("an extent at epoch 0, which is never offered")
+    return extents, epochs
+
+
+def reported_extents(heartbeat: Heartbeat, links: Sequence[LinkGeometry]) -> list[int]:
+    """Return the number of extents by link. Raises `MalformedMessage` unless there is one for each of `links`."""
+    if len(heartbeat.extents) != len(links):
+        raise MalformedMessage(f"a heartbeat of {len(heartbeat.extents)} links, where there are {len(links)}")
+    return heartbeat.extents

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the latter two: a thread has the number
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,10 @@ class PeerProcess:
         """None if it is gone. A process that has got the pid since is another."""
         try:
             process = cls(os.pidfd_open(pid))
-        except ProcessLookupError:
-            return None
+        except OSError as error:
+            if error.errno in _NO_PROCESS:
+                return None
+            raise
         try:
             if start_ticks(pid) == ticks:
                 return process

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -13,12 +15,15 @@ from swiftkv.lease.messages import (
     FromAdmin,
     FromBorrower,
     FromLender,
+    MalformedMessage,
     PeerSpec,
     ToAdmin,
 )
 from swiftkv.lease.process import PeerProcess
 
 _RECONNECT_MS = 50
+_DROP_LOG_INTERVAL_S = 10.0
+_log = logging.getLogger(__name__)
 
 Route = bytes
 """Whoever connected to our ROUTER: a borrower or the gateway; a new one for every connection."""
@@ -44,6 +49,8 @@ class Wire:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.bind(address)
         self._dealers = [self._connect(peer) for peer in lenders]
+        self.dropped_total = 0
+        self._drop_log_due_s = 0.0
 
     def send(self, route: Route, message: FromLender | ToAdmin) -> None:
         """To a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
@@ -91,13 +98,18 @@ class Wire:
                 exited()
 
     def received(self) -> Iterator[tuple[Route, FromBorrower | FromAdmin]]:
-        """What borrowers and the gateway said."""
+        """What borrowers and the gateway said; what cannot be read is dropped."""
         while True:
             try:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield route, self._decode_inbound(b"".join(frames))
+            try:
+                message = self._decode_inbound(b"".join(frames))
+            except msgspec.DecodeError as error:
+                self.drop("a borrower or the gateway", error)
+                continue
+            yield route, message
 
     def received_from_lenders(self) -> Iterator[tuple[int, FromLender]]:
         for index in range(len(self._dealers)):
@@ -106,7 +118,19 @@ class Wire:
                     frame = self._dealers[index].recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                yield index, self._decode_from_lender(frame)
+                try:
+                    message = self._decode_from_lender(frame)
+                except msgspec.DecodeError as error:
+                    self.drop(self._lenders[index].name, error)
+                    continue
+                yield index, message
+
+    def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
+        """Count a message that means nothing, and say so every few seconds at most: there may be many."""
+        self.dropped_total += 1
+        if time.monotonic() >= self._drop_log_due_s:
+            self._drop_log_due_s = time.monotonic() + _DROP_LOG_INTERVAL_S
+            _log.error("a lease message of %s is dropped (%d until now): %s", sender, self.dropped_total, error)
 
     def close(self) -> None:
         for socket in (self._router, *self._dealers):

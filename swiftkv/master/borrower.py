@@ -31,14 +31,18 @@ from swiftkv.lease.messages import (
     LendingSpec,
     LinkGeometry,
     LinkState,
+    MalformedMessage,
     PeerSpec,
     Recall,
     Return,
     Welcome,
+    named_leases,
+    reported_extents,
 )
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Wire
 from swiftkv.transport.base import PeerHandle
+from swiftkv.transport.rendezvous import withdraw_pool
 
 if TYPE_CHECKING:
     from swiftkv._lease import Int32Array, UInt32Array
@@ -114,6 +118,7 @@ class Borrower:
         lets go of it, and ignores a link that is not attached. These two are called in the engine's thread.
         """
         self._me = me
+        self._rendezvous = Path(spec.rendezvous)
         self._scheduler = scheduler
         self._find = find
         self._attach = attach
@@ -205,6 +210,7 @@ class Borrower:
         return [_link_state(peer, link, now_s, with_extents) for peer in self._peers for link in peer.links]
 
     def on_message(self, lender: int, message: FromLender) -> None:
+        """Raises `MalformedMessage` for one that names what there is not; it has changed nothing then."""
         if message.receiver != self._me.incarnation:
             return
         peer = self._peers[lender]
@@ -215,12 +221,12 @@ class Borrower:
             return
         peer.heard_s = time.monotonic()
         if isinstance(message, Heartbeat):
-            peer.reported = message.extents
+            peer.reported = reported_extents(message, peer.spec.links)
             borrowed = [link.borrowed for link in peer.links]
             self._wire.send_to_lender(lender, Heartbeat(self._me.incarnation, peer.incarnation, borrowed))
             return
+        extents, epochs = named_leases(message, peer.spec.links)
         link = peer.links[message.link]
-        extents, epochs = np.frombuffer(message.extents, np.int32), np.frombuffer(message.epochs, np.uint32)
         if isinstance(message, Recall):
             self._on_recall(peer, link, extents, epochs)
         else:
@@ -235,8 +241,14 @@ class Borrower:
         if peer.welcome is not None or welcome.attempt != peer.attempt:
             return
         if welcome.refused is not None:
-            peer.state = welcome.refused
+            if welcome.refused != peer.state:
+                _log.warning("%s lends nothing: %s", peer.spec.name, welcome.refused)
+            self._attach_anew(peer, time.monotonic() + _ATTACH_RETRY_S, welcome.refused)
             return
+        if len(welcome.store_paths) != len(peer.links):
+            raise MalformedMessage(f"{len(welcome.store_paths)} pools for {len(peer.links)} links")
+        if any(Path(path).parent != self._rendezvous for path in welcome.store_paths):
+            raise MalformedMessage(f"a pool is not published in {self._rendezvous}: {welcome.store_paths}")
         if peer.process is not None and peer.incarnation != welcome.sender:
             return  # its end comes first
         if peer.process is None:
@@ -275,7 +287,7 @@ class Borrower:
         peer = self._peers[attachment.lender]
         if failure is not None:
             for store_path in attachment.store_paths:  # the next attempt has others
-                Path(store_path).unlink(missing_ok=True)
+                withdraw_pool(Path(store_path))
         if not self._is_current(attachment):
             return
         if failure is not None:

@@ -37,7 +37,11 @@ class LendingMetrics(Collector):
         durations = HistogramMetricFamily(
             "swiftkv:recall_seconds", "From asking extents back to having them", labels=("model_name",)
         )
+        dropped = CounterMetricFamily(
+            "swiftkv:lease_messages_dropped", "Lease messages that meant nothing", labels=("model_name",)
+        )
         for model, state in self._states.items():
+            dropped.add_metric((model,), state.messages_dropped_total)
             for peer, num_bytes in _by_peer(state.lends):
                 lent.add_metric((model, model, peer), num_bytes)
             for peer, num_bytes in _by_peer(state.borrows):
@@ -49,7 +53,7 @@ class LendingMetrics(Collector):
                 add_histogram(durations, model, recalled.bounds, totals, recalled.sum)
             for reason, total in state.recalls_total.items():
                 recalls.add_metric((model, reason), total)
-        return lent, borrowed, budget, recalls, durations
+        return lent, borrowed, budget, recalls, durations, dropped
 
 
 def _by_peer(links: Iterable[LinkState]) -> Iterator[tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -58,10 +58,12 @@ class PeerHandle:
 
     pid: int
     fd: int  # of that process: the pool's memory
-    inode: int  # of that memory: a process that took the pid of another has a different one
+    device: int  # `st_dev` and `st_ino` of that memory: a process that took the pid of another has a different one
+    inode: int
     nbytes: int
     store_path: str  # the rendezvous file that this handle came through
-    ipc_handle: str = ""  # hexadecimal, of a pool on a CUDA device: fd and inode then say nothing
+    secret: str = field(repr=False)  # hexadecimal: a two-sided transport's ends prove to each other that they know it
+    ipc_handle: str = ""  # hexadecimal, of a pool on a CUDA device: fd, device and inode then say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class TwoSidedTransport(Transport, Protocol):
         """From any thread, while steps run: do of `attach` what waits for the peer. To attach what this returns, once,
         waits for nobody; to forget it lets the peer go.
 
-        Raises `TransferError` if the peer does not come in time.
+        Raises `TransferError` if the peer does not come in time, or cannot prove that it read the rendezvous file.
         """
 
 

@@ -2,34 +2,33 @@
 
 The protocol of one link, borrower to lender unless said otherwise, every message a tensor:
 
+    uint8 [32]     from each to the other, once: a proof that it read the rendezvous file
     int64 [4]      direction, width_bytes, pitch_bytes, number of runs
     int64 [n, 2]   of each run: offset in the lender's pool, count of rows
-    uint8 [k, w]   the rows, at most MESSAGE_BYTES at a time; from the lender if the direction is FROM_PEER
+    uint8 [k, w]   the rows, at most `connection.MESSAGE_BYTES` at a time; from the lender if the direction is FROM_PEER
     int64 [1]      from the lender, if the direction is TO_PEER: the rows are in its pool
 
-A lender that is asked for bytes it does not have closes the connection, and the borrower's job fails. gloo connects
-through a port of the loopback interface, of which only the rendezvous file says the number. Pools on GPUs go through
-the host: it waits for what is computed before a job, and for the job.
+A lender that is asked for bytes it does not have closes the connection, and the borrower's job fails. Within a job
+neither side waits longer than a deadline for a message; between jobs a lender waits for as long as its borrower lives.
+gloo connects through a port of the loopback interface, of which only the rendezvous file says the number, and which
+does not ask who connects: that is what the proofs are for. Pools on GPUs go through the host: it waits for what is
+computed before a job, and for the job.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from swiftkv.errors import TransferError
 from swiftkv.transport.base import (
@@ -42,19 +41,17 @@ from swiftkv.transport.base import (
     SharedPool,
     Ticket,
 )
-from swiftkv.transport.rendezvous import open_store, withdraw_pool
+from swiftkv.transport.connection import BORROWER, LENDER, Connection
+from swiftkv.transport.rendezvous import withdraw_pool
 from swiftkv.transport.rows import Rows, rows_of
 
-MESSAGE_BYTES = 4 << 20
-"""Rows travel in messages of about this size, which is also what each side needs beside its pool."""
-
 CONNECT_TIMEOUT_S = 10.0
-_NO_TIMEOUT = timedelta(days=365)  # a stopped peer is waited for; one that died is known to be dead by its sockets
+DEADLINE_S = 30.0
+"""How long either side waits for the other's next message within a job."""
+
 _MAX_RUNS = 1 << 20
 _MAX_TIMINGS = 4096
-_BORROWER, _LENDER = 0, 1
-_TO_PEER, _FROM_PEER = 0, 1
-_TAG, _UNUSED_TAG = 0, 1
+TO_PEER, FROM_PEER = 0, 1
 
 _log = logging.getLogger(__name__)
 
@@ -71,10 +68,17 @@ class _Job:
 class P2pTransport:
     """The borrower's half. One thread of Python walks the lane; gloo moves the bytes without the GIL."""
 
-    def __init__(self, pool: SharedPool | DevicePool, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        pool: SharedPool | DevicePool,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """A lender that keeps a job waiting for `deadline_s` is cut off, and has to be attached anew."""
         self._rows = rows_of(pool)
         self._connect_timeout_s = connect_timeout_s
-        self._connections: dict[int, _Connection] = {}
+        self._deadline_s = deadline_s
+        self._connections: dict[int, Connection] = {}
         self._peer_nbytes: dict[int, int] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._ended = threading.Condition()  # guards all that follows
@@ -93,9 +97,8 @@ class P2pTransport:
 
     def meet(self, peer: PeerHandle) -> _MetPeer:
         try:
-            connection = _Connection(Path(peer.store_path), _BORROWER, self._connect_timeout_s)
-            connection.receive(torch.empty(1, dtype=torch.int64), self._connect_timeout_s)  # the lender has connected
-        except RuntimeError as error:
+            connection = Connection(peer, BORROWER, self._connect_timeout_s, self._deadline_s)
+        except (OSError, RuntimeError) as error:
             raise TransferError(f"process {peer.pid} does not serve its pool: {error}") from error
         withdraw_pool(Path(peer.store_path))
         return _MetPeer(**asdict(peer), connection=connection)
@@ -149,7 +152,7 @@ class P2pTransport:
             job.wait_for_pool()
             begin_s, taken_s, failure = time.monotonic(), [0.0, 0.0], None
             try:
-                directions = [self._plan(to_peer, job.layer, _TO_PEER), self._plan(from_peer, job.layer, _FROM_PEER)]
+                directions = [self._plan(to_peer, job.layer, TO_PEER), self._plan(from_peer, job.layer, FROM_PEER)]
                 for direction, exchanges in enumerate(directions):
                     for exchange in exchanges:
                         started_s = time.monotonic()
@@ -161,7 +164,7 @@ class P2pTransport:
                 0 if runs is None or failure is not None else runs.num_bytes for runs in (to_peer, from_peer)
             )
             with self._ended:
-                self._timings.append((ticket, begin_s, taken_s[_TO_PEER], taken_s[_FROM_PEER], to_bytes, from_bytes))
+                self._timings.append((ticket, begin_s, taken_s[TO_PEER], taken_s[FROM_PEER], to_bytes, from_bytes))
                 if failure is not None:
                     self._failed[ticket] = failure
                 self._last_ended = ticket
@@ -201,10 +204,13 @@ class P2pTransport:
 
 
 def serve_p2p(
-    pool: SharedPool | DevicePool, store_path: Path, connect_timeout_s: float = CONNECT_TIMEOUT_S
+    pool: SharedPool | DevicePool,
+    published: PeerHandle,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    deadline_s: float = DEADLINE_S,
 ) -> P2pServer:
-    """Start the lender's half of one attachment."""
-    server = P2pServer(pool, store_path, connect_timeout_s)
+    """Start the lender's half of one attachment to `pool`, which was published."""
+    server = P2pServer(pool, published, connect_timeout_s, deadline_s)
     server.start()
     return server
 
@@ -212,23 +218,28 @@ def serve_p2p(
 class P2pServer(threading.Thread):
     """Sends and receives rows of a lender's pool as one borrower asks.
 
-    It ends when the borrower lets go or dies, when nobody comes in time, when it is asked for what the pool has not,
-    and with the process.
+    It ends when the borrower lets go or dies, when nobody comes in time or somebody comes who is not the borrower, when
+    it is asked for what the pool has not, when the borrower stops for `deadline_s` within a job, and with the process.
     """
 
-    def __init__(self, pool: SharedPool | DevicePool, store_path: Path, connect_timeout_s: float) -> None:
+    def __init__(
+        self, pool: SharedPool | DevicePool, published: PeerHandle, connect_timeout_s: float, deadline_s: float
+    ) -> None:
         super().__init__(name="p2p lender", daemon=True)
         self._rows = rows_of(pool)
-        self._store_path = store_path
+        self._published = published
         self._connect_timeout_s = connect_timeout_s
-        self._connection: _Connection | None = None
+        self._deadline_s = deadline_s
+        self._connection: Connection | None = None
 
     def run(self) -> None:
         try:
-            connection = _Connection(self._store_path, _LENDER, self._connect_timeout_s)
-            connection.send(torch.zeros(1, dtype=torch.int64))
-        except RuntimeError as error:
-            _log.warning("nobody came to borrow through %s: %s", self._store_path, error)
+            connection = Connection(self._published, LENDER, self._connect_timeout_s, self._deadline_s)
+        except TransferError as error:
+            _log.error("a stranger is cut off: %s", error)
+            return
+        except (OSError, RuntimeError) as error:
+            _log.warning("nobody came to borrow through %s: %s", self._published.store_path, error)
             return
         self._connection = connection
         del connection
@@ -244,21 +255,21 @@ class P2pServer(threading.Thread):
             connection.cut()
         self.join()
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         header = torch.empty(4, dtype=torch.int64)
         try:
             while True:
-                connection.receive(header)
+                connection.receive_next_job(header)
                 _answer(connection, header.tolist(), self._rows)
         except TransferError as error:
             _log.error("a borrower asked for what there is not, and is cut off: %s", error)
         except RuntimeError as error:  # gloo raises nothing more exact
-            _log.info("a borrower has gone: %s", str(error).splitlines()[0])
+            _log.info("a borrower has gone, or stopped within a job: %s", str(error).splitlines()[0])
 
 
-def _answer(connection: _Connection, header: list[int], rows: Rows) -> None:
+def _answer(connection: Connection, header: list[int], rows: Rows) -> None:
     direction, width, pitch, num_runs = header
-    if direction not in (_TO_PEER, _FROM_PEER) or not 0 < width <= pitch or not 0 < num_runs <= _MAX_RUNS:
+    if direction not in (TO_PEER, FROM_PEER) or not 0 < width <= pitch or not 0 < num_runs <= _MAX_RUNS:
         raise TransferError(f"the header {header} makes no sense")
     runs = torch.empty(num_runs, 2, dtype=torch.int64)
     connection.receive(runs)
@@ -266,7 +277,7 @@ def _answer(connection: _Connection, header: list[int], rows: Rows) -> None:
     if not _lie_within(rows.nbytes, offsets, counts, pitch, width):
         raise TransferError(f"runs leave a pool of {rows.nbytes} bytes")
     all_rows = _row_offsets(offsets, counts, np.full_like(counts, pitch))
-    if direction == _FROM_PEER:
+    if direction == FROM_PEER:
         connection.send_rows(rows, all_rows, width)
     else:
         connection.receive_rows(rows, all_rows, width)
@@ -279,7 +290,7 @@ class _Exchange:
     def __init__(
         self,
         link: int,
-        connection: _Connection,
+        connection: Connection,
         direction: int,
         peer_runs: Int64Array,  # [n, 2]
         pitch_bytes: int,
@@ -303,60 +314,18 @@ class _Exchange:
         connection, width = self._connection, int(self._header[1])
         connection.send(torch.from_numpy(self._header))
         connection.send(torch.from_numpy(self._peer_runs))
-        if self.direction == _TO_PEER:
+        if self.direction == TO_PEER:
             connection.send_rows(rows, self._local_rows, width)
             connection.receive(torch.empty(1, dtype=torch.int64))
         else:
             connection.receive_rows(rows, self._local_rows, width)
 
 
-class _Connection:
-    """A gloo pair. Every method raises `RuntimeError` when the other side has gone."""
-
-    def __init__(self, store_path: Path, rank: int, timeout_s: float) -> None:
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs know nothing of it
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._threads = 2  # with one, a message takes 2 ms
-        options._timeout = timedelta(seconds=timeout_s)
-        self._group = gloo(open_store(store_path, timeout_s), rank, 2, options)
-        self._peer = 1 - rank
-
-    def send(self, tensor: torch.Tensor) -> None:
-        self._group.send([tensor], self._peer, _TAG).wait(_NO_TIMEOUT)
-
-    def receive(self, tensor: torch.Tensor, timeout_s: float | None = None) -> None:
-        """What does not come in time never comes: the connection is closed then."""
-        timeout = _NO_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
-        self._group.recv([tensor], self._peer, _TAG).wait(timeout)
-
-    def cut(self) -> None:
-        """From any thread: whatever waits for the other side fails now, as if that had died."""
-        with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait took too long, and says so
-            self._group.recv([torch.empty(1)], self._peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-    def send_rows(self, rows: Rows, offsets: Int64Array, width_bytes: int) -> None:
-        for part in _messages(offsets, width_bytes):
-            self.send(rows.take(part, width_bytes))
-
-    def receive_rows(self, rows: Rows, offsets: Int64Array, width_bytes: int) -> None:
-        for part in _messages(offsets, width_bytes):
-            message = torch.empty(len(part), width_bytes, dtype=torch.uint8)
-            self.receive(message)
-            rows.put(part, message)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MetPeer(PeerHandle):
     """A lender that has connected."""
 
-    connection: _Connection
-
-
-def _messages(offsets: Int64Array, width_bytes: int) -> Iterator[Int64Array]:
-    rows = max(1, MESSAGE_BYTES // width_bytes)
-    for begin in range(0, len(offsets), rows):
-        yield offsets[begin : begin + rows]
+    connection: Connection
 
 
 def _row_offsets(offsets: Int64Array, counts: Int64Array, pitches: Int64Array) -> Int64Array:

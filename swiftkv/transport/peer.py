@@ -32,6 +32,7 @@ from swiftkv.transport.base import (
     Ticket,
 )
 from swiftkv.transport.mappings import Mappings
+from swiftkv.transport.rendezvous import withdraw_pool
 
 IoBackend = Literal["kernel", "direct"]
 """HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
@@ -86,7 +87,7 @@ class PeerTransport:
         except CudaRuntimeError as error:
             raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
         self.mappings.add(link, address, peer.nbytes)
-        Path(peer.store_path).unlink(missing_ok=True)
+        withdraw_pool(Path(peer.store_path))
 
     def detach(self, link: int) -> None:
         mapping = self.mappings.remove(link)

@@ -1,39 +1,68 @@
 """How two engines find each other's memory: a `torch.distributed` file store in a directory that only they can read.
 
 One file per attachment, at a path that both sides know and that names both incarnations. Nothing listens on a socket.
+Where a library of torch then listens on a port of its own, anybody on the machine may connect to that: whoever is
+connected proves by a secret from the file that it could read it, before anything else is said.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
 import os
+import secrets
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from swiftkv.errors import TransferError
 from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool
 
 _POOL_KEY = "pool"
+_SECRET_BYTES = 32
+PROOF_BYTES = 32
+
+_log = logging.getLogger(__name__)
 
 
 def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
-    """The file store at `store_path`; what waits for a key that nobody sets raises `RuntimeError` in the end."""
+    """The file store at `store_path`; what waits for a key that nobody sets raises `RuntimeError` in the end.
+
+    Raises `OSError` if there can be no such file.
+    """
+    store_path.touch(mode=0o600)  # the store itself would try for minutes
     store: Any = dist.FileStore(str(store_path))  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 def publish_pool(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
-    """The lender's side: say where `pool` is to whoever looks at `store_path`. Returns what the borrower will find."""
-    if isinstance(pool, DevicePool):
-        handle = PeerHandle(os.getpid(), -1, 0, pool.nbytes, str(store_path), pool.ipc_handle().hex())
-    else:
-        handle = PeerHandle(os.getpid(), pool.fd, os.fstat(pool.fd).st_ino, pool.nbytes, str(store_path))
-    open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
+    """The lender's side: say where `pool` is to whoever looks at `store_path`. Returns what the borrower will find.
+
+    Raises `TransferError` if nothing can be written there: the disk is full, or the directory is gone.
+    """
+    handle = handle_of(store_path, pool)
+    try:
+        open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
+    except (OSError, RuntimeError) as error:  # the store raises nothing more exact
+        withdraw_pool(store_path)  # half a record would be all that anybody found there
+        reason = str(error).splitlines()[0]
+        raise TransferError(f"the pool cannot be published in {store_path.parent}: {reason}") from error
     return handle
+
+
+def handle_of(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
+    """Return what a borrower has to know of `pool`, which is this process's."""
+    where, secret = str(store_path), new_secret()
+    if isinstance(pool, DevicePool):
+        return PeerHandle(os.getpid(), -1, 0, 0, pool.nbytes, where, secret, pool.ipc_handle().hex())
+    memory = os.fstat(pool.fd)
+    return PeerHandle(os.getpid(), pool.fd, memory.st_dev, memory.st_ino, pool.nbytes, where, secret)
 
 
 def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:
@@ -43,7 +72,7 @@ def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:
     """
     try:
         handle = msgspec.json.decode(open_store(store_path, timeout_s).get(_POOL_KEY), type=PeerHandle)
-    except (RuntimeError, msgspec.MsgspecError) as error:  # the store raises nothing more exact
+    except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # the store raises nothing more exact
         raise TransferError(f"no pool was published at {store_path}: {error}") from error
     if handle.store_path != str(store_path):
         raise TransferError(f"{store_path} holds the pool of {handle.store_path}")
@@ -52,4 +81,23 @@ def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:
 
 def withdraw_pool(store_path: Path) -> None:
     """Either side: the rendezvous is over, whatever came of it."""
-    store_path.unlink(missing_ok=True)
+    try:
+        store_path.unlink(missing_ok=True)
+    except OSError as error:  # it goes with the directory
+        _log.warning("a rendezvous file stays where it is: %s", error)
+
+
+def new_secret() -> str:
+    """Return a fresh secret in hexadecimal."""
+    return secrets.token_hex(_SECRET_BYTES)
+
+
+def proof(secret: str, sender: int, receiver: int) -> torch.Tensor:
+    """Return what rank `sender` of a group shows rank `receiver`, uint8 [PROOF_BYTES]; it gives no other proof away."""
+    digest = hashlib.blake2b(f"{sender} to {receiver}".encode(), key=bytes.fromhex(secret), digest_size=PROOF_BYTES)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+
+def is_proof(shown: torch.Tensor, secret: str, sender: int, receiver: int) -> bool:
+    """Return whether rank `sender` has shown rank `receiver` that it knows the secret."""
+    return hmac.compare_digest(shown.numpy().tobytes(), proof(secret, sender, receiver).numpy().tobytes())

@@ -13,9 +13,10 @@ def open_transport(
     pool: SharedPool | DevicePool,
     num_threads: int = 1,
     io_backend: Literal["kernel", "direct"] = "kernel",
+    deadline_s: float = 30.0,
 ) -> Transport:
     """The borrower's half for `pool`. `num_threads` copy where the transport has threads to choose; `io_backend` is how
-    `peer` does.
+    `peer` does; a lender that keeps a copy of `p2p` waiting for `deadline_s` is cut off.
 
     A lender needs nothing for `shm` and `peer` beyond `publish_pool`; for `p2p` it also runs `serve_p2p` for each
     attachment. `shm` is for pools in host memory, `peer` for pools on CUDA devices, `p2p` for both.
@@ -23,7 +24,7 @@ def open_transport(
     if kind == "p2p":
         from swiftkv.transport.p2p import P2pTransport
 
-        return P2pTransport(pool)
+        return P2pTransport(pool, deadline_s=deadline_s)
     if isinstance(pool, DevicePool):
         assert kind == "peer", f"{kind} does not reach a pool on a device"
         from swiftkv.transport.peer import PeerTransport

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -15,6 +18,7 @@ from swiftkv.errors import TransferError
 from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, Runs, SharedPool, Ticket
 from swiftkv.transport.rendezvous import withdraw_pool
 
+_SYS_PIDFD_GETFD = 438  # Linux 5.6, the same number on every architecture; glibc and Python have no name for it
 _NO_RUNS = Runs(np.empty((0, 5), np.int64), 1, 1)
 
 
@@ -63,15 +67,21 @@ class ShmTransport:
 
 
 def _map(peer: PeerHandle) -> torch.Tensor:
-    """uint8 [nbytes], shared with the lender; the mapping goes with the tensor."""
+    """Return the lender's pool as uint8 [nbytes], shared with it; the mapping goes with the tensor.
+
+    All of it is mapped, readable and writable: what is lent changes from step to step and may lie anywhere, and extents
+    are no multiples of a page, so a mapping of what is lent alone would hold other bytes too.
+    """
     try:
-        fd = os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        fd = _open(peer)
     except OSError as error:
         raise TransferError(f"the pool of process {peer.pid} cannot be opened: {error}") from error
     try:
         status = os.fstat(fd)
-        if status.st_ino != peer.inode or status.st_size < peer.nbytes:
+        if (status.st_dev, status.st_ino) != (peer.device, peer.inode) or status.st_size < peer.nbytes:
             raise TransferError(f"process {peer.pid} is not the one that published its pool")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransferError(f"the pool of process {peer.pid} may shrink while it is used")
         mapping = mmap.mmap(fd, peer.nbytes, mmap.MAP_SHARED)
     except OSError as error:
         raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
@@ -80,3 +90,24 @@ def _map(peer: PeerHandle) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a kernel that was built without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _open(peer: PeerHandle) -> int:
+    """Return a file descriptor of ours for the lender's.
+
+    A pidfd names one process for good, and copying a descriptor opens nothing. Where that is not allowed (it takes
+    the right to trace the lender, which some systems keep for a process's ancestors), the file is opened by the
+    lender's pid, which another process may have taken: the caller looks at which memory it is in either case.
+    """
+    process = os.pidfd_open(peer.pid)
+    try:
+        syscall = ctypes.CDLL(None, use_errno=True).syscall
+        fd = int(syscall(*(ctypes.c_long(number) for number in (_SYS_PIDFD_GETFD, process, peer.fd, 0))))
+        code = ctypes.get_errno()
+    finally:
+        os.close(process)
+    if fd >= 0:
+        return fd  # closed on exec
+    if code not in (errno.EPERM, errno.ENOSYS):
+        raise OSError(code, os.strerror(code))
+    return os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)

@@ -14,10 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from swiftkv._core import Scheduler
 from swiftkv._lease import LenderLedger
+from swiftkv.errors import TransferError
 from swiftkv.lease.messages import (
     Accept,
     Attached,
@@ -36,9 +35,12 @@ from swiftkv.lease.messages import (
     Return,
     SetBudget,
     Welcome,
+    named_leases,
+    reported_extents,
 )
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Route, Wire
+from swiftkv.transport.rendezvous import withdraw_pool
 from swiftkv.worker.lend_policy import Demand, LendPolicy, LongestRequestPolicy, TotalDemandPolicy
 from swiftkv.worker.recalls import Batch, Recalls
 
@@ -86,6 +88,7 @@ class _Peer:
     incarnation: int = 0
     route: Route = b""
     welcome: Welcome | None = None
+    refusal: str | None = None  # why the pool could not be published; it is tried again when the borrower asks again
     is_attached: bool = False
     is_ending: bool = False  # its leases end when nothing serves it any more
     is_gone: bool = False
@@ -101,7 +104,9 @@ class _Peer:
             return "its last transfers are ending"
         if self.process is None:
             return "not there"
-        return "attached" if self.is_attached else "not attached"
+        if self.is_attached:
+            return "attached"
+        return self.refusal or "not attached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ class Lender:
         wake_engine: Callable[[], None],
     ) -> None:
         """`serve_link(store_path)` publishes the pool there for one link, and returns the thread that serves it, if
-        the transport has one; called in the coordinator's thread.
+        the transport has one; it raises `TransferError` if it cannot, and is called in the coordinator's thread.
         """
         self._me = me
         self._rendezvous = Path(spec.rendezvous)
@@ -198,6 +203,7 @@ class Lender:
     # What borrowers say.
 
     def on_message(self, route: Route, message: FromBorrower) -> None:
+        """Raises `MalformedMessage` for one that names what there is not; it has changed nothing then."""
         now_s = time.monotonic()
         if isinstance(message, Hello):
             self._on_hello(route, message)
@@ -217,15 +223,16 @@ class Lender:
                 _log.warning("%s cannot reach the pool; its leases end", peer.spec.name)
                 peer.is_attached = False
                 peer.is_ending = True
-            case Accept(link=index, extents=extents, epochs=epochs):
-                peer.links[index].ledger.on_accept(np.frombuffer(extents, np.int32), np.frombuffer(epochs, np.uint32))
-            case Return(link=index, extents=extents, epochs=epochs):
-                link = peer.links[index]
-                home = link.ledger.on_return(np.frombuffer(extents, np.int32), np.frombuffer(epochs, np.uint32))
-                self._take_home(link, home, now_s)
-            case Heartbeat(extents=reported):
+            case Accept():
+                extents, epochs = named_leases(message, peer.spec.links)
+                peer.links[message.link].ledger.on_accept(extents, epochs)
+            case Return():
+                extents, epochs = named_leases(message, peer.spec.links)
+                link = peer.links[message.link]
+                self._take_home(link, link.ledger.on_return(extents, epochs), now_s)
+            case Heartbeat():
+                peer.reported = reported_extents(message, peer.spec.links)
                 peer.is_asked = False
-                peer.reported = reported
 
     def _peer_of(self, message: Attached | Detached | Accept | Return | Heartbeat) -> _Peer | None:
         """None for a stranger, and for one whose leases end whatever it says."""
@@ -256,8 +263,25 @@ class Lender:
         if peer.welcome is None or peer.welcome.attempt < hello.attempt:
             peer.is_attached = False
             peer.is_asked = False
-            peer.welcome = self._welcome(hello, [self._publish(peer, hello, link) for link in peer.links])
+            store_paths: list[str] = []
+            try:
+                for link in peer.links:
+                    store_paths.append(self._publish(peer, hello, link))  # noqa: PERF401  (those before one that fails)
+            except TransferError as error:
+                for store_path in store_paths:
+                    withdraw_pool(Path(store_path))
+                self._refuse(peer, hello, str(error))
+                return
+            peer.refusal = None
+            peer.welcome = self._welcome(hello, store_paths)
         self._wire.send(route, peer.welcome)
+
+    def _refuse(self, peer: _Peer, hello: Hello, reason: str) -> None:
+        """The borrower asks again in a while; what it is asked to attach then has names of its own."""
+        if reason != peer.refusal:
+            _log.warning("%s cannot be lent to: %s", peer.spec.name, reason)
+        peer.refusal = reason
+        self._wire.send(peer.route, self._welcome(hello, [], reason))
 
     def _welcome(self, hello: Hello, store_paths: list[str], refused: str | None = None) -> Welcome:
         me = self._me

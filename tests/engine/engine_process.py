@@ -33,7 +33,7 @@ from swiftkv.engine.messages import (
     unpack_prompt_logprobs,
 )
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 @dataclass

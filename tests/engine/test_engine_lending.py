@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Literal
 import pytest
 import zmq
 
-from swiftkv.lease.messages import Accept, Heartbeat, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
+from swiftkv.lease.messages import Accept, Detached, Heartbeat, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.models.config import DecoderConfig
-from tests.engine.engine_process import EngineProcess
+from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.lease.lending_process import Admin, held
 from tests.support.checkpoints import make_checkpoint
-from tests.support.lender import Lender
+from tests.support.lender import Lender, mapped_inodes
 from tests.support.lender_by_hand import LenderByHand
 from tests.support.node_process import wait_for
 
@@ -34,7 +35,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def borrower(directory: Path, lenders: Sequence[str], transport: Literal["shm", "p2p"]) -> Iterator[EngineProcess]:
+def borrower(
+    directory: Path, lenders: Sequence[str], transport: Literal["shm", "p2p"], **options: object
+) -> Iterator[EngineProcess]:
     make_checkpoint(directory, "llama")
     (group,) = DecoderConfig.from_pretrained(directory).kv_groups(BLOCK_SIZE, "float32")
     link = LinkGeometry(0, 0, 1, 1, group.block_bytes, NUM_EXTENTS, 0)
@@ -56,6 +59,7 @@ def borrower(directory: Path, lenders: Sequence[str], transport: Literal["shm", 
         block_size=BLOCK_SIZE,
         max_model_len=2 * NUM_BLOCKS * BLOCK_SIZE,
         lending=lending,
+        **options,
     ) as process:
         yield process
 
@@ -123,7 +127,10 @@ def test_a_lender_that_is_killed_when_it_has_welcomed_is_not_attached_and_the_ne
             lender.receive(Accept)
             [served] = engine.generate([[3] * (NUM_BLOCKS + 4) * BLOCK_SIZE])
             assert len(served.token_ids) == 16
+            pool = following.handles[0].inode
+            assert pool in mapped_inodes(engine.process.pid)
         admin.wait_for(lambda state: held(state) == [0])
+        wait_for("the pool of the dead to be let go of", lambda: pool not in mapped_inodes(engine.process.pid))
 
 
 def test_copies_that_fail_cost_only_the_leases_of_the_lender_that_they_were_with(tmp_path: Path) -> None:
@@ -154,3 +161,71 @@ def test_copies_that_fail_cost_only_the_leases_of_the_lender_that_they_were_with
         lender = by_hand[1]
         lender.send(Heartbeat(lender.me.incarnation, lender.hello.sender, [each]))
         assert lender.receive(Heartbeat).extents == [each]
+
+
+def test_a_lender_that_stays_stopped_is_given_up_and_attached_anew(tmp_path: Path) -> None:
+    """Over p2p, where a step waits for it: then it goes on without."""
+    each = 2 * NUM_BLOCKS
+    with (
+        borrower(tmp_path, ["a"], "p2p", watchdog_s=4) as engine,
+        zmq.Context() as context,
+        closing(Admin(f"ipc://{tmp_path}/leases")) as admin,
+    ):
+        assert engine.config.lending is not None
+        (peer,) = engine.config.lending.lenders
+        paths = [tmp_path / "first", tmp_path / "again"]
+        with (
+            Lender(paths, lender_bytes(peer), serve=True) as process,
+            closing(LenderByHand(peer.leases_address, context)) as lender,
+        ):
+            lender.be_attached(identity_of(process), paths[0])
+            lender.say(Offer, [*range(each)], [1] * each)
+            lender.receive(Accept)
+            request = engine.add([3] * (NUM_BLOCKS + 2) * BLOCK_SIZE, max_tokens=5 * BLOCK_SIZE)  # more than the pool
+            while not engine.answers[request].token_ids:
+                engine.take_one()
+            process.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.process.pid, os.WSTOPPED)
+            lender.receive(Detached)
+            engine.wait([request])  # nobody else lends: there is no room for it any more
+            error = engine.answers[request].error
+            assert error is not None
+            assert error.status == 503
+            [short] = engine.generate([[5] * 20])
+            assert len(short.token_ids) == 16
+            state = admin.wait_for(lambda state: state.borrows[0].peer_state != "attached")
+            assert state.borrows[0].peer_state == "a transfer failed"
+            process.process.send_signal(signal.SIGCONT)
+            lender.hello = lender.receive(Hello)
+            lender.be_attached(identity_of(process), paths[1])
+            lender.say(Offer, [*range(each)], [2] * each)
+            lender.receive(Accept)
+            [long] = engine.generate([[3] * (NUM_BLOCKS + 2) * BLOCK_SIZE])
+            assert len(long.token_ids) == 16
+
+
+def test_a_lender_that_contradicts_itself_ends_the_engine_and_is_not_half_believed(tmp_path: Path) -> None:
+    """Two leases of one extent at a time: what lies there may be anybody's. Without its coordinator no engine lives."""
+    directory = tmp_path / "engine"
+    directory.mkdir()
+    with (
+        borrower(directory, ["a"], "shm", stderr=subprocess.PIPE) as engine,
+        zmq.Context() as context,
+        Lender([directory / "store"], lender_bytes(lender_of(engine)), serve=False) as process,
+        closing(LenderByHand(lender_of(engine).leases_address, context)) as lender,
+    ):
+        lender.be_attached(identity_of(process), directory / "store")
+        lender.say(Offer, [0], [1])
+        lender.receive(Accept)
+        lender.say(Offer, [0], [2])
+        assert engine.process.wait(TIMEOUT_S) == 1
+        assert engine.process.stderr is not None
+        said = engine.process.stderr.read().decode()
+        assert "an extent that is borrowed was offered anew" in said
+        assert "the coordinator's thread has ended" in said
+
+
+def lender_of(engine: EngineProcess) -> PeerSpec:
+    assert engine.config.lending is not None
+    (peer,) = engine.config.lending.lenders
+    return peer

@@ -5,17 +5,25 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from torch.distributed import ProcessGroupGloo
 
 from swiftkv.engine.messages import EXIT_LOAD_FAILED
+from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.ranks import ReceivedStep, pack_step, unpack_step
+from swiftkv.errors import EngineError
+from swiftkv.transport.rendezvous import PROOF_BYTES, open_store
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.engine.test_parity import BLOCK_BYTES, ONE_SEQUENCE_BLOCKS, greedy, mixed_prompts
 from tests.support.checkpoints import make_checkpoint
+from tests.support.node_process import wait_for
 
 NUM_TOKENS = 48
 
@@ -101,6 +109,84 @@ def test_a_rank_that_is_killed_ends_the_engine_with_a_line(checkpoint: Path) -> 
         assert engine.process.stderr.read().decode().splitlines() == [
             "swiftkv: model tiny: rank 2 was killed by SIGKILL; the engine ends"
         ]
+
+
+def stop(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGSTOP)
+    wait_for("the rank to stop", lambda: process.status() == psutil.STATUS_STOPPED)
+
+
+def rank_of(engine: EngineProcess, rank: int) -> psutil.Process:
+    (process,) = (process for process in followers(engine) if process.cmdline()[-1] == f"rank {rank}")
+    return process
+
+
+@pytest.mark.parametrize(("is_busy", "size"), [(True, 4), (False, 2)])
+def test_a_rank_that_stays_stopped_ends_the_engine_with_a_line(is_busy: bool, size: int, checkpoint: Path) -> None:
+    """Also one that is stopped while there is nothing to do, which may last longer than any deadline."""
+    with start(checkpoint, size, stderr=subprocess.PIPE, watchdog_s=10) as engine:
+        ranks = followers(engine)
+        if is_busy:
+            begin(engine)
+            stop(rank_of(engine, size - 1))
+        else:
+            engine.generate([[3]], max_tokens=4)
+            engine.wait_for_rest()
+            assert not engine.says_something(within_s=6)
+            engine.generate([[3]], max_tokens=4)
+            engine.wait_for_rest()
+            stop(rank_of(engine, size - 1))
+            engine.add([3])
+        assert engine.process.wait(TIMEOUT_S) == 1
+        assert_gone(ranks)
+        assert engine.process.stderr is not None
+        assert engine.process.stderr.read().decode().splitlines() == [
+            f"swiftkv: model tiny: rank {size - 1} did not answer in time; the engine ends"
+        ]
+
+
+def test_a_rank_that_is_ended_by_a_real_time_signal_has_its_line_too(checkpoint: Path) -> None:
+    """These have no names."""
+    with start(checkpoint, 2, stderr=subprocess.PIPE) as engine:
+        begin(engine)
+        rank_of(engine, 1).send_signal(signal.SIGRTMIN + 6)
+        assert engine.process.wait(TIMEOUT_S) == 1
+        assert engine.process.stderr is not None
+        assert engine.process.stderr.read().decode().splitlines() == [
+            f"swiftkv: model tiny: rank 1 was killed by signal {signal.SIGRTMIN + 6}; the engine ends"
+        ]
+
+
+def join(path: Path, rank: int) -> RankGroup:
+    """A group of two ranks that meet at a file."""
+    return RankGroup(path, rank, 2, torch.device("cpu"))
+
+
+def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "group"
+    with ThreadPoolExecutor(2) as threads:
+        one, two = threads.map(join, [path, path], [0, 1])
+        list(threads.map(lambda group: group.begin(0.5), (one, two)))
+        together = threads.map(lambda group: group.all_gather(torch.tensor([group.rank])).tolist(), (one, two))
+        assert list(together) == [[[0], [1]]] * 2
+        with pytest.raises(EngineError, match="does not answer"):
+            one.all_gather(torch.zeros(1))
+        with pytest.raises(EngineError):  # who comes too late knows it at once
+            two.all_gather(torch.zeros(1))
+
+
+def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
+    """Whoever speaks gloo may connect to a rank's port on the loopback interface."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    with ThreadPoolExecutor(1) as threads:
+        honest = threads.submit(join, tmp_path / "group", 0)
+        impostor = gloo(open_store(tmp_path / "group", TIMEOUT_S), 1, 2, options)
+        parts = torch.zeros(2, PROOF_BYTES, dtype=torch.uint8)
+        impostor.alltoall_base(torch.empty_like(parts), parts, [], []).wait()
+        with pytest.raises(EngineError, match="who connected as rank 1 of this engine is not"):
+            honest.result()
 
 
 def test_sigterm_ends_all_of_them_and_leaves_nothing(engine: EngineProcess) -> None:

@@ -11,13 +11,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
@@ -26,6 +24,7 @@ from swiftkv.errors import TransferError
 from swiftkv.kernels.triton_copy import move_blocks_reference
 from swiftkv.transport.base import COPY_TIMING, PeerHandle, Runs
 from swiftkv.transport.peer import IoBackend, PeerTransport
+from swiftkv.transport.rendezvous import find_pool
 
 GROUP = KVGroup((0, 1, 2), 2, 64, "bfloat16", 16)
 NUM_BLOCKS = 64
@@ -34,17 +33,16 @@ WIDTH, BLOCK = GROUP.layer_block_bytes, GROUP.block_bytes
 # Owns a pool whose byte i is i % 251, says so through the file store, and answers each line on stdin with the sum of
 # its bytes, until stdin ends.
 LENDER = """
-import json, os, sys
-from dataclasses import asdict
-import torch, torch.distributed as dist
+import sys
+from pathlib import Path
+import torch
 from swiftkv.cache.cuda_pool import CudaPool
-from swiftkv.transport.base import PeerHandle
+from swiftkv.transport.rendezvous import publish_pool
 from tests.gpu.test_peer_transport import GROUP, NUM_BLOCKS
 pool = CudaPool([(GROUP, NUM_BLOCKS)], torch.device("cuda", 0))
 pool.tensor.copy_(torch.arange(pool.nbytes, device="cuda") % 251)
 torch.cuda.synchronize()
-handle = PeerHandle(os.getpid(), -1, 0, pool.nbytes, sys.argv[1], pool.ipc_handle().hex())
-dist.FileStore(sys.argv[1]).set("pool", json.dumps(asdict(handle)))
+publish_pool(Path(sys.argv[1]), pool)
 for line in sys.stdin:
     print(int(pool.tensor.sum(dtype=torch.int64)), flush=True)
 """
@@ -83,9 +81,7 @@ def lender(tmp_path: Path) -> Iterator[Lender]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        store = dist.FileStore(str(path))
-        store.set_timeout(timedelta(seconds=120))
-        yield Lender(process, PeerHandle(**json.loads(store.get("pool"))))
+        yield Lender(process, find_pool(path, timeout_s=120))
     finally:
         process.kill()
         process.wait()

@@ -42,7 +42,7 @@ from swiftkv.master.borrower import Borrower
 from swiftkv.transport.base import PeerHandle
 from swiftkv.worker.lender import Lender
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 BLOCK_SIZE = 16
 LAYER_BLOCK_BYTES = 64
 STEP_S = 0.002
@@ -114,7 +114,7 @@ class EngineWithoutModel:
     def find(self, store_path: str) -> PeerHandle:
         if self.setup.gate is not None:
             Path(self.setup.gate).open().close()
-        return PeerHandle(int(Path(store_path).read_text()), -1, 0, 0, store_path)
+        return PeerHandle(int(Path(store_path).read_text()), -1, 0, 0, 0, store_path, "")
 
     def attach(self, link: int, pool: PeerHandle) -> None:
         assert link not in self.attached

@@ -64,10 +64,10 @@ def attached_here(
     """A transport with links to pools of this very process."""
     transport, lent = open_transport(kind, own), [pool_of(PEER_BYTES) for _ in range(num_links)]
     for link, pool in enumerate(lent):
-        path = directory / f"{link}"
+        published = publish_pool(directory / f"{link}", pool)
         if kind == "p2p":
-            serve_p2p(pool, path)
-        transport.attach(link, publish_pool(path, pool))
+            serve_p2p(pool, published)
+        transport.attach(link, published)
     try:
         yield transport, [pool.tensor for pool in lent]
     finally:

@@ -81,9 +81,9 @@ def test_a_budget_that_was_set_outlives_the_engine(node: NodeProcess) -> None:
     assert lowered["recalled_bytes"] > 0
     assert borrowed_bytes(node) == 2 * extent_bytes
     assert_pools_add_up(node)
-    node.engines()["idle"].send_signal(signal.SIGKILL)
-    wait_for("nothing to be borrowed", lambda: borrowed_bytes(node) != 2 * extent_bytes or not node_is_up(node))
-    wait_for("the engine to be back", lambda: node_is_up(node))
+    dead = node.engines()["idle"]
+    dead.send_signal(signal.SIGKILL)
+    wait_for("the engine to be back", lambda: node.engines().get("idle", dead).pid != dead.pid and node_is_up(node))
     wait_for("lending to go on", lambda: borrowed_bytes(node) == 2 * extent_bytes)
     (idle,) = (m for m in admin(node, "lending")["models"] if m["model"] == "idle")
     assert (idle["budget_bytes"], idle["lent_bytes"]) == (2 * extent_bytes, 2 * extent_bytes)

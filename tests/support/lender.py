@@ -26,6 +26,11 @@ def pool_of(num_bytes: int) -> Pool:
     return Pool([(group, num_bytes // group.block_bytes)], "test")
 
 
+def mapped_inodes(pid: int) -> set[int]:
+    """The memory and files that a process maps."""
+    return {int(line.split()[4]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+
+
 class Lender:
     """One process with a pool of `num_bytes` for each path; `serve` has it answer two-sided borrowers too."""
 
@@ -63,9 +68,9 @@ def main() -> None:
     pools = []
     for path in map(Path, sys.argv[3:]):
         pools.append(pool_of(int(sys.argv[1])))
+        published = publish_pool(path, pools[-1])
         if sys.argv[2]:
-            serve_p2p(pools[-1], path, connect_timeout_s=60)
-        publish_pool(path, pools[-1])
+            serve_p2p(pools[-1], published, connect_timeout_s=60)
     sys.stdin.read()
 
 

@@ -12,7 +12,7 @@ import zmq
 from swiftkv.lease.messages import Accept, Attached, FromBorrower, FromLender, Hello, Offer, Recall, Return, Welcome
 from swiftkv.lease.process import Identity
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 Message = TypeVar("Message")
 

@@ -101,6 +101,10 @@ class LendingNode:
         with ThreadPoolExecutor(len(conversations)) as clients:
             return list(clients.map(lambda turns: self.hold(model, turns), conversations))
 
+    def max_model_len(self, model: str) -> int:
+        (card,) = (card for card in self._http.get("/v1/models").json()["data"] if card["id"] == model)
+        return int(card["max_model_len"])
+
     def ask_admin(self, path: str) -> dict[str, Any] | None:
         """None while the engine that is asked is not there, or does not answer."""
         answer = self._http.get(f"/admin/{path}", headers=self.process.admin_headers())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +17,8 @@ from hypothesis import strategies as st
 
 from swiftkv.errors import TransferError
 from swiftkv.transport.base import Runs, Transport
-from swiftkv.transport.p2p import P2pTransport, serve_p2p
-from swiftkv.transport.rendezvous import find_pool, publish_pool
+from swiftkv.transport.p2p import P2pTransport
+from swiftkv.transport.rendezvous import find_pool
 from swiftkv.transport.select import TransportKind, open_transport
 from swiftkv.transport.shm import ShmTransport
 from tests.support.lender import Lender, pool_of
@@ -319,79 +316,6 @@ def test_a_link_serves_another_lender_later(
         transport.attach(0, other.handles[0])
         assert round_trip(pool, transport, 2)
         assert other.pools[0].any()
-
-
-@pytest.mark.parametrize("wrong", [{"nbytes": NUM_BYTES + 4096}, {"inode": 1}, {"fd": 1000}])
-def test_shm_maps_only_the_pool_that_was_published(wrong: dict[str, int], tmp_path: Path) -> None:
-    pool = pool_of(NUM_BYTES)
-    transport = ShmTransport(pool)
-    lent = pool_of(NUM_BYTES)
-    handle = publish_pool(tmp_path / "store", lent)
-    with pytest.raises(TransferError):
-        transport.attach(0, dataclasses.replace(handle, **wrong))
-    transport.attach(0, handle)
-    assert round_trip(pool.tensor, transport, 1)
-    transport.close()
-
-
-def test_p2p_lenders_refuse_what_their_pool_has_not(tmp_path: Path) -> None:
-    """The borrower's own check is deceived by a handle that promises more."""
-    pool = pool_of(NUM_BYTES)
-    transport = P2pTransport(pool)
-    with Lender([tmp_path / "store"], NUM_BYTES, serve=True) as lender:
-        transport.attach(0, dataclasses.replace(lender.handles[0], nbytes=2 * NUM_BYTES))
-        assert round_trip(pool.tensor, transport, 1)
-        for to_peer in (True, False):
-            bad = runs((0, NUM_BYTES - BLOCK, 0, 2, 0))
-            with pytest.raises(TransferError):
-                perform(transport, *((bad, None) if to_peer else (None, bad)))
-    transport.close()
-
-
-def test_a_p2p_lender_knows_at_once_that_it_was_detached(tmp_path: Path) -> None:
-    """Only then do the leases of its borrower end."""
-    pool, lent = pool_of(NUM_BYTES), pool_of(NUM_BYTES)
-    transport = P2pTransport(pool)
-    handle = publish_pool(tmp_path / "store", lent)
-    server = serve_p2p(lent, tmp_path / "store")
-    transport.attach(0, handle)
-    assert round_trip(pool.tensor, transport, 1)
-    transport.detach(0)
-    server.join(60)
-    assert not server.is_alive()
-    transport.close()
-
-
-def test_copies_go_on_while_a_p2p_lender_that_is_stopped_is_met(tmp_path: Path) -> None:
-    pool = pool_of(NUM_BYTES)
-    transport = P2pTransport(pool, connect_timeout_s=60)
-    with (
-        Lender([tmp_path / "ready"], NUM_BYTES, serve=True) as ready,
-        Lender([tmp_path / "stopped"], NUM_BYTES, serve=True) as stopped,
-        ThreadPoolExecutor(1) as finder,
-    ):
-        transport.attach(0, ready.handles[0])
-        stopped.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, stopped.process.pid, os.WSTOPPED)
-        met = finder.submit(transport.meet, stopped.handles[0])
-        assert all(round_trip(pool.tensor, transport, seed) for seed in range(20))
-        assert not met.done()
-        stopped.process.send_signal(signal.SIGCONT)
-        transport.attach(1, met.result())
-        perform(transport, runs((1, 0, 0, 8, 0)), None)
-        assert torch.equal(stopped.pools[0].view(-1, LAYERS, WIDTH)[:8, 0], pool.tensor.view(-1, LAYERS, WIDTH)[:8, 0])
-        transport.close()
-
-
-def test_a_p2p_lender_that_was_met_and_forgotten_knows_it(tmp_path: Path) -> None:
-    lent = pool_of(NUM_BYTES)
-    transport = P2pTransport(pool_of(NUM_BYTES))
-    handle = publish_pool(tmp_path / "store", lent)
-    server = serve_p2p(lent, tmp_path / "store")
-    transport.meet(handle)
-    server.join(60)
-    assert not server.is_alive()
-    transport.close()
 
 
 def test_nobody_there(kind: TransportKind, tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from swiftkv._core import GroupSpec, Link, Scheduler
 from swiftkv.lease.messages import Attached, Hello, ToAdmin, Welcome
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.lease.wire import Wire
+from swiftkv.transport.rendezvous import publish_pool
 from swiftkv.worker.lender import Lender
-from tests.lease.lending_process import TIMEOUT_S, Admin, EngineWithoutModel, Node, held, lent
+from tests.lease.lending_process import TIMEOUT_S, Admin, EngineWithoutModel, Node, held, lent, publish
+from tests.support.lender import pool_of
 
 ALL = 16  # extents of a lender of 48 blocks, 3 in each
 
@@ -138,6 +140,32 @@ def test_leases_of_the_dead_end_when_nothing_serves_them_any_more() -> None:
         finally:
             over.set()
             lender.coordinator.close()
+
+
+def test_a_lender_that_cannot_publish_its_pool_says_so_and_lends_when_it_can() -> None:
+    """A full disk is no reason to die. It is tried again for as long as it takes."""
+    with Node(start=["m"]) as node:
+        rendezvous = Path(node.directory.name, "rendezvous")
+        lender = EngineWithoutModel(node.setups["w"], lambda store_path: publish_pool_in(rendezvous, store_path))
+        lender.coordinator.start()
+        admin = Admin(node.address("w"))
+        try:
+            state = admin.wait_for(lambda state: "cannot be published" in state.lends[0].peer_state)
+            assert "No such file or directory" in state.lends[0].peer_state
+            state = node["m"].wait_for(lambda state: "cannot be published" in state.borrows[0].peer_state)
+            assert held(state) == [0]
+            rendezvous.mkdir()
+            node["m"].wait_for(lambda state: held(state) == [ALL])
+            assert admin.show().lends[0].peer_state == "attached"
+        finally:
+            lender.coordinator.close()
+            admin.close()
+
+
+def publish_pool_in(directory: Path, store_path: str) -> None:
+    """What an engine does, in a directory that may not be there; and where the tests' borrower looks."""
+    publish_pool(directory / Path(store_path).name, pool_of(4096))
+    publish(store_path)
 
 
 def test_a_stranger_and_other_links_are_refused() -> None:
