@@ -212,7 +212,7 @@ class Stage:
             is_calm = now.gaps_s and not now.failures and now.health_ms(1) <= P99_HEALTH_MS
             if is_calm:
                 break
-            if time.monotonic() > deadline_s or not self.node.is_alive():
+            if time.monotonic() > deadline_s or self._out_of_hand():
                 return None
         time.sleep(self._args.calm)
         return self._take()
@@ -237,20 +237,25 @@ class Stage:
         return max((usage.rss_bytes for usage in samples), default=self._start_rss_bytes) - self._start_rss_bytes
 
     def _watch(self, attacker: subprocess.Popen[str], deadline_s: float) -> str:
-        """Wait for the attacker's end. A node that would take the machine's memory is killed first."""
+        """Wait for the attacker's end; why it was ended early."""
         ended = ""
         while attacker.poll() is None and not ended:
             time.sleep(_SAMPLE_S)
-            if not self.node.is_alive():
-                ended = "the node ended"
-            elif self.growth_bytes(time.monotonic() - 1) > self._args.memory_limit * MIB:
-                self.node.kill()
-                ended = f"killed beyond {self._args.memory_limit} MiB"
-            elif time.monotonic() > deadline_s:
+            ended = self._out_of_hand()
+            if time.monotonic() > deadline_s:
                 ended = "the attacker did not end"
         if ended:
             attacker.kill()
         return ended
+
+    def _out_of_hand(self) -> str:
+        """Whether the node has ended; one that would take the machine's memory is killed."""
+        if not self.node.is_alive():
+            return "the node ended"
+        if self.growth_bytes(time.monotonic() - 1) <= self._args.memory_limit * MIB:
+            return ""
+        self.node.kill()
+        return f"killed beyond {self._args.memory_limit} MiB"
 
     def _take(self) -> Window:
         health, streams = self._health.take(), self._streams.take()

@@ -95,8 +95,8 @@ def _read_rest(answer: BufferedReader) -> None:
     while (line := answer.readline(PIECE)).strip():
         if line.lower().startswith(b"content-length:"):
             length = int(line.split(b":")[1])
-    while length > 0:
-        length -= len(answer.read1(min(length, PIECE)) or b"x" * length)
+    while length > 0 and (data := answer.read1(min(length, PIECE))):
+        length -= len(data)
     while length < 0 and (data := answer.read1(PIECE)):
         if data.endswith(b"0\r\n\r\n"):
             break
