@@ -15,7 +15,7 @@ import httpx
 import psutil
 from lending_node import say
 from private_mounts import Filled
-from watched_node import WatchedNode
+from watched_node import WatchedNode, wait_until
 
 _GRACE_S = 3.0
 """A request that begins so soon after a fault may still meet it."""
@@ -77,7 +77,7 @@ class Faults:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        return not self._threads and self._node.is_ready()
+        return not self._threads and wait_until(self._node.is_ready, deadline_s - time.monotonic())
 
     def _kill(self) -> None:
         self._end("SIGKILL", signal.SIGKILL)
@@ -173,4 +173,4 @@ class Faults:
         outage.end_s = time.monotonic()
 
     def _serves(self, model: str) -> bool:
-        return self._node.ready().get(model) == "ready"
+        return self._node.ready().get(model) in ("ready", "slow")

@@ -4,7 +4,7 @@
 
 Sends ITEM once a second, each time from a new thread, so that the attacker never waits for an answer. Prints, as JSON,
 how it was answered: HTTP statuses, `closed` (before the answer had ended), `no answer` (nothing came for 20 s),
-`refused` (no connection was to be had), `held` (connections that the node still kept open at the end). All sockets are
+`refused` (no connection was to be had), `waiting` (not yet to the end), `held` (connections that were open at the end). All sockets are
 closed when the program ends.
 """
 
@@ -19,7 +19,6 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -295,7 +294,7 @@ def byte_after_answer(target: Target) -> None:
         try:
             connection.recv(PIECE)
         except OSError:
-            target.answers["closed"] += 1
+            target.count("closed")
             continue
         target.send(connection, b"G")
 
@@ -340,7 +339,7 @@ def add_and_abort(target: Target) -> None:
         if connection := target.connect():
             with connection:
                 target.send(connection, target.post(_COMPLETIONS, body(target.model, prompt=prompt, **asked)))
-                target.answers["given up"] += 1
+                target.count("given up")
 
 
 ITEMS = (
@@ -397,7 +396,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
-    target = Target(args.host, args.port, args.model, os.environ[KEY_VARIABLE], Counter(), [])
+    target = Target(args.host, args.port, args.model, os.environ[KEY_VARIABLE])
     item = BY_NAME[args.item]
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
@@ -408,9 +407,8 @@ def main() -> None:
         number += 1
     time.sleep(max(0.0, begin_s + args.seconds - time.monotonic()))
     time.sleep(_LAST_WORDS_S)
-    answers = target.answers.copy()
-    answers["held"] = sum(map(still_open, target.held.copy()))
-    print(json.dumps({answer: count for answer, count in answers.items() if count}))
+    target.count("held", sum(map(still_open, target.held.copy())))
+    print(json.dumps(target.answers()))
     sys.stdout.flush()
     os._exit(0)  # threads that wait for an answer end with the program
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
+from threading import Lock
 
 KEY_VARIABLE = "SWIFTKV_HOSTILE_KEY"
 PIECE = 1 << 16
@@ -21,9 +22,20 @@ class Target:
     port: int
     model: str
     key: str
-    answers: Counter[str]
-    held: list[socket.socket]
+    held: list[socket.socket] = field(default_factory=list)
     """Connections that stay open until the end."""
+    _answers: Counter[str] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock)
+
+    def count(self, answer: str, number: int = 1) -> None:
+        """Note how a request was answered. Called by any thread."""
+        with self._lock:
+            self._answers[answer] += number
+
+    def answers(self) -> dict[str, int]:
+        """The number of each answer so far."""
+        with self._lock:
+            return {answer: count for answer, count in self._answers.items() if count}
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket | None:
         """Return a connection, or `None` if none was to be had, which counts as an answer."""
@@ -35,7 +47,7 @@ class Target:
             connection.connect((self.host, self.port))
         except OSError:
             connection.close()
-            self.answers["refused"] += 1
+            self.count("refused")
             return None
         return connection
 
@@ -79,15 +91,17 @@ class Target:
 
     def read(self, connection: socket.socket) -> None:
         """Count the status of an answer, and read it to its end or to the time limit."""
+        self.count("waiting")
         try:
             with connection.makefile("rb") as answer:
                 status = answer.readline(256).decode(errors="replace").partition(" ")[2][:3]
-                self.answers[status or "closed"] += 1
+                self.count(status or "closed")
                 _read_rest(answer)
         except TimeoutError:
-            self.answers["no answer"] += 1
+            self.count("no answer")
         except OSError:
-            self.answers["closed"] += 1
+            self.count("closed")
+        self.count("waiting", -1)
 
 
 def _read_rest(answer: BufferedReader) -> None:

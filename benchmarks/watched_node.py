@@ -130,10 +130,10 @@ class WatchedNode(Node):
     def ready(self) -> dict[str, str]:
         """The state of every model as `/ready` has it; empty if the gateway does not answer."""
         try:
-            models = httpx.get(f"{self.url}/ready", timeout=10).json()["models"]
+            states: dict[str, str] = httpx.get(f"{self.url}/ready", timeout=10).json()["models"]
         except httpx.TransportError:
             return {}
-        return {name: state if isinstance(state, str) else str(state.get("state")) for name, state in models.items()}
+        return states
 
     def is_ready(self) -> bool:
         states = self.ready()
