@@ -4,8 +4,8 @@
 
 Sends ITEM once a second, each time from a new thread, so that the attacker never waits for an answer. Prints, as JSON,
 how it was answered: HTTP statuses, `closed` (before the answer had ended), `no answer` (nothing came for 20 s),
-`refused` (no connection was to be had), `waiting` (not yet to the end), `held` (connections that were open at the end). All sockets are
-closed when the program ends.
+`refused` (no connection was to be had), `waiting` (not yet at their end), `held` (connections still open). All sockets
+are closed when the program ends.
 """
 
 from __future__ import annotations

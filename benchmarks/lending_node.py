@@ -140,18 +140,17 @@ class Node:
     def resume(self) -> None:
         resume_tree(self.process.pid)
 
-    def admin(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Call an admin route, whatever its status; every program's way to `/admin`."""
-        return self._http.request(method, f"{self.url}/admin/{path}", **options)
-
     def lending(self, model: str) -> dict[str, Any]:
         """The model's entry of GET /admin/lending."""
-        answer = self.admin("GET", "lending").raise_for_status()
+        answer = self._http.get(f"{self.url}/admin/lending")
+        answer.raise_for_status()
         return next(entry for entry in answer.json()["models"] if entry["model"] == model)
 
     def set_budget(self, worker: str, num_bytes: int) -> dict[str, Any]:
         """Returns when what is recalled is home."""
-        answer = self.admin("PATCH", f"lending/{worker}", json={"budget": f"{num_bytes}B"}).raise_for_status()
+        body = {"budget": f"{num_bytes}B"}
+        answer = self._http.patch(f"{self.url}/admin/lending/{worker}", json=body)
+        answer.raise_for_status()
         change: dict[str, Any] = answer.json()
         return change
 

@@ -139,6 +139,10 @@ class WatchedNode(Node):
         states = self.ready()
         return bool(states) and set(states.values()) == {"ready"}
 
+    def admin(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Call a route of `/admin`, whatever its status."""
+        return self._http.request(method, f"{self.url}/admin/{path}", **options)
+
     def pool(self, model: str) -> dict[str, Any] | None:
         """`GET /admin/pools/{model}`; `None` if the engine is not there or does not answer."""
         answer = self.admin("GET", f"pools/{model}")
