@@ -207,8 +207,8 @@ def judge(chaos: Chaos, first: Rest, last: Rest) -> Checks:
         took_s = request.end_s - request.begin_s
         say(f"{request.model} was left alone, and a request failed after {took_s:.1f} s: {request.error}")
     for name in (MASTER, *WORKERS):
-        answered = sum(not request.error for request in sent if request.model == name)
-        checks.add(f"answers of {name}", answered > 0, answered, "> 0")
+        alone = sum(not request.error and request.was_left_alone(outages) for request in sent if request.model == name)
+        checks.add(f"answers of {name} while it was left alone", alone > 0, alone, "> 0")
     checks.add("budget changes that failed for no reason", not chaos.faults.refused, len(chaos.faults.refused), 0)
     for moment, rest in (("after a minute", first), ("at the end", last)):
         checks.add(f"pools, leases and engines {moment}", not rest.problems, len(rest.problems) or "sane", "sane")
@@ -235,11 +235,13 @@ def traffic_rows(sent: Sequence[Sent], outages: Sequence[Outage]) -> list[list[s
     rows = []
     for name in (MASTER, *WORKERS):
         of_model = [request for request in sent if request.model == name]
-        times_s = [request.end_s - request.begin_s for request in of_model if not request.error]
+        answered = [request for request in of_model if not request.error]
+        times_s = [request.end_s - request.begin_s for request in answered]
         errors = [request for request in of_model if request.error]
         alone = sum(request.was_left_alone(outages) for request in errors)
         times = [f"{quantile(times_s, part):.2f}" if times_s else "" for part in (0.5, 0.99, 1)]
-        rows.append([name, str(len(times_s)), str(len(errors) - alone), str(alone), *times])
+        answers_alone = sum(request.was_left_alone(outages) for request in answered)
+        rows.append([name, *map(str, (len(answered), answers_alone, len(errors) - alone, alone)), *times])
     return rows
 
 
