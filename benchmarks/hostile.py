@@ -6,8 +6,9 @@
 Starts a node of two models with `swiftkv serve`. Eight clients stream from one of them; each attack of
 hostile_items.py is sent to the other once a second for a minute, with the key of an ordinary client where it needs one.
 Before and after each attack is a calm window of the same streams: what an attack does is the ratio to the two beside
-it. Where an attack has the other engine compute, the two engines share the machine as they would with ordinary
-requests, so as many ordinary requests a second are measured first (the controls), and the table has the ratio to them.
+it. Where an attack has the other engine compute (not where all of it is refused), the two engines share the machine as
+they would with ordinary requests, so as many ordinary requests a second are measured first (the controls), and the
+table has the ratio to them.
 
 Attacker, probes and streams are processes of their own. The attacker is niced (--nice), for it would be another
 machine's load. The engine that streams has one core, all else shares the others; with --shared-cores the system
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-from hostile_items import CONTROLS, ITEMS, Item, control
+from hostile_items import COMPUTED, CONTROLS, ITEMS, Item, control
 from hostile_target import KEY_VARIABLE
 from lending_node import model, parser, pin, quantile, say, table, write_report
 from watched_node import DEMO_CHECKPOINTS, GATEWAY, MIB, Monitor, WatchedNode, plain_table
@@ -101,7 +102,9 @@ class Result:
 
     @property
     def ratio_to_control(self) -> float | None:
-        return None if self.control_gap_ms is None else self.attack.p99_gap_ms / self.control_gap_ms
+        """`None` where the engine computed nothing: then sharing its cores excuses nothing."""
+        computed = any(self.answers.get(answer) for answer in COMPUTED)
+        return self.attack.p99_gap_ms / self.control_gap_ms if computed and self.control_gap_ms else None
 
     @property
     def verdict(self) -> Verdict:

@@ -5,7 +5,7 @@
 Sends ITEM once a second, each time from a new thread, so that the attacker never waits for an answer. Prints, as JSON,
 how it was answered: HTTP statuses, `closed` (before the answer had ended), `no answer` (nothing came for 20 s),
 `refused` (no connection was to be had), `waiting` (not yet at their end), `held` (connections still open). All sockets
-are closed when the program ends.
+are closed when the program ends. `given up` and `unread` are requests whose answer nobody waited for.
 """
 
 from __future__ import annotations
@@ -319,6 +319,7 @@ def no_reader(target: Target) -> None:
         if connection := target.connect(receive_buffer=4096):
             target.held.append(connection)
             target.send(connection, request)
+            target.count("unread")
 
 
 def pipelined(target: Target) -> None:
@@ -329,6 +330,7 @@ def pipelined(target: Target) -> None:
             request = target.post(_COMPLETIONS, body(target.model, prompt=token_ids(16, 0), **asked))
             target.send(connection, request, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             time.sleep(0.1)  # it was taken
+            target.count("given up")
 
 
 def add_and_abort(target: Target) -> None:
@@ -384,6 +386,8 @@ def control(number: int) -> Item:
     return Item(f"ordinary-{number}", about, ordinary(number), same_as=number)
 
 
+COMPUTED = ("200", "given up", "unread", "waiting")
+"""Answers of requests for which an engine may have computed something."""
 CONTROLS = {made.name: made for made in map(control, sorted({item.same_as for item in ITEMS}))}
 BY_NAME = CONTROLS | {item.name: item for item in ITEMS}
 
