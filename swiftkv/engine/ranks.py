@@ -41,8 +41,8 @@ EXIT_GAVE_UP = 4
 """Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
 
 _STOP_TIMEOUT_S = 5.0
-_GIVE_UP_TIMEOUT_S = 10.0  # for the followers that live to notice what rank 0 noticed
 _DEADLINES_PER_WATCHDOG = 2  # so that rank 0 can say which rank it was before it is itself taken for hung
+_GIVE_UPS_PER_WATCHDOG = 8  # the followers that live have so long to notice what rank 0 noticed
 
 
 class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -185,6 +185,7 @@ class _Followers:
 
     def __init__(self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._name = config.name
+        self._give_up_s = config.watchdog_s / _GIVE_UPS_PER_WATCHDOG
         self._speaking = threading.Lock()  # held by the one thread that says why the engine ends
         self._directory = Path(config.ranks_directory)
         self._closing = False
@@ -216,7 +217,7 @@ class _Followers:
         for socket in self._sockets:
             with contextlib.suppress(zmq.Again):  # it may be the one
                 socket.send(order, zmq.NOBLOCK)
-        deadline_s = time.monotonic() + _GIVE_UP_TIMEOUT_S
+        deadline_s = time.monotonic() + self._give_up_s
         for watcher in self._watchers:
             watcher.join(max(0.0, deadline_s - time.monotonic()))
         silent = [f"rank {rank}" for rank, watcher in enumerate(self._watchers, start=1) if watcher.is_alive()]

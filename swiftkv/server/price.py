@@ -42,7 +42,8 @@ class Limits:
     sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often
     prompt_logprobs: int = 1 << 19  # numbers in one answer
     answer_logprobs: int = 4 << 20  # numbers in one answer that is not streamed
-    tokenize_chars: int = 16  # of /tokenize, for each token of the model's length
+    tokenize_chars: int = 1 << 20  # of /tokenize, whatever the model's length
+    tokenize_chars_per_token: int = 16  # of /tokenize, for each token of that length, if it comes to more
     detokenize_ids: int = 4  # of /detokenize, likewise
 
 
@@ -138,7 +139,7 @@ def check_tokenize(num_chars: int, max_model_len: int, field: str) -> None:
 
 def max_tokenize_chars(max_model_len: int) -> int:
     """Return the most characters that are tokenized without being generated from."""
-    return LIMITS.tokenize_chars * max_model_len
+    return max(LIMITS.tokenize_chars, LIMITS.tokenize_chars_per_token * max_model_len)
 
 
 def check_detokenize(num_ids: int, max_model_len: int) -> None:

@@ -153,7 +153,7 @@ def test_a_rank_that_is_ended_by_a_real_time_signal_has_its_line_too(checkpoint:
         assert engine.process.wait(TIMEOUT_S) == 1
         assert engine.process.stderr is not None
         assert engine.process.stderr.read().decode().splitlines() == [
-            f"swiftkv: model tiny: rank 1 was killed by signal {signal.SIGRTMIN + 6}; the engine ends"
+            f"swiftkv: model tiny: rank 1 was killed by real-time signal {signal.SIGRTMIN + 6}; the engine ends"
         ]
 
 

@@ -90,16 +90,17 @@ def test_a_killed_rank_takes_the_others_along_and_the_model_comes_back(rank: int
 
 
 def test_a_stopped_rank_is_a_hung_engine(node: NodeProcess) -> None:
-    """The first rank waits for it. The stopped one cannot see that the first has ended, so the kernel ends it."""
+    """Rank 0 says which one it was, or is itself ended as hung where the machine is too slow for that."""
     before = ranks(node)
     body = {"prompt": "def", "max_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True}
     url = f"{node.url}/models/divided/v1/completions"
     with ThreadPoolExecutor(1) as clients:
         before[1].send_signal(signal.SIGSTOP)
         answer = clients.submit(httpx.post, url, json=body, timeout=DEADLINE_S)
-        wait_for("it to be seen", lambda: node.ready()["divided"] == "not responding")
+        wait_for("it to be seen", lambda: node.ready()["divided"] != "ready")
         assert answer.result().status_code == 503
-    node.wait_line(r"divided: the engine made no progress for \d+ s and was ended; starting it again")
+    how = r"(ended with code 1|made no progress for \d+ s and was ended)"
+    node.wait_line(rf"divided: the engine {how}; starting it again")
     assert not psutil.wait_procs(before, DEADLINE_S)[1]
     wait_for("the restart", lambda: node.ready()["divided"] == "ready")
     assert complete(node, "divided")["choices"]
