@@ -78,8 +78,9 @@ void BlockPool::count_extents(BlockId local, BlockState state, int by) {
 }
 
 BlockId BlockPool::take(Place where) {
-    const FreeSet& free = free_[static_cast<int>(where)];
-    const BlockId block = free.lowest() + (where == Place::kLocal ? 0 : num_local_);
+    const int lowest = free_[static_cast<int>(where)].lowest();
+    if (lowest < 0) return kNone;
+    const BlockId block = lowest + (where == Place::kLocal ? 0 : num_local_);
     move_to(block, BlockState::kUsed);
     slots_[block].refs = 1;
     return block;
@@ -99,7 +100,7 @@ void BlockPool::rest(BlockId block) {
     if (slots_[block].busy_until > 0) {
         move_to(block, BlockState::kInFlight);
     } else if (node(block) != kNone) {
-        move_to(block, BlockState::kCached);
+        move_to(block, is_leaving(block) ? BlockState::kLeaving : BlockState::kCached);
     } else {
         release(block);
     }
@@ -126,7 +127,7 @@ void BlockPool::settle() {
 
 void BlockPool::forget(BlockId block) {
     slots_[block].node = kNone;
-    if (state(block) == BlockState::kCached) release(block);
+    if (state(block) == BlockState::kCached || state(block) == BlockState::kLeaving) release(block);
 }
 
 void BlockPool::replace(BlockId from, BlockId to) {
@@ -174,9 +175,11 @@ void BlockPool::unlink(BlockId block) {
 
 // ---- layer-stream cache ----
 
-void BlockPool::start_streaming(BlockId free_block) {
-    assert(place(free_block) == Place::kLocal && state(free_block) == BlockState::kFree);
-    move_to(free_block, BlockState::kStreaming);
+BlockId BlockPool::start_streaming() {
+    const BlockId block = free_[static_cast<int>(Place::kLocal)].highest_below(num_local_);
+    if (block < 0) return kNone;
+    move_to(block, BlockState::kStreaming);
+    return block;
 }
 
 void BlockPool::stop_streaming(BlockId block) {
@@ -270,8 +273,10 @@ void BlockPool::recall(int borrow_link, int extent) {
     num_held_blocks_ -= link.link.blocks_per_extent;
     num_draining_ += link.num_present[extent];
     const BlockId first = link.first + extent * link.link.blocks_per_extent;
-    for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b)
+    for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) {
         if (state(b) == BlockState::kFree) give_up(b);
+        if (state(b) == BlockState::kCached) move_to(b, BlockState::kLeaving);
+    }
 }
 
 void BlockPool::lose(int borrow_link) {
@@ -306,12 +311,6 @@ std::vector<int> BlockPool::take_returned(int borrow_link) {
     return std::exchange(borrow_links_[borrow_link].returned, {});
 }
 
-int BlockPool::count_used_leaving() const {
-    int count = 0;
-    if (is_draining()) for_each_leaving([&](BlockId block) { count += state(block) == BlockState::kUsed; });
-    return count;
-}
-
 void BlockPool::for_each_leaving(const std::function<void(BlockId)>& visit) const {
     for (int i = 0; i < static_cast<int>(borrow_links_.size()); ++i)
         for_each_of_link(i, [&](BlockId block) {
@@ -344,6 +343,11 @@ void BlockPool::check(const std::vector<int>& refs) const {
         switch (slot.state) {
             case BlockState::kCached:
                 check_that(slot.node != kNone, "a cached block has a node");
+                check_that(is_local || !is_leaving(b), "a cached block is in an extent that stays");
+                break;
+            case BlockState::kLeaving:
+                check_that(slot.node != kNone, "a leaving block has a node");
+                check_that(!is_local && is_leaving(b), "a leaving block is in a recalled extent");
                 break;
             case BlockState::kUsed:
             case BlockState::kInFlight:

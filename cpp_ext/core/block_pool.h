@@ -19,7 +19,9 @@ enum class BlockState : uint8_t {
     kInFlight,   // steps in progress may still read or write it; cached or free once they settle
     kLent,       // local: another engine's
     kStreaming,  // local: its layer blocks are slots of the layer-stream cache
+    kLeaving,    // borrowed: in the prefix tree, held by no request, in a recalled extent: it moves or is forgotten
 };
+inline constexpr int kNumBlockStates = 8;
 
 enum class Place : uint8_t { kLocal, kBorrowed };
 
@@ -35,14 +37,15 @@ class BlockPool {
     int count(Place place, BlockState state) const { return counts_[static_cast<int>(place)][static_cast<int>(state)]; }
     int num_free(Place place) const { return count(place, BlockState::kFree); }
     int num_cached(Place place) const { return count(place, BlockState::kCached); }
-    // Blocks that an allocation could have: free ones, and cached ones by eviction.
+    // Blocks that an allocation could have: free ones, and cached ones by eviction. None of them is in a recalled
+    // extent.
     int available(Place place) const { return num_free(place) + num_cached(place); }
 
-    // The lowest free block, used from now on by one holder.
+    // Returns the lowest free block, used from now on by one holder; kNone if no block is free.
     BlockId take(Place place);
     // A cached block becomes used again; a used one gains a holder.
     void add_ref(BlockId block);
-    // The last holder leaves a block cached if the prefix tree knows it, else free.
+    // The last holder leaves a block cached (or leaving) if the prefix tree knows it, else free.
     void drop_ref(BlockId block);
     // A holder leaves, but steps in progress may still use the block: the last one leaves it in flight until they
     // settle.
@@ -68,9 +71,9 @@ class BlockPool {
     BlockId oldest_cached(Place place) const;
 
     // ---- layer-stream cache ----
-    void start_streaming(BlockId free_block);
+    // Returns the highest free local block, streaming from now on; kNone if no local block is free.
+    BlockId start_streaming();
     void stop_streaming(BlockId block);
-    BlockId highest_free_local() const { return free_[0].highest_below(num_local_); }
 
     // ---- lending: extents of the local pool ----
     // Up to `max_extents` that could be lent: wholly free ones, highest first, then if `or_cached` such as hold nothing
@@ -85,7 +88,7 @@ class BlockPool {
 
     // ---- borrowing: extents of others' pools ----
     void borrow(int borrow_link, int extent);
-    // From now on nothing is allocated there, and what becomes free there is given up.
+    // From now on nothing is allocated there: free blocks are given up, now and later, and cached ones are leaving.
     void recall(int borrow_link, int extent);
     // The same, of all extents, with nobody to give them back to.
     void lose(int borrow_link);
@@ -96,7 +99,6 @@ class BlockPool {
     int num_held() const { return num_held_blocks_; }
     bool is_leaving(BlockId block) const;  // in an extent that is recalled or lost
     bool is_lost(BlockId block) const;
-    int count_used_leaving() const;
     // Calls visit(block) for every present block of the recalled extents, or of one link's.
     void for_each_leaving(const std::function<void(BlockId)>& visit) const;
     void for_each_of_link(int borrow_link, const std::function<void(BlockId)>& visit) const;
@@ -153,7 +155,7 @@ class BlockPool {
     int num_local_;
     std::vector<Slot> slots_;  // the last two are the sentinels of the circular lists of cached blocks
     std::vector<FreeSet> free_;
-    std::array<std::array<int, 7>, 2> counts_{};
+    std::array<std::array<int, kNumBlockStates>, 2> counts_{};
     std::vector<BlockId> busy_;
     int64_t num_begun_ = 0, num_settled_ = 0;  // steps
     std::vector<LendLink> lend_links_;

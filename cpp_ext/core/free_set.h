@@ -46,8 +46,9 @@ class FreeSet {
         }
     }
 
+    // The lowest member; -1 if there is none.
     int lowest() const {
-        assert(!empty());
+        if (empty()) return -1;
         int i = 0;
         for (auto level = levels_.rbegin(); level != levels_.rend(); ++level)
             i = i * kBits + std::countr_zero((*level)[i]);

@@ -139,15 +139,27 @@ int KvCache::overdraft(int g) const {
     return std::max(0, groups_[g].pool.count(Place::kBorrowed, BlockState::kUsed) - stream_slots(g));
 }
 
-BlockId KvCache::take_local(int g) {
+// A local block is free afterwards, unless none is free or cached.
+bool KvCache::make_local_room(int g) {
     BlockPool& pool = groups_[g].pool;
-    if (pool.num_free(Place::kLocal) == 0) clear_local(g, pool.oldest_cached(Place::kLocal));
-    return pool.take(Place::kLocal);
+    if (pool.num_free(Place::kLocal) > 0) return true;
+    const BlockId cached = pool.oldest_cached(Place::kLocal);
+    if (cached == kNone) return false;
+    clear_local(g, cached);
+    return true;
+}
+
+BlockId KvCache::take_local(int g) {
+    return make_local_room(g) ? groups_[g].pool.take(Place::kLocal) : kNone;
 }
 
 BlockId KvCache::take_borrowed(int g) {
     BlockPool& pool = groups_[g].pool;
-    if (pool.num_free(Place::kBorrowed) == 0) evict(g, pool.oldest_cached(Place::kBorrowed));
+    if (pool.num_free(Place::kBorrowed) == 0) {
+        const BlockId cached = pool.oldest_cached(Place::kBorrowed);
+        if (cached == kNone) return kNone;
+        evict(g, cached);
+    }
     return pool.take(Place::kBorrowed);
 }
 
@@ -155,11 +167,11 @@ BlockId KvCache::take_borrowed(int g) {
 // less recently still; else it is forgotten.
 void KvCache::clear_local(int g, BlockId cached) {
     Group& group = groups_[g];
-    if (group.pool.available(Place::kBorrowed) == 0) {
+    const BlockId to = take_borrowed(g);
+    if (to == kNone) {
         evict(g, cached);
         return;
     }
-    const BlockId to = take_borrowed(g);
     tree_.set_block(group.pool.node(cached), g, to);
     group.pool.replace(cached, to);
     group.spills.push_back({to, cached});
@@ -169,6 +181,7 @@ void KvCache::clear_local(int g, BlockId cached) {
 BlockId KvCache::move_in(int g, BlockId borrowed) {
     Group& group = groups_[g];
     const BlockId to = take_local(g);
+    if (to == kNone) return kNone;
     if (const NodeId node = group.pool.node(borrowed); node != kNone) tree_.set_block(node, g, to);
     group.pool.replace(borrowed, to);
     group.moves_in.push_back({borrowed, to});
@@ -187,7 +200,9 @@ void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
         for (int32_t& entry : table.groups[g].entries) {
             if (max_blocks == 0 || pool.available(Place::kLocal) <= spare) break;
             if (!is_borrowed(entry) || pool.refs(~entry) != 1 || is_moving_across(g, ~entry)) continue;
-            entry = entry_of(g, move_in(g, ~entry));
+            const BlockId to = move_in(g, ~entry);
+            if (to == kNone) break;
+            entry = entry_of(g, to);
             --max_blocks;
         }
     }
@@ -319,9 +334,13 @@ void KvCache::settle_failed() {
 }
 
 void KvCache::reset() {
-    for (int g = 0; g < num_groups(); ++g)
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
         for (const Place place : {Place::kLocal, Place::kBorrowed})
-            for (BlockId b; (b = groups_[g].pool.oldest_cached(place)) != kNone;) evict(g, b);
+            for (BlockId b; (b = pool.oldest_cached(place)) != kNone;) evict(g, b);
+        for (BlockId b : leaving(g, BlockState::kLeaving))
+            if (pool.state(b) == BlockState::kLeaving) evict(g, b);  // else gone with the node of another
+    }
 }
 
 std::vector<GroupStats> KvCache::stats() const {
@@ -338,7 +357,7 @@ std::vector<GroupStats> KvCache::stats() const {
                          .total = groups_[g].spec.num_blocks,
                          .borrowed_free = borrowed(BlockState::kFree),
                          .borrowed_used = borrowed(BlockState::kUsed),
-                         .borrowed_cached = borrowed(BlockState::kCached),
+                         .borrowed_cached = borrowed(BlockState::kCached) + borrowed(BlockState::kLeaving),
                          .borrowed_in_flight = borrowed(BlockState::kInFlight),
                          .stream_slots = stream_slots(g)});
     }

@@ -82,8 +82,11 @@ class KvCache {
 
     // Whether one sequence could have so many blocks of a group now if it were alone.
     bool could_hold(int group, int num_blocks) const;
-    // Makes the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time.
-    void resize_stream();
+    // These make the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time, as far
+    // as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain: they need the
+    // same room.
+    void shrink_stream();
+    void grow_stream();
     bool must_resize_stream() const;
     int stream_slots(int group) const;
     int32_t stream_slot(int group, int index) const;  // layer-block index
@@ -143,13 +146,17 @@ class KvCache {
     int available_borrowed(int group) const;
     int overdraft(int group) const;
     int stream_target(int group) const;
+    // All of these return kNone, or false, with nothing changed, if there is no room.
+    bool make_local_room(int group);
     BlockId take_local(int group);
     BlockId take_borrowed(int group);
     void clear_local(int group, BlockId cached);
     bool is_moving_across(int group, BlockId block) const;
     BlockId move_in(int group, BlockId borrowed);
     BlockId move_across(int group, BlockId borrowed);
-    void drain_cached(int group, const std::vector<BlockId>& cached, int num_used);
+    // The blocks of a state in extents that are leaving.
+    std::vector<BlockId> leaving(int group, BlockState state) const;
+    void drain_cached(int group, const std::vector<BlockId>& leaving, int num_used);
     void drain_used(int group, const std::vector<BlockId>& used, std::span<BlockTable* const> tables);
     void evict(int group, BlockId block);
     void let_go(int group, BlockId block);

@@ -23,25 +23,31 @@ int KvCache::stream_target(int g) const {
     return std::min(own, ceil_div(pool.num_held(), groups_[g].spec.num_layers));
 }
 
-void KvCache::resize_stream() {
+void KvCache::shrink_stream() {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
         const int target = stream_target(g);
-        const int used = group.pool.count(Place::kBorrowed, BlockState::kUsed) - group.pool.count_used_leaving();
+        const int used_leaving = static_cast<int>(leaving(g, BlockState::kUsed).size());
+        const int used = group.pool.count(Place::kBorrowed, BlockState::kUsed) - used_leaving;
         while (static_cast<int>(group.streaming.size()) > target &&
                (static_cast<int>(group.streaming.size()) - 1) * group.spec.num_layers >= used) {
             group.pool.stop_streaming(group.streaming.back());
             group.streaming.pop_back();
         }
-        while (static_cast<int>(group.streaming.size()) < target && group.pool.available(Place::kLocal) > 0) {
-            if (group.pool.num_free(Place::kLocal) == 0) {
-                const size_t num_spills = group.spills.size();
-                clear_local(g, group.pool.oldest_cached(Place::kLocal));
-                // Slots serve all layers, so they must not be written before the last layer is spilled.
-                if (group.spills.size() > num_spills) ++group.num_fresh;
-            }
-            group.streaming.push_back(group.pool.highest_free_local());
-            group.pool.start_streaming(group.streaming.back());
+    }
+}
+
+void KvCache::grow_stream() {
+    if (is_draining()) return;
+    for (int g = 0; g < num_groups(); ++g) {
+        Group& group = groups_[g];
+        const int target = stream_target(g);
+        while (static_cast<int>(group.streaming.size()) < target) {
+            const size_t num_spills = group.spills.size();
+            if (!make_local_room(g)) break;
+            // Slots serve all layers, so they must not be written before the last layer is spilled.
+            if (group.spills.size() > num_spills) ++group.num_fresh;
+            group.streaming.push_back(group.pool.start_streaming());
         }
     }
 }
@@ -123,36 +129,41 @@ bool KvCache::is_draining() const {
     return std::any_of(groups_.begin(), groups_.end(), [](const Group& group) { return group.pool.is_draining(); });
 }
 
+std::vector<BlockId> KvCache::leaving(int g, BlockState state) const {
+    const BlockPool& pool = groups_[g].pool;
+    std::vector<BlockId> found;
+    if (pool.is_draining()) {
+        pool.for_each_leaving([&](BlockId block) {
+            if (pool.state(block) == state) found.push_back(block);
+        });
+    }
+    return found;
+}
+
 bool KvCache::drain(std::span<BlockTable* const> tables) {
-    std::vector<std::vector<BlockId>> used(groups_.size()), cached(groups_.size());
+    std::vector<std::vector<BlockId>> used;
     for (int g = 0; g < num_groups(); ++g) {
         const BlockPool& pool = groups_[g].pool;
-        pool.for_each_leaving([&](BlockId block) {
-            if (pool.state(block) == BlockState::kUsed) used[g].push_back(block);
-            if (pool.state(block) == BlockState::kCached) cached[g].push_back(block);
-        });
-        const int num_used = static_cast<int>(used[g].size()), num_cached = static_cast<int>(cached[g].size());
+        used.push_back(leaving(g, BlockState::kUsed));
+        const int num_used = static_cast<int>(used[g].size());
         const int slots = stream_slots(g) - pool.count(Place::kBorrowed, BlockState::kUsed) + num_used;
-        const int elsewhere = std::clamp(slots, 0, pool.available(Place::kBorrowed) - num_cached);
+        const int elsewhere = std::clamp(slots, 0, pool.available(Place::kBorrowed));
         if (num_used > pool.available(Place::kLocal) + elsewhere) return false;
     }
     for (int g = 0; g < num_groups(); ++g) {
-        // Cached ones first, so that nothing that is evicted to make room is one of them.
-        drain_cached(g, cached[g], static_cast<int>(used[g].size()));
+        drain_cached(g, leaving(g, BlockState::kLeaving), static_cast<int>(used[g].size()));
         drain_used(g, used[g], tables);
     }
     return true;
 }
 
-void KvCache::drain_cached(int g, const std::vector<BlockId>& cached, int num_used) {
+// To free local blocks as far as the used ones leave any.
+void KvCache::drain_cached(int g, const std::vector<BlockId>& leaving, int num_used) {
     const BlockPool& pool = groups_[g].pool;
-    for (BlockId block : cached) {
-        if (pool.state(block) != BlockState::kCached) continue;  // gone with the node of another group
-        if (pool.num_free(Place::kLocal) > num_used) {
-            move_in(g, block);
-        } else {
-            evict(g, block);
-        }
+    for (BlockId block : leaving) {
+        if (pool.state(block) != BlockState::kLeaving) continue;  // gone with the node of another group
+        const bool has_room = pool.num_free(Place::kLocal) > num_used;
+        if (!has_room || move_in(g, block) == kNone) evict(g, block);
     }
 }
 

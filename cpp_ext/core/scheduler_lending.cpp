@@ -10,10 +10,12 @@ namespace swiftkv {
 // The cache follows what has been lent and recalled since the step before.
 void Scheduler::settle_lending() {
     if (!open_.empty()) return;  // what it uses stays where it is
-    cache_.resize_stream();
-    if (!cache_.is_draining()) return;
-    while (!cache_.drain(running_tables())) preempt(*running_.back());
-    cache_.resize_stream();  // in the room of those that were preempted
+    cache_.shrink_stream();
+    if (cache_.is_draining()) {
+        while (!cache_.drain(running_tables())) preempt(*running_.back());
+        cache_.shrink_stream();  // by what those had in use that were preempted
+    }
+    cache_.grow_stream();
 }
 
 std::vector<BlockTable*> Scheduler::running_tables() {

@@ -130,3 +130,39 @@ def test_what_is_recalled_moves_in_a_step_of_its_own() -> None:
     e.commit()
     assert e.scheduler.stats().num_preemptions_total == 0
     e.drain()
+
+
+def recall_extent(e: LendingEngine, link: int, extent: int) -> None:
+    e.held[link].remove(extent)
+    e.recalled[link].add(extent)
+    e.scheduler.recall(link, np.array([extent], np.int32))
+
+
+@pytest.mark.parametrize("extent", range(4))
+def test_a_recall_while_the_layer_stream_cache_is_short_of_a_block(extent: int) -> None:
+    """Whichever block is the least recently used: nothing takes the place of one that is leaving."""
+    e = engine(num_blocks=6, num_extents=16)
+    e.borrow(0, 2)  # the layer-stream cache takes one block
+    e.add(1, prompt(28, 1), max_tokens=1)
+    while e.schedule():
+        e.commit()
+    e.add(2, prompt(20, 2), max_tokens=9)
+    for _ in range(3):  # all that is left of the pool is in use, and the cache fills what is borrowed
+        assert e.schedule()
+        e.commit()
+    e.borrow(0, 2)  # the layer-stream cache should have another block, and there is none
+    while e.requests:
+        assert e.schedule()
+        e.commit()
+    stats = e.scheduler.stats().groups[0]
+    assert (stats.streaming, stats.free, stats.cached) == (1, 0, 5)
+    assert (stats.borrowed_free, stats.borrowed_cached) == (0, 4)
+    recall_extent(e, 0, extent)
+    while e.schedule():
+        e.check()
+        e.commit()
+    e.check()
+    e.take_returned()
+    assert not e.recalled[0]
+    assert e.scheduler.stats().groups[0].streaming == 2
+    e.drain()
