@@ -1,9 +1,11 @@
 #include "block_pool.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
-#include "check.h"
+#include "../common/check.h"
 
 namespace swiftkv {
 
@@ -11,6 +13,10 @@ namespace {
 
 bool is_reclaimable(BlockState state) {
     return state == BlockState::kFree || state == BlockState::kCached;
+}
+
+[[noreturn]] void refuse(ExtentId extent, const char* why) {
+    throw std::invalid_argument("extents: extent " + std::to_string(extent) + " " + why);
 }
 
 int count_ids(int num_local, const std::vector<Link>& borrow_links) {
@@ -22,7 +28,7 @@ int count_ids(int num_local, const std::vector<Link>& borrow_links) {
 }  // namespace
 
 BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links)
-    : num_local_(num_local), slots_(count_ids(num_local, borrow_links) + 2) {
+    : num_local_(num_local), num_ids_(count_ids(num_local, borrow_links)), slots_(num_ids_ + 2) {
     free_.emplace_back(std::max(1, num_local));
     free_.emplace_back(std::max(1, num_ids() - num_local));
     for (const Place place : {Place::kLocal, Place::kBorrowed})
@@ -32,8 +38,8 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
 
     for (const Link& link : lend_links) {
         const std::vector<int> whole(link.num_extents, link.blocks_per_extent);
-        lend_links_.push_back(
-            {link, whole, std::vector<int>(link.num_extents), FreeSet(std::max(1, link.num_extents))});
+        lend_links_.push_back({link, whole, std::vector<int>(link.num_extents), FreeSet(std::max(1, link.num_extents)),
+                               std::vector<bool>(link.num_extents)});
     }
     BlockId first = num_local;
     for (const Link& link : borrow_links) {
@@ -49,15 +55,15 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
 
 // The one place where a block changes its state, and with it every list and count.
 void BlockPool::move_to(BlockId block, BlockState state) {
-    Slot& slot = slots_[block];
-    if (slot.state == state) return;
+    Slot& moved = slot(block);
+    if (moved.state == state) return;
     const int where = static_cast<int>(place(block));
-    if (slot.state == BlockState::kFree) free_set(block).erase(index_in_place(block));
-    if (slot.state == BlockState::kCached) unlink(block);
-    if (where == 0) count_extents(block, slot.state, -1);
-    --counts_[where][static_cast<int>(slot.state)];
+    if (moved.state == BlockState::kFree) free_set(block).erase(index_in_place(block));
+    if (moved.state == BlockState::kCached) unlink(block);
+    if (where == 0) count_extents(block, moved.state, -1);
+    --counts_[where][static_cast<int>(moved.state)];
 
-    slot.state = state;
+    moved.state = state;
     ++counts_[where][static_cast<int>(state)];
     if (where == 0) count_extents(block, state, +1);
     if (state == BlockState::kFree) free_set(block).insert(index_in_place(block));
@@ -87,13 +93,16 @@ BlockId BlockPool::take(Place where) {
 }
 
 void BlockPool::add_ref(BlockId block) {
-    ++slots_[block].refs;
+    Slot& held = slot(block);
+    ensure(held.refs > 0 || held.node != kNone, "who comes to a block finds it in use or in the prefix tree");
+    ++held.refs;
     move_to(block, BlockState::kUsed);
 }
 
 void BlockPool::drop_ref(BlockId block) {
-    assert(refs(block) > 0);
-    if (--slots_[block].refs == 0) rest(block);
+    Slot& held = slot(block);
+    ensure(held.refs > 0, "who leaves a block was its holder");
+    if (--held.refs == 0) rest(block);
 }
 
 void BlockPool::rest(BlockId block) {
@@ -112,11 +121,12 @@ void BlockPool::retire(BlockId block) {
 }
 
 void BlockPool::set_busy(BlockId block) {
-    if (std::exchange(slots_[block].busy_until, num_begun_) == 0) busy_.push_back(block);
+    if (std::exchange(slot(block).busy_until, num_begun_) == 0) busy_.push_back(block);
 }
 
 void BlockPool::settle() {
     ++num_settled_;
+    ensure(num_settled_ <= num_begun_, "a step that settles was begun");
     std::erase_if(busy_, [&](BlockId block) {
         if (slots_[block].busy_until > num_settled_) return false;
         slots_[block].busy_until = 0;
@@ -126,18 +136,18 @@ void BlockPool::settle() {
 }
 
 void BlockPool::forget(BlockId block) {
-    slots_[block].node = kNone;
+    slot(block).node = kNone;
     if (state(block) == BlockState::kCached || state(block) == BlockState::kLeaving) release(block);
 }
 
 void BlockPool::replace(BlockId from, BlockId to) {
-    assert(state(to) == BlockState::kUsed && refs(to) == 1 && node(to) == kNone);
-    slots_[to].node = slots_[from].node;
-    slots_[to].refs = slots_[from].refs;
-    slots_[from].node = kNone;
-    slots_[from].refs = 0;
+    ensure(state(to) == BlockState::kUsed && refs(to) == 1 && node(to) == kNone, "a block moves to one just taken");
+    Slot &source = slot(from), &target = slot(to);
+    ensure(source.refs > 0 || source.node != kNone, "a block that moves is in use or in the prefix tree");
+    target.node = std::exchange(source.node, kNone);
+    target.refs = std::exchange(source.refs, 0);
     set_busy(to);
-    if (slots_[to].refs == 0) rest(to);
+    if (target.refs == 0) rest(to);
     if (place(from) == Place::kLocal) {
         move_to(from, BlockState::kFree);
     } else {
@@ -183,7 +193,7 @@ BlockId BlockPool::start_streaming() {
 }
 
 void BlockPool::stop_streaming(BlockId block) {
-    assert(state(block) == BlockState::kStreaming);
+    ensure(state(block) == BlockState::kStreaming, "what leaves the layer-stream cache is of it");
     move_to(block, BlockState::kFree);
 }
 
@@ -208,26 +218,35 @@ std::vector<int> BlockPool::lendable(int lend_link, int max_extents, bool or_cac
     return found;
 }
 
-void BlockPool::lend(int lend_link, int extent) {
+void BlockPool::lend(int lend_link, int extent) noexcept {
     const BlockId first = first_block(lend_link, extent);
     for (BlockId b = first; b < first + blocks_per_extent(lend_link); ++b) {
-        assert(state(b) == BlockState::kFree);
+        ensure(state(b) == BlockState::kFree, "what is lent is free");
         move_to(b, BlockState::kLent);
     }
+    lend_links_[lend_link].is_lent[extent] = true;
 }
 
-void BlockPool::take_back(int lend_link, int extent) {
+void BlockPool::take_back(int lend_link, int extent) noexcept {
     const BlockId first = first_block(lend_link, extent);
     for (BlockId b = first; b < first + blocks_per_extent(lend_link); ++b) {
-        assert(state(b) == BlockState::kLent);
+        ensure(state(b) == BlockState::kLent, "what comes home was lent");
         move_to(b, BlockState::kFree);
     }
+    lend_links_[lend_link].is_lent[extent] = false;
+}
+
+void BlockPool::check_lent(int lend_link, std::span<const ExtentId> extents) const {
+    const LendLink& lend = lend_links_[lend_link];
+    check_extents(extents, lend.link.num_extents);
+    for (const ExtentId extent : extents)
+        if (!lend.is_lent[extent]) refuse(extent, "is not lent");
 }
 
 // ---- borrowing ----
 
 const BlockPool::BorrowLink& BlockPool::borrow_link_of(BlockId borrowed) const {
-    assert(place(borrowed) == Place::kBorrowed);
+    ensure(borrowed >= num_local_ && borrowed < num_ids(), "a borrowed block is one of a link's");
     return *std::prev(std::find_if(borrow_links_.begin(), borrow_links_.end(),
                                    [&](const BorrowLink& link) { return link.first > borrowed; }));
 }
@@ -256,9 +275,26 @@ BlockPool::Location BlockPool::locate(BlockId borrowed, int64_t block_bytes) con
             link.link.base_offset_bytes + extent * link.link.extent_bytes + within * block_bytes};
 }
 
-void BlockPool::borrow(int borrow_link, int extent) {
+void BlockPool::check_not_held(int borrow_link, std::span<const ExtentId> extents) const {
+    const BorrowLink& link = borrow_links_[borrow_link];
+    check_extents(extents, link.link.num_extents);
+    for (const ExtentId extent : extents) {
+        if (link.tenure[extent] == Tenure::kHeld) refuse(extent, "is borrowed already");
+        if (link.tenure[extent] == Tenure::kRecalled) refuse(extent, "was recalled and has not been returned");
+        if (link.tenure[extent] == Tenure::kLost) refuse(extent, "was lost, and a step in progress still uses it");
+    }
+}
+
+void BlockPool::check_held(int borrow_link, std::span<const ExtentId> extents) const {
+    const BorrowLink& link = borrow_links_[borrow_link];
+    check_extents(extents, link.link.num_extents);
+    for (const ExtentId extent : extents)
+        if (link.tenure[extent] != Tenure::kHeld) refuse(extent, "is not held");
+}
+
+void BlockPool::borrow(int borrow_link, int extent) noexcept {
     BorrowLink& link = borrow_links_[borrow_link];
-    assert(link.tenure[extent] == Tenure::kNone && link.num_present[extent] == 0);
+    ensure(link.tenure[extent] == Tenure::kNone && link.num_present[extent] == 0, "what is borrowed was not held");
     link.tenure[extent] = Tenure::kHeld;
     link.num_present[extent] = link.link.blocks_per_extent;
     num_held_blocks_ += link.link.blocks_per_extent;
@@ -266,9 +302,9 @@ void BlockPool::borrow(int borrow_link, int extent) {
     for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) move_to(b, BlockState::kFree);
 }
 
-void BlockPool::recall(int borrow_link, int extent) {
+void BlockPool::recall(int borrow_link, int extent) noexcept {
     BorrowLink& link = borrow_links_[borrow_link];
-    assert(link.tenure[extent] == Tenure::kHeld);
+    ensure(link.tenure[extent] == Tenure::kHeld, "what is recalled is held");
     link.tenure[extent] = Tenure::kRecalled;
     num_held_blocks_ -= link.link.blocks_per_extent;
     num_draining_ += link.num_present[extent];
@@ -279,7 +315,7 @@ void BlockPool::recall(int borrow_link, int extent) {
     }
 }
 
-void BlockPool::lose(int borrow_link) {
+void BlockPool::lose(int borrow_link) noexcept {
     BorrowLink& link = borrow_links_[borrow_link];
     link.returned.clear();
     for (int extent = 0; extent < link.link.num_extents; ++extent) {
@@ -289,7 +325,7 @@ void BlockPool::lose(int borrow_link) {
         if (tenure != Tenure::kNone) tenure = Tenure::kLost;
         const BlockId first = link.first + extent * link.link.blocks_per_extent;
         for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) {
-            assert(node(b) == kNone);
+            ensure(node(b) == kNone, "the prefix tree forgets what is lost");
             if (state(b) == BlockState::kFree) give_up(b);
         }
     }
@@ -302,6 +338,7 @@ void BlockPool::give_up(BlockId borrowed) {
     move_to(borrowed, BlockState::kAbsent);
     const bool is_lost = link.tenure[extent] == Tenure::kLost;
     if (!is_lost) --num_draining_;
+    ensure(num_draining_ >= 0 && link.num_present[extent] > 0, "a block that leaves was there");
     if (--link.num_present[extent] > 0) return;
     link.tenure[extent] = Tenure::kNone;
     if (!is_lost) link.returned.push_back(extent);
@@ -325,86 +362,6 @@ void BlockPool::for_each_of_link(int borrow_link, const std::function<void(Block
         const BlockId first = link.first + extent * link.link.blocks_per_extent;
         for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b)
             if (state(b) != BlockState::kAbsent) visit(b);
-    }
-}
-
-// ---- check ----
-
-void BlockPool::check(const std::vector<int>& refs) const {
-    decltype(counts_) counted{};
-    for (BlockId b = 0; b < num_ids(); ++b) {
-        const Slot& slot = slots_[b];
-        const bool is_local = place(b) == Place::kLocal;
-        ++counted[static_cast<int>(place(b))][static_cast<int>(slot.state)];
-        check_that(slot.refs == refs[b], "references are what the requests hold");
-        check_that((slot.refs > 0) == (slot.state == BlockState::kUsed), "a used block has holders, and no other");
-        check_that(free_[is_local ? 0 : 1].contains(index_in_place(b)) == (slot.state == BlockState::kFree),
-                   "free blocks are listed as free");
-        switch (slot.state) {
-            case BlockState::kCached:
-                check_that(slot.node != kNone, "a cached block has a node");
-                check_that(is_local || !is_leaving(b), "a cached block is in an extent that stays");
-                break;
-            case BlockState::kLeaving:
-                check_that(slot.node != kNone, "a leaving block has a node");
-                check_that(!is_local && is_leaving(b), "a leaving block is in a recalled extent");
-                break;
-            case BlockState::kUsed:
-            case BlockState::kInFlight:
-                break;
-            default:
-                check_that(slot.node == kNone, "a block that is neither used nor cached has no node");
-        }
-        check_that(!is_local || slot.state != BlockState::kAbsent, "a local block is present");
-        check_that(is_local || (slot.state != BlockState::kLent && slot.state != BlockState::kStreaming),
-                   "borrowed blocks are not lent on, nor slots");
-        check_that(is_local || !is_leaving(b) || slot.state != BlockState::kFree,
-                   "nothing is free in an extent that leaves");
-    }
-    check_that(counted == counts_, "blocks are counted by state");
-    for (const Place where : {Place::kLocal, Place::kBorrowed}) {
-        int listed = 0;
-        const BlockId end = sentinel(where);
-        for (BlockId b = slots_[end].newer; b != end; b = slots_[b].newer) {
-            check_that(state(b) == BlockState::kCached && place(b) == where, "the list holds cached blocks");
-            check_that(slots_[slots_[b].newer].older == b, "the list of cached blocks is linked both ways");
-            check_that(++listed <= num_ids(), "the list of cached blocks ends");
-        }
-        check_that(listed == num_cached(where), "every cached block is in the list");
-    }
-    for (const LendLink& lend : lend_links_) {
-        for (int extent = 0; extent < lend.link.num_extents; ++extent) {
-            int pinned = 0, cached = 0;
-            for (int i = 0; i < lend.link.blocks_per_extent; ++i) {
-                const BlockState s = state(extent * lend.link.blocks_per_extent + i);
-                pinned += !is_reclaimable(s);
-                cached += s == BlockState::kCached;
-            }
-            check_that(pinned == lend.num_pinned[extent] && cached == lend.num_cached[extent], "extents are counted");
-            check_that(lend.clean.contains(extent) == (pinned + cached == 0), "clean extents are listed");
-        }
-    }
-    int held = 0, draining = 0;
-    for (const BorrowLink& link : borrow_links_) {
-        for (int extent = 0; extent < link.link.num_extents; ++extent) {
-            int present = 0;
-            for (int i = 0; i < link.link.blocks_per_extent; ++i)
-                present += state(link.first + extent * link.link.blocks_per_extent + i) != BlockState::kAbsent;
-            check_that(present == link.num_present[extent], "present blocks of an extent are counted");
-            const Tenure tenure = link.tenure[extent];
-            check_that((present == 0) == (tenure == Tenure::kNone), "an extent that is held has blocks");
-            check_that(tenure != Tenure::kHeld || present == link.link.blocks_per_extent, "a held extent is whole");
-            held += tenure == Tenure::kHeld ? present : 0;
-            draining += tenure == Tenure::kRecalled ? present : 0;
-        }
-    }
-    check_that(held == num_held_blocks_ && draining == num_draining_, "held and leaving blocks are counted");
-    int num_busy = 0;
-    for (BlockId b = 0; b < num_ids(); ++b) num_busy += slots_[b].busy_until > 0;
-    check_that(num_busy == static_cast<int>(busy_.size()), "what is busy is listed once");
-    for (BlockId b : busy_) {
-        check_that(slots_[b].busy_until > num_settled_ && state(b) != BlockState::kAbsent, "what is busy is there");
-        check_that(num_settled_ < num_begun_, "steps in progress keep blocks busy");
     }
 }
 

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <array>
-#include <cassert>
 #include <functional>
+#include <span>
 #include <vector>
 
+#include "../common/extents.h"
 #include "free_set.h"
 #include "types.h"
 
@@ -32,7 +33,7 @@ class BlockPool {
     BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links);
 
     int num_local() const { return num_local_; }
-    int num_ids() const { return static_cast<int>(slots_.size()) - 2; }
+    int num_ids() const { return num_ids_; }
     Place place(BlockId block) const { return block < num_local_ ? Place::kLocal : Place::kBorrowed; }
     int count(Place place, BlockState state) const { return counts_[static_cast<int>(place)][static_cast<int>(state)]; }
     int num_free(Place place) const { return count(place, BlockState::kFree); }
@@ -55,17 +56,17 @@ class BlockPool {
     void cancel_step() { --num_begun_; }
     void settle();
     // Whether the step planned last brings a block that has holders.
-    bool is_moving(BlockId used) const { return slots_[used].busy_until == num_begun_; }
+    bool is_moving(BlockId used) const { return slot(used).busy_until == num_begun_; }
     // The prefix tree forgets a block that may be in any state in which it had a node.
     void forget(BlockId block);
     // `to`, just taken, replaces `from` in the tree and for its holders, after a copy in the step that is being
     // planned. A local `from` is free at once, as spills come first in a step; a borrowed one once the step settles.
     void replace(BlockId from, BlockId to);
 
-    BlockState state(BlockId block) const { return slots_[block].state; }
-    NodeId node(BlockId block) const { return slots_[block].node; }
-    void set_node(BlockId block, NodeId node) { slots_[block].node = node; }
-    int refs(BlockId block) const { return slots_[block].refs; }
+    BlockState state(BlockId block) const { return slot(block).state; }
+    NodeId node(BlockId block) const { return slot(block).node; }
+    void set_node(BlockId block, NodeId node) { slot(block).node = node; }
+    int refs(BlockId block) const { return slot(block).refs; }
 
     // Least recently used cached block; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
@@ -76,22 +77,27 @@ class BlockPool {
     void stop_streaming(BlockId block);
 
     // ---- lending: extents of the local pool ----
+    // Throws std::invalid_argument unless take_back() may have these extents.
+    void check_lent(int lend_link, std::span<const ExtentId> extents) const;
     // Up to `max_extents` that could be lent: wholly free ones, highest first, then if `or_cached` such as hold nothing
     // but free and cached blocks, least recently used first.
     std::vector<int> lendable(int lend_link, int max_extents, bool or_cached) const;
-    void lend(int lend_link, int extent);  // whose blocks are all free
-    void take_back(int lend_link, int extent);
+    void lend(int lend_link, int extent) noexcept;  // whose blocks are all free
+    void take_back(int lend_link, int extent) noexcept;
     BlockId first_block(int lend_link, int extent) const {
         return extent * lend_links_[lend_link].link.blocks_per_extent;
     }
     int blocks_per_extent(int lend_link) const { return lend_links_[lend_link].link.blocks_per_extent; }
 
     // ---- borrowing: extents of others' pools ----
-    void borrow(int borrow_link, int extent);
+    // These throw std::invalid_argument unless borrow() may have these extents, and recall().
+    void check_not_held(int borrow_link, std::span<const ExtentId> extents) const;
+    void check_held(int borrow_link, std::span<const ExtentId> extents) const;
+    void borrow(int borrow_link, int extent) noexcept;
     // From now on nothing is allocated there: free blocks are given up, now and later, and cached ones are leaving.
-    void recall(int borrow_link, int extent);
+    void recall(int borrow_link, int extent) noexcept;
     // The same, of all extents, with nobody to give them back to.
-    void lose(int borrow_link);
+    void lose(int borrow_link) noexcept;
     // Recalled extents that have been given up whole since the last call.
     std::vector<int> take_returned(int borrow_link);
     bool is_draining() const { return num_draining_ > 0; }
@@ -125,6 +131,7 @@ class BlockPool {
         Link link;
         std::vector<int> num_pinned, num_cached;  // per extent, blocks that are neither free nor cached; cached ones
         FreeSet clean;                            // extents all of whose blocks are free
+        std::vector<bool> is_lent;                // per extent; another link may lend the same blocks
     };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kLost };
     struct BorrowLink {
@@ -135,6 +142,11 @@ class BlockPool {
         std::vector<int> returned;
     };
 
+    Slot& slot(BlockId block) {
+        ensure(static_cast<uint32_t>(block) < static_cast<uint32_t>(num_ids_), "a block is one of the pool's");
+        return slots_[block];
+    }
+    const Slot& slot(BlockId block) const { return const_cast<BlockPool*>(this)->slot(block); }
     void move_to(BlockId block, BlockState state);
     void set_busy(BlockId block);
     void rest(BlockId block);     // nobody holds it any more
@@ -151,8 +163,14 @@ class BlockPool {
         return (block - link.first) / link.link.blocks_per_extent;
     }
     void give_up(BlockId borrowed);
+    // Parts of check().
+    void check_blocks(const std::vector<int>& refs) const;
+    void check_cached_lists() const;
+    void check_lend_link(const LendLink& lend) const;
+    void check_borrow_links() const;
+    void check_busy() const;
 
-    int num_local_;
+    int num_local_, num_ids_;
     std::vector<Slot> slots_;  // the last two are the sentinels of the circular lists of cached blocks
     std::vector<FreeSet> free_;
     std::array<std::array<int, kNumBlockStates>, 2> counts_{};

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <bit>
-#include <cassert>
 #include <cstdint>
 #include <vector>
+
+#include "../common/check.h"
 
 namespace swiftkv {
 
@@ -12,7 +13,7 @@ namespace swiftkv {
 // keeps runs of consecutive blocks long and the end of the pool free.
 class FreeSet {
   public:
-    explicit FreeSet(int size) {
+    explicit FreeSet(int size) : size_(size) {
         for (int bits = size;; bits = words(bits)) {
             levels_.emplace_back(words(bits), 0);
             if (bits < kBits) break;  // in a last word that may be full, `highest_below` had no bit for the end
@@ -21,10 +22,10 @@ class FreeSet {
 
     int count() const { return count_; }
     bool empty() const { return count_ == 0; }
-    bool contains(int i) const { return levels_[0][i / kBits] >> (i % kBits) & 1; }
+    bool contains(int i) const { return i >= 0 && i < size_ && (levels_[0][i / kBits] >> (i % kBits) & 1); }
 
     void insert(int i) {
-        assert(!contains(i));
+        ensure(i >= 0 && i < size_ && !contains(i), "what enters a set is new there");
         ++count_;
         for (auto& level : levels_) {
             uint64_t& word = level[i / kBits];
@@ -36,7 +37,7 @@ class FreeSet {
     }
 
     void erase(int i) {
-        assert(contains(i));
+        ensure(contains(i), "what leaves a set is there");
         --count_;
         for (auto& level : levels_) {
             uint64_t& word = level[i / kBits];
@@ -74,6 +75,7 @@ class FreeSet {
     static int words(int bits) { return (bits + kBits - 1) / kBits; }
 
     std::vector<std::vector<uint64_t>> levels_;
+    int size_;
     int count_ = 0;
 };
 

@@ -1,10 +1,9 @@
 #include "kv_cache.h"
 
 #include <algorithm>
-#include <cassert>
 #include <iterator>
 
-#include "check.h"
+#include "../common/check.h"
 
 namespace swiftkv {
 namespace {
@@ -115,10 +114,14 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
         std::vector<int32_t>& entries = table.groups[g].entries;
         const size_t old_size = entries.size();
         entries.resize(old_size + needed);
+        const auto put = [&](int i, BlockId block) {
+            ensure(block != kNone, "there are as many blocks as were counted");
+            entries[old_size + i] = entry_of(g, block);
+        };
         // Borrowed ones first: moving cached blocks out of the local pool would take them.
         const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
-        for (int i = num_local; i < needed; ++i) entries[old_size + i] = entry_of(g, take_borrowed(g));
-        for (int i = 0; i < num_local; ++i) entries[old_size + i] = entry_of(g, take_local(g));
+        for (int i = num_local; i < needed; ++i) put(i, take_borrowed(g));
+        for (int i = 0; i < num_local; ++i) put(i, take_local(g));
     }
     return true;
 }
@@ -211,8 +214,9 @@ void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
 // A node without one of its full-attention blocks is of no use, so it loses all its blocks. Blocks are released last
 // block first, so the oldest cached block of a full-attention group is a leaf, unless a block in its middle was lost:
 // then those behind it wait in vain until they are the oldest, or until it is computed again.
-void KvCache::evict(int g, BlockId block) {
+void KvCache::evict(int g, BlockId block) noexcept {
     const NodeId node = groups_[g].pool.node(block);
+    ensure(node != kNone, "what is evicted is in the prefix tree");
     const bool whole_node = groups_[g].spec.window == 0;
     for (int h = 0; h < num_groups(); ++h) {
         const BlockId held = tree_.block(node, h);
@@ -224,9 +228,11 @@ void KvCache::evict(int g, BlockId block) {
 }
 
 void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks) {
+    ensure(num_blocks <= static_cast<int>(keys.size()), "a block that is committed is full");
+    for (const BlockTable::Group& held : table.groups)
+        ensure(num_blocks <= static_cast<int>(held.entries.size()), "a block that is committed is held");
     for (int i = table.num_committed; i < num_blocks; ++i) {
-        NodeId node = tree_.find(keys[i]);
-        if (node == kNone) node = tree_.insert(keys[i]);
+        const NodeId node = tree_.find_or_insert(keys[i]);
         for (int g = 0; g < num_groups(); ++g) adopt(g, table.groups[g].entries[i], node);
     }
     table.num_committed = std::max(table.num_committed, num_blocks);
@@ -303,12 +309,13 @@ void KvCache::begin_step() {
 }
 
 void KvCache::cancel_step() {
-    assert(!has_copies());
+    ensure(!has_copies() && num_steps_ > 0, "a step that is given up was begun, and copies nothing");
     --num_steps_;
     for (Group& group : groups_) group.pool.cancel_step();
 }
 
 void KvCache::settle() {
+    ensure(num_steps_ > 0, "a step that settles was begun");
     --num_steps_;
     for (Group& group : groups_) {
         group.pool.settle();
@@ -362,54 +369,6 @@ std::vector<GroupStats> KvCache::stats() const {
                          .stream_slots = stream_slots(g)});
     }
     return stats;
-}
-
-void KvCache::check(std::span<const BlockTable* const> tables,
-                    std::span<const std::vector<BlockKey>* const> keys) const {
-    for (int g = 0; g < num_groups(); ++g) {
-        const Group& group = groups_[g];
-        std::vector<int> refs(group.pool.num_ids(), 0);
-        for (const BlockTable* table : tables)
-            for (int32_t entry : table->groups[g].entries)
-                if (entry != kNoBlock) ++refs[block_of(g, entry)];
-        group.pool.check(refs);
-        const GroupStats s = stats()[g];
-        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.streaming == s.total, "the pool equation");
-        check_that(s.streaming == static_cast<int>(group.streaming.size()), "streaming blocks are listed");
-    }
-    for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
-
-    tree_.check();
-    std::vector<int> in_tree(groups_.size(), 0);
-    tree_.for_each([&](NodeId node) {
-        check_that(!tree_.is_empty(node), "a node holds a block");
-        for (int g = 0; g < num_groups(); ++g) {
-            const BlockId block = tree_.block(node, g);
-            check_that(block != kNone || groups_[g].spec.window > 0, "a node has all its full-attention blocks");
-            if (block == kNone) continue;
-            check_that(groups_[g].pool.node(block) == node, "a block in the tree knows its node");
-            ++in_tree[g];
-        }
-    });
-    for (int g = 0; g < num_groups(); ++g) {
-        int with_node = 0;
-        for (BlockId b = 0; b < groups_[g].pool.num_ids(); ++b) with_node += groups_[g].pool.node(b) != kNone;
-        check_that(with_node == in_tree[g], "a block that knows a node is in it");
-    }
-}
-
-void KvCache::check_table(const BlockTable& table, const std::vector<BlockKey>& keys) const {
-    for (int g = 0; g < num_groups(); ++g) {
-        const BlockTable::Group& held = table.groups[g];
-        const int size = static_cast<int>(held.entries.size());
-        check_that(held.first <= size && table.num_committed <= size, "a table holds what it has committed");
-        for (int i = 0; i < size; ++i) {
-            check_that((held.entries[i] == kNoBlock) == (i < held.first), "only the window's past has no block");
-            if (i < held.first || i >= table.num_committed) continue;
-            const NodeId node = groups_[g].pool.node(block_of(g, held.entries[i]));
-            check_that(node == kNone || node == tree_.find(keys[i]), "a committed block has the node of its key");
-        }
-    }
 }
 
 }  // namespace swiftkv

@@ -92,6 +92,8 @@ class KvCache {
     int32_t stream_slot(int group, int index) const;  // layer-block index
 
     // ---- lending and borrowing ----
+    // Those that name a link or extents throw std::invalid_argument, with nothing changed, where there is no such link
+    // or extent, an extent is named twice, or it is not in the state that the call is for.
     std::vector<int> lend(int lend_link, int max_extents, bool or_cached);
     void take_back(int lend_link, std::span<const int32_t> extents);
     void borrow(int borrow_link, std::span<const int32_t> extents);
@@ -141,6 +143,7 @@ class KvCache {
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
         std::vector<BlockId> missing = {};         // targets of moves whose source was lost meanwhile
     };
+    static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
     int match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     int available(int group) const;
     int available_borrowed(int group) const;
@@ -158,7 +161,8 @@ class KvCache {
     std::vector<BlockId> leaving(int group, BlockState state) const;
     void drain_cached(int group, const std::vector<BlockId>& leaving, int num_used);
     void drain_used(int group, const std::vector<BlockId>& used, std::span<BlockTable* const> tables);
-    void evict(int group, BlockId block);
+    void evict(int group, BlockId block) noexcept;
+    void lose_link(LinkOfGroup lost) noexcept;
     void let_go(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node);
     bool is_local(int group, BlockId block) const { return block < groups_[group].spec.num_blocks; }

@@ -1,9 +1,12 @@
 // What of the cache follows leases: the layer-stream cache, and extents that come and go.
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "../common/check.h"
 #include "kv_cache.h"
 
 namespace swiftkv {
@@ -47,7 +50,9 @@ void KvCache::grow_stream() {
             if (!make_local_room(g)) break;
             // Slots serve all layers, so they must not be written before the last layer is spilled.
             if (group.spills.size() > num_spills) ++group.num_fresh;
-            group.streaming.push_back(group.pool.start_streaming());
+            const BlockId block = group.pool.start_streaming();
+            ensure(block != kNone, "there is room where room was made");
+            group.streaming.push_back(block);
         }
     }
 }
@@ -66,15 +71,26 @@ int KvCache::stream_slots(int g) const {
 }
 
 int32_t KvCache::stream_slot(int g, int index) const {
-    const int num_layers = groups_[g].spec.num_layers;
-    return groups_[g].streaming[index / num_layers] * num_layers + index % num_layers;
+    const Group& group = groups_[g];
+    const int num_layers = group.spec.num_layers;
+    const auto place = static_cast<size_t>(index / num_layers);
+    ensure(place < group.streaming.size(), "a slot is one of the layer-stream cache");
+    return group.streaming[place] * num_layers + index % num_layers;
 }
 
 // ---- lending and borrowing ----
 
+const KvCache::LinkOfGroup& KvCache::find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind) {
+    if (link < 0 || link >= static_cast<int>(links.size()))
+        throw std::invalid_argument("link: there are " + std::to_string(links.size()) + " " + kind +
+                                    " links, and none has the number " + std::to_string(link));
+    return links[link];
+}
+
 std::vector<int> KvCache::lend(int lend_link, int max_extents, bool or_cached) {
-    const auto [g, link] = lend_links_[lend_link];
+    const auto [g, link] = find_link(lend_links_, lend_link, "lend");
     BlockPool& pool = groups_[g].pool;
+    if (max_extents < 0) throw std::invalid_argument("max_extents must not be negative");
     const std::vector<int> extents = pool.lendable(link, max_extents, or_cached);
     for (int extent : extents) {
         const BlockId first = pool.first_block(link, extent);
@@ -86,27 +102,37 @@ std::vector<int> KvCache::lend(int lend_link, int max_extents, bool or_cached) {
 }
 
 void KvCache::take_back(int lend_link, std::span<const int32_t> extents) {
-    const auto [g, link] = lend_links_[lend_link];
-    for (int extent : extents) groups_[g].pool.take_back(link, extent);
+    const auto [g, link] = find_link(lend_links_, lend_link, "lend");
+    BlockPool& pool = groups_[g].pool;
+    pool.check_lent(link, extents);
+    for (int extent : extents) pool.take_back(link, extent);
 }
 
 void KvCache::borrow(int borrow_link, std::span<const int32_t> extents) {
-    const auto [g, link] = borrow_links_[borrow_link];
-    for (int extent : extents) groups_[g].pool.borrow(link, extent);
+    const auto [g, link] = find_link(borrow_links_, borrow_link, "borrow");
+    BlockPool& pool = groups_[g].pool;
+    pool.check_not_held(link, extents);
+    for (int extent : extents) pool.borrow(link, extent);
 }
 
 void KvCache::recall(int borrow_link, std::span<const int32_t> extents) {
-    const auto [g, link] = borrow_links_[borrow_link];
-    for (int extent : extents) groups_[g].pool.recall(link, extent);
+    const auto [g, link] = find_link(borrow_links_, borrow_link, "borrow");
+    BlockPool& pool = groups_[g].pool;
+    pool.check_held(link, extents);
+    for (int extent : extents) pool.recall(link, extent);
 }
 
 std::vector<int> KvCache::take_returned(int borrow_link) {
-    const auto [g, link] = borrow_links_[borrow_link];
+    const auto [g, link] = find_link(borrow_links_, borrow_link, "borrow");
     return groups_[g].pool.take_returned(link);
 }
 
 void KvCache::lose(int borrow_link) {
-    const auto [g, link] = borrow_links_[borrow_link];
+    lose_link(find_link(borrow_links_, borrow_link, "borrow"));
+}
+
+void KvCache::lose_link(LinkOfGroup lost) noexcept {
+    const auto [g, link] = lost;
     BlockPool& pool = groups_[g].pool;
     std::vector<BlockId> in_tree;
     pool.for_each_of_link(link, [&, g = g](BlockId block) {
@@ -175,6 +201,7 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, std::span<Bloc
     std::unordered_map<int32_t, int32_t> moved;  // by entry
     for (int i = 0; i < static_cast<int>(used.size()); ++i) {
         const BlockId to = i < num_across ? move_across(g, used[i]) : move_in(g, used[i]);
+        ensure(to != kNone, "there is as much room for what drains as was counted");
         moved.emplace(~used[i], entry_of(g, to));
     }
     for (BlockTable* table : tables) {
@@ -189,6 +216,7 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, std::span<Bloc
 BlockId KvCache::move_across(int g, BlockId block) {
     Group& group = groups_[g];
     const BlockId to = take_borrowed(g);
+    if (to == kNone) return kNone;
     if (const NodeId node = group.pool.node(block); node != kNone) tree_.set_block(node, g, to);
     group.pool.replace(block, to);
     group.moves_across.push_back({block, to});

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "check.h"
+#include "../common/check.h"
 
 namespace swiftkv {
 
@@ -16,8 +16,8 @@ NodeId PrefixTree::find(const BlockKey& key) const {
     return find_in(buckets_[bucket(key)], key);
 }
 
-NodeId PrefixTree::insert(const BlockKey& key) {
-    assert(find(key) == kNone);
+NodeId PrefixTree::find_or_insert(const BlockKey& key) {
+    if (const NodeId known = find(key); known != kNone) return known;
     NodeId node = free_nodes_;
     if (node != kNone) {
         free_nodes_ = nodes_[node].next;
@@ -33,9 +33,12 @@ NodeId PrefixTree::insert(const BlockKey& key) {
 }
 
 void PrefixTree::erase(NodeId node) {
-    assert(is_empty(node));
+    ensure(is_empty(node), "a node that goes holds no block");
     NodeId* link = &buckets_[bucket(nodes_[node].key)];
-    while (*link != node) link = &nodes_[*link].next;
+    while (*link != node) {
+        ensure(*link != kNone, "a node is in the bucket of its key");
+        link = &nodes_[*link].next;
+    }
     *link = nodes_[node].next;
     nodes_[node].next = free_nodes_;
     free_nodes_ = node;
@@ -44,16 +47,6 @@ void PrefixTree::erase(NodeId node) {
 bool PrefixTree::is_empty(NodeId node) const {
     const auto first = blocks_.begin() + static_cast<std::ptrdiff_t>(index(node, 0));
     return std::all_of(first, first + num_groups_, [](BlockId b) { return b == kNone; });
-}
-
-void PrefixTree::check() const {
-    size_t listed = 0;
-    for_each([&](NodeId node) {
-        check_that(find(nodes_[node].key) == node, "a key has one node, in its bucket");
-        ++listed;
-    });
-    for (NodeId node = free_nodes_; node != kNone; node = nodes_[node].next) ++listed;
-    check_that(listed == nodes_.size(), "every node is in a bucket or free");
 }
 
 }  // namespace swiftkv

@@ -1,10 +1,10 @@
 // Which full blocks are known, by key: one node per block of tokens, with the block of each KV group that is resident.
 #pragma once
 
-#include <cassert>
 #include <span>
 #include <vector>
 
+#include "../common/check.h"
 #include "types.h"
 
 namespace swiftkv {
@@ -17,12 +17,13 @@ class PrefixTree {
     PrefixTree(int num_groups, int max_nodes);
 
     NodeId find(const BlockKey& key) const;
-    NodeId insert(const BlockKey& key);  // which is not there yet
-    void erase(NodeId node);             // which holds no block any more
+    NodeId find_or_insert(const BlockKey& key);
+    void erase(NodeId node);  // which holds no block any more
     // Calls visit(i, node) for i = 0, 1, … with find(keys[i]) until it returns false. Hides memory latency.
     template <class Visit>
     void find_each(std::span<const BlockKey> keys, Visit&& visit) const;
 
+    // kNone: the node lacks its block in that group.
     BlockId block(NodeId node, int group) const { return blocks_[index(node, group)]; }
     void set_block(NodeId node, int group, BlockId block) { blocks_[index(node, group)] = block; }
     bool is_empty(NodeId node) const;
@@ -38,7 +39,11 @@ class PrefixTree {
         BlockKey key;
         NodeId next;  // in the same bucket; in the list of free nodes if it is one
     };
-    size_t index(NodeId node, int group) const { return static_cast<size_t>(node) * num_groups_ + group; }
+    size_t index(NodeId node, int group) const {
+        const size_t index = static_cast<size_t>(node) * num_groups_ + group;
+        ensure(index < blocks_.size(), "a node is one of the tree's");  // kNone is not
+        return index;
+    }
     // Keys are uniformly random, so any bits of them are a hash.
     size_t bucket(const BlockKey& key) const { return key[0] & bucket_mask_; }
     NodeId find_in(NodeId node, const BlockKey& key) const;

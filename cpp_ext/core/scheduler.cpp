@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "check.h"
+#include "../common/check.h"
 #include "scheduler_request.h"
 
 namespace swiftkv {
@@ -18,80 +18,11 @@ namespace {
 // What a decoding sequence may move into the local pool within one step, so that the step stays short.
 constexpr int kMaxPromotedBlocks = 32;
 
-// Blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
-int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<Link>& borrow_links) {
-    int64_t borrowed = 0;
-    for (const Link& link : borrow_links)
-        if (link.group == group) borrowed += int64_t{link.num_extents} * link.blocks_per_extent;
-    const int64_t layer_blocks = int64_t{spec.num_blocks} * spec.num_layers;
-    const int64_t slots = std::min(borrowed, layer_blocks);
-    return slots + (layer_blocks - slots) / spec.num_layers;
-}
-
-void validate_links(const std::vector<GroupSpec>& groups, const std::vector<Link>& links, bool borrows) {
-    for (const Link& link : links) {
-        const bool is_known = link.group >= 0 && link.group < static_cast<int>(groups.size());
-        if (!is_known || link.num_extents < 0 || link.blocks_per_extent <= 0)
-            throw std::invalid_argument("a link needs a KV group, num_extents >= 0 and blocks_per_extent > 0");
-        const GroupSpec& spec = groups[link.group];
-        if (borrows && (spec.layer_block_bytes <= 0 || link.extent_bytes <= 0))
-            throw std::invalid_argument("borrowing needs layer_block_bytes of the group and extent_bytes of the link");
-        if (!borrows && int64_t{link.num_extents} * link.blocks_per_extent > spec.num_blocks)
-            throw std::invalid_argument("a lend link has more extents than its group has blocks for");
-    }
-}
-
-void validate_limits(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
-                     const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links) {
-    const auto require = [](bool holds, const std::string& what) {
-        if (!holds) throw std::invalid_argument(what);
-    };
-    require(!groups.empty(), "a scheduler needs at least one KV group");
-    require(limits.block_size > 0 && limits.max_num_seqs > 0 && limits.max_num_batched_tokens > 0,
-            "block_size, max_num_seqs and max_num_batched_tokens must be positive");
-    require(limits.stream_buffers == 1 || limits.stream_buffers == 2, "stream_buffers must be 1 or 2");
-    require(limits.max_model_len > 1, "max_model_len must leave room for a prompt and an answer");
-    for (size_t g = 0; g < groups.size(); ++g) {
-        const GroupSpec& spec = groups[g];
-        const std::string name = "KV group " + std::to_string(g);
-        require(spec.num_layers > 0 && spec.num_blocks > 0 && spec.window >= 0,
-                name + " needs num_layers > 0, num_blocks > 0 and window >= 0");
-        require(int64_t{spec.num_layers} * spec.num_blocks <= std::numeric_limits<int32_t>::max(),
-                name + " has more layer blocks than an int32 can count");
-        const int needed = limits.blocks_for_one_sequence(spec);
-        const int64_t most = blocks_with_lending(spec, static_cast<int>(g), borrow_links);
-        require(most >= needed, name + " has " + std::to_string(most) + " blocks; one sequence of max_model_len " +
-                                    std::to_string(limits.max_model_len) + " needs " + std::to_string(needed));
-    }
-    validate_links(groups, lend_links, false);
-    validate_links(groups, borrow_links, true);
-}
-
 }  // namespace
-
-int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
-    const int whole = ceil_div(max_model_len, block_size);
-    if (spec.window == 0 || !enable_chunked_prefill) return whole;
-    return std::min(whole, ceil_div(spec.window, block_size) + ceil_div(max_num_batched_tokens, block_size) + 1);
-}
 
 bool Scheduler::Order::operator()(const Request* a, const Request* b) const {
     return std::tie(a->priority, a->arrival) < std::tie(b->priority, b->arrival);
 }
-
-Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links,
-                     std::vector<Link> borrow_links)
-    : limits_(limits),
-      borrows_(!borrow_links.empty()),
-      cache_((validate_limits(groups, limits, lend_links, borrow_links), groups), limits.block_size, lend_links,
-             borrow_links),
-      waiting_blocks_(groups.size()),
-      demand_(groups.size()) {
-    for (int slot = limits_.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
-    std::make_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
-}
-
-Scheduler::~Scheduler() = default;
 
 // ---- requests come and go ----
 
@@ -113,19 +44,19 @@ void Scheduler::add_request(const NewRequest& n) {
         r->root_key = blake3(n.cache_namespace);
         extend_keys(r->keys, r->root_key, r->tokens, limits_.block_size);
     }
-    enqueue(*r);
-    note_length(*r);
+    Request& request = *requests_.emplace(n.id, std::move(r)).first->second;
+    enqueue(request);
+    note_length(request);
     note_demand();
-    requests_.emplace(n.id, std::move(r));
 }
 
-void Scheduler::enqueue(Request& r) {
+void Scheduler::enqueue(Request& r) noexcept {
     waiting_.insert(&r);
     for (int g = 0; g < cache_.num_groups(); ++g) waiting_blocks_[g] += blocks_wanted(r, g);
 }
 
 void Scheduler::dequeue(Request& r) {
-    waiting_.erase(&r);
+    ensure(waiting_.erase(&r) == 1, "a request that stops waiting waited");
     r.stuck_since_s = -1;
     for (int g = 0; g < cache_.num_groups(); ++g) waiting_blocks_[g] -= blocks_wanted(r, g);
 }
@@ -144,23 +75,28 @@ void Scheduler::validate(const NewRequest& n) const {
                                     " tokens; with max_model_len " + std::to_string(limits_.max_model_len) +
                                     " at most " + std::to_string(limits_.max_model_len - 1) +
                                     " leave room for an answer");
+    // Below 0 stands for what a step in progress samples.
+    if (std::any_of(n.prompt.begin(), n.prompt.end(), [](TokenId token) { return token < 0; }))
+        throw std::invalid_argument(name + " has a prompt with a token id below 0");
     if (n.max_tokens < 1) throw std::invalid_argument(name + " has max_tokens < 1");
     if (n.min_tokens < 0) throw std::invalid_argument(name + " has min_tokens < 0");
 }
 
 void Scheduler::abort(std::span<const RequestId> ids) {
     const std::lock_guard lock(mutex_);
-    for (RequestId id : ids) {
-        const auto found = requests_.find(id);
-        if (found == requests_.end()) continue;
-        Request& r = *found->second;
-        std::erase(preempted_, id);
-        if (r.slot == kNone) {
-            dequeue(r);
-            requests_.erase(found);
-        } else {
-            end(r);
-        }
+    for (RequestId id : ids) abort_one(id);
+}
+
+void Scheduler::abort_one(RequestId id) noexcept {
+    const auto found = requests_.find(id);
+    if (found == requests_.end()) return;
+    Request& r = *found->second;
+    std::erase(preempted_, id);
+    if (r.slot == kNone) {
+        dequeue(r);
+        requests_.erase(found);
+    } else {
+        end(r);
     }
 }
 
@@ -191,7 +127,9 @@ void Scheduler::stop_running(Request& r) {
     free_slots_.push_back(r.slot);
     std::push_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = kNone;
-    running_.erase(std::lower_bound(running_.begin(), running_.end(), &r, Order{}));
+    const auto place = std::lower_bound(running_.begin(), running_.end(), &r, Order{});
+    ensure(place != running_.end() && *place == &r, "a request that stops running ran");
+    running_.erase(place);
 }
 
 // ---- schedule ----
@@ -200,6 +138,10 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     const std::lock_guard lock(mutex_);
     if (open_.size() == 2) throw std::logic_error("schedule() while two steps are in progress");
     if (!open_.empty() && !can_plan_ahead()) return nullptr;
+    return plan_step(now_s);
+}
+
+std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     must_commit_ = false;
     budget_left_ = limits_.max_num_batched_tokens;
     cache_.begin_step();
@@ -328,6 +270,7 @@ bool Scheduler::admit(Request& r, int token_budget) {
     }
     if (borrowed_hits > 0) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
     dequeue(r);
+    ensure(!free_slots_.empty(), "there is a row slot for who is admitted");
     std::pop_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = free_slots_.back();
     free_slots_.pop_back();
@@ -366,6 +309,7 @@ bool Scheduler::is_ending(const Request& r) const {
 // Gets blocks for the next `num_tokens` tokens of a running request, from the last in order if need be.
 bool Scheduler::make_room(Request& r, int num_tokens) {
     while (!cache_.extend(r.table, r.num_planned() + num_tokens, r.num_tokens(), 0)) {
+        ensure(!running_.empty(), "who needs room runs");
         Request& victim = *running_.back();
         must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
         if (victim.num_scheduled > 0) return false;
@@ -408,44 +352,6 @@ SchedulerStats Scheduler::stats() const {
 void Scheduler::reset_prefix_cache() {
     const std::lock_guard lock(mutex_);
     cache_.reset();
-}
-
-void Scheduler::check_invariants() const {
-    const std::lock_guard lock(mutex_);
-    std::vector<const BlockTable*> tables;
-    std::vector<const std::vector<BlockKey>*> keys;
-    std::vector<int> slots = free_slots_;
-    for (const Request* r : running_) {
-        check_that(waiting_.count(const_cast<Request*>(r)) == 0, "a request runs or waits, not both");
-        check_that(r->num_computed < r->num_tokens(), "a running request has something left to compute");
-        int num_scheduled = 0, num_unknown = 0;
-        for (const Step& step : open_) {
-            for (const StepRow& row : step.rows) {
-                if (row.request != r) continue;
-                num_scheduled += row.num_tokens;
-                num_unknown += row.samples;
-            }
-        }
-        check_that(num_scheduled == r->num_scheduled && num_unknown == r->num_unknown, "steps in progress are counted");
-        check_that(!r->is_in_step, "no step is being planned");
-        tables.push_back(&r->table);
-        keys.push_back(&r->keys);
-        slots.push_back(r->slot);
-    }
-    for (const Request* r : waiting_) {
-        check_that(r->num_computed == 0 && r->slot == kNone, "a waiting request has computed nothing");
-        for (const auto& group : r->table.groups) check_that(group.entries.empty(), "a waiting request holds no block");
-    }
-    std::sort(slots.begin(), slots.end());
-    for (int i = 0; i < static_cast<int>(slots.size()); ++i) check_that(slots[i] == i, "every row slot has one owner");
-    check_that(static_cast<int>(slots.size()) == limits_.max_num_seqs, "every row slot is accounted for");
-    check_that(std::is_sorted(running_.begin(), running_.end(), Order{}), "running requests are in order");
-    check_that(running_.size() + waiting_.size() == requests_.size(), "every request runs or waits");
-    std::vector<int> wanted(cache_.num_groups());
-    for (const Request* r : waiting_)
-        for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += blocks_wanted(*r, g);
-    check_that(wanted == waiting_blocks_, "what waiting requests want is counted");
-    cache_.check(tables, keys);
 }
 
 }  // namespace swiftkv

@@ -106,6 +106,13 @@ class Scheduler {
     };
 
     void validate(const NewRequest& request) const;
+    // What changes more than one thing is noexcept: whatever is thrown half-way, if only for want of memory, leaves
+    // books that nobody can trust, and ends the process instead.
+    void abort_one(RequestId id) noexcept;
+    std::unique_ptr<StepPlan> plan_step(double now_s) noexcept;
+    StepResult commit_step(std::span<const TokenId> sampled) noexcept;
+    void abandon_step() noexcept;
+    void drop_lost() noexcept;
 
     bool can_plan_ahead() const;
     std::unique_ptr<StepPlan> open_step();
@@ -123,7 +130,7 @@ class Scheduler {
     void stop_running(Request& request);
     void leave_steps(const Request& request, bool is_dropped);
     bool reads_lost(const StepRow& row) const;
-    void enqueue(Request& request);
+    void enqueue(Request& request) noexcept;
     void dequeue(Request& request);
     bool could_hold(const Request& request) const;  // if it were alone
     bool is_stuck(Request& request, double now_s);

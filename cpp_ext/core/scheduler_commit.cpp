@@ -21,6 +21,10 @@ StepResult Scheduler::commit(std::span<const TokenId> sampled) {
     if (static_cast<size_t>(num_rows) != sampled.size())
         throw std::invalid_argument("commit() got " + std::to_string(sampled.size()) + " tokens, the plan has " +
                                     std::to_string(num_rows) + " logits_rows");
+    return commit_step(sampled);
+}
+
+StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
     const Step step = std::move(open_.front());
     open_.pop_front();
     StepResult result;
@@ -56,6 +60,10 @@ void Scheduler::abandon() {
     const std::lock_guard lock(mutex_);
     check_is_open("abandon()");
     if (open_.size() > 1) throw std::logic_error("abandon() before commit() of the step before it");
+    abandon_step();
+}
+
+void Scheduler::abandon_step() noexcept {
     open_.pop_front();
     // Also those that had no part in the step: what it moved may be theirs.
     while (!running_.empty()) drop_steps(*running_.back());

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "../common/check.h"
 #include "scheduler.h"
 #include "scheduler_request.h"
 
@@ -12,7 +13,10 @@ void Scheduler::settle_lending() {
     if (!open_.empty()) return;  // what it uses stays where it is
     cache_.shrink_stream();
     if (cache_.is_draining()) {
-        while (!cache_.drain(running_tables())) preempt(*running_.back());
+        while (!cache_.drain(running_tables())) {
+            ensure(!running_.empty(), "nothing is in the way of a drain when nobody runs");
+            preempt(*running_.back());
+        }
         cache_.shrink_stream();  // by what those had in use that were preempted
     }
     cache_.grow_stream();
@@ -53,6 +57,10 @@ std::vector<int> Scheduler::take_returned(int borrow_link) {
 void Scheduler::lose(int borrow_link) {
     const std::lock_guard lock(mutex_);
     cache_.lose(borrow_link);
+    drop_lost();
+}
+
+void Scheduler::drop_lost() noexcept {
     for (const Step& step : open_)
         for (const StepRow& row : step.rows)
             if (row.request && reads_lost(row)) row.request->is_lost = must_commit_ = true;

@@ -1,9 +1,9 @@
 // A scheduled step as flat arrays.
 #include <algorithm>
-#include <cassert>
 #include <unordered_map>
 #include <utility>
 
+#include "../common/check.h"
 #include "scheduler.h"
 #include "scheduler_request.h"
 
@@ -33,9 +33,10 @@ std::unique_ptr<StepPlan> Scheduler::write_plan() {
 void Scheduler::write_row(StepPlan& plan, const StepRow& row) const {
     const Request& r = *row.request;
     const int end = r.num_planned(), begin = end - row.num_tokens, known_end = std::min(end, r.num_known());
+    ensure(begin >= 0 && begin <= known_end, "what a step computes is known, but for its last token");
     plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + known_end);
     if (known_end < end) {
-        assert(end - known_end == 1);
+        ensure(end - known_end == 1, "one token of a row is unknown, its last");
         plan.token_ids.push_back(~r.slot);
         plan.has_unknown_tokens = true;
     }
@@ -52,6 +53,7 @@ void Scheduler::write_row(StepPlan& plan, const StepRow& row) const {
     const int num_blocks = ceil_div(end, limits_.block_size);
     for (int g = 0; g < cache_.num_groups(); ++g) {
         const std::vector<int32_t>& entries = r.table.groups[g].entries;
+        ensure(num_blocks <= static_cast<int>(entries.size()), "there are blocks for what a step computes");
         std::vector<int32_t>& table = plan.block_tables[0][g];
         table.insert(table.end(), entries.begin(), entries.begin() + num_blocks);
         plan.table_starts[g].push_back(static_cast<int32_t>(table.size()));
@@ -109,7 +111,7 @@ void Scheduler::write_streams(StepPlan& plan) const {
     for (int g = 0; g < cache_.num_groups(); ++g) {
         streamed.push_back(streamed_blocks(plan, g));
         const int num_streamed = static_cast<int>(streamed[g].blocks.size());
-        assert(num_streamed <= cache_.stream_slots(g));
+        ensure(num_streamed <= cache_.stream_slots(g), "every borrowed block in use has a slot");
         is_streaming |= num_streamed > 0;
         if (2 * num_streamed > cache_.stream_slots(g)) num_buffers = 1;
     }

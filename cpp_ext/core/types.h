@@ -44,8 +44,9 @@ struct GroupStats {
     int stream_slots;  // layer blocks that borrowed blocks can be staged in
 };
 
+// Of a >= 0 and b > 0, without a sum that overflows.
 inline int ceil_div(int a, int b) {
-    return (a + b - 1) / b;
+    return a / b + (a % b != 0);
 }
 
 }  // namespace swiftkv

@@ -1,0 +1,31 @@
+// Invariants, which are checked in every build.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+namespace swiftkv {
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void end_process(const char* what, const std::source_location& where) {
+    std::fprintf(stderr, "swiftkv: invariant broken: %s (%s:%u, %s)\n", what, where.file_name(), where.line(),
+                 where.function_name());
+    std::abort();
+}
+
+// Ends the process, with a message on standard error, unless `holds`: state changes call this before they write. There
+// is no going on: with wrong books an engine writes where others keep their bytes, and even a tidy end would give back
+// extents that copies still reach. When it is dead, lenders have them back, and its supervisor starts it anew.
+inline void ensure(bool holds, const char* what, const std::source_location& where = std::source_location::current()) {
+    if (!holds) [[unlikely]]
+        end_process(what, where);
+}
+
+// For check_invariants(), which changes nothing and may look in the middle of a history: throws.
+inline void check_that(bool holds, const char* what) {
+    if (!holds) throw std::runtime_error(std::string("invariant broken: ") + what);
+}
+
+}  // namespace swiftkv

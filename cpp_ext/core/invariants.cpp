@@ -1,0 +1,210 @@
+// What holds between any two calls, whatever happened: the slow and complete check, for tests.
+#include <algorithm>
+#include <mutex>
+
+#include "../common/check.h"
+#include "block_pool.h"
+#include "kv_cache.h"
+#include "prefix_tree.h"
+#include "scheduler.h"
+#include "scheduler_request.h"
+
+namespace swiftkv {
+
+void BlockPool::check(const std::vector<int>& refs) const {
+    check_blocks(refs);
+    check_cached_lists();
+    for (const LendLink& lend : lend_links_) check_lend_link(lend);
+    check_borrow_links();
+    check_busy();
+}
+
+void BlockPool::check_blocks(const std::vector<int>& refs) const {
+    decltype(counts_) counted{};
+    for (BlockId b = 0; b < num_ids(); ++b) {
+        const Slot& slot = slots_[b];
+        const bool is_local = place(b) == Place::kLocal;
+        ++counted[static_cast<int>(place(b))][static_cast<int>(slot.state)];
+        check_that(slot.refs == refs[b], "references are what the requests hold");
+        check_that((slot.refs > 0) == (slot.state == BlockState::kUsed), "a used block has holders, and no other");
+        check_that(free_[is_local ? 0 : 1].contains(index_in_place(b)) == (slot.state == BlockState::kFree),
+                   "free blocks are listed as free");
+        switch (slot.state) {
+            case BlockState::kCached:
+                check_that(slot.node != kNone, "a cached block has a node");
+                check_that(is_local || !is_leaving(b), "a cached block is in an extent that stays");
+                break;
+            case BlockState::kLeaving:
+                check_that(slot.node != kNone, "a leaving block has a node");
+                check_that(!is_local && is_leaving(b), "a leaving block is in a recalled extent");
+                break;
+            case BlockState::kUsed:
+            case BlockState::kInFlight:
+                break;
+            default:
+                check_that(slot.node == kNone, "a block that is neither used nor cached has no node");
+        }
+        check_that(!is_local || slot.state != BlockState::kAbsent, "a local block is present");
+        check_that(is_local || (slot.state != BlockState::kLent && slot.state != BlockState::kStreaming),
+                   "borrowed blocks are not lent on, nor slots");
+        check_that(is_local || !is_leaving(b) || slot.state != BlockState::kFree,
+                   "nothing is free in an extent that leaves");
+    }
+    check_that(counted == counts_, "blocks are counted by state");
+}
+
+void BlockPool::check_cached_lists() const {
+    for (const Place where : {Place::kLocal, Place::kBorrowed}) {
+        int listed = 0;
+        const BlockId end = sentinel(where);
+        for (BlockId b = slots_[end].newer; b != end; b = slots_[b].newer) {
+            check_that(state(b) == BlockState::kCached && place(b) == where, "the list holds cached blocks");
+            check_that(slots_[slots_[b].newer].older == b, "the list of cached blocks is linked both ways");
+            check_that(++listed <= num_ids(), "the list of cached blocks ends");
+        }
+        check_that(listed == num_cached(where), "every cached block is in the list");
+    }
+}
+
+void BlockPool::check_lend_link(const LendLink& lend) const {
+    for (int extent = 0; extent < lend.link.num_extents; ++extent) {
+        int pinned = 0, cached = 0, lent = 0;
+        for (int i = 0; i < lend.link.blocks_per_extent; ++i) {
+            const BlockState s = state(extent * lend.link.blocks_per_extent + i);
+            pinned += s != BlockState::kFree && s != BlockState::kCached;
+            cached += s == BlockState::kCached;
+            lent += s == BlockState::kLent;
+        }
+        check_that(pinned == lend.num_pinned[extent] && cached == lend.num_cached[extent], "extents are counted");
+        check_that(lend.clean.contains(extent) == (pinned + cached == 0), "clean extents are listed");
+        check_that(!lend.is_lent[extent] || lent == lend.link.blocks_per_extent, "an extent is lent whole");
+    }
+}
+
+void BlockPool::check_borrow_links() const {
+    int held = 0, draining = 0;
+    for (const BorrowLink& link : borrow_links_) {
+        for (int extent = 0; extent < link.link.num_extents; ++extent) {
+            int present = 0;
+            for (int i = 0; i < link.link.blocks_per_extent; ++i)
+                present += state(link.first + extent * link.link.blocks_per_extent + i) != BlockState::kAbsent;
+            check_that(present == link.num_present[extent], "present blocks of an extent are counted");
+            const Tenure tenure = link.tenure[extent];
+            check_that((present == 0) == (tenure == Tenure::kNone), "an extent that is held has blocks");
+            check_that(tenure != Tenure::kHeld || present == link.link.blocks_per_extent, "a held extent is whole");
+            held += tenure == Tenure::kHeld ? present : 0;
+            draining += tenure == Tenure::kRecalled ? present : 0;
+        }
+    }
+    check_that(held == num_held_blocks_ && draining == num_draining_, "held and leaving blocks are counted");
+}
+
+void BlockPool::check_busy() const {
+    int num_busy = 0;
+    for (BlockId b = 0; b < num_ids(); ++b) num_busy += slots_[b].busy_until > 0;
+    check_that(num_busy == static_cast<int>(busy_.size()), "what is busy is listed once");
+    for (BlockId b : busy_) {
+        check_that(slots_[b].busy_until > num_settled_ && state(b) != BlockState::kAbsent, "what is busy is there");
+        check_that(num_settled_ < num_begun_, "steps in progress keep blocks busy");
+    }
+}
+
+void PrefixTree::check() const {
+    size_t listed = 0;
+    for_each([&](NodeId node) {
+        check_that(find(nodes_[node].key) == node, "a key has one node, in its bucket");
+        ++listed;
+    });
+    for (NodeId node = free_nodes_; node != kNone; node = nodes_[node].next) ++listed;
+    check_that(listed == nodes_.size(), "every node is in a bucket or free");
+}
+
+void KvCache::check(std::span<const BlockTable* const> tables,
+                    std::span<const std::vector<BlockKey>* const> keys) const {
+    for (int g = 0; g < num_groups(); ++g) {
+        const Group& group = groups_[g];
+        std::vector<int> refs(group.pool.num_ids(), 0);
+        for (const BlockTable* table : tables)
+            for (int32_t entry : table->groups[g].entries)
+                if (entry != kNoBlock) ++refs[block_of(g, entry)];
+        group.pool.check(refs);
+        const GroupStats s = stats()[g];
+        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.streaming == s.total, "the pool equation");
+        check_that(s.streaming == static_cast<int>(group.streaming.size()), "streaming blocks are listed");
+        for (BlockId block : group.streaming)
+            check_that(group.pool.state(block) == BlockState::kStreaming, "what is listed as streaming is");
+    }
+    for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
+
+    tree_.check();
+    std::vector<int> in_tree(groups_.size(), 0);
+    tree_.for_each([&](NodeId node) {
+        check_that(!tree_.is_empty(node), "a node holds a block");
+        for (int g = 0; g < num_groups(); ++g) {
+            const BlockId block = tree_.block(node, g);
+            check_that(block != kNone || groups_[g].spec.window > 0, "a node has all its full-attention blocks");
+            if (block == kNone) continue;
+            check_that(groups_[g].pool.node(block) == node, "a block in the tree knows its node");
+            ++in_tree[g];
+        }
+    });
+    for (int g = 0; g < num_groups(); ++g) {
+        int with_node = 0;
+        for (BlockId b = 0; b < groups_[g].pool.num_ids(); ++b) with_node += groups_[g].pool.node(b) != kNone;
+        check_that(with_node == in_tree[g], "a block that knows a node is in it");
+    }
+}
+
+void KvCache::check_table(const BlockTable& table, const std::vector<BlockKey>& keys) const {
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockTable::Group& held = table.groups[g];
+        const int size = static_cast<int>(held.entries.size());
+        check_that(held.first <= size && table.num_committed <= size, "a table holds what it has committed");
+        for (int i = 0; i < size; ++i) {
+            check_that((held.entries[i] == kNoBlock) == (i < held.first), "only the window's past has no block");
+            if (i < held.first || i >= table.num_committed) continue;
+            const NodeId node = groups_[g].pool.node(block_of(g, held.entries[i]));
+            check_that(node == kNone || node == tree_.find(keys[i]), "a committed block has the node of its key");
+        }
+    }
+}
+
+void Scheduler::check_invariants() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<const BlockTable*> tables;
+    std::vector<const std::vector<BlockKey>*> keys;
+    std::vector<int> slots = free_slots_;
+    for (const Request* r : running_) {
+        check_that(waiting_.count(const_cast<Request*>(r)) == 0, "a request runs or waits, not both");
+        check_that(r->num_computed < r->num_tokens(), "a running request has something left to compute");
+        int num_scheduled = 0, num_unknown = 0;
+        for (const Step& step : open_) {
+            for (const StepRow& row : step.rows) {
+                if (row.request != r) continue;
+                num_scheduled += row.num_tokens;
+                num_unknown += row.samples;
+            }
+        }
+        check_that(num_scheduled == r->num_scheduled && num_unknown == r->num_unknown, "steps in progress are counted");
+        check_that(!r->is_in_step, "no step is being planned");
+        tables.push_back(&r->table);
+        keys.push_back(&r->keys);
+        slots.push_back(r->slot);
+    }
+    for (const Request* r : waiting_) {
+        check_that(r->num_computed == 0 && r->slot == kNone, "a waiting request has computed nothing");
+        for (const auto& group : r->table.groups) check_that(group.entries.empty(), "a waiting request holds no block");
+    }
+    std::sort(slots.begin(), slots.end());
+    for (int i = 0; i < static_cast<int>(slots.size()); ++i) check_that(slots[i] == i, "every row slot has one owner");
+    check_that(static_cast<int>(slots.size()) == limits_.max_num_seqs, "every row slot is accounted for");
+    check_that(std::is_sorted(running_.begin(), running_.end(), Order{}), "running requests are in order");
+    check_that(running_.size() + waiting_.size() == requests_.size(), "every request runs or waits");
+    std::vector<int> wanted(cache_.num_groups());
+    for (const Request* r : waiting_)
+        for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += blocks_wanted(*r, g);
+    check_that(wanted == waiting_blocks_, "what waiting requests want is counted");
+    cache_.check(tables, keys);
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,137 @@
+// Which schedulers there can be: sizes that no later sum or product overflows, and room for one sequence.
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "scheduler.h"
+#include "scheduler_request.h"
+
+namespace swiftkv {
+
+namespace {
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+void require(bool holds, const std::string& what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+int64_t blocks_of(const Link& link) {
+    return int64_t{link.num_extents} * link.blocks_per_extent;
+}
+
+// Blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
+int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<Link>& borrow_links) {
+    int64_t borrowed = 0;
+    for (const Link& link : borrow_links)
+        if (link.group == group) borrowed += blocks_of(link);
+    const int64_t layer_blocks = int64_t{spec.num_blocks} * spec.num_layers;
+    const int64_t slots = std::min(borrowed, layer_blocks);
+    return slots + (layer_blocks - slots) / spec.num_layers;
+}
+
+void check_sizes(const SchedulerLimits& limits) {
+    require(limits.block_size > 0 && limits.max_num_seqs > 0 && limits.max_num_batched_tokens > 0,
+            "block_size, max_num_seqs and max_num_batched_tokens must be positive");
+    require(limits.stream_buffers == 1 || limits.stream_buffers == 2, "stream_buffers must be 1 or 2");
+    require(limits.max_model_len > 1, "max_model_len must leave room for a prompt and an answer");
+}
+
+void check_group(const GroupSpec& spec, const std::string& name) {
+    require(spec.num_layers > 0 && spec.num_blocks > 0 && spec.window >= 0,
+            name + " needs num_layers > 0, num_blocks > 0 and window >= 0");
+    const int64_t layer_blocks = int64_t{spec.num_layers} * spec.num_blocks;
+    require(layer_blocks <= kMaxInt32, name + " has more layer blocks than an int32 can count");
+    int64_t pool_bytes = 0, end = 0;
+    require(
+        spec.layer_block_bytes >= 0 && spec.base_offset_bytes >= 0 &&
+            !__builtin_mul_overflow(layer_blocks, spec.layer_block_bytes, &pool_bytes) &&
+            !__builtin_add_overflow(pool_bytes, spec.base_offset_bytes, &end),
+        name + " needs layer_block_bytes and base_offset_bytes that are not negative, and an end that an int64 holds");
+}
+
+void check_link(const Link& link, const std::vector<GroupSpec>& groups) {
+    const bool is_known = link.group >= 0 && link.group < static_cast<int>(groups.size());
+    require(is_known && link.num_extents >= 0 && link.blocks_per_extent > 0,
+            "a link needs a KV group, num_extents >= 0 and blocks_per_extent > 0");
+}
+
+void check_lend_link(const Link& link, const std::vector<GroupSpec>& groups) {
+    require(blocks_of(link) <= groups[link.group].num_blocks,
+            "a lend link has more extents than its group has blocks for");
+}
+
+void check_borrow_link(const Link& link, const std::vector<GroupSpec>& groups) {
+    const GroupSpec& spec = groups[link.group];
+    require(spec.layer_block_bytes > 0 && link.extent_bytes > 0,
+            "borrowing needs layer_block_bytes of the group and extent_bytes of the link");
+    // Within an int64: check_group() has seen to a product that is larger, unless an extent is larger than the pool.
+    int64_t used_bytes = 0, link_bytes = 0, end = 0;
+    require(!__builtin_mul_overflow(int64_t{link.blocks_per_extent} * spec.num_layers, spec.layer_block_bytes,
+                                    &used_bytes) &&
+                used_bytes <= link.extent_bytes,
+            "a borrow link's extent_bytes must hold blocks_per_extent blocks of its group");
+    require(link.base_offset_bytes >= 0 &&
+                !__builtin_mul_overflow(int64_t{link.num_extents}, link.extent_bytes, &link_bytes) &&
+                !__builtin_add_overflow(link_bytes, link.base_offset_bytes, &end),
+            "a borrow link needs base_offset_bytes >= 0 and an end that an int64 holds");
+}
+
+// Blocks and nodes are numbered with int32.
+void check_count_of_blocks(const std::vector<GroupSpec>& groups, const std::vector<Link>& borrow_links) {
+    int64_t total = 0;
+    for (const GroupSpec& spec : groups) total += spec.num_blocks;
+    for (const Link& link : borrow_links) total += blocks_of(link);
+    require(total < kMaxInt32 / 2, "all groups and borrow links together have more blocks than an int32 can count");
+}
+
+void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
+                 const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links) {
+    require(!groups.empty(), "a scheduler needs at least one KV group");
+    check_sizes(limits);
+    const auto name = [](size_t g) { return "KV group " + std::to_string(g); };
+    for (size_t g = 0; g < groups.size(); ++g) check_group(groups[g], name(g));
+    for (const Link& link : lend_links) {
+        check_link(link, groups);
+        check_lend_link(link, groups);
+    }
+    for (const Link& link : borrow_links) {
+        check_link(link, groups);
+        check_borrow_link(link, groups);
+    }
+    check_count_of_blocks(groups, borrow_links);
+    for (size_t g = 0; g < groups.size(); ++g) {
+        const int needed = limits.blocks_for_one_sequence(groups[g]);
+        const int64_t most = blocks_with_lending(groups[g], static_cast<int>(g), borrow_links);
+        require(most >= needed, name(g) + " has " + std::to_string(most) + " blocks; one sequence of max_model_len " +
+                                    std::to_string(limits.max_model_len) + " needs " + std::to_string(needed));
+    }
+}
+
+}  // namespace
+
+int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
+    const int whole = ceil_div(max_model_len, block_size);
+    if (spec.window == 0 || !enable_chunked_prefill) return whole;
+    const int64_t visible =
+        int64_t{ceil_div(spec.window, block_size)} + ceil_div(max_num_batched_tokens, block_size) + 1;
+    return static_cast<int>(std::min<int64_t>(whole, visible));
+}
+
+Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links,
+                     std::vector<Link> borrow_links)
+    : limits_(limits),
+      borrows_(!borrow_links.empty()),
+      cache_((check_setup(groups, limits, lend_links, borrow_links), groups), limits.block_size, lend_links,
+             borrow_links),
+      waiting_blocks_(groups.size()),
+      demand_(groups.size()) {
+    for (int slot = limits_.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+    std::make_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
+}
+
+Scheduler::~Scheduler() = default;
+
+}  // namespace swiftkv
