@@ -17,9 +17,10 @@ from pathlib import Path
 import nanobind
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "cpp_ext/core"
+SOURCES = ROOT / "cpp_ext"
 HARNESS = ROOT / "tests/core/fuzz"
 OBJECTS = ROOT / "build/core_tests"
+HARNESS_INCLUDES = f"-I{SOURCES / 'core'}"
 CXX = os.environ.get("CXX", "c++")
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
@@ -27,14 +28,16 @@ _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Build:
-    """A compiler, its flags and the directory of the core's sources."""
+    """A compiler, its flags and a copy of `cpp_ext`."""
 
     flags: tuple[str, ...]
     compiler: str = CXX
-    core: Path = CORE
+    sources: Path = SOURCES
 
     def core_objects(self) -> list[Path]:
-        return self.objects(unit for unit in sorted(self.core.glob("*.cpp")) if unit.name != "bind.cpp")
+        """Compile the core without its binding."""
+        units = sorted((self.sources / "core").glob("*.cpp"))
+        return self.objects(unit for unit in units if unit.name != "bind.cpp")
 
     def objects(self, units: Iterable[Path]) -> list[Path]:
         return [self._object(unit) for unit in units]
@@ -43,16 +46,15 @@ class Build:
         self._run(*map(str, objects), *flags, "-o", str(to))
         return to
 
-    def extension(self, directory: Path) -> Path:
-        """Build `_core` into a directory."""
+    def extension(self, room: str, directory: Path) -> Path:
+        """Build the Python extension of `cpp_ext/<room>` into a directory."""
         package = Path(nanobind.include_dir()).parent
-        library = Build((*self.flags, f"-I{package}/ext/robin_map/include"), self.compiler, self.core)
+        library = Build((*self.flags, f"-I{package}/ext/robin_map/include"), self.compiler)
         objects = [
-            *self.core_objects(),
-            *self.objects([self.core / "bind.cpp"]),
+            *self.objects(sorted((self.sources / room).glob("*.cpp"))),
             *library.objects([package / "src/nb_combined.cpp"]),
         ]
-        return self.link(objects, directory / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}", "-shared")
+        return self.link(objects, directory / f"_{room}{sysconfig.get_config_var('EXT_SUFFIX')}", "-shared")
 
     def _object(self, unit: Path) -> Path:
         inputs = hashlib.sha256(repr((self.compiler, self.flags)).encode())
@@ -62,7 +64,7 @@ class Build:
         if not to.exists():
             OBJECTS.mkdir(parents=True, exist_ok=True)
             partial = to.with_suffix(f".{os.getpid()}")  # another process may build the same
-            self._run("-std=c++20", *self.flags, f"-I{self.core}", "-c", str(unit), "-o", str(partial))
+            self._run("-std=c++20", *self.flags, "-c", str(unit), "-o", str(partial))
             partial.rename(to)
         return to
 
@@ -76,7 +78,7 @@ class Build:
                 continue
             found.append(source)
             for name in _INCLUDE.findall(source.read_text()):
-                todo += [path for path in (source.parent / name, self.core / name) if path.exists()][:1]
+                todo += [path for path in (source.parent / name, self.sources / "core" / name) if path.exists()][:1]
         return found
 
     def _run(self, *arguments: str) -> None:
@@ -85,14 +87,14 @@ class Build:
             raise RuntimeError(f"{self.compiler} {' '.join(arguments)}\n{done.stderr}")
 
 
-def extension_build(core: Path = CORE) -> Build:
-    """The extension as it is shipped, but for the time that its compilation takes."""
+def extension_build(sources: Path = SOURCES) -> Build:
+    """How extensions are shipped, but for optimisations that take time to compile."""
     includes = (f"-I{nanobind.include_dir()}", f"-I{sysconfig.get_path('include')}")
-    return Build(("-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *includes), core=core)
+    return Build(("-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *includes), sources=sources)
 
 
-def replay_program(to: Path, core: Path = CORE) -> Path:
+def replay_program(to: Path, sources: Path = SOURCES) -> Path:
     """The program that replays histories, with every assertion."""
-    build = Build(("-O1", "-g1", "-D_GLIBCXX_ASSERTIONS", f"-I{core}"), core=core)
+    build = Build(("-O1", "-g1", "-D_GLIBCXX_ASSERTIONS", f"-I{sources / 'core'}"), sources=sources)
     harness = build.objects(HARNESS / name for name in ("history.cpp", "simulated_engine.cpp", "replay.cpp"))
     return build.link([*build.core_objects(), *harness], to)

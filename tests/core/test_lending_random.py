@@ -17,8 +17,10 @@ from collections.abc import Callable
 
 import pytest
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
+from visits import FILE, State, Visits, is_possible, read, write
 
 SEEDS_PER_TEST = 200
+FIRST_SEEDS = range(0, 2_000, SEEDS_PER_TEST)
 LONGEST_PROMPT = 40
 TOKENS = 3  # so few that prompts have prefixes in common
 
@@ -249,7 +251,7 @@ class Run:
             self.engine.take_back(self._lend_link(), self.rng.randint(1, 4))
 
     def forget_prefixes(self) -> None:
-        self.engine.scheduler.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     def _borrow_link(self) -> int:
         return self.rng.randrange(len(self.engine.setup.borrow))
@@ -258,23 +260,38 @@ class Run:
         return self.rng.randrange(len(self.engine.setup.lend))
 
 
-def run_seeds(first: int) -> None:
-    streamed = moved = 0
+@functools.cache
+def run_seeds(first: int) -> Visits:
+    visits, streamed, moved = Visits(), 0, 0
     for seed in range(first, first + SEEDS_PER_TEST):
         run = Run(seed)
+        run.engine.visits = visits
         try:
             run.go()
         except (AssertionError, RuntimeError) as error:
             raise AssertionError(f"seed {seed}, {run.engine.setup}") from error
+        visits.end_history()
         streamed += run.engine.streamed_blocks
         moved += run.engine.moved_blocks
     assert streamed > 0
     assert moved > 0
+    return visits
 
 
-@pytest.mark.parametrize("first", range(0, 2_000, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_seeds(first: int) -> None:
     run_seeds(first)
+
+
+def test_what_histories_used_to_visit_they_visit() -> None:
+    """After a change of the scheduler or of `Run`, look at what `visits.py` prints before `visits.py --update`."""
+    visited: set[tuple[State, str]] = set()
+    for first in FIRST_SEEDS:
+        visited.update(run_seeds(first).histories)
+    lost = read(FILE.read_text()) - visited
+    assert not lost, f"never visited any more:\n{write(lost)}"
+    wrong = {pair for pair in visited if not is_possible(*pair)}
+    assert not wrong, f"not impossible after all:\n{write(wrong)}"
 
 
 @pytest.mark.slow
