@@ -21,7 +21,6 @@ from visits import FILE, State, Visits, is_possible, read, write
 
 SEEDS_PER_TEST = 200
 FIRST_SEEDS = range(0, 2_000, SEEDS_PER_TEST)
-LONGEST_PROMPT = 40
 TOKENS = 3  # so few that prompts have prefixes in common
 
 
