@@ -138,7 +138,8 @@ class StepPlan:
         A run copies `count` layer blocks of layer 0. The peer's lie one block apart, layer l at l layer blocks further.
         So do local ones, unless they are staged: then side by side, at the same address for every layer.
         Spills go to peers before anything of the layer is written here, loads come before the layer's KV is written or
-        read, stores go to peers once it is written.
+        read, stores go to peers once it is written. Raises IndexError for a group or a buffer that the step does not
+        have, ValueError for another kind.
         """
     @property
     def table_starts(self) -> list[Int32Array]:
@@ -173,12 +174,15 @@ class StepResult:
     @property
     def finish_reasons(self) -> UInt8Array:
         """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it,
-        4 dropped: a lender died, ignore the token, the request goes on"""
+        4 dropped: a lender died, ignore the token, the request goes on, 5 broken: there was no token, it ended"""
 
 class Scheduler:
     """Continuous batching over a block pool per KV group and a prefix tree; blocks are lent to others and borrowed.
 
     Thread-safe; one thread steps, while others may add and abort requests, and lend, borrow and recall extents.
+    Methods that take a link or extents raise ValueError, with nothing changed, for a link or an extent that is not
+    there, an extent that is named twice, and one in another state than the call is for. A broken invariant ends the
+    process.
     """
 
     def __init__(
@@ -211,7 +215,8 @@ class Scheduler:
         """Queues a request; lower `priority` goes first, then arrival.
 
         `namespace` separates caches: model, adapter and salt. With `skip_prefix_match` every position is computed.
-        Raises ValueError if the id is known, or the prompt is empty or not shorter than `max_model_len`.
+        Raises ValueError if the id is known, or the prompt is empty, not shorter than `max_model_len`, or has a token
+        id below 0.
         """
 
     def abort(self, request_ids: UInt64Array) -> None:
@@ -241,7 +246,10 @@ class Scheduler:
         """Requests that have waited longer for room that would not be there even if they were alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
-        """Takes up to that many extents out of the pool; cached blocks in them are forgotten, used ones stay."""
+        """Takes up to that many extents out of the pool; cached blocks in them are forgotten, used ones stay.
+
+        Raises ValueError if `max_extents` is negative.
+        """
 
     def take_back(self, link: int, extents: Int32Array) -> None:
         """Extents that came home: their blocks are free."""

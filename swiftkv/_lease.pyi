@@ -2,8 +2,8 @@
 
 Extents are int32, epochs uint32, arrays one-dimensional; extents and epochs that belong together have one length.
 Messages may come late, reordered and more than once: what is not of the current lease of an extent is ignored.
-Every operation is O(1) per extent that it names. All raise ValueError for an extent that the link does not have. An
-instance belongs to one thread.
+Every operation is O(log n) for each of the n extents that it names. All raise ValueError, and change nothing, for an
+extent that the link does not have, that is named twice, or that has no epoch. An instance belongs to one thread.
 """
 
 import numpy as np
@@ -34,7 +34,10 @@ class LenderLedger:
 
     def on_accept(self, extents: Int32Array, epochs: UInt32Array) -> None: ...
     def recall(self, count: int) -> tuple[Int32Array, UInt32Array]:
-        """Ask back up to `count` extents. Returns them and the epochs to recall them at."""
+        """Ask back up to `count` extents. Returns them and the epochs to recall them at.
+
+        Raises ValueError if `count` is negative.
+        """
 
     def on_return(self, extents: Int32Array, epochs: UInt32Array) -> Int32Array:
         """Returns the extents that came home by this."""
@@ -74,7 +77,7 @@ class BorrowerLedger:
     def give_back(self, extents: Int32Array) -> UInt32Array:
         """Stop using extents, recalled or not. Returns the epochs to return them at.
 
-        Raises ValueError at the first that is not borrowed.
+        Raises ValueError, and gives back nothing, unless all are borrowed.
         """
 
     def lender_died(self) -> Int32Array:

@@ -17,10 +17,11 @@ class CopyEngine:
     """
 
     def __init__(self, address: int, nbytes: int, num_threads: int = 1, max_timings: int = 4096) -> None:
-        """`address`, `nbytes`: the local pool. Raises `ValueError` for less than one thread."""
+        """`address`, `nbytes`: the local pool. Raises `ValueError` unless `num_threads` is 1 to 256, and for bytes at
+        address 0 or past the end of all memory."""
 
     def set_space(self, link: int, address: int, nbytes: int) -> None:
-        """Waits until no job is left."""
+        """Waits until no job is left. Raises `ValueError` for bytes at address 0 or past the end of all memory."""
 
     def clear_space(self, link: int) -> None:
         """Waits until no job is left: afterwards the memory may go. A link that is not set is ignored."""

@@ -12,6 +12,10 @@ namespace swiftkv {
 
 using ExtentId = int32_t;
 
+[[noreturn]] inline void refuse_extent(ExtentId extent, const char* why) {
+    throw std::invalid_argument("extents: extent " + std::to_string(extent) + " " + why);
+}
+
 // Throws std::invalid_argument unless all are extents of a link that has `num_extents`, and none is named twice.
 inline void check_extents(std::span<const ExtentId> extents, int num_extents) {
     for (const ExtentId extent : extents) {
@@ -22,7 +26,7 @@ inline void check_extents(std::span<const ExtentId> extents, int num_extents) {
     std::vector<ExtentId> sorted(extents.begin(), extents.end());
     std::sort(sorted.begin(), sorted.end());
     if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
-        throw std::invalid_argument("extents: extent " + std::to_string(*twice) + " is named twice");
+        refuse_extent(*twice, "is named twice");
 }
 
 }  // namespace swiftkv

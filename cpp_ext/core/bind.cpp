@@ -58,11 +58,20 @@ Array<int32_t> to_array(const std::vector<int>& values) {
     return Array<int32_t>(copy->data(), {copy->size()}, owner);
 }
 
-std::vector<int64_t>& runs_of(StepPlan& plan, size_t group, const std::string& kind, size_t buffer) {
-    GroupCopies& copies = plan.copies.at(group);
+// Throws std::out_of_range, which is an IndexError.
+template <class T>
+T& at(std::vector<T>& values, int64_t index, const char* name) {
+    if (index < 0 || index >= static_cast<int64_t>(values.size()))
+        throw std::out_of_range(std::string(name) + " " + std::to_string(index) + " of " +
+                                std::to_string(values.size()));
+    return values[index];
+}
+
+std::vector<int64_t>& runs_of(StepPlan& plan, int64_t group, const std::string& kind, int64_t buffer) {
+    GroupCopies& copies = at(plan.copies, group, "group");
     if (kind == "spill") return copies.spills.rows;
-    if (kind == "load") return copies.loads.at(buffer).rows;
-    if (kind == "store") return copies.stores.at(buffer).rows;
+    if (kind == "load") return at(copies.loads, buffer, "buffer").rows;
+    if (kind == "store") return at(copies.stores, buffer, "buffer").rows;
     throw std::invalid_argument("a kind of copy is spill, load or store, not " + kind);
 }
 
@@ -97,7 +106,7 @@ void bind_plan(nb::module_& m) {
     plan.def_prop_ro("has_copies", &has_copies);
     plan.def(
         "copies",
-        [](nb::handle_t<StepPlan> self, size_t group, const std::string& kind, size_t buffer) {
+        [](nb::handle_t<StepPlan> self, int64_t group, const std::string& kind, int64_t buffer) {
             std::vector<int64_t>& rows = runs_of(nb::cast<StepPlan&>(self), group, kind, buffer);
             return nb::ndarray<nb::numpy, int64_t, nb::shape<-1, 5>, nb::c_contig>(rows.data(), {rows.size() / 5, 5},
                                                                                    self);
@@ -248,11 +257,11 @@ void bind_scheduler(nb::module_& m) {
                 return to_array(without_gil([&] { return self.lend(link, max_extents); }));
             },
             "link"_a, "max_extents"_a)
-        .def("take_back", &with_extents<&Scheduler::take_back>, "link"_a, "extents"_a)
+        .def("take_back", &with_extents<&Scheduler::take_back>, "link"_a, "extents"_a.noconvert())
         .def("take_demand", &Scheduler::take_demand, unlocked)
         .def("is_short", &Scheduler::is_short, unlocked)
-        .def("borrow", &with_extents<&Scheduler::borrow>, "link"_a, "extents"_a)
-        .def("recall", &with_extents<&Scheduler::recall>, "link"_a, "extents"_a)
+        .def("borrow", &with_extents<&Scheduler::borrow>, "link"_a, "extents"_a.noconvert())
+        .def("recall", &with_extents<&Scheduler::recall>, "link"_a, "extents"_a.noconvert())
         .def(
             "take_returned",
             [](Scheduler& self, int link) { return to_array(without_gil([&] { return self.take_returned(link); })); },

@@ -1,8 +1,6 @@
 #include "block_pool.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "../common/check.h"
@@ -13,10 +11,6 @@ namespace {
 
 bool is_reclaimable(BlockState state) {
     return state == BlockState::kFree || state == BlockState::kCached;
-}
-
-[[noreturn]] void refuse(ExtentId extent, const char* why) {
-    throw std::invalid_argument("extents: extent " + std::to_string(extent) + " " + why);
 }
 
 int count_ids(int num_local, const std::vector<Link>& borrow_links) {
@@ -240,7 +234,7 @@ void BlockPool::check_lent(int lend_link, std::span<const ExtentId> extents) con
     const LendLink& lend = lend_links_[lend_link];
     check_extents(extents, lend.link.num_extents);
     for (const ExtentId extent : extents)
-        if (!lend.is_lent[extent]) refuse(extent, "is not lent");
+        if (!lend.is_lent[extent]) refuse_extent(extent, "is not lent");
 }
 
 // ---- borrowing ----
@@ -279,9 +273,10 @@ void BlockPool::check_not_held(int borrow_link, std::span<const ExtentId> extent
     const BorrowLink& link = borrow_links_[borrow_link];
     check_extents(extents, link.link.num_extents);
     for (const ExtentId extent : extents) {
-        if (link.tenure[extent] == Tenure::kHeld) refuse(extent, "is borrowed already");
-        if (link.tenure[extent] == Tenure::kRecalled) refuse(extent, "was recalled and has not been returned");
-        if (link.tenure[extent] == Tenure::kLost) refuse(extent, "was lost, and a step in progress still uses it");
+        if (link.tenure[extent] == Tenure::kHeld) refuse_extent(extent, "is borrowed already");
+        if (link.tenure[extent] == Tenure::kRecalled) refuse_extent(extent, "was recalled and has not been returned");
+        if (link.tenure[extent] == Tenure::kLost)
+            refuse_extent(extent, "was lost, and a step in progress still uses it");
     }
 }
 
@@ -289,7 +284,7 @@ void BlockPool::check_held(int borrow_link, std::span<const ExtentId> extents) c
     const BorrowLink& link = borrow_links_[borrow_link];
     check_extents(extents, link.link.num_extents);
     for (const ExtentId extent : extents)
-        if (link.tenure[extent] != Tenure::kHeld) refuse(extent, "is not held");
+        if (link.tenure[extent] != Tenure::kHeld) refuse_extent(extent, "is not held");
 }
 
 void BlockPool::borrow(int borrow_link, int extent) noexcept {

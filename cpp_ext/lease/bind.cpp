@@ -44,10 +44,6 @@ auto without_gil(Work&& work) {
     return work();
 }
 
-void check_pairs(const Input<ExtentId>& extents, const Input<Epoch>& epochs) {
-    if (extents.size() != epochs.size()) throw std::invalid_argument("an extent without an epoch, or the reverse");
-}
-
 template <class Ledger>
 Ledger* create(void* place, int num_extents) {
     if (num_extents < 0) throw std::invalid_argument("num_extents must not be negative");
@@ -75,14 +71,13 @@ void bind_lender(nb::module_& m) {
             [](LenderLedger& self, Input<ExtentId> extents) {
                 return to_array(without_gil([&] { return self.offer(span_of(extents)); }));
             },
-            "extents"_a)
+            "extents"_a.noconvert())
         .def(
             "on_accept",
             [](LenderLedger& self, Input<ExtentId> extents, Input<Epoch> epochs) {
-                check_pairs(extents, epochs);
                 without_gil([&] { self.on_accept(span_of(extents), span_of(epochs)); });
             },
-            "extents"_a, "epochs"_a)
+            "extents"_a.noconvert(), "epochs"_a.noconvert())
         .def(
             "recall",
             [](LenderLedger& self, int count) { return to_arrays(without_gil([&] { return self.recall(count); })); },
@@ -90,10 +85,9 @@ void bind_lender(nb::module_& m) {
         .def(
             "on_return",
             [](LenderLedger& self, Input<ExtentId> extents, Input<Epoch> epochs) {
-                check_pairs(extents, epochs);
                 return to_array(without_gil([&] { return self.on_return(span_of(extents), span_of(epochs)); }));
             },
-            "extents"_a, "epochs"_a)
+            "extents"_a.noconvert(), "epochs"_a.noconvert())
         .def("peer_died", [](LenderLedger& self) { return to_array(without_gil([&] { return self.peer_died(); })); })
         .def("table", &table<LenderLedger>);
 }
@@ -110,27 +104,25 @@ void bind_borrower(nb::module_& m) {
         .def(
             "on_offer",
             [](BorrowerLedger& self, Input<ExtentId> extents, Input<Epoch> epochs) {
-                check_pairs(extents, epochs);
                 auto offered = without_gil([&] { return self.on_offer(span_of(extents), span_of(epochs)); });
                 auto [accepted, accepted_epochs] = to_arrays(std::move(offered.accepted));
                 return std::tuple(to_array(std::move(offered.taken)), accepted, accepted_epochs);
             },
-            "extents"_a, "epochs"_a)
+            "extents"_a.noconvert(), "epochs"_a.noconvert())
         .def(
             "on_recall",
             [](BorrowerLedger& self, Input<ExtentId> extents, Input<Epoch> epochs) {
-                check_pairs(extents, epochs);
                 auto recalled = without_gil([&] { return self.on_recall(span_of(extents), span_of(epochs)); });
                 auto [returned, returned_epochs] = to_arrays(std::move(recalled.returned));
                 return std::tuple(to_array(std::move(recalled.to_drain)), returned, returned_epochs);
             },
-            "extents"_a, "epochs"_a)
+            "extents"_a.noconvert(), "epochs"_a.noconvert())
         .def(
             "give_back",
             [](BorrowerLedger& self, Input<ExtentId> extents) {
                 return to_array(without_gil([&] { return self.give_back(span_of(extents)); }));
             },
-            "extents"_a)
+            "extents"_a.noconvert())
         .def("lender_died",
              [](BorrowerLedger& self) { return to_array(without_gil([&] { return self.lender_died(); })); })
         .def("table", &table<BorrowerLedger>);

@@ -9,7 +9,9 @@
 namespace swiftkv {
 
 // An extent is none (not to be touched), held (to be used) or recalled (in use until what is there is drained).
-// The epoch is the latest that was heard of. Every operation is O(1) per extent that it names.
+// The epoch is the latest that was heard of. Every operation is O(log n) for each of the n extents that it names. Those
+// that name extents throw std::invalid_argument, and change nothing, for an extent that the link does not have or that
+// is named twice, and for what no lender or borrower that is right can say.
 class BorrowerLedger {
   public:
     enum State : uint8_t { kNone, kHeld, kRecalled };
@@ -32,8 +34,7 @@ class BorrowerLedger {
     Offered on_offer(std::span<const ExtentId> extents, std::span<const Epoch> epochs);
     // held -> recalled where the epoch is the current one. A recall that overtook its offer makes the offer void.
     Recalled on_recall(std::span<const ExtentId> extents, std::span<const Epoch> epochs);
-    // held or recalled -> none: drained, or given back unasked. Returns the epochs to return them at. Throws
-    // std::invalid_argument at the first that is none.
+    // held or recalled -> none: drained, or given back unasked. Returns the epochs to return them at.
     std::vector<Epoch> give_back(std::span<const ExtentId> extents);
     // Forgets everything, the epochs too. Returns the extents that were held or recalled.
     std::vector<ExtentId> lender_died();

@@ -4,14 +4,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "../common/check.h"
+#include "../common/extents.h"
+
 namespace swiftkv {
 
-using ExtentId = int32_t;
 // Counts how often an extent was offered; 0: never.
 using Epoch = uint32_t;
 
@@ -26,13 +26,24 @@ struct Leases {
     }
 };
 
+// Throws std::invalid_argument unless each of these extents of a link is named once and has an epoch.
+inline void check_leases(std::span<const ExtentId> extents, std::span<const Epoch> epochs, int num_extents) {
+    if (extents.size() != epochs.size())
+        throw std::invalid_argument("extents, epochs: " + std::to_string(extents.size()) + " extents have " +
+                                    std::to_string(epochs.size()) + " epochs");
+    check_extents(extents, num_extents);
+}
+
 // A set of extents: adding, removing and taking the last are O(1), and the order depends on nothing but the history.
 class ExtentSet {
   public:
     explicit ExtentSet(int num_extents) : places_(num_extents, 0) {}
 
     int size() const { return static_cast<int>(members_.size()); }
-    ExtentId last() const { return members_.back(); }
+    ExtentId last() const {
+        ensure(!members_.empty(), "what has a last extent is not empty");
+        return members_.back();
+    }
 
     void add(ExtentId extent) {
         places_[extent] = size();
@@ -41,6 +52,7 @@ class ExtentSet {
 
     void remove(ExtentId extent) {
         const int place = places_[extent];
+        ensure(place < size() && members_[place] == extent, "what leaves a set of extents is there");
         members_[place] = members_.back();
         places_[members_[place]] = place;
         members_.pop_back();
@@ -74,12 +86,5 @@ class ExtentStates {
     std::vector<State> states_;
     std::array<int, N> counts_{};
 };
-
-inline void check_extent(ExtentId extent, int num_extents) {
-    if (extent < 0 || extent >= num_extents) {
-        throw std::invalid_argument("extent " + std::to_string(extent) + " of a link of " +
-                                    std::to_string(num_extents));
-    }
-}
 
 }  // namespace swiftkv

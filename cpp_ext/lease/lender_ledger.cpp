@@ -8,21 +8,13 @@ LenderLedger::LenderLedger(int num_extents)
     : states_(num_extents, kHome), epochs_(num_extents, 0), out_(num_extents), recalled_(num_extents) {}
 
 std::vector<Epoch> LenderLedger::offer(std::span<const ExtentId> extents) {
-    for (size_t i = 0; i < extents.size(); ++i) {
-        const ExtentId extent = extents[i];
-        const bool is_home =
-            extent >= 0 && extent < num_extents() && states_[extent] == kHome;  // false for one that is named twice
-        if (is_home) {
-            states_.set(extent, kOffered);
-            continue;
-        }
-        for (const ExtentId before : extents.first(i)) states_.set(before, kHome);
-        check_extent(extent, num_extents());
-        throw std::invalid_argument("extent " + std::to_string(extent) + " is not home");
-    }
+    check_extents(extents, num_extents());
+    for (const ExtentId extent : extents)
+        if (states_[extent] != kHome) refuse_extent(extent, "is not home");
     std::vector<Epoch> epochs;
     epochs.reserve(extents.size());
     for (const ExtentId extent : extents) {
+        states_.set(extent, kOffered);
         out_.add(extent);
         epochs.push_back(++epochs_[extent]);
     }
@@ -30,14 +22,15 @@ std::vector<Epoch> LenderLedger::offer(std::span<const ExtentId> extents) {
 }
 
 void LenderLedger::on_accept(std::span<const ExtentId> extents, std::span<const Epoch> epochs) {
+    check_leases(extents, epochs, num_extents());
     for (size_t i = 0; i < extents.size(); ++i) {
         const ExtentId extent = extents[i];
-        check_extent(extent, num_extents());
         if (epochs_[extent] == epochs[i] && states_[extent] == kOffered) states_.set(extent, kLent);
     }
 }
 
 Leases LenderLedger::recall(int count) {
+    if (count < 0) throw std::invalid_argument("count must not be negative");
     Leases recalled;
     for (int i = std::min(count, out_.size()); i > 0; --i) {
         const ExtentId extent = out_.last();
@@ -50,10 +43,10 @@ Leases LenderLedger::recall(int count) {
 }
 
 std::vector<ExtentId> LenderLedger::on_return(std::span<const ExtentId> extents, std::span<const Epoch> epochs) {
+    check_leases(extents, epochs, num_extents());
     std::vector<ExtentId> home;
     for (size_t i = 0; i < extents.size(); ++i) {
         const ExtentId extent = extents[i];
-        check_extent(extent, num_extents());
         if (epochs_[extent] != epochs[i] || states_[extent] == kHome) continue;
         (states_[extent] == kRecalled ? recalled_ : out_).remove(extent);
         states_.set(extent, kHome);

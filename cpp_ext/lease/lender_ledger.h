@@ -14,7 +14,9 @@ namespace swiftkv {
 //   lent      the borrower said that it has it
 //   recalled  asked back; still the borrower's until it says that it is done
 // Every offer has an epoch of its own, one more than the one before, so what is said of an earlier lease of the same
-// extent is recognised, however late or often it comes. Every operation is O(1) per extent that it names.
+// extent is recognised, however late or often it comes. Every operation is O(log n) for each of the n
+// extents that it names. Those that name extents throw std::invalid_argument, and change nothing, for an extent that
+// the link does not have, that is named twice, or that has no epoch; offer() also unless all are home.
 class LenderLedger {
   public:
     enum State : uint8_t { kHome, kOffered, kLent, kRecalled };
@@ -24,7 +26,7 @@ class LenderLedger {
     int num_extents() const { return states_.size(); }
     int count(State state) const { return states_.count(state); }
 
-    // home -> offered. Returns the epochs. Throws std::invalid_argument, and changes nothing, unless all are home.
+    // home -> offered. Returns the epochs.
     std::vector<Epoch> offer(std::span<const ExtentId> extents);
     // offered -> lent where the epoch is the current one.
     void on_accept(std::span<const ExtentId> extents, std::span<const Epoch> epochs);

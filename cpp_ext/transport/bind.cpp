@@ -2,6 +2,10 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
+#include <limits>
+#include <stdexcept>
+#include <string>
+
 #include "copy_engine.h"
 
 namespace nb = nanobind;
@@ -18,6 +22,11 @@ Runs to_runs(const RunArray& array, int64_t width_bytes, int64_t block_bytes) {
 }
 
 std::span<std::byte> memory_at(uintptr_t address, size_t nbytes) {
+    uintptr_t end = 0;
+    if (nbytes > 0 && (address == 0 || nbytes > static_cast<size_t>(std::numeric_limits<int64_t>::max()) ||
+                       __builtin_add_overflow(address, nbytes, &end)))
+        throw std::invalid_argument("address, nbytes: no memory of " + std::to_string(nbytes) + " bytes begins at " +
+                                    std::to_string(address));
     return {reinterpret_cast<std::byte*>(address), nbytes};
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #ifdef __SSE2__
@@ -12,6 +13,7 @@
 namespace swiftkv {
 namespace {
 
+constexpr int kMaxThreads = 256;
 constexpr int64_t kPortionBytes = 256 << 10;
 // What is written to a peer is not read here again. What is loaded is read next, by attention: it had better stay in
 // the caches, unless it is too much for them.
@@ -55,11 +57,21 @@ void fence_streaming() {
 
 CopyEngine::CopyEngine(std::span<std::byte> local, int num_threads, size_t max_timings)
     : local_(local), max_timings_(max_timings) {
-    if (num_threads < 1) throw std::invalid_argument("num_threads must be at least 1");
-    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+    if (num_threads < 1 || num_threads > kMaxThreads)
+        throw std::invalid_argument("num_threads must be 1 to " + std::to_string(kMaxThreads));
+    try {
+        for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {  // the user has no more threads
+        stop();
+        throw;
+    }
 }
 
 CopyEngine::~CopyEngine() {
+    stop();
+}
+
+void CopyEngine::stop() {
     {
         std::lock_guard lock(mutex_);
         stop_ = true;
@@ -153,6 +165,8 @@ CopyEngine::Phase CopyEngine::make_phase(const Runs& runs, int64_t layer, bool t
         if (space == spaces_.end()) throw CopyError("link " + std::to_string(run.link) + " is not attached", run.link);
         const int64_t local_pitch = run.staged != 0 ? width : block;
         int64_t peer_offset = 0, local_offset = run.local_offset_bytes;
+        if (run.peer_offset_bytes < 0 || run.local_offset_bytes < 0)
+            throw CopyError("an offset before the first byte of a pool", run.link);
         if (__builtin_add_overflow(run.peer_offset_bytes, layer_offset, &peer_offset) ||
             (run.staged == 0 && __builtin_add_overflow(run.local_offset_bytes, layer_offset, &local_offset)))
             throw CopyError("an offset beyond all memory", run.link);

@@ -104,6 +104,7 @@ class CopyEngine {
     Phase make_phase(const Runs& runs, int64_t layer, bool to_peer) const;
     std::span<std::byte> place(std::span<std::byte> space, const char* name, int64_t offset, int64_t pitch,
                                const Runs& runs, const Run& run) const;
+    void stop();
     void work();
     bool has_portion() const;
     void end_phase(Job& job);

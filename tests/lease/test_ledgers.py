@@ -110,12 +110,58 @@ def test_only_what_is_home_is_offered(refused: tuple[int, ...]) -> None:
         lambda: BorrowerLedger(2).on_offer(extents(1), epochs(1, 2)),
         lambda: BorrowerLedger(2).on_recall(extents(-1), epochs(1)),
         lambda: BorrowerLedger(2).give_back(extents(0)),
+        lambda: BorrowerLedger(2).on_offer(extents(1, 1), epochs(1, 2)),
+        lambda: BorrowerLedger(2).on_recall(extents(1, 1), epochs(1, 2)),
+        lambda: LenderLedger(2).on_accept(extents(0, 0), epochs(1, 1)),
+        lambda: LenderLedger(2).on_return(extents(0, 0), epochs(1, 1)),
         lambda: BorrowerLedger(-1),
     ],
 )
 def test_what_makes_no_sense_is_refused(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"extent"):
         call()
+
+
+def test_a_count_to_recall_is_not_negative() -> None:
+    with pytest.raises(ValueError, match="count"):
+        LenderLedger(2).recall(-1)
+
+
+@pytest.mark.parametrize(
+    ("named", "spoken_at"), [((0, 2), (2, 1)), ((0, -1), (2, 1)), ((0, 0), (2, 2)), ((0, 1), (2, 9)), ((0, 1), (2,))]
+)
+@pytest.mark.parametrize("message", ["on_offer", "on_recall", "give_back"])
+def test_a_borrower_that_refuses_one_extent_changes_none(
+    message: str, named: tuple[int, ...], spoken_at: tuple[int, ...]
+) -> None:
+    borrower = BorrowerLedger(2)
+    borrower.on_offer(extents(0, 1), epochs(1, 1))
+    borrower.give_back(extents(0))
+    before = as_lists(borrower.table())
+    names = (extents(*named),) if message == "give_back" else (extents(*named), epochs(*spoken_at))
+    with pytest.raises(ValueError, match="extent"):
+        getattr(borrower, message)(*names)
+    assert as_lists(borrower.table()) == before
+    assert borrower.give_back(extents(1)).tolist() == [1]
+
+
+@pytest.mark.parametrize("named", [(0, 2), (0, -1), (0, 0)])
+@pytest.mark.parametrize("message", ["on_accept", "on_return"])
+def test_a_lender_that_refuses_one_extent_changes_none(message: str, named: tuple[int, ...]) -> None:
+    lender = LenderLedger(2)
+    lender.offer(extents(0, 1))
+    before = as_lists(lender.table())
+    with pytest.raises(ValueError, match="extent"):
+        getattr(lender, message)(extents(*named), epochs(1, 1))
+    assert as_lists(lender.table()) == before
+    assert lender.on_return(extents(0, 1), epochs(1, 1)).tolist() == [0, 1]
+
+
+def test_extents_and_epochs_are_not_converted_from_another_kind_of_array() -> None:
+    with pytest.raises(TypeError):
+        LenderLedger(2).offer(np.array([2**32 + 1]))
+    with pytest.raises(TypeError):
+        BorrowerLedger(2).on_offer(extents(1), np.array([2**32 + 1]))
 
 
 @pytest.mark.parametrize("message", ["on_offer", "on_recall"])
