@@ -26,12 +26,12 @@ TOKENS = 3  # so few that prompts have prefixes in common
 
 def drawn_setup(rng: random.Random) -> LendingSetup:
     """May be one that the scheduler refuses."""
-    return small_setup(rng) if rng.random() < 0.7 else large_setup(rng)
+    return small_setup(rng) if rng.random() < 0.75 else large_setup(rng)
 
 
 def small_setup(rng: random.Random) -> LendingSetup:
     """A few blocks of one token each: every block is full, so that the cache keeps it, and every corner is near."""
-    num_layers, num_blocks = rng.choice([1, 2, 2, 3, 4]), rng.randint(3, 8)
+    num_layers, num_blocks = rng.choice([1, 2, 3, 4, 4]), rng.randint(3, 8)
     return LendingSetup(
         ((num_layers, num_blocks, 0),),
         tuple(BorrowSetup(0, rng.randint(3, 8), rng.choice([1, 1, 1, 2])) for _ in range(rng.choice([1, 1, 2]))),
@@ -90,7 +90,8 @@ class Run:
         if self.rng.random() < 0.2:
             self._phase(self.churn, self.rng.randint(20, 150))
         else:
-            self.borrow()
+            for _ in range(2):
+                self.borrow()
             for _ in range(self.rng.randint(1, 4)):
                 self._lap()
         self.engine.drain()
@@ -99,9 +100,9 @@ class Run:
     def _lap(self) -> None:
         """What a budget goes through in a day: more is lent when it is needed, and less when it is needed elsewhere."""
         rng = self.rng
-        for phase in (self.fill, self.press, self.grow, self.press, self.rest, self.shrink):
+        for phase in (self.fill, self.press, self.grow, self.press, self.rest, self.take, self.shrink):
             if rng.random() < 0.9:
-                self._phase(phase, rng.choice([1, 1, 1, 2, 4]))
+                self._phase(phase, rng.choice([1, 1, 1, 1, 1, 1, 3]))
         if rng.random() < 0.4:
             self._phase(self.churn, rng.randint(1, 10))
 
@@ -144,11 +145,15 @@ class Run:
 
     def grow(self) -> dict[Callable[[], None], int]:
         """More is borrowed and less is lent while requests run."""
-        return {self.borrow: 4, self.take_back: 1, self.step: 1}
+        return {self.borrow: 6, self.take_back: 1}
+
+    def take(self) -> dict[Callable[[], None], int]:
+        """The lender needs some of its extents."""
+        return {self.recall: 1}
 
     def shrink(self) -> dict[Callable[[], None], int]:
         """Less is borrowed and more is lent, with few steps in between."""
-        return {self.recall: 8, self.step: 4, self.lend: 1, self.take_returned: 1, self.lose: 1}
+        return {self.recall: 2, self.step: 4, self.lend: 1, self.take_returned: 1, self.lose: 1}
 
     # Requests.
 
@@ -230,10 +235,11 @@ class Run:
     # Extents.
 
     def borrow(self) -> None:
-        self.engine.borrow(self._borrow_link(), self.rng.choice([1, 2, 2, 3, 5]))
+        self.engine.borrow(self._borrow_link(), self.rng.choice([1, 1, 2, 2, 3, 5]))
 
     def recall(self) -> None:
-        self.engine.recall(self._borrow_link(), self.rng.choice([1, 1, 1, 2, 4]))
+        link = self._borrow_link()
+        self.engine.recall(link, self.rng.choice([1, 1, 2, 4, len(self.engine.held[link]) // 2]))
 
     def take_returned(self) -> None:
         self.engine.take_returned()
