@@ -57,15 +57,16 @@ def main() -> int:
 
 
 def keep(program: Path, found: Path) -> None:
-    """Regressions, which have names of their own, stay whether they cover anything or not."""
+    """Keep what covers every branch that is covered at all. Inputs with a name of their own stay in any case."""
     smallest = WORK / "smallest"
     shutil.rmtree(smallest, ignore_errors=True)
     smallest.mkdir()
-    subprocess.run([program, "-merge=1", smallest, CORPUS, found], check=True)
+    subprocess.run([program, "-merge=1", "-use_counters=0", smallest, CORPUS, found], check=True)
     for old in CORPUS.glob("cover-*"):
         old.unlink()
-    for new in sorted(smallest.iterdir()):
-        if not (CORPUS / new.name).exists():
+    named = {path.read_bytes() for path in CORPUS.iterdir()}
+    for new in smallest.iterdir():
+        if new.read_bytes() not in named:
             shutil.copy(new, CORPUS / f"cover-{new.name[:16]}")
 
 
