@@ -2,6 +2,7 @@
 #   make demo     hold a conversation with each demo model, then stop
 #   make serve    start configs/embedded.yaml and stay up
 #   make test     everything that .ci/run checks
+#   make fuzz, make sanitize, make mutants    see CONTRIBUTING.md
 PYTHON ?= python3
 # The default is a build that brings no CUDA packages; on a GPU machine: make setup TORCH=torch
 TORCH ?= torch==2.13.0
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 CPP_SOURCES := $(shell find cpp_ext -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt) CMakeLists.txt
 SETUP_INPUTS := pyproject.toml $(CPP_SOURCES)
 
-.PHONY: setup demo serve test check unit format clean
+.PHONY: setup demo serve test check unit fuzz sanitize mutants format clean
 
 setup: $(VENV)/.ready
 
@@ -41,15 +42,27 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz -name '*.cpp' -o -name '*.h')
 
 unit: setup
 	$(BIN)/python -m pytest
 
+# How long to fuzz; see tests/core/fuzz/run.py.
+FUZZ_SECONDS ?= 900
+
+fuzz: setup
+	$(BIN)/python tests/core/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+sanitize: setup
+	$(BIN)/python -m pytest -m slow tests/core/test_sanitized.py
+
+mutants: setup
+	$(BIN)/python -m pytest -m slow -s tests/core/mutants
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find cpp_ext -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find cpp_ext tests/core/fuzz -name '*.cpp' -o -name '*.h')
 
 clean:
 	rm -rf build $(VENV)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from kv_oracle import Prefixes
+from visits import State, Visits, states_of
 
 from swiftkv import _core
 
@@ -104,6 +105,7 @@ class LendingEngine:
     now_s: float = 0.0
     streamed_blocks: int = 0
     moved_blocks: int = 0
+    visits: Visits = field(default_factory=Visits)
 
     def __post_init__(self) -> None:
         self.scheduler = self.setup.scheduler()
@@ -115,15 +117,20 @@ class LendingEngine:
         # What steps in progress may still reach although the lender died, with the last of them: its bytes are gone.
         self.orphaned: list[dict[int, int]] = [{} for _ in self.setup.borrow]
 
+    def _note(self, event: str) -> None:
+        self.visits.note(states_of(self), event)
+
     # ---- requests ----
 
     def add(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
+        self._note("add")
         empty = np.zeros(0, np.int32)
         self.scheduler.add_request(request_id, np.array(prompt, np.int32), max_tokens, 0, empty, b"", False)
         last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
         self.requests[request_id] = SimulatedRequest(list(prompt), last_len, len(prompt))
 
     def abort(self, request_id: int) -> None:
+        self._note("abort")
         self.scheduler.abort(np.array([request_id], np.uint64))
         self.requests.pop(request_id, None)
 
@@ -132,18 +139,24 @@ class LendingEngine:
     def borrow(self, link: int, count: int) -> None:
         known = self.held[link] | self.recalled[link] | set(self.orphaned[link])
         extents = sorted(set(range(self.setup.borrow[link].num_extents)) - known)[:count]
+        if extents:
+            self._note("borrow")
         self.held[link].update(extents)
         self.scheduler.borrow(link, np.array(extents, np.int32))
 
     def recall(self, link: int, count: int) -> None:
         extents = self.rng.sample(sorted(self.held[link]), min(count, len(self.held[link])))
+        if extents:
+            self._note("recall")
         self.held[link].difference_update(extents)
         self.recalled[link].update(extents)
         self.scheduler.recall(link, np.array(extents, np.int32))
 
     def take_returned(self) -> None:
+        states = states_of(self)
         for link in range(len(self.setup.borrow)):
             for extent in self.scheduler.take_returned(link).tolist():
+                self.visits.note(states, "returned")
                 self.recalled[link].remove(extent)
                 self._empty_extent(link, extent)
 
@@ -154,6 +167,8 @@ class LendingEngine:
             del self.peers[link][offset]
 
     def lose(self, link: int) -> None:
+        if self.held[link] or self.recalled[link]:
+            self._note("lose")
         self.scheduler.lose(link)
         for extent in self.held[link] | self.recalled[link]:
             self._empty_extent(link, extent)
@@ -164,7 +179,10 @@ class LendingEngine:
 
     def lend(self, link: int, count: int) -> None:
         group, _, blocks_per_extent = self.setup.lend[link]
+        states = states_of(self)
         extents = self.scheduler.lend(link, count).tolist()
+        if extents:
+            self.visits.note(states, "lend")
         assert len(extents) <= count
         assert not self.lent[link] & set(extents)
         self.lent[link].update(extents)
@@ -174,6 +192,8 @@ class LendingEngine:
 
     def take_back(self, link: int, count: int) -> None:
         extents = self.rng.sample(sorted(self.lent[link]), min(count, len(self.lent[link])))
+        if extents:
+            self._note("take back")
         self.lent[link].difference_update(extents)
         self.scheduler.take_back(link, np.array(extents, np.int32))
 
@@ -186,7 +206,9 @@ class LendingEngine:
 
     def schedule(self) -> bool:
         self.now_s += 1
+        states = states_of(self)
         plan = self.scheduler.schedule(self.now_s)
+        self._note_plan(states, plan)
         if plan is None:
             assert self.scheduler.schedule(self.now_s) is None, "there was something to do, had one asked twice"
             return False
@@ -197,6 +219,23 @@ class LendingEngine:
         self.planned.append(Planned(plan, self.num_planned))
         return True
 
+    def _note_plan(self, states: list[State], plan: _core.StepPlan | None) -> None:
+        if plan is None:
+            self.visits.note(states, "nothing to do")
+            return
+        tokens = np.diff(plan.query_starts)
+        happened = {
+            "copies alone": not len(plan.request_ids),
+            "prefill": bool((tokens > 1).any()),
+            "decode": bool((tokens == 1).any()),
+            "preempt": len(plan.preempted_request_ids) > 0,
+            "stream": plan.num_stream_buffers > 0,
+        }
+        self.visits.note(states, *(event for event, is_true in happened.items() if is_true))
+        for group, state in enumerate(states):
+            if len(plan.copies(group, "spill", 0)):
+                self.visits.note([state], "spill")
+
     def step_ahead(self) -> bool:
         """The next step is planned before the one in progress is committed. False: there was nothing to do."""
         planned = self.schedule()
@@ -206,6 +245,7 @@ class LendingEngine:
 
     def commit(self) -> None:
         """Carry out the oldest step in progress, whatever has happened since it was planned, and commit it."""
+        self._note("commit")
         step = self.planned[0]
         plan = step.plan
         self._check_tokens(step)
@@ -240,6 +280,7 @@ class LendingEngine:
         """A copy fails somewhere in the last step that was planned."""
         while len(self.planned) > 1:
             self.commit()
+        self._note("abandon")
         for group in range(len(self.setup.groups)):
             events = list(range(6 * self.setup.groups[group][0]))
             stop_at = self.rng.choice(events)
@@ -383,6 +424,10 @@ class LendingEngine:
                 marks = self.local.get(self._address(group, table[position // size], layer), [])
                 if len(marks) != size or marks[position % size] != (prefix[position], layer):
                     self.misread[request_id] = f"layer {layer}: not the bytes of position {position}"
+
+    def reset_prefix_cache(self) -> None:
+        self._note("reset")
+        self.scheduler.reset_prefix_cache()
 
     # ---- checks ----
 

@@ -109,7 +109,7 @@ class Lending(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.engine.scheduler.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     @invariant()
     def holds(self) -> None:

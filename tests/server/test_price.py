@@ -175,10 +175,10 @@ def test_an_error_does_not_repeat_a_megabyte_of_the_body(gateway: Gateway) -> No
         ("/v1/completions", {**LONG, "prompt_logprobs": 0}, 400, "prompt_logprobs"),
         ("/v1/completions", {**LONG, "logprobs": 5, "echo": True}, 400, "prompt_logprobs"),
         ("/v1/completions", {**COMPLETION, "n": 128, "max_tokens": 4000, "logprobs": 20}, 400, "logprobs"),
-        ("/tokenize", {"model": "chat", "prompt": "a " * (8 * MAX_MODEL_LEN + 1)}, 413, "prompt"),
+        ("/tokenize", {"model": "chat", "prompt": "a " * (LIMITS.tokenize_chars // 2 + 1)}, 413, "prompt"),
         (
             "/tokenize",
-            {"model": "chat", "messages": [{"role": "user", "content": "a " * (8 * MAX_MODEL_LEN + 1)}]},
+            {"model": "chat", "messages": [{"role": "user", "content": "a " * (LIMITS.tokenize_chars // 2 + 1)}]},
             413,
             "messages",
         ),
@@ -193,7 +193,7 @@ def test_what_is_too_much_is_named(gateway: Gateway, path: str, body: dict[str, 
 
 
 def test_the_same_beneath_the_limit_is_taken(gateway: Gateway) -> None:
-    assert post(gateway, "/tokenize", {"model": "chat", "prompt": "a " * (8 * MAX_MODEL_LEN)})[0] == 200
+    assert post(gateway, "/tokenize", {"model": "chat", "prompt": "a " * (LIMITS.tokenize_chars // 2)})[0] == 200
     assert post(gateway, "/detokenize", {"model": "chat", "tokens": [1] * (4 * MAX_MODEL_LEN)})[0] == 200
     messages = [{"role": "user", "content": ""}] * 300
     assert post(gateway, "/v1/chat/completions", {**CHAT, "messages": messages})[0] == 200

@@ -1,0 +1,100 @@
+"""Build the core beside the package: as a program that replays histories, as a fuzzer, as a mutated extension.
+
+An object file is kept under a hash of everything that it is made from, so that only what differs is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nanobind
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "cpp_ext"
+HARNESS = ROOT / "tests/core/fuzz"
+OBJECTS = ROOT / "build/core_tests"
+HARNESS_INCLUDES = f"-I{SOURCES / 'core'}"
+CXX = os.environ.get("CXX", "c++")
+
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A compiler, its flags and a copy of `cpp_ext`."""
+
+    flags: tuple[str, ...]
+    compiler: str = CXX
+    sources: Path = SOURCES
+
+    def core_objects(self) -> list[Path]:
+        """Compile the core without its binding."""
+        units = sorted((self.sources / "core").glob("*.cpp"))
+        return self.objects(unit for unit in units if unit.name != "bind.cpp")
+
+    def objects(self, units: Iterable[Path]) -> list[Path]:
+        return [self._object(unit) for unit in units]
+
+    def link(self, objects: Sequence[Path], to: Path, *flags: str) -> Path:
+        self._run(*map(str, objects), *flags, "-o", str(to))
+        return to
+
+    def extension(self, room: str, directory: Path) -> Path:
+        """Build the Python extension of `cpp_ext/<room>` into a directory."""
+        package = Path(nanobind.include_dir()).parent
+        library = Build((*self.flags, f"-I{package}/ext/robin_map/include"), self.compiler)
+        objects = [
+            *self.objects(sorted((self.sources / room).glob("*.cpp"))),
+            *library.objects([package / "src/nb_combined.cpp"]),
+        ]
+        return self.link(objects, directory / f"_{room}{sysconfig.get_config_var('EXT_SUFFIX')}", "-shared")
+
+    def _object(self, unit: Path) -> Path:
+        inputs = hashlib.sha256(repr((self.compiler, self.flags)).encode())
+        for source in self._sources(unit):
+            inputs.update(source.name.encode() + source.read_bytes())
+        to = OBJECTS / f"{unit.stem}-{inputs.hexdigest()[:24]}.o"
+        if not to.exists():
+            OBJECTS.mkdir(parents=True, exist_ok=True)
+            partial = to.with_suffix(f".{os.getpid()}")  # another process may build the same
+            self._run("-std=c++20", *self.flags, "-c", str(unit), "-o", str(partial))
+            partial.rename(to)
+        return to
+
+    def _sources(self, unit: Path) -> list[Path]:
+        """The unit and the headers of ours that it includes, directly or not."""
+        found: list[Path] = []
+        todo = [unit]
+        while todo:
+            source = todo.pop()
+            if source in found:
+                continue
+            found.append(source)
+            for name in _INCLUDE.findall(source.read_text()):
+                todo += [path for path in (source.parent / name, self.sources / "core" / name) if path.exists()][:1]
+        return found
+
+    def _run(self, *arguments: str) -> None:
+        done = subprocess.run([self.compiler, *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{self.compiler} {' '.join(arguments)}\n{done.stderr}")
+
+
+def extension_build(sources: Path = SOURCES) -> Build:
+    """How extensions are shipped, but for optimisations that take time to compile."""
+    includes = (f"-I{nanobind.include_dir()}", f"-I{sysconfig.get_path('include')}")
+    return Build(("-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *includes), sources=sources)
+
+
+def replay_program(to: Path, sources: Path = SOURCES) -> Path:
+    """The program that replays histories, with every assertion."""
+    build = Build(("-O1", "-g1", "-D_GLIBCXX_ASSERTIONS", f"-I{sources / 'core'}"), sources=sources)
+    harness = build.objects(HARNESS / name for name in ("history.cpp", "simulated_engine.cpp", "replay.cpp"))
+    return build.link([*build.core_objects(), *harness], to)

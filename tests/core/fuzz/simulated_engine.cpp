@@ -1,0 +1,489 @@
+#include "simulated_engine.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace swiftkv::fuzz {
+
+namespace {
+
+constexpr int kWidthBytes = 64;  // of a layer block
+constexpr int kPeerBaseBytes = 10'000;
+constexpr int kLocalBaseBytes = 1'000;
+constexpr int kVocabulary = 3;
+constexpr int kMaxStepsToDrain = 2'000;
+
+uint64_t mix(uint64_t a, uint64_t b) {
+    uint64_t x = a * 0x9e3779b97f4a7c15 + b + 1;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    return (x ^ (x >> 31)) | 1;  // never 0
+}
+
+Setup with_bytes(Setup setup) {
+    int64_t base = kLocalBaseBytes;
+    for (GroupSpec& group : setup.groups) {
+        group.layer_block_bytes = kWidthBytes;
+        group.base_offset_bytes = base;
+        base += int64_t{group.num_blocks} * group.num_layers * kWidthBytes;
+    }
+    for (size_t i = 0; i < setup.borrow.size(); ++i) {
+        Link& link = setup.borrow[i];
+        link.extent_bytes =
+            int64_t{link.blocks_per_extent} * setup.groups[link.group].num_layers * kWidthBytes + setup.waste_bytes[i];
+        link.base_offset_bytes = kPeerBaseBytes;
+    }
+    return setup;
+}
+
+template <class T>
+std::vector<T> picked(const std::vector<T>& all, int first, int count) {
+    std::vector<T> found;
+    const int size = static_cast<int>(all.size());
+    for (int i = 0; i < std::min(count, size); ++i) found.push_back(all[(first + i) % size]);
+    return found;
+}
+
+}  // namespace
+
+SimulatedEngine::SimulatedEngine(Setup setup)
+    : setup_(with_bytes(std::move(setup))),
+      scheduler_(setup_.groups, setup_.limits, setup_.lend, setup_.borrow),
+      last_tokens_(setup_.limits.max_num_seqs),
+      lent_(setup_.lend.size()) {
+    const int size = setup_.limits.block_size;
+    for (const GroupSpec& group : setup_.groups) local_.emplace_back(size * group.num_layers * group.num_blocks);
+    for (const Link& link : setup_.borrow) {
+        const int layers = setup_.groups[link.group].num_layers;
+        peers_.emplace_back(size * layers * link.num_extents * link.blocks_per_extent);
+        borrowed_.emplace_back(link.num_extents);
+    }
+}
+
+std::vector<RequestId> SimulatedEngine::request_ids() const {
+    std::vector<RequestId> ids;
+    for (const auto& [id, request] : requests_) ids.push_back(id);
+    return ids;
+}
+
+// ---- requests ----
+
+void SimulatedEngine::append(Request& request, TokenId token) const {
+    request.prefixes.push_back(mix(request.prefixes.back(), token));
+    request.tokens.push_back(token);
+}
+
+void SimulatedEngine::add(const Prompt& prompt) {
+    std::vector<TokenId> stop;
+    if (prompt.stop) stop.push_back(*prompt.stop);
+    scheduler_.add_request({.id = next_id_,
+                            .prompt = prompt.tokens,
+                            .max_tokens = prompt.max_tokens,
+                            .min_tokens = prompt.min_tokens,
+                            .stop_token_ids = stop,
+                            .cache_namespace = {&prompt.cache_namespace, 1},
+                            .skip_prefix_match = prompt.skip_prefix_match,
+                            .priority = prompt.priority});
+    const int length = static_cast<int>(prompt.tokens.size());
+    Request request{.tokens = {},
+                    .prefixes = {mix(0, prompt.cache_namespace)},
+                    .prompt_len = length,
+                    .last_len = std::min(length + prompt.max_tokens, setup_.limits.max_model_len),
+                    .min_tokens = prompt.min_tokens,
+                    .stop = prompt.stop};
+    for (const TokenId token : prompt.tokens) append(request, token);
+    requests_.emplace(next_id_++, std::move(request));
+}
+
+void SimulatedEngine::abort(RequestId id) {
+    scheduler_.abort({&id, 1});
+    requests_.erase(id);
+}
+
+TokenId SimulatedEngine::sample(RequestId id) const {
+    const auto found = requests_.find(id);
+    if (found == requests_.end()) return 0;
+    const Request& request = found->second;
+    return static_cast<TokenId>(mix(request.prefixes.back(), request.tokens.size()) % kVocabulary);
+}
+
+FinishReason SimulatedEngine::expected_reason(const Request& request) const {
+    const int length = static_cast<int>(request.tokens.size());
+    if (length - request.prompt_len >= request.min_tokens && request.tokens.back() == request.stop)
+        return FinishReason::kStop;
+    return length >= request.last_len ? FinishReason::kLength : FinishReason::kRunning;
+}
+
+void SimulatedEngine::take_token(RequestId id, TokenId token, FinishReason reason) {
+    if (reason == FinishReason::kDropped) {
+        for (Step& step : open_) step.dropped.insert(id);
+        return;
+    }
+    const auto found = requests_.find(id);
+    if (found == requests_.end()) {
+        require(reason == FinishReason::kAborted, "a row of a request that has ended counts");
+        return;
+    }
+    Request& request = found->second;
+    if (token < 0) {
+        require(reason == FinishReason::kBroken, "a request without a token goes on");
+        requests_.erase(found);
+        return;
+    }
+    if (request.misread) throw Failure(request.misread);
+    append(request, token);
+    require(reason == expected_reason(request), "a request ends too early or too late");
+    if (reason != FinishReason::kRunning) requests_.erase(found);
+}
+
+// ---- extents ----
+
+std::vector<int32_t> SimulatedEngine::extents_in(int link, Tenure tenure) const {
+    std::vector<int32_t> extents;
+    for (int e = 0; e < static_cast<int>(borrowed_[link].size()); ++e)
+        if (borrowed_[link][e].tenure == tenure) extents.push_back(e);
+    return extents;
+}
+
+void SimulatedEngine::borrow(int link, int first, int count) {
+    const std::vector<int32_t> extents = picked(extents_in(link, Tenure::kNone), first, count);
+    for (const int32_t extent : extents) borrowed_[link][extent].tenure = Tenure::kHeld;
+    scheduler_.borrow(link, extents);
+}
+
+void SimulatedEngine::recall(int link, int first, int count) {
+    const std::vector<int32_t> extents = picked(extents_in(link, Tenure::kHeld), first, count);
+    for (const int32_t extent : extents) borrowed_[link][extent].tenure = Tenure::kRecalled;
+    scheduler_.recall(link, extents);
+}
+
+void SimulatedEngine::take_returned() {
+    for (int link = 0; link < static_cast<int>(borrowed_.size()); ++link) {
+        for (const int extent : scheduler_.take_returned(link)) {
+            require(borrowed_[link].at(extent).tenure == Tenure::kRecalled, "an extent is returned that is not due");
+            borrowed_[link][extent].tenure = Tenure::kNone;
+            empty_extent(link, extent);
+        }
+    }
+}
+
+void SimulatedEngine::lose(int link) {
+    scheduler_.lose(link);
+    for (int e = 0; e < static_cast<int>(borrowed_[link].size()); ++e) {
+        Extent& extent = borrowed_[link][e];
+        if (extent.tenure != Tenure::kHeld && extent.tenure != Tenure::kRecalled) continue;
+        empty_extent(link, e);
+        if (open_.empty()) {
+            extent.tenure = Tenure::kNone;
+        } else {
+            extent = {Tenure::kOrphaned, open_.back().number};
+        }
+    }
+}
+
+void SimulatedEngine::empty_extent(int link, int extent) {
+    const Link& spec = setup_.borrow[link];
+    const int marks = spec.blocks_per_extent * setup_.groups[spec.group].num_layers * setup_.limits.block_size;
+    std::fill_n(peers_[link].begin() + extent * marks, marks, 0);
+}
+
+void SimulatedEngine::lend(int link, int count) {
+    const Link& spec = setup_.lend[link];
+    const std::vector<int> extents = scheduler_.lend(link, count);
+    require(static_cast<int>(extents.size()) <= count, "more is lent than was asked for");
+    const int marks = spec.blocks_per_extent * setup_.groups[spec.group].num_layers * setup_.limits.block_size;
+    for (const int extent : extents) {
+        require(extent >= 0 && extent < spec.num_extents, "an extent is lent that the link does not have");
+        require(lent_[link].insert(extent).second, "an extent is lent twice");
+        std::fill_n(local_[spec.group].begin() + extent * marks, marks, 0);
+    }
+}
+
+void SimulatedEngine::take_back(int link, int first, int count) {
+    const std::vector<int32_t> extents =
+        picked(std::vector<int32_t>(lent_[link].begin(), lent_[link].end()), first, count);
+    for (const int32_t extent : extents) lent_[link].erase(extent);
+    scheduler_.take_back(link, extents);
+}
+
+// ---- steps ----
+
+bool SimulatedEngine::schedule() {
+    std::unique_ptr<StepPlan> plan = scheduler_.schedule(++now_s_);
+    if (!plan) {
+        require(!scheduler_.schedule(now_s_), "there was something to do, had one asked twice");
+        return false;
+    }
+    check_plan(*plan);
+    for (const RequestId id : plan->preempted_request_ids) {
+        const auto found = requests_.find(id);
+        require(found != requests_.end(), "a plan names a preempted request that has ended");
+        found->second.misread = nullptr;
+    }
+    open_.push_back({std::move(plan), ++num_planned_});
+    return true;
+}
+
+void SimulatedEngine::check_plan(const StepPlan& plan) const {
+    const SchedulerLimits& limits = setup_.limits;
+    const size_t num_tokens = plan.token_ids.size(), num_seqs = plan.request_ids.size();
+    require(plan.positions.size() == num_tokens && plan.query_starts.size() == num_seqs + 1 &&
+                plan.context_lens.size() == num_seqs && plan.row_slots.size() == num_seqs,
+            "the arrays of a plan have the same length");
+    require(static_cast<int>(num_tokens) <= limits.max_num_batched_tokens ||
+                (num_seqs == 1 && !limits.enable_chunked_prefill),
+            "a step is larger than the budget");
+    std::set<RequestId> ids(plan.request_ids.begin(), plan.request_ids.end());
+    std::set<int32_t> slots(plan.row_slots.begin(), plan.row_slots.end());
+    require(ids.size() == num_seqs && slots.size() == num_seqs, "a request or a row slot is twice in one step");
+    for (const int32_t slot : slots) require(slot >= 0 && slot < limits.max_num_seqs, "a row slot does not exist");
+    for (size_t s = 0; s < num_seqs; ++s) {
+        require(requests_.count(plan.request_ids[s]), "a request that has ended is planned");
+        const int begin = plan.query_starts[s], end = plan.query_starts[s + 1];
+        require(begin < end, "a row of a plan has no token");
+        for (int i = begin; i < end; ++i)
+            require(plan.positions[i] == plan.context_lens[s] - (end - i), "positions follow each other");
+    }
+    require(plan.logits_rows.size() == plan.logits_seqs.size(), "every row that samples has a sequence");
+    for (size_t i = 0; i < plan.logits_rows.size(); ++i)
+        require(plan.logits_rows[i] == plan.query_starts.at(plan.logits_seqs[i] + 1) - 1,
+                "the last token of a row samples");
+}
+
+void SimulatedEngine::check_tokens(const Step& step) const {
+    const StepPlan& plan = *step.plan;
+    for (size_t s = 0; s < plan.request_ids.size(); ++s) {
+        const auto found = requests_.find(plan.request_ids[s]);
+        if (found == requests_.end() || step.dropped.count(plan.request_ids[s])) continue;
+        const std::vector<TokenId>& tokens = found->second.tokens;
+        require(plan.context_lens[s] <= static_cast<int>(tokens.size()), "a row ends behind its request");
+        for (int i = plan.query_starts[s]; i < plan.query_starts[s + 1]; ++i) {
+            const TokenId token = plan.token_ids[i] < 0 ? last_tokens_.at(~plan.token_ids[i]) : plan.token_ids[i];
+            require(token == tokens[plan.positions[i]], "a step computes another token than its request's");
+        }
+    }
+}
+
+void SimulatedEngine::commit(int broken) {
+    const Step& step = open_.front();
+    const StepPlan& plan = *step.plan;
+    check_tokens(step);
+    for (int g = 0; g < static_cast<int>(local_.size()); ++g) run(step, g, -1, true);
+    std::vector<RequestId> ids;
+    std::vector<TokenId> sampled;
+    for (const int32_t s : plan.logits_seqs) {
+        ids.push_back(plan.request_ids[s]);
+        const bool is_broken = static_cast<int>(sampled.size()) == broken;
+        sampled.push_back(is_broken ? -1 : sample(ids.back()));
+        last_tokens_[plan.row_slots[s]] = sampled.back();
+    }
+    const StepResult result = scheduler_.commit(sampled);
+    end_step();
+    require(result.request_ids == ids && result.token_ids == sampled, "a result has the rows of its plan");
+    for (size_t i = 0; i < ids.size(); ++i)
+        take_token(ids[i], sampled[i], static_cast<FinishReason>(result.finish_reasons[i]));
+}
+
+void SimulatedEngine::abandon(int num_events) {
+    while (open_.size() > 1) commit();
+    for (int g = 0; g < static_cast<int>(local_.size()); ++g) run(open_.front(), g, num_events, false);
+    scheduler_.abandon();
+    end_step();
+}
+
+void SimulatedEngine::end_step() {
+    const int64_t number = open_.front().number;
+    open_.pop_front();
+    for (int link = 0; link < static_cast<int>(borrowed_.size()); ++link) {
+        for (int e = 0; e < static_cast<int>(borrowed_[link].size()); ++e) {
+            Extent& extent = borrowed_[link][e];
+            if (extent.tenure != Tenure::kOrphaned || extent.last_step > number) continue;
+            extent = {};
+            empty_extent(link, e);
+        }
+    }
+}
+
+// The order that layer streaming promises; with two buffers loads run one layer ahead.
+bool SimulatedEngine::run(const Step& step, int g, int budget, bool is_checked) {
+    const StepPlan& plan = *step.plan;
+    const int num_layers = setup_.groups[g].num_layers, num_buffers = std::max(1, plan.num_stream_buffers);
+    const auto spend = [&] { return budget-- != 0; };
+    const GroupCopies& copies = plan.copies[g];
+    if (plan.num_stream_buffers > 0) spoil_slots(plan, g);
+    int loaded = 0;
+    for (int layer = 0; layer < num_layers; ++layer) {
+        for (; loaded < std::min(num_layers, layer + num_buffers); ++loaded) {
+            if (!spend()) return false;
+            copy_to_peer(g, copies.spills, loaded);
+            if (!spend()) return false;
+            if (!copies.loads.empty()) copy_from_peer(g, copies.loads[loaded % num_buffers], loaded);
+        }
+        if (!spend()) return false;
+        write(step, g, layer);
+        if (is_checked) read(step, g, layer);
+        if (!spend()) return false;
+        if (!copies.stores.empty()) copy_to_peer(g, copies.stores[layer % num_buffers], layer);
+    }
+    return true;
+}
+
+void SimulatedEngine::spoil_slots(const StepPlan& plan, int g) {
+    for (const auto& tables : plan.block_tables)
+        for (const int32_t entry : tables[g])
+            if (is_borrowed(entry)) std::fill_n(local_marks(g, ~entry), setup_.limits.block_size, 0);
+}
+
+template <class Visit>
+void for_each_layer_block(const CopyRuns& runs, int num_layers, int layer, Visit&& visit) {
+    const int64_t block_bytes = int64_t{num_layers} * kWidthBytes;
+    for (size_t at = 0; at < runs.rows.size(); at += 5) {
+        const int64_t *row = &runs.rows[at], count = row[3];
+        require(count > 0, "a run copies nothing");
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t local = row[2] + (row[4] ? i * kWidthBytes : i * block_bytes + layer * kWidthBytes);
+            visit(row[0], row[1] + i * block_bytes + layer * kWidthBytes, local);
+        }
+    }
+}
+
+void SimulatedEngine::copy_to_peer(int g, const CopyRuns& runs, int layer) {
+    for_each_layer_block(runs, setup_.groups[g].num_layers, layer, [&](int64_t link, int64_t peer, int64_t local) {
+        std::copy_n(local_marks_at(g, local), setup_.limits.block_size, peer_marks_at(g, link, peer));
+    });
+}
+
+void SimulatedEngine::copy_from_peer(int g, const CopyRuns& runs, int layer) {
+    for_each_layer_block(runs, setup_.groups[g].num_layers, layer, [&](int64_t link, int64_t peer, int64_t local) {
+        std::copy_n(peer_marks_at(g, link, peer), setup_.limits.block_size, local_marks_at(g, local));
+    });
+}
+
+std::vector<SimulatedEngine::Row> SimulatedEngine::rows(const Step& step, int g, int layer) {
+    const StepPlan& plan = *step.plan;
+    const auto& table = plan.block_tables[layer % std::max(1, plan.num_stream_buffers)][g];
+    std::vector<Row> rows;
+    for (size_t s = 0; s < plan.request_ids.size(); ++s) {
+        const auto found = requests_.find(plan.request_ids[s]);
+        const bool counts = found != requests_.end() && !step.dropped.count(plan.request_ids[s]);
+        const int end = plan.context_lens[s], begin = end - (plan.query_starts[s + 1] - plan.query_starts[s]);
+        const int first = plan.table_starts[g][s], last = plan.table_starts[g][s + 1];
+        require(last - first == ceil_div(end, setup_.limits.block_size), "a row has a block for every token");
+        rows.push_back({counts ? &found->second : nullptr, begin, end, table.data() + first});
+    }
+    return rows;
+}
+
+void SimulatedEngine::write(const Step& step, int g, int layer) {
+    const int size = setup_.limits.block_size;
+    std::set<const Mark*> written;
+    for (const Row& row : rows(step, g, layer)) {
+        for (int i = row.begin; i < row.end; ++i) {
+            Mark* mark = table_marks(g, row.table[i / size], layer) + i % size;
+            require(written.insert(mark).second, "two requests write to one place");
+            *mark = row.request ? mix(row.request->prefixes[i + 1], layer) : mix(~0ull, i);
+        }
+    }
+}
+
+void SimulatedEngine::read(const Step& step, int g, int layer) {
+    const int size = setup_.limits.block_size, window = setup_.groups[g].window;
+    for (const Row& row : rows(step, g, layer)) {
+        if (!row.request) continue;
+        for (int i = window > 0 ? std::max(0, row.begin - window + 1) : 0; i < row.end; ++i) {
+            const Mark mark = table_marks(g, row.table[i / size], layer)[i % size];
+            if (mark != mix(row.request->prefixes[i + 1], layer))
+                row.request->misread = "a token came from a step that read other bytes than its request's";
+        }
+    }
+}
+
+// ---- memory ----
+
+SimulatedEngine::Mark* SimulatedEngine::local_marks(int g, int64_t layer_block) {
+    const GroupSpec& spec = setup_.groups[g];
+    require(layer_block >= 0 && layer_block < int64_t{spec.num_layers} * spec.num_blocks, "outside the group's pool");
+    for (size_t i = 0; i < setup_.lend.size(); ++i) {
+        const Link& link = setup_.lend[i];
+        const bool is_lent = link.group == g && lent_[i].count(layer_block / spec.num_layers / link.blocks_per_extent);
+        require(!is_lent, "a lent block is in use");
+    }
+    return &local_[g][layer_block * setup_.limits.block_size];
+}
+
+SimulatedEngine::Mark* SimulatedEngine::local_marks_at(int g, int64_t offset_bytes) {
+    const int64_t within = offset_bytes - setup_.groups[g].base_offset_bytes;
+    require(within % kWidthBytes == 0, "a copy does not begin at a layer block");
+    return local_marks(g, within / kWidthBytes);
+}
+
+SimulatedEngine::Mark* SimulatedEngine::peer_marks_at(int g, int64_t link, int64_t offset_bytes) {
+    require(link >= 0 && link < static_cast<int64_t>(setup_.borrow.size()), "a copy over a link that does not exist");
+    const Link& spec = setup_.borrow[link];
+    require(spec.group == g, "a copy over another group's link");
+    const int64_t at = offset_bytes - spec.base_offset_bytes;
+    const int64_t extent = at / spec.extent_bytes, within = at % spec.extent_bytes;
+    require(at >= 0 && extent < spec.num_extents && borrowed_[link][extent].tenure != Tenure::kNone,
+            "a copy reaches an extent that is not ours");
+    const int64_t layer_blocks = int64_t{spec.blocks_per_extent} * setup_.groups[g].num_layers;
+    require(within % kWidthBytes == 0 && within / kWidthBytes < layer_blocks, "a copy reaches past an extent's blocks");
+    return &peers_[link][(extent * layer_blocks + within / kWidthBytes) * setup_.limits.block_size];
+}
+
+SimulatedEngine::Mark* SimulatedEngine::table_marks(int g, int32_t entry, int layer) {
+    require(entry != kNoBlock, "a token inside the window has no block");
+    return local_marks(g, is_borrowed(entry) ? ~entry : entry + layer);
+}
+
+// ---- checks ----
+
+void SimulatedEngine::check() const {
+    scheduler_.check_invariants();
+    const SchedulerStats stats = scheduler_.stats();
+    require(stats.num_running + stats.num_waiting == static_cast<int>(requests_.size()), "every request is known");
+    for (int g = 0; g < static_cast<int>(stats.groups.size()); ++g) {
+        const GroupStats& s = stats.groups[g];
+        require(s.free + s.used + s.cached + s.lent + s.in_flight + s.streaming == s.total &&
+                    s.total == setup_.groups[g].num_blocks,
+                "the pool equation");
+        int lent = 0, held = 0;
+        bool is_leaving = false;
+        for (size_t i = 0; i < setup_.lend.size(); ++i)
+            if (setup_.lend[i].group == g) lent += static_cast<int>(lent_[i].size()) * setup_.lend[i].blocks_per_extent;
+        for (size_t i = 0; i < setup_.borrow.size(); ++i) {
+            if (setup_.borrow[i].group != g) continue;
+            for (const Extent& extent : borrowed_[i]) {
+                held += extent.tenure == Tenure::kHeld ? setup_.borrow[i].blocks_per_extent : 0;
+                is_leaving |= extent.tenure == Tenure::kRecalled || extent.tenure == Tenure::kOrphaned;
+            }
+        }
+        const int borrowed = s.borrowed_free + s.borrowed_used + s.borrowed_cached + s.borrowed_in_flight;
+        require(s.lent == lent, "lent blocks are those of the lent extents");
+        require(is_leaving ? borrowed >= held : borrowed == held, "borrowed blocks are those of the held extents");
+        require(!open_.empty() || s.in_flight + s.borrowed_in_flight == 0, "nothing is in flight between steps");
+        require(!requests_.empty() || !open_.empty() || s.used + s.borrowed_used == 0, "an idle engine uses no block");
+    }
+}
+
+void SimulatedEngine::drain() {
+    while (!open_.empty()) commit();
+    for (int steps = 0; scheduler_.has_work(); ++steps) {
+        require(steps < kMaxStepsToDrain, "requests never end");
+        if (schedule()) {
+            commit();
+            take_returned();
+            check();
+            continue;
+        }
+        const std::vector<RequestId> stuck = scheduler_.starved(now_s_ + 1, 0.5);
+        require(!stuck.empty() || !scheduler_.has_work(), "there is work, but nothing can run");
+        for (const RequestId id : stuck) abort(id);
+    }
+    require(requests_.empty(), "a request is left over");
+    take_returned();
+    for (int link = 0; link < static_cast<int>(borrowed_.size()); ++link)
+        require(extents_in(link, Tenure::kRecalled).empty(), "an engine at rest keeps a recalled extent");
+    check();
+}
+
+}  // namespace swiftkv::fuzz

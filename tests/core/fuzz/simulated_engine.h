@@ -1,0 +1,144 @@
+// An engine that borrows and lends, simulated to the byte: every plan is carried out, layer by layer, copy by copy.
+//
+// It knows nothing of how the scheduler keeps its books. Memory holds a mark per token and layer that names everything
+// up to that token; whatever nobody may count on is emptied. A step may read only the marks of its own requests. This
+// is the oracle of tests/core/lending_oracle.py once more, written independently and fast enough for a fuzzer.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "scheduler.h"
+
+namespace swiftkv::fuzz {
+
+// The scheduler did something wrong.
+struct Failure : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+inline void require(bool holds, const char* what) {
+    if (!holds) throw Failure(what);
+}
+
+struct Setup {
+    std::vector<GroupSpec> groups;  // without byte sizes and offsets, which the engine fills in
+    std::vector<Link> lend, borrow;
+    std::vector<int> waste_bytes;  // per borrow link, at the end of each extent
+    SchedulerLimits limits;
+};
+
+struct Prompt {
+    std::vector<TokenId> tokens;
+    int max_tokens = 1;
+    int min_tokens = 0;
+    std::optional<TokenId> stop = {};
+    uint8_t cache_namespace = 0;
+    bool skip_prefix_match = false;
+    int priority = 0;
+};
+
+class SimulatedEngine {
+  public:
+    // Throws std::invalid_argument for a setup that the scheduler refuses.
+    explicit SimulatedEngine(Setup setup);
+
+    const Setup& setup() const { return setup_; }
+    size_t num_open() const { return open_.size(); }
+    std::vector<RequestId> request_ids() const;
+
+    void add(const Prompt& prompt);
+    void abort(RequestId id);
+    bool schedule();
+    // Carries out the oldest step in progress and commits it. One row may get no token: the `broken`-th of those that
+    // sample, if there are so many.
+    void commit(int broken = -1);
+    // The last step in progress fails after so many of its events.
+    void abandon(int num_events);
+    void reset_prefix_cache() { scheduler_.reset_prefix_cache(); }
+
+    // The extents are the first `count` of those in question, from the `first`-th on.
+    void borrow(int link, int first, int count);
+    void recall(int link, int first, int count);
+    void take_returned();
+    void lose(int link);
+    void lend(int link, int count);
+    void take_back(int link, int first, int count);
+
+    // What must hold after every operation.
+    void check() const;
+    // Everything for which there can be room finishes.
+    void drain();
+
+  private:
+    using Mark = uint64_t;  // 0: nothing to count on
+    struct Request {
+        std::vector<TokenId> tokens;
+        std::vector<Mark> prefixes;  // of the tokens up to each
+        int prompt_len, last_len, min_tokens;
+        std::optional<TokenId> stop;
+        const char* misread = nullptr;  // must be computed again before it counts
+    };
+    struct Step {
+        std::unique_ptr<StepPlan> plan;
+        int64_t number;
+        std::set<RequestId> dropped = {};  // since it was planned
+    };
+    enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kOrphaned };
+    struct Extent {
+        Tenure tenure = Tenure::kNone;
+        int64_t last_step = 0;  // of an orphan: the last one that may still reach it
+    };
+    struct Row {
+        Request* request;  // null: computed in vain
+        int begin, end;
+        const int32_t* table;
+    };
+
+    void append(Request& request, TokenId token) const;
+    TokenId sample(RequestId id) const;
+    FinishReason expected_reason(const Request& request) const;
+    void take_token(RequestId id, TokenId token, FinishReason reason);
+    void check_plan(const StepPlan& plan) const;
+    void check_tokens(const Step& step) const;
+    void end_step();
+    std::vector<Row> rows(const Step& step, int group, int layer);
+
+    // Events of a step; false once `budget` of them have happened.
+    bool run(const Step& step, int group, int budget, bool is_checked);
+    void spoil_slots(const StepPlan& plan, int group);
+    void copy_to_peer(int group, const CopyRuns& runs, int layer);
+    void copy_from_peer(int group, const CopyRuns& runs, int layer);
+    void write(const Step& step, int group, int layer);
+    void read(const Step& step, int group, int layer);
+
+    // Marks of the layer block at a place; throws Failure where the engine has no business.
+    Mark* local_marks(int group, int64_t layer_block);
+    Mark* local_marks_at(int group, int64_t offset_bytes);
+    Mark* peer_marks_at(int group, int64_t link, int64_t offset_bytes);
+    Mark* table_marks(int group, int32_t entry, int layer);
+    void empty_extent(int link, int extent);
+    std::vector<int32_t> extents_in(int link, Tenure tenure) const;
+
+    Setup setup_;
+    Scheduler scheduler_;
+    std::map<RequestId, Request> requests_;
+    RequestId next_id_ = 0;
+    std::deque<Step> open_;
+    int64_t num_planned_ = 0;
+    double now_s_ = 0;
+    std::vector<TokenId> last_tokens_;      // by row slot
+    std::vector<std::vector<Mark>> local_;  // per group
+    std::vector<std::vector<Mark>> peers_;  // per borrow link
+    std::vector<std::vector<Extent>> borrowed_;
+    std::vector<std::set<int>> lent_;
+};
+
+}  // namespace swiftkv::fuzz

@@ -1,0 +1,181 @@
+"""Mistakes that the tests of the core and of the ledgers must notice, each a few edits of the sources."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A snippet of a file in `cpp_ext`, which occurs there once, and what replaces it."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    edits: tuple[Edit, ...]
+
+    @property
+    def room(self) -> str:
+        return self.edits[0].file.split("/")[0]
+
+    def write(self, sources: Path, to: Path) -> None:
+        """Copy `cpp_ext` and edit the copy."""
+        shutil.copytree(sources, to)
+        for edit in self.edits:
+            path = to / edit.file
+            text = path.read_text()
+            assert text.count(edit.old) == 1, f"{self.name}: not once in {edit.file}: {edit.old}"
+            path.write_text(text.replace(edit.old, edit.new))
+
+
+def one(name: str, file: str, old: str, new: str) -> Mutant:
+    return Mutant(name, (Edit(file, old, new),))
+
+
+POOL, CACHE, CACHE_LENDING = "core/block_pool.cpp", "core/kv_cache.cpp", "core/kv_cache_lending.cpp"
+SCHEDULER, COMMIT, LENDING = "core/scheduler.cpp", "core/scheduler_commit.cpp", "core/scheduler_lending.cpp"
+PLAN, TREE, SET = "core/scheduler_plan.cpp", "core/prefix_tree.cpp", "core/free_set.h"
+LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
+
+MUTANTS = [
+    # The block pool.
+    one("a block that a step still uses is free", POOL, "if (slots_[block].busy_until > 0) {", "if (false) {"),
+    one(
+        "a retired block stays busy for a step too few",
+        POOL,
+        "std::exchange(slot(block).busy_until, num_begun_)",
+        "std::exchange(slot(block).busy_until, std::max<int64_t>(1, num_begun_ - 1))",
+    ),
+    one("the newest block is evicted first", POOL, "slots_[sentinel(where)].newer;", "slots_[sentinel(where)].older;"),
+    one("an extent in use is lent", POOL, "lend.num_pinned[extent] > 0 || is_found", "is_found"),
+    one("all blocks of an extent lie at its begin", POOL, "+ within * block_bytes", "+ 0 * within * block_bytes"),
+    one("a lost extent is returned", POOL, "if (!is_lost) link.returned", "link.returned"),
+    one("a recall leaves free blocks behind", POOL, "if (state(b) == BlockState::kFree) give_up(b);\n        if", "if"),
+    # The set of free blocks.
+    one(
+        "the highest member is the lowest of its word",
+        SET,
+        "kBits - 1 - std::countl_zero(below)",
+        "std::countr_zero(below)",
+    ),
+    one("a word that is empty is not noted", SET, "if (word != 0) return;", "return;"),
+    # The cache.
+    one(
+        "a window's match lacks a block",
+        CACHE,
+        "std::min(length, groups_[g].window_blocks)",
+        "std::min(length, groups_[g].window_blocks - 1)",
+    ),
+    one(
+        "a window is left a block too early",
+        CACHE,
+        "num_computed - groups_[g].spec.window)",
+        "num_computed - groups_[g].spec.window + block_size_)",
+    ),
+    one("what the step after uses is let go at once", CACHE, "if (num_steps_ > 1) {", "if (false) {"),
+    one("two blocks have one node", CACHE, "if (known != kNone) pool.forget(known);", ""),
+    one(
+        "blocks are borrowed without slots",
+        CACHE,
+        "const int slots = stream_slots(g) - pool.count(Place::kBorrowed, BlockState::kUsed);",
+        "const int slots = stream_slots(g);",
+    ),
+    one("a node loses one block alone", CACHE, "(h != g && !whole_node)", "h != g"),
+    # The cache and leases.
+    one(
+        "what a lost extent was to bring counts",
+        CACHE_LENDING,
+        "if (pool.is_lost(copy.borrowed)) missing.push_back(copy.local);",
+        ";",
+    ),
+    one(
+        "slots are used before their block is spilled",
+        CACHE_LENDING,
+        "if (group.spills.size() > num_spills) ++group.num_fresh;",
+        "",
+    ),
+    one(
+        "slots in use are given up", CACHE_LENDING, "* group.spec.num_layers >= used)", "* group.spec.num_layers >= 0)"
+    ),
+    one(
+        "blocks move to extents for which there is no slot",
+        CACHE_LENDING,
+        "std::clamp(slots, 0, pool.available(Place::kBorrowed))",
+        "slots < -1 ? 0 : pool.available(Place::kBorrowed)",
+    ),
+    Mutant(
+        "a recalled block is evicted to make room",
+        (
+            Edit(POOL, "if (state(b) == BlockState::kCached) move_to(b, BlockState::kLeaving);", ""),
+            Edit(POOL, "is_leaving(block) ? BlockState::kLeaving : BlockState::kCached", "BlockState::kCached"),
+            Edit(
+                CACHE_LENDING,
+                "drain_cached(g, leaving(g, BlockState::kLeaving)",
+                "drain_cached(g, leaving(g, BlockState::kCached)",
+            ),
+            Edit(
+                CACHE_LENDING, "pool.state(block) != BlockState::kLeaving", "pool.state(block) != BlockState::kCached"
+            ),
+            Edit(CACHE_LENDING, "if (is_draining()) return;", ""),
+            Edit(
+                LENDING,
+                "cache_.shrink_stream();\n    if (cache_",
+                "cache_.shrink_stream();\n    cache_.grow_stream();\n    if (cache_",
+            ),
+            Edit(
+                "core/invariants.cpp", 'check_that(is_local || !is_leaving(b), "a cached', 'check_that(true, "a cached'
+            ),
+            Edit(SET, "if (empty()) return -1;", ""),
+        ),
+    ),
+    # The prefix index.
+    one("a node that goes is lost", TREE, "nodes_[node].next = free_nodes_;", ""),
+    one("a node with a block of the second group goes", TREE, "first, first + num_groups_,", "first, first + 1,"),
+    # The scheduler.
+    one("blocks of a step in progress are released", SCHEDULER, "if (r.num_scheduled > 0) {", "if (false) {"),
+    one(
+        "a request goes on while its last token is sampled",
+        SCHEDULER,
+        "return r.num_unknown > 0 && is_at_limit(r, r.num_tokens());",
+        "return r.num_unknown > 0 && false;",
+    ),
+    one("a prompt is matched whole", SCHEDULER, "(r.num_tokens() - 1) / limits_", "r.num_tokens() / limits_"),
+    one("a step is planned beside copies", SCHEDULER, "!open_.back().has_copies && ", ""),
+    one("a request may stop too late", COMMIT, ">= r.min_tokens", "> r.min_tokens"),
+    one("what failed copies wrote counts", COMMIT, "cache_.settle_failed();", "cache_.settle();"),
+    one("who reads what is lost goes on", LENDING, "if (row.request && reads_lost(row))", "if (false)"),
+    # The plan.
+    one(
+        "two buffers share their slots",
+        PLAN,
+        "if (2 * num_streamed > cache_.stream_slots(g)) num_buffers = 1;",
+        "",
+    ),
+    one("a block that is written in part is not loaded", PLAN, "i * size<begin,", "(i + 1) * size<begin,"),
+    one(
+        "copies are merged that do not lie side by side", PLAN, "last[1] + last[3] * block_bytes == peer_offset", "true"
+    ),
+    # The ledgers.
+    one(
+        "an old acceptance counts",
+        LENDER,
+        "epochs_[extent] == epochs[i] && states_[extent] == kOffered",
+        "states_[extent] == kOffered",
+    ),
+    one("an old return counts", LENDER, "epochs_[extent] != epochs[i] || ", ""),
+    one(
+        "recalled extents stay out when their borrower dies",
+        LENDER,
+        "home.insert(home.end(), recalled.begin(), recalled.end());",
+        "",
+    ),
+    one("an old offer is accepted", BORROWER, "epoch < epochs_[extent] || ", ""),
+    one("epochs outlive their lender", BORROWER, "std::fill(epochs_.begin(), epochs_.end(), 0);", ""),
+]

@@ -1,0 +1,58 @@
+"""The tests of the core kill every mutant, and nothing but mutants.
+
+.venv/bin/python -m pytest -m slow -s tests/core/mutants       # names the test that killed each
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from core_build import ROOT, SOURCES, extension_build
+from mutants import MUTANTS, Mutant
+
+# In the order in which they cost time: most mutants die early.
+TESTS = {
+    "core": [
+        f"tests/core/test_{name}.py"
+        for name in ("lending", "scheduler", "bindings", "lending_states", "lending_random", "scheduler_states")
+    ],
+    "lease": ["tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py"],
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_sources_have_what_a_mutant_changes(mutant: Mutant) -> None:
+    for edit in mutant.edits:
+        assert (SOURCES / edit.file).read_text().count(edit.old) == 1, edit.old
+
+
+def run_tests(room: str, extensions: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "tests.support.extensions", "-p", "no:cacheprovider"]
+    environment = os.environ | {"SWIFTKV_EXTENSIONS": str(extensions), "CI": "1"}  # the same examples each time
+    return subprocess.run([*command, *TESTS[room]], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [*TESTS])
+def test_the_sources_pass(room: str, tmp_path: Path) -> None:
+    extension_build().extension(room, tmp_path)
+    done = run_tests(room, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
+    mutant.write(SOURCES, tmp_path / "sources")
+    extension_build(tmp_path / "sources").extension(mutant.room, tmp_path)
+    done = run_tests(mutant.room, tmp_path)
+    assert done.returncode != 0, "no test notices"
+    begun = re.findall(r"^(tests/\S+::\S+)", done.stdout, re.MULTILINE)
+    assert begun, done.stdout + done.stderr
+    print(f"\n{mutant.name}: {begun[-1]}")

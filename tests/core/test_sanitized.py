@@ -1,0 +1,72 @@
+"""The C++ of the core, the ledgers and the copy engine under AddressSanitizer and UBSan: `make sanitize`.
+
+The extensions are built once more, with the sanitizers, and the tests run against them. Leaks are not looked for:
+Python itself and torch keep much until the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from core_build import CXX, ROOT
+
+BUILD = ROOT / "build/sanitize"
+EXTENSIONS = BUILD / "extensions"
+TESTS = [
+    *(f"tests/core/test_{name}.py" for name in ("bindings", "block_keys", "lending", "lending_random")),
+    *(f"tests/core/test_{name}.py" for name in ("lending_states", "scheduler", "scheduler_states")),
+    *("tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py", "tests/transport/test_copy_engine.py"),
+    "tests/transport/test_transport.py",
+]
+
+
+def runtime(library: str) -> str:
+    """The path of one of the compiler's libraries."""
+    found = subprocess.run([CXX, f"-print-file-name={library}"], check=True, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def build() -> None:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    configure = ["cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Debug", "-DSWIFTKV_SANITIZE=ON"]
+    options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={EXTENSIONS}", f"-DPython_EXECUTABLE={sys.executable}"]
+    subprocess.run([*configure, *options], check=True, env=environment)
+    targets = ["--target", "_core", "_lease", "_transport"]
+    subprocess.run(["cmake", "--build", BUILD, *targets], check=True, env=environment)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "SWIFTKV_EXTENSIONS": str(EXTENSIONS),
+        "LD_PRELOAD": f"{runtime('libasan.so')}:{runtime('libubsan.so')}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "CI": "1",
+    }
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_nothing_is_found() -> None:
+    build()
+    done = run("-m", "pytest", "-p", "tests.support.extensions", "-p", "no:cacheprovider", *TESTS)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    assert "runtime error" not in done.stderr
+    assert "AddressSanitizer" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_extensions_that_are_tested_have_the_sanitizers() -> None:
+    build()
+    script = "import tests.support.extensions; from swiftkv import _core, _lease, _transport; "
+    done = run("-c", script + "print(_core.__file__, _lease.__file__, _transport.__file__)")
+    assert done.returncode == 0, done.stderr
+    for file in done.stdout.split():
+        assert b"__asan_init" in Path(file).read_bytes()

@@ -1,0 +1,31 @@
+"""Take the package's C++ extensions from another directory: `pytest -p tests.support.extensions`.
+
+The directory is `SWIFTKV_EXTENSIONS`; an extension that it lacks is imported from where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+
+class ExtensionFinder:
+    """Find `swiftkv._x` as `_x.*.so` in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, module = name.rpartition(".")
+        files = sorted(self._directory.glob(f"{module}.*.so")) if package == "swiftkv" else []
+        return importlib.util.spec_from_file_location(name, files[0]) if files else None
+
+
+sys.meta_path.insert(0, ExtensionFinder(Path(os.environ["SWIFTKV_EXTENSIONS"])))
