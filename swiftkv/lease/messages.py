@@ -244,6 +244,8 @@ def named_leases(
     outside = extents[(extents < 0) | (extents >= num_extents)]
     if len(outside):
         raise MalformedMessage(f"extent {outside[0]} of a link of {num_extents}")
+    if len(np.unique(extents)) != len(extents):
+        raise MalformedMessage("an extent that is named twice")
     if not epochs.all():
         raise MalformedMessage("an extent at epoch 0, which is never offered")
     return extents, epochs

@@ -221,7 +221,7 @@ def test_a_lender_that_contradicts_itself_ends_the_engine_and_is_not_half_believ
         assert engine.process.wait(TIMEOUT_S) == 1
         assert engine.process.stderr is not None
         said = engine.process.stderr.read().decode()
-        assert "an extent that is borrowed was offered anew" in said
+        assert "is borrowed, and was offered anew" in said
         assert "the coordinator's thread has ended" in said
 
 
