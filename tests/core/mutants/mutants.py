@@ -102,13 +102,16 @@ MUTANTS = [
         "",
     ),
     one(
-        "slots in use are given up", CACHE_LENDING, "* group.spec.num_layers >= used)", "* group.spec.num_layers >= 0)"
+        "what is cached in a recalled extent stays there",
+        CACHE_LENDING,
+        "if (!has_room || move_in(g, block) == kNone) evict(g, block);",
+        "if (has_room) move_in(g, block);",
     ),
     one(
-        "blocks move to extents for which there is no slot",
+        "a drain counts on room that is not there",
         CACHE_LENDING,
-        "std::clamp(slots, 0, pool.available(Place::kBorrowed))",
-        "slots < -1 ? 0 : pool.available(Place::kBorrowed)",
+        "if (num_used > pool.available(Place::kLocal) + elsewhere) return false;",
+        "if (num_used > 2 * pool.available(Place::kLocal) + elsewhere) return false;",
     ),
     Mutant(
         "a recalled block is evicted to make room",

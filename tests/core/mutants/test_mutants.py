@@ -32,7 +32,7 @@ def test_the_sources_have_what_a_mutant_changes(mutant: Mutant) -> None:
 
 
 def run_tests(room: str, extensions: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "tests.support.extensions", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", "-vv", "-p", "tests.support.extensions", "-p", "no:cacheprovider"]
     environment = os.environ | {"SWIFTKV_EXTENSIONS": str(extensions), "CI": "1"}  # the same examples each time
     return subprocess.run([*command, *TESTS[room]], cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -54,5 +54,5 @@ def test_a_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     done = run_tests(mutant.room, tmp_path)
     assert done.returncode != 0, "no test notices"
     begun = re.findall(r"^(tests/\S+::\S+)", done.stdout, re.MULTILINE)
-    assert begun, done.stdout + done.stderr
+    assert begun, f"no test began:\n{done.stdout}{done.stderr}"
     print(f"\n{mutant.name}: {begun[-1]}")
