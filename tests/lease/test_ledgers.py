@@ -66,6 +66,15 @@ def test_what_is_repeated_changes_nothing_and_is_answered_again() -> None:
     assert lender.on_return(extents(0), first).tolist() == []
 
 
+def test_an_offer_of_an_earlier_lease_is_not_accepted() -> None:
+    borrower = BorrowerLedger(1)
+    borrower.on_offer(extents(0), epochs(1))
+    borrower.give_back(extents(0))
+    borrower.on_offer(extents(0), epochs(2))
+    assert as_lists(borrower.on_offer(extents(0), epochs(1))) == ([], [], [])
+    assert as_lists(borrower.table()) == ([HELD], [2])
+
+
 def test_a_return_of_an_earlier_lease_is_ignored() -> None:
     lender = LenderLedger(1)
     first = lender.offer(extents(0))

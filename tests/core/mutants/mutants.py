@@ -153,7 +153,7 @@ MUTANTS = [
     one("a step is planned beside copies", SCHEDULER, "!open_.back().has_copies && ", ""),
     one("a request may stop too late", COMMIT, ">= r.min_tokens", "> r.min_tokens"),
     one("what failed copies wrote counts", COMMIT, "cache_.settle_failed();", "cache_.settle();"),
-    one("who reads what is lost goes on", LENDING, "if (row.request && reads_lost(row))", "if (false)"),
+    one("who holds what is lost goes on", LENDING, "if (!cache_.holds_lost(r->table)) continue;", "continue;"),
     # The plan.
     one(
         "two buffers share their slots",
