@@ -1,4 +1,8 @@
 // Runs the histories in files: replay [--trace] FILE...
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
 #include <exception>
 #include <fstream>
 #include <iostream>
@@ -8,11 +12,25 @@
 
 #include "history.h"
 
+namespace {
+
+const char* running = "";
+
+// The core ends the process when its books are wrong: then this names the input.
+void name_input(int) {
+    for (const char* text : {running, ": aborted\n"})
+        if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+    std::signal(SIGABRT, name_input);
     std::ostream* trace = nullptr;
     bool has_failed = false;
     for (int i = 1; i < argc; ++i) {
         const std::string name = argv[i];
+        running = argv[i];
         if (name == "--trace") {
             trace = &std::cout;
             continue;
