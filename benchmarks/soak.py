@@ -10,7 +10,7 @@ begins again, with other tokens. --speed is to load the machine without saturati
 the machine that the node took, and how many requests were in flight at most.
 
 Every two seconds the resident memory, threads, open files and sockets of the gateway and of each engine are noted.
-After a warm-up (a sixth of the time), a line is fitted to each of them. Its slope has an interval of 95 %, made wider
+After a warm-up (a sixth of the time), a line is fitted to the least of each minute. Its slope has an interval of 95 %, made wider
 where the residuals of neighbours resemble each other. Asked for: the interval reaches 0, or ends below a bound that is
 too small to matter; no error; no engine that was started again; and of some answers, drawn at random, no token that
 differs from the answers of a node that lends nothing. The exit status is 1 if a check failed.
@@ -47,7 +47,7 @@ _TOKEN_IDS = (300, 4000)
 _MAX_MODEL_LEN = 4096
 _SAMPLE_S = 2.0
 _MAX_POINTS = 60
-"""Samples are averaged to so many points before a line is fitted."""
+"""Samples become so many points before a line is fitted."""
 _WIDTH = 2.0
 """Standard errors on each side of a slope, for an interval of 95 %."""
 _REQUEST_TIMEOUT_S = 300.0
@@ -184,16 +184,17 @@ class Slope:
 
 
 def fit(times_s: Sequence[float], values: Sequence[float]) -> Slope:
-    """Least squares over means of neighbouring samples.
+    """Fit by least squares the least of neighbouring samples.
 
-    Samples that follow each other are alike, which makes the usual interval too narrow: it is widened by the
-    autocorrelation of the residuals.
+    The least is what a process keeps: what a step or a request takes comes and goes with the load. Samples that follow
+    each other are alike, which makes the usual interval too narrow: it is widened by the autocorrelation of the
+    residuals.
     """
     num_points = min(_MAX_POINTS, len(values) // 2)
     if num_points < 5:
         raise SystemExit("too few samples for a slope: let it run longer")
     hours = np.array([chunk.mean() for chunk in np.array_split(np.asarray(times_s) / 3600, num_points)])
-    points = np.array([chunk.mean() for chunk in np.array_split(np.asarray(values, float), num_points)])
+    points = np.array([chunk.min() for chunk in np.array_split(np.asarray(values, float), num_points)])
     centred = hours - hours.mean()
     per_hour = float(centred @ points / (centred @ centred))
     residuals = points - points.mean() - per_hour * centred
