@@ -248,6 +248,7 @@ def traffic_rows(sent: Sequence[Sent], outages: Sequence[Outage]) -> list[list[s
 TRAFFIC_HEADS = (
     "model",
     "answers",
+    "of them left alone",
     "errors in a fault",
     "errors left alone",
     "median, s",

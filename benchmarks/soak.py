@@ -10,10 +10,10 @@ begins again, with other tokens. --speed is to load the machine without saturati
 the machine that the node took, and how many requests were in flight at most.
 
 Every two seconds the resident memory, threads, open files and sockets of the gateway and of each engine are noted.
-After a warm-up (a sixth of the time), a line is fitted to the least of each minute. Its slope has an interval of 95 %, made wider
-where the residuals of neighbours resemble each other. Asked for: the interval reaches 0, or ends below a bound that is
-too small to matter; no error; no engine that was started again; and of some answers, drawn at random, no token that
-differs from the answers of a node that lends nothing. The exit status is 1 if a check failed.
+After a warm-up (a sixth of the time), a line is fitted to the least of each minute. Its slope has an interval of 95 %,
+made wider where the residuals of neighbours resemble each other. Asked for: the interval reaches 0, or ends below a
+bound that is too small to matter; no error; no engine that was started again; and of some answers, drawn at random, no
+token that differs from the answers of a node that lends nothing. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
