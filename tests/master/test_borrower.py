@@ -106,7 +106,8 @@ def test_messages_that_come_late_twice_or_for_others_do_no_harm() -> None:
         state = node["m"].show()
         assert (held(state), state.groups[0].borrowed_free) == ([1], node.link.meu_m)
         lender.welcome(lender.me, Path("already attached"))
-        lender.say(Recall, [3, 3], [1, 1])
+        lender.say(Recall, [3, 3], [1, 1])  # makes no sense
+        lender.say(Recall, [3], [1])
         assert lender.hears(Return) == ([3], [1])
         lender.say(Recall, [3], [1])
         assert lender.hears(Return) == ([3], [1])

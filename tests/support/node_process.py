@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -107,8 +108,12 @@ class NodeProcess:
 
     def engines(self) -> dict[str, psutil.Process]:
         """The engine processes that run now, by model."""
-        children = psutil.Process(self.process.pid).children()
-        found = {child.cmdline()[-1]: child for child in children if "swiftkv.engine.main" in child.cmdline()}
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                command = child.cmdline()
+                if "swiftkv.engine.main" in command:
+                    found[command[-1]] = child
         self._everybody.extend(found.values())
         return found
 
