@@ -240,7 +240,14 @@ def output_that_goes_nowhere(kind: str) -> Iterator[int | None]:
         os.close(reader)
 
 
-@pytest.mark.parametrize("kind", ["full disk", "reader has gone", "reader has stalled", "closed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "full disk",
+        "reader has stalled",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reader has gone", "closed")),
+    ],
+)
 def test_output_that_goes_nowhere_holds_nobody_up(kind: str, checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
     file = tmp_path / "node.yaml"
     port = free_port()
