@@ -61,7 +61,7 @@ class Window:
     latencies_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
-    """Of probes and streams."""
+    """The failures of probes and streams, by kind."""
 
     def __add__(self, other: Window) -> Window:
         failures = {

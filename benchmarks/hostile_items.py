@@ -381,7 +381,7 @@ ITEMS = (
 
 
 def control(number: int) -> Item:
-    """As many ordinary requests of the attacked model."""
+    """Return an item that sends as many ordinary requests to the attacked model."""
     about = f"{number} ordinary request{'s' if number > 1 else ''} (control)"
     return Item(f"ordinary-{number}", about, ordinary(number), same_as=number)
 

@@ -1,4 +1,4 @@
-"""What the kernel is asked about processes, and told about this one."""
+"""Ask the kernel about processes, and tell it about this one."""
 
 from __future__ import annotations
 

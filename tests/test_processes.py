@@ -1,4 +1,4 @@
-"""What the kernel says about processes."""
+"""The kernel's answers about processes are read right."""
 
 from __future__ import annotations
 

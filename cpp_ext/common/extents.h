@@ -1,4 +1,4 @@
-// What every list of extents from outside has to be.
+// Checks that every list of extents from outside must pass.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What holds between any two calls, whatever happened: the slow and complete check, for tests.
+// The slow and complete check of everything that holds between any two calls, for tests.
 #include <algorithm>
 #include <mutex>
 

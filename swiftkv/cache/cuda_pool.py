@@ -13,7 +13,7 @@ from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
 
 
 class CudaPool:
-    """As `cache.pool.Pool`, in device memory."""
+    """Allocate as `cache.pool.Pool` does, in device memory."""
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], device: torch.device) -> None:
         """`groups` are (group, number of blocks). Zeros. Raises `ConfigError` if the device cannot hold them."""

@@ -229,7 +229,7 @@ class EngineClient:
         return self._is_draining
 
     def view(self) -> EngineView:
-        """What `/ready` and `/metrics` show of the engine."""
+        """Return what `/ready` and `/metrics` show of the engine."""
         now_s = time.monotonic()
         observed = self._observed
         return EngineView(

@@ -29,7 +29,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What its supervisor sees of an engine that is there."""
+    """The state of an engine that exists, as its supervisor sees it."""
 
     state: EngineState
     why: str | None

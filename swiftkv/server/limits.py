@@ -1,4 +1,4 @@
-"""What connections may take of a node. One `NodeLimits` counts for all of its ports."""
+"""The limits on what connections take of a node. One `NodeLimits` counts for all of its ports."""
 
 from __future__ import annotations
 

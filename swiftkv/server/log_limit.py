@@ -1,4 +1,4 @@
-"""Whoever can make a server log can make it write as fast as they can send: here that has an end."""
+"""Limit how often clients' mistakes are logged: else a client makes the node write as fast as it can send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes before its body is read: the host it names, the keys, and the size of the body."""
+"""Check every request before its body is read: the host it names, the keys, and the size of the body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway sends to one engine: bounded by what the engine has read, and no abort is ever lost."""
+"""Send messages to one engine, bounded by what the engine has read; no abort is ever lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftkv.engine.messages import Abort, ToEngine
 _RESEND_S = 0.05
 _MAX_UNREAD_MESSAGES = 4096
 _MAX_UNREAD_BYTES = 64 << 20
-"""What an engine may be behind with. It reads between two steps, so what waits for it lies in memory meanwhile."""
+"""The most that an engine may leave unread. It reads between two steps; until then this lies in memory."""
 
 
 class Outbox:

@@ -150,7 +150,7 @@ def check_detokenize(num_ids: int, max_model_len: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Generating:
-    """What a request would have an engine do.
+    """The work that a request would give an engine.
 
     Attributes:
         num_prompt_tokens: One number for each prompt.

@@ -121,7 +121,7 @@ def test_what_a_caller_cannot_mean_is_refused_and_changes_nothing(name: str) -> 
 
 
 def finish(scheduler: Scheduler) -> None:
-    """What was refused is possible afterwards, in the right state."""
+    """A call that was refused is possible afterwards, in the right state."""
     scheduler.commit(extents(1))
     while (plan := scheduler.schedule()) is not None:
         scheduler.commit(np.ones(len(plan.logits_rows), np.int32))

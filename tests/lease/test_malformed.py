@@ -53,7 +53,7 @@ LEASES = [
 
 
 def attached_borrower(node: Node, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], Identity, int]:
-    """Who `m` is, which this process pretends to be, with the lender's incarnation; it has been offered everything."""
+    """Return the socket and identity of `m`, which this process pretends to be, and the lender's incarnation."""
     me = Identity.of_this_process("m")
     socket = context.socket(zmq.DEALER)
     socket.connect(node.address("w"))

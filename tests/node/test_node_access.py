@@ -1,4 +1,4 @@
-"""Who gets into a real node, and what its processes and answers give away."""
+"""A real node lets in only those who may, and its processes and answers give nothing away."""
 
 from __future__ import annotations
 

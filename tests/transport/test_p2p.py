@@ -1,4 +1,4 @@
-"""What two-sided copies add: deadlines, proofs of who is connected, and lenders that know when they were left."""
+"""Two-sided copies add deadlines, proofs of who is connected, and lenders that know when they were left."""
 
 from __future__ import annotations
 

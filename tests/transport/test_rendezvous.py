@@ -1,4 +1,4 @@
-"""That a pool which cannot be published is an error at once, and no half of a record is left."""
+"""A pool that cannot be published is an error at once, and no half of a record is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What libFuzzer calls.
+// The entry point that libFuzzer calls.
 #include <cstdlib>
 #include <exception>
 #include <iostream>

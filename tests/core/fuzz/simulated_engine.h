@@ -72,7 +72,7 @@ class SimulatedEngine {
     void lend(int link, int count);
     void take_back(int link, int first, int count);
 
-    // What must hold after every operation.
+    // Checks everything that must hold after every operation.
     void check() const;
     // Everything for which there can be room finishes.
     void drain();

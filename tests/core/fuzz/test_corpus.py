@@ -1,4 +1,4 @@
-"""What the fuzzer has found stays found: every input of its corpus runs against the simulated engine."""
+"""Mistakes that the fuzzer has found stay found: every input of its corpus runs against the simulated engine."""
 
 from __future__ import annotations
 
