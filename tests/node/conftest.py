@@ -1,4 +1,4 @@
-"""What tests of nodes that lend have in common: checkpoints, and the answers of a node that does not lend."""
+"""Fixtures of tests of nodes: checkpoints, and the answers of a node that does not lend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.lending_node import Reference, make_checkpoints, serving
-from tests.support.node_process import remove, short_temporary_directory
+from tests.support.node_process import MAX_MODEL_LEN, remove, short_temporary_directory
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(directory, "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
+    return directory
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    directory = short_temporary_directory()
+    yield directory
+    remove(directory)
 
 
 @pytest.fixture(scope="session")

@@ -21,34 +21,24 @@ import yaml
 import zmq
 
 from swiftkv.engine.messages import StepOutput
-from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, streaming
-from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
+from tests.support.node_process import (
+    DEADLINE_S,
+    NodeProcess,
+    remove,
+    short_temporary_directory,
+    small_models,
+    wait_for,
+)
 
-MAX_MODEL_LEN = 32768
 WATCHDOG_S = 2.0
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(directory, "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
-    return directory
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    directory = short_temporary_directory()
-    yield directory
-    remove(directory)
-
-
 def config(checkpoint: Path, *names: str, **node: Any) -> dict[str, Any]:
-    models: list[dict[str, Any]] = [
-        {"name": name, "path": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache": {"memory": "64MiB"}}
-        for name in names
-    ]
-    return {"node": {"port": 0, "restart": {"limit": 20, "backoff": "50ms"}, **node}, "models": models}
+    return {
+        "node": {"port": 0, "restart": {"limit": 20, "backoff": "50ms"}, **node},
+        "models": small_models(checkpoint, *names),
+    }
 
 
 @pytest.fixture(scope="module")

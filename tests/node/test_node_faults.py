@@ -13,32 +13,20 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, streaming
-from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
-
-MAX_MODEL_LEN = 32768
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(directory, "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
-    return directory
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    directory = short_temporary_directory()
-    yield directory
-    remove(directory)
+from tests.support.node_process import (
+    DEADLINE_S,
+    MAX_MODEL_LEN,
+    NodeProcess,
+    remove,
+    short_temporary_directory,
+    small_models,
+    wait_for,
+)
 
 
 def config(checkpoint: Path, *names: str, **node: Any) -> dict[str, Any]:
-    models: list[dict[str, Any]] = [
-        {"name": name, "path": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache": {"memory": "64MiB"}}
-        for name in names
-    ]
+    models = small_models(checkpoint, *names)
     models[0]["endpoint"] = {"port": 0}
     return {
         "node": {"port": 0, "allow_priority": True, "restart": {"limit": 2, "backoff": "50ms"}, **node},

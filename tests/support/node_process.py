@@ -28,6 +28,10 @@ DEADLINE_S = 120.0
 """Nothing here takes long; a machine may be busy with other things."""
 
 
+MAX_MODEL_LEN = 32768
+"""Tokens: an answer of this length outlasts what a test does meanwhile."""
+
+
 def wait_for(what: str, probe: Callable[[], T]) -> T:
     """Ask until the answer is true, and return it."""
     deadline_s = time.monotonic() + DEADLINE_S
@@ -142,6 +146,14 @@ class NodeProcess:
             self.lines.append(line.rstrip())
             self._unread.put(line.rstrip())
         self._unread.put(None)
+
+
+def small_models(checkpoint: Path, *names: str) -> list[dict[str, Any]]:
+    """Return the configuration of models that load fast and leave cores to each other."""
+    return [
+        {"name": name, "path": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache": {"memory": "64MiB"}}
+        for name in names
+    ]
 
 
 def short_temporary_directory() -> Path:
