@@ -96,12 +96,20 @@ def rope_write_kv(
 
 
 def attention(
-    qkv: torch.Tensor, spec: AttentionSpec, batch: AttentionBatch, pool: torch.Tensor, layer: int
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    batch: AttentionBatch,
+    pool: torch.Tensor,
+    layer: int,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the step's queries over their sequences' KV, `[num_tokens, num_heads * head_dim]`.
 
     Call after `rope_write_kv` of the same layer. Prompts' chunks and single decoded tokens may be mixed.
+    Raises `ValueError` for sinks and for a cap, which these kernels do not have.
     """
+    if sinks is not None:
+        raise ValueError("the CPU's attention kernels have no sinks: run the model with SWIFTKV_OPS=reference")
     assert qkv.is_contiguous()
     out = torch.empty((qkv.shape[0], spec.num_heads * spec.head_dim), dtype=qkv.dtype)
     _cpu.attention(_native_spec(spec, qkv.dtype), batch.native, qkv.data_ptr(), pool.data_ptr(), layer, out.data_ptr())

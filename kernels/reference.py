@@ -188,8 +188,19 @@ def rope_write_kv(
     layer_blocks[index, 1, slot] = v
 
 
-def attention(qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, pool: Tensor, layer: int) -> Tensor:
-    """Causal attention of q in qkv [T, ...] over each sequence's KV in the pool -> [T, num_heads * head_dim]."""
+def attention(
+    qkv: Tensor,
+    spec: AttentionSpec,
+    batch: AttentionBatch,
+    pool: Tensor,
+    layer: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of q in qkv [T, ...] over each sequence's KV in the pool -> [T, num_heads * head_dim].
+
+    sinks [num_heads]: each head's score for one further key that every query sees and whose value is zero (gpt-oss);
+    it is neither scaled nor capped.
+    """
     q, _, _ = _split_heads(qkv, spec)
     layer_blocks = _layer_blocks(pool, spec, qkv.dtype)
     out = torch.empty_like(q)
@@ -205,18 +216,22 @@ def attention(qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, pool: Ten
         visible = distance >= 0
         if spec.window:
             visible &= distance < spec.window
-        out[rows] = _attend(q[rows], keys, values, visible, spec)
+        out[rows] = _attend(q[rows], keys, values, visible, spec, sinks)
     return out.flatten(1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """q [queries, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim], visible [queries, keys] -> like q."""
     wide = _accumulator(q.dtype)
     grouped = q.to(wide).view(len(q), k.shape[1], -1, q.shape[2])  # heads that share one kv head are neighbours
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * spec.scale
     if spec.soft_cap:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(wide).view(k.shape[1], -1, 1, 1).expand(-1, -1, len(q), 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hgqk,khd->qhgd", weights, v.to(wide)).flatten(1, 2).to(q.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Every kind of kernels obeys what an `AttentionSpec` says, or refuses it: none leaves out a part of it in silence."""
+"""Every kind of kernels obeys an `AttentionSpec` and the arguments of attention, or refuses them by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ops_of(kind: str) -> Ops:
     return replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
 
 
-def expected(qkv: Tensor, spec: AttentionSpec) -> Tensor:
+def expected(qkv: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """Attention of one whole prompt in float64, every field of the spec in its own line."""
     q, k, v = qkv.double().view(NUM_TOKENS, -1, spec.head_dim).split([4, 2, 2], dim=1)
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
@@ -38,11 +38,13 @@ def expected(qkv: Tensor, spec: AttentionSpec) -> Tensor:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     distance = torch.arange(NUM_TOKENS)[:, None] - torch.arange(NUM_TOKENS)
     visible = (distance >= 0) & (distance < (spec.window or NUM_TOKENS))
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    exponents = scores.masked_fill(~visible, -torch.inf).exp()
+    total = exponents.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks.double().exp()[:, None, None])
+    weights = exponents / total
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
-def attend(ops: Ops, spec: AttentionSpec, qkv: Tensor) -> Tensor:
+def attend(ops: Ops, spec: AttentionSpec, qkv: Tensor, sinks: Tensor | None) -> Tensor:
     positions = torch.arange(NUM_TOKENS, dtype=torch.int32)
     starts, lengths = torch.tensor([0, NUM_TOKENS], dtype=torch.int32), positions[-1:] + 1
     table, table_starts = torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
@@ -51,16 +53,19 @@ def attend(ops: Ops, spec: AttentionSpec, qkv: Tensor) -> Tensor:
     unturned = torch.cat([torch.ones(NUM_TOKENS, spec.head_dim // 2), torch.zeros(NUM_TOKENS, spec.head_dim // 2)], 1)
     qkv = qkv.clone()
     ops.rope_write_kv(qkv, unturned, None, None, 1e-6, spec, batch, pool, 0)
-    return ops.attention(qkv, spec, batch, pool, 0)
+    return ops.attention(qkv, spec, batch, pool, 0, sinks)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "reference", "triton"])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"window {spec.window} cap {spec.soft_cap}")
-def test_a_spec_is_obeyed_or_refused(spec: AttentionSpec, kind: str) -> None:
+def test_a_spec_is_obeyed_or_refused(spec: AttentionSpec, has_sinks: bool, kind: str) -> None:
     ops = ops_of(kind)
-    qkv = torch.randn(NUM_TOKENS, 8 * spec.head_dim, generator=torch.Generator().manual_seed(3))
-    if kind == "cpu" and spec.soft_cap:
-        with pytest.raises(ValueError, match="do not cap scores"):
-            attend(ops, spec, qkv)
+    generator = torch.Generator().manual_seed(3)
+    qkv = torch.randn(NUM_TOKENS, 8 * spec.head_dim, generator=generator)
+    sinks = torch.randn(spec.num_heads, generator=generator) if has_sinks else None
+    if kind == "cpu" and (spec.soft_cap or has_sinks):
+        with pytest.raises(ValueError, match="do not cap scores" if spec.soft_cap else "have no sinks"):
+            attend(ops, spec, qkv, sinks)
         return
-    torch.testing.assert_close(attend(ops, spec, qkv).double(), expected(qkv, spec), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attend(ops, spec, qkv, sinks).double(), expected(qkv, spec, sinks), rtol=1e-5, atol=1e-5)
