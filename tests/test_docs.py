@@ -1,4 +1,4 @@
-"""Do the documents name what is there?"""
+"""Check that the documents name what exists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 NAMED_TESTS = sorted(set(re.findall(r"`(test_\w+)`", RELIABILITY)))
 DEFINED_TESTS = frozenset(
@@ -28,3 +29,30 @@ def test_every_fault_has_a_test() -> None:
     rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith(("| **", "| ---"))]
     assert len(rows) > 20
     assert [row for row in rows[1:] if "`test_" not in row] == []
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a Markdown file: those of its headings, as GitHub makes them, and explicit ones."""
+    text = document.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings} | set(
+        re.findall(r'<a id="([^"]+)">', text)
+    )
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_between_documents_leads_somewhere(document: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_glossary_has_one_line_a_word_in_alphabetical_order() -> None:
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| <a id=")]
+    words = [re.sub(r"<[^>]*>", "", row.split("|")[1]).strip().lower() for row in rows]
+    assert len(words) > 40
+    assert words == sorted(set(words))
