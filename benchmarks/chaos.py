@@ -57,13 +57,13 @@ _MAX_MODEL_LEN = 4096
 _CLIENTS = {"chat": 4, "code": 2, "more": 2}
 _REQUEST_TIMEOUT_S = 150.0
 _MAX_WAIT = "120s"
-"""Longer than any fault lasts: what is lent comes back before a request gives up."""
+"""A limit longer than any fault: lending resumes before a request gives up."""
 _RECOVERY_TIMEOUT_S = 120.0
 _LAST_TRAFFIC_S = 5.0
 _FIRST_PHASE_S = 60.0
 _MAX_GROWTH = {GATEWAY: (24 * MIB, 4, 8), "engine": (64 * MIB, 4, 8)}
-"""Of resident memory, threads and open files between two moments of rest; engines are started again at any time, and
-their pools and caches fill up from there."""
+"""The allowed growth of resident memory, threads and open files between two moments of rest; engines restart at
+any time, and their pools and caches fill up from there."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Chaos:
         self.sent: list[Sent] = []
 
     def phase(self, seconds: float) -> Rest:
-        """Faults and traffic for so long, traffic alone until the node has recovered, then rest."""
+        """Run faults and traffic for `seconds`, traffic alone until the node has recovered, then rest."""
         end_s = time.monotonic() + seconds
         with Traffic(self._node, self._conversations, self._rng.randrange(1 << 30)) as traffic:
             while (now_s := time.monotonic()) < end_s and self._node.is_alive():
@@ -154,7 +154,7 @@ class Chaos:
         return Rest(usages, problems)
 
     def _recover(self) -> list[str]:
-        """Undo what faults have left; the problems that the node then has."""
+        """Undo what faults have left, and return the problems that the node then has."""
         if not self.faults.cease(_RECOVERY_TIMEOUT_S):
             engines = {name: engine.pid for name, engine in self._node.engines().items()}
             return [f"not recovered: /ready says {self._node.ready()}, engines that run: {engines}"]
@@ -187,7 +187,7 @@ def make_node() -> WatchedNode:
 
 
 def known_conversations(seed: int) -> dict[str, list[list[Known]]]:
-    """By model. The master's end at three times what its own pool holds."""
+    """Return conversations by model. The master's end at three times the tokens that its own pool holds."""
     say("asking a node that lends nothing what the right answers are")
     with Reference(sorted(set(CHECKPOINTS.values())), _MAX_MODEL_LEN) as reference:
         long = converse(reference, CHECKPOINTS[MASTER], seed, 8, turns=6, question_tokens=600, max_tokens=96)
@@ -196,7 +196,7 @@ def known_conversations(seed: int) -> dict[str, list[list[Known]]]:
 
 
 def judge(chaos: Chaos, first: Rest, last: Rest) -> Checks:
-    """All claims of the program."""
+    """Check all claims of the program."""
     checks = Checks()
     sent, outages = chaos.sent, chaos.faults.outages
     wrong = sum(request.is_wrong for request in sent)

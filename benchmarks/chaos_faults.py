@@ -64,14 +64,14 @@ class Faults:
         """Budget changes that were refused while nothing else was wrong."""
 
     def inject(self) -> None:
-        """One fault at random."""
+        """Inject one fault at random."""
         self._ceased.clear()
         kinds: list[Callable[[], None]] = [self._kill, self._signal, self._stop, self._set_budget]
         kinds += [lambda kind=kind: self._fill(kind) for kind in self._directories if kind not in self._full]
         self._rng.choice(kinds)()
 
     def cease(self, timeout_s: float) -> bool:
-        """Undo what lasts, and wait until the models that had a fault serve; whether all do."""
+        """Undo lasting faults, wait until the models that had one serve, and return whether all do."""
         self._ceased.set()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -135,7 +135,7 @@ class Faults:
         return any(outage.touches(outage.model or "", within.begin_s, within.end_s) for outage in engines)
 
     def _choose(self) -> tuple[str, psutil.Process] | None:
-        """An engine that exists; `None` if there is none at the moment."""
+        """Choose an engine that exists; `None` if there is none at the moment."""
         engines = sorted(self._node.engines().items())
         return self._rng.choice(engines) if engines else None
 

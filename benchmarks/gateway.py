@@ -1,4 +1,4 @@
-"""What streaming costs the gateway: CPU time of its process while an echo engine streams to many connections.
+"""Measure the gateway's cost of streaming: CPU time of its process while an echo engine streams to many connections.
 
     python benchmarks/gateway.py [--streams 64] [--tokens-per-second 1000] [--seconds 20] [--chat]
 
@@ -46,7 +46,7 @@ def tokens_generated(gateway: Gateway) -> float:
 
 
 async def stream(url: str, number: int, chat: bool, stop: asyncio.Event) -> int:
-    """Read one stream after another, as cheaply as possible; the number of events."""
+    """Read one stream after another, as cheaply as possible, and return the number of events."""
     host, port = url.removeprefix("http://").split(":")
     prompt = f"Stream {number}: def f(x): return x + {number}\n"
     path = "/v1/chat/completions" if chat else "/v1/completions"

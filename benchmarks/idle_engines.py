@@ -1,4 +1,4 @@
-"""What three idle engines cost a busy one: its decode rate while they wait, and while they are stopped by a signal.
+"""Measure the cost of three idle engines for a busy one: its decode rate while they wait, and while they are stopped.
 
 A stopped process cannot cost anything, so the ratio of the two is the cost of waiting. Also prints the processor time
 that the idle engines took. Target: nothing.

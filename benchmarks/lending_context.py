@@ -75,7 +75,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Served:
-    """What became of the longest length that was predicted, and of the length after."""
+    """The outcome of the longest length that was predicted, and of the length after."""
 
     predicted: int
     is_served: bool

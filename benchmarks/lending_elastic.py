@@ -1,4 +1,4 @@
-"""What it costs to lend, take back, borrow and recall an extent, in pools of a thousand to a million blocks:
+"""Measure lending, taking back, borrowing and recalling an extent, in pools of a thousand to a million blocks:
 
     python benchmarks/lending_elastic.py --out benchmarks/out/elastic.json
 
@@ -125,16 +125,16 @@ class LayerMajorPool:
 
     @property
     def moved_bytes(self) -> int:
-        """Of one change by one block."""
+        """Return the bytes that one change by one block moves."""
         return (NUM_LAYERS - 1) * self.num_blocks * self._width
 
     def grow(self) -> None:
-        """The last layer makes room first."""
+        """Grow by a block. The last layer makes room first."""
         for layer in range(NUM_LAYERS - 1, 0, -1):
             self._move(layer, self.num_blocks, self.num_blocks + 1)
 
     def shrink(self) -> None:
-        """Back to what it was: each layer closes the gap that the one before left."""
+        """Shrink by a block: each layer closes the gap that the one before left."""
         for layer in range(1, NUM_LAYERS):
             self._move(layer, self.num_blocks + 1, self.num_blocks)
 
@@ -145,7 +145,7 @@ class LayerMajorPool:
 
 
 def check_layer_major() -> None:
-    """What grows and shrinks holds the same as before."""
+    """Check that a pool which grows and shrinks holds the same as before."""
     pool = LayerMajorPool(64, 8)
     pool.buffer[:] = np.random.default_rng(0).integers(0, 256, len(pool.buffer), np.uint8)
     before = pool.buffer[: NUM_LAYERS * 64 * 8].reshape(NUM_LAYERS, 64, 8).copy()

@@ -1,4 +1,4 @@
-"""What a lender's own users notice of a master that streams from its memory:
+"""Measure what a lender's own users notice of a master that streams from its memory:
 
     python benchmarks/lending_neighbour.py --checkpoint CKPT --out benchmarks/out/neighbour.json
 

@@ -1,4 +1,4 @@
-"""What the lending_*.py programs share: nodes that are started, held still and stopped, loads, and reports.
+"""Nodes that are started, held still and stopped, loads, and reports, for all lending_*.py programs.
 
 Two nodes that are compared are both up; the one that is not measured is held still (SIGSTOP), so that the two can be
 measured in turns, in the same minutes, without costing each other anything.
@@ -149,7 +149,7 @@ class Node:
         return next(entry for entry in answer.json()["models"] if entry["model"] == model)
 
     def set_budget(self, worker: str, num_bytes: int) -> dict[str, Any]:
-        """Returns when what is recalled is home."""
+        """Set a budget, and return when recalled memory is home."""
         body = {"budget": f"{num_bytes}B"}
         answer = self._http.patch(f"{self.url}/admin/lending/{worker}", json=body, headers=self._admin_headers())
         answer.raise_for_status()
@@ -160,7 +160,7 @@ class Node:
         return {"Authorization": f"Bearer {find_admin_key(self.url)}"}
 
     def promised_bytes(self, master: str) -> int:
-        """What the plan says that `master` can borrow at first."""
+        """Return the bytes that `master` can borrow at first, according to the plan."""
         return next(room.lent_bytes for room in plan_lending(self.plans) if room.master.name == master)
 
     def wait_until_borrowed(self, master: str, num_bytes: int) -> None:
@@ -172,7 +172,7 @@ class Node:
             time.sleep(0.05)
 
     def stream_seconds(self, model: str) -> StreamSeconds:
-        """What the model's engine says of itself; right when it is at rest."""
+        """Return the engine's own sums; they are complete when it is at rest."""
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self._http.get(f"{self.url}/metrics").text):
             for sample in family.samples:
@@ -189,7 +189,7 @@ class Node:
         )
 
     def stream_seconds_at_rest(self, model: str) -> StreamSeconds:
-        """The same, after the engine's last word about what it did: it comes when the engine falls idle."""
+        """Return the sums after the engine's last report, which it sends when it falls idle."""
         deadline_s = time.monotonic() + _STATS_TIMEOUT_S
         before = self.stream_seconds(model)
         while time.monotonic() < deadline_s:
@@ -216,7 +216,7 @@ class Node:
 
 @contextmanager
 def only(running: Node, others: Iterable[Node]) -> Iterator[Node]:
-    """`running` runs and the others, which were held still, stay so."""
+    """Let only `running` run; the others, which were held still, stay so."""
     for other in others:
         if other is not running:
             other.hold()
@@ -229,7 +229,7 @@ def only(running: Node, others: Iterable[Node]) -> Iterator[Node]:
 
 @contextmanager
 def nodes_up(*nodes: Node) -> Iterator[None]:
-    """All are started at once, and stopped at the end."""
+    """Start all nodes at once, and stop them at the end."""
     with ExitStack() as stack:
         for node in nodes:
             stack.callback(node.stop)
@@ -335,7 +335,7 @@ class Tokens:
 
 
 async def ask(target: Target, prompt: list[int], num_tokens: int) -> Answer:
-    """One request; whatever goes wrong ends the program."""
+    """Send one request; any failure ends the program."""
     async with httpx.AsyncClient(timeout=900) as client:
         answer = await send(client, target, prompt, num_tokens)
     if answer.error:

@@ -132,7 +132,7 @@ def report(found: list[Prefill], nodes: list[Node]) -> str:
 
 
 def link_remark(found: list[Prefill], bytes_per_token: int, rate: float) -> str:
-    """What the link makes of the borrowed prefix. `rate`: bytes a second."""
+    """Explain the borrowed prefix by the link's speed. `rate`: bytes a second."""
     prefixed = [one for one in found if one.load == "borrowed prefix"]
     num_bytes = max(one.num_peer_tokens for one in prefixed) * bytes_per_token
     copy_s = num_bytes / rate

@@ -86,7 +86,7 @@ class Watcher:
         return sum(link.counts["held"] for link in self.state().borrows)
 
     def wait_for(self, shows: Callable[[int], bool]) -> float:
-        """When `borrowed_extents` first was so: perf_counter's seconds."""
+        """Return the perf_counter seconds at which `shows` first held for `borrowed_extents`."""
         deadline_s = time.monotonic() + SEEN_TIMEOUT_S
         while not shows(self.borrowed_extents()):
             if time.monotonic() > deadline_s:
@@ -102,7 +102,7 @@ def set_and_watch(
 ) -> tuple[dict[str, Any], float, float]:
     """The answer to the PATCH, how long it took, and how long until the master showed it.
 
-    Where engines keep all cores busy, whoever watches must not wait for one either.
+    Where engines keep all cores busy, the watcher must not wait for a core.
     """
     seen: list[float] = []
 
@@ -164,7 +164,7 @@ class Master:
 
 
 def step_seconds(state: str, answer: Answer, args: argparse.Namespace) -> float:
-    """Of an answer that was disturbed by one recall: so the median."""
+    """Return the seconds of one step; of decode steps the median, because a recall disturbed one of them."""
     if answer.error:
         raise SystemExit(f"the master, {state}: {answer.error}")
     if state == "decoding":

@@ -47,7 +47,7 @@ class Server:
 
 @dataclass
 class Session:
-    """What every measurement needs; `fresh` prompts are never the same twice, so nothing is cached by chance."""
+    """The set-up that every measurement needs; `fresh` prompts never repeat, so nothing is cached by chance."""
 
     client: httpx.AsyncClient
     rng: random.Random

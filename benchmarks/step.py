@@ -1,4 +1,4 @@
-"""What a step costs beside the model: schedule, prepare, sample, commit, publish, with 64 running sequences.
+"""Measure the parts of a step beside the model: schedule, prepare, sample, commit, publish, with 64 running sequences.
 
 The engine is the real one, with its scheduler, sampler and sockets; the model answers zeros at once. Prints the median
 and the tenth and ninetieth percentile of microseconds per step. Target: under 150 together.

@@ -60,7 +60,7 @@ def test_tokenizer_keeps_every_text(made: tuple[Architecture, Path]) -> None:
 
 
 def test_chat_template_is_a_prefix_of_the_next_turn(made: tuple[Architecture, Path]) -> None:
-    """What the prefix cache lives on: a turn's prompt and its answer begin the next turn's prompt."""
+    """A turn's prompt and answer begin the next turn's prompt, which is how the prefix cache gets its hits."""
     _, directory = made
     tokenizer = AutoTokenizer.from_pretrained(directory)
     asked = [{"role": "user", "content": "What is a list?"}]

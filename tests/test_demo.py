@@ -1,4 +1,4 @@
-"""What `make demo` runs, with the models that it runs them on: a node of its own, real clients, nothing left behind."""
+"""The programs of `make demo`, on its own models: a node of its own, real clients, nothing left behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def start_demo(config: Path) -> subprocess.Popen[str]:
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    """Cells by the first one of their row. What follows it on further lines is left out."""
+    """Return the cells of each row by its first cell, without further lines of a cell."""
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     return {first: others for first, *others in cells if any(others)}
 

@@ -28,7 +28,7 @@ print(json.dumps([str(checkpoint.directory), checkpoint.public_name]))
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serve as much of the hub's API as a snapshot takes."""
+    """Serve as much of the hub's API as downloading a snapshot needs."""
 
     asked: list[str]
 

@@ -13,7 +13,7 @@ from swiftkv.latency import prefer_latency
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="of Linux")
 def test_a_thread_takes_it_and_keeps_its_priority() -> None:
-    """Also one that is nicer than the rest: nothing here needs a privilege."""
+    """A nicer thread takes it too, because nothing here needs a privilege."""
     seen: list[tuple[bool, int]] = []
 
     def run() -> None:

@@ -40,7 +40,7 @@ LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 
 
 def imported_modules(source: str, package: str) -> Iterator[str]:
-    """Modules of swiftkv, without that prefix, that `source` imports anywhere; `package` is where it lies."""
+    """Yield the modules of swiftkv, without that prefix, that `source`, a module of `package`, imports anywhere."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -56,7 +56,7 @@ def imported_modules(source: str, package: str) -> Iterator[str]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What `module` (as `server.app`, without `swiftkv.`) imports and must not."""
+    """Return the imports of `module` (as `server.app`, without `swiftkv.`) that are forbidden."""
     room = module.split(".")[0]
     package = ".".join(["swiftkv", *module.split(".")[:-1]])
     found = []

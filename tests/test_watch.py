@@ -1,4 +1,4 @@
-"""How an engine process is judged from outside: a real process, a real page, and time that passes."""
+"""The judgement of an engine process from outside: a real process, a real page, and time that passes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def watched(
     until: Callable[[EngineClient], bool] = lambda client: False,
     waits_for_others: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """Watch until the engine is hung, and return what is said of it; `None` if `until` was true before."""
+    """Watch until the engine is hung, and return the verdict; `None` if `until` was true before."""
 
     async def watch() -> str | None:
         addresses = [f"ipc://{directory}/{name}" for name in ("requests", "outputs")]

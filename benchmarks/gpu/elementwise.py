@@ -55,14 +55,14 @@ FILTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where the tokens of a step go, one slot after the other."""
+    """The places in the pool for the tokens of a step, one after the other."""
 
     positions: Tensor
     token_entries: Tensor
 
 
 def graph_seconds(run: Callable[[int], object], num_copies: int) -> float:
-    """Of one `run(i)`, on average over a graph of calls for i in range(num_copies)."""
+    """Return the seconds of one `run(i)`, on average over a graph of calls for i in range(num_copies)."""
     run(0)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -178,7 +178,7 @@ def time_filters(filters: Filters, noise: list[Tensor]) -> tuple[float, float]:
 
 
 def sample_by_sorting(logits: Tensor, filters: Filters) -> Tensor:
-    """As servers without kernels of their own do it; only what the filters need."""
+    """Sample by sorting, as servers without kernels of their own do, and only as far as the filters need."""
     if filters.temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits / filters.temperature).softmax(-1)

@@ -1,4 +1,4 @@
-"""What this GPU can do at most, measured in the run that compares something with it, and how a time is taken.
+"""The ceilings of this GPU, measured in the run that compares something with them, and the way times are taken.
 
 PYTHONPATH=. python benchmarks/gpu/machine.py [--out machine.json]
 """
@@ -41,7 +41,8 @@ class Machine:
 
 
 def median_seconds(run: Callable[[int], object], repeats: int = 20, warmups: int = 3) -> float:
-    """Of `run(i)` on the current stream, by CUDA events; `i` counts up, so that `run` can take other inputs each time.
+    """Return the median seconds of `run(i)` on the current stream, by CUDA events; `i` counts up, so that `run`
+    can take other inputs each time.
 
     The device is kept busy, so that what a launch costs the host shows only where the host cannot keep ahead.
     """
@@ -79,7 +80,7 @@ def _matrix_rate() -> float:
 
 
 def _pcie_bandwidths() -> tuple[float, float]:
-    """To the device, to the host."""
+    """Return bytes per second to the device and to the host."""
     device = torch.randint(256, (PCIE_BYTES,), dtype=torch.uint8, device="cuda")
     host = device.cpu().pin_memory()
     to_device_s = median_seconds(lambda _: device.copy_(host, non_blocking=True), repeats=10)
@@ -88,7 +89,7 @@ def _pcie_bandwidths() -> tuple[float, float]:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """As Markdown."""
+    """Print the ceilings as Markdown."""
     cells = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for number, row in enumerate(cells):

@@ -96,19 +96,19 @@ def make_decoder(shape: dict[str, Any], device: torch.device, dtype: torch.dtype
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
-    """Of the layers: what every token is multiplied with."""
+    """Count the matrix parameters of the layers, with which every token is multiplied."""
     attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def decode_bytes(config: DecoderConfig, batch: int, context: int) -> int:
-    """What a decode step must read: the layers' matrices and the head's, and all KV; 2 bytes each."""
+    """Count the bytes that a decode step must read: the layers' matrices and the head's, and all KV; 2 bytes each."""
     kv = batch * context * config.num_layers * 2 * config.num_kv_heads * config.head_dim
     return 2 * (matrix_parameters(config) + config.vocab_size * config.hidden_size + kv)
 
 
 def prefill_operations(config: DecoderConfig, num_new: int, num_cached: int = 0) -> int:
-    """Multiplications and additions of the layers and of attention, the masked half not counted; one row of logits."""
+    """Count multiplications and additions of layers, attention (without the masked half) and one row of logits."""
     pairs = num_new * num_cached + num_new * (num_new + 1) // 2
     attention = 4 * config.head_dim * config.num_heads * config.num_layers * pairs
     return 2 * matrix_parameters(config) * num_new + attention + 2 * config.vocab_size * config.hidden_size

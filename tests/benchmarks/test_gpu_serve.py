@@ -1,4 +1,4 @@
-"""What the GPU benchmark computes without one: floors, plans, and that its steps are what it says."""
+"""The GPU benchmark's arithmetic, tested without a GPU: floors, plans, and the steps that it makes."""
 
 from __future__ import annotations
 

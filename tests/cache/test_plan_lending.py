@@ -1,4 +1,4 @@
-"""What masters can borrow, from nothing but `config.json`: the paper's example, Qwen3 by hand, rounding."""
+"""The memory that masters can borrow, from `config.json` alone: the paper's example, Qwen3 by hand, rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cache.test_plan import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
 
 
 def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction | None = None) -> ModelPlan:
-    """In each, a layer block is 2 KiB."""
+    """Make a model whose layer block has 2 KiB."""
     pool_bytes = num_layers * num_blocks * 2048
     return ModelPlan(
         name=name,
@@ -156,7 +156,7 @@ MASTER = f"name: m, path: tiny, role: master, kv_cache: {{memory: {10 * TINY_BLO
 
 
 def test_a_masters_max_model_len_is_what_the_budgets_promise(tmp_path: Path) -> None:
-    """Three layers: 30 blocks borrowed take the 30 layer blocks of the pool as slots."""
+    """With three layers, 30 borrowed blocks take all 30 layer blocks of the pool."""
     assert planned(tmp_path, MASTER, LENDER)[0].max_model_len == 30 * 16
     assert planned(tmp_path, f"{MASTER}, max_model_len: 480", LENDER)[0].max_model_len == 480
     assert planned(tmp_path, f"{MASTER}, max_model_len: 99", LENDER)[0].max_model_len == 99
@@ -190,7 +190,7 @@ def test_one_role_alone_has_no_pairs(role: str) -> None:
 
 
 def test_a_master_of_two_kv_groups_has_room_for_a_token_in_each() -> None:
-    """What is lent is divided in the proportion of the groups' blocks: 3 and 1 layers of 4."""
+    """Lent memory is divided in the proportion of the groups' blocks: 3 and 1 layers of 4."""
     full = KVGroup((0, 1, 2), 1, 32, "bfloat16", 16)
     windowed = KVGroup((3,), 1, 32, "bfloat16", 16, window=1024)
     master = replace(model("m", "master", 4, 10), groups=(full, windowed))

@@ -1,6 +1,6 @@
 """Build the core beside the package: as a program that replays histories, as a fuzzer, as a mutated extension.
 
-An object file is kept under a hash of everything that it is made from, so that only what differs is compiled.
+An object file is kept under a hash of everything that it is made from, so that only changed files are compiled.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Build:
         return to
 
     def _sources(self, unit: Path) -> list[Path]:
-        """The unit and the headers of ours that it includes, directly or not."""
+        """Return the unit and those of our headers that it includes, directly or not."""
         found: list[Path] = []
         todo = [unit]
         while todo:
@@ -88,13 +88,13 @@ class Build:
 
 
 def extension_build(sources: Path = SOURCES) -> Build:
-    """How extensions are shipped, but for optimisations that take time to compile."""
+    """Return the build of shipped extensions, without the optimisations that take time to compile."""
     includes = (f"-I{nanobind.include_dir()}", f"-I{sysconfig.get_path('include')}")
     return Build(("-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *includes), sources=sources)
 
 
 def replay_program(to: Path, sources: Path = SOURCES) -> Path:
-    """The program that replays histories, with every assertion."""
+    """Return the program that replays histories, with every assertion enabled."""
     build = Build(("-O1", "-g1", "-D_GLIBCXX_ASSERTIONS", f"-I{sources / 'core'}"), sources=sources)
     harness = build.objects(HARNESS / name for name in ("history.cpp", "simulated_engine.cpp", "replay.cpp"))
     return build.link([*build.core_objects(), *harness], to)

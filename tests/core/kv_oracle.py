@@ -26,7 +26,7 @@ class Prefixes:
         return self._ids.setdefault((parent, item), len(self._ids))
 
     def of(self, namespace: bytes, tokens: list[int]) -> list[int]:
-        """One number per token."""
+        """Return one number per token."""
         ids, parent = [], self._id(None, namespace)
         for token in tokens:
             parent = self._id(parent, token)
@@ -221,7 +221,7 @@ class Engine:
         request.computed = row.end
 
     def _spoil(self, row: Row, written: dict[tuple[int, int, int], int]) -> None:
-        """Of a request that has ended: its KV goes where nothing else is written in this step."""
+        """Overwrite the KV of a request that has ended, in places where nothing else is written in this step."""
         for g, ((num_layers, _, _), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
             for position in range(row.begin, row.end):
                 place = (g, table[position // self.setup.block_size] // num_layers, position % self.setup.block_size)
@@ -251,7 +251,7 @@ class Engine:
                     written[place] = prefix[position]
 
     def commit(self, choose: dict[int, int] | None = None) -> _core.StepResult:
-        """Samples the token that `choose` has for a request id (-1: none), else one that depends on those so far."""
+        """Commit the oldest step. `choose` has tokens by request id (-1: none); others follow from those so far."""
         plan = self.plans.pop(0)
         self._run(plan)
         ids = plan.request_ids[plan.logits_seqs].tolist()
@@ -306,7 +306,7 @@ class Engine:
         return bool(self.plans)
 
     def drain(self) -> None:
-        """Everything that is known finishes."""
+        """Run until every known request has finished."""
         while self.plans:
             self.commit()
         # Every step computes a token, and each preemption wastes no more than what was computed before it.

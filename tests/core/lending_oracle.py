@@ -310,7 +310,7 @@ class LendingEngine:
             del self.requests[request_id]
 
     def _run(self, step: Planned, group: int, is_checked: bool = True) -> Iterator[None]:
-        """The order of events that the layer stream promises; with two buffers loads run one layer ahead."""
+        """Carry out a step in the order that the layer stream promises; with two buffers loads run one layer ahead."""
         plan = step.plan
         num_layers = self.setup.groups[group][0]
         num_buffers = max(1, plan.num_stream_buffers)
@@ -451,7 +451,7 @@ class LendingEngine:
                 assert stats.in_flight == stats.borrowed_in_flight == 0
 
     def drain(self) -> None:
-        """Everything finishes for which there can be room; nothing that could run waits."""
+        """Run until every request for which there can be room has finished; nothing that could run waits."""
         while self.planned:
             self.commit()
         steps = 0

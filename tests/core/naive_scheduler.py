@@ -193,7 +193,7 @@ class NaiveScheduler:
     # ---- schedule ----
 
     def schedule(self) -> NaivePlan:
-        """Without rows: nothing can be planned now."""
+        """Plan the next step. A plan without rows means that nothing can be planned now."""
         self.plan = NaivePlan()
         if self.open and self.must_commit:
             return self.plan
@@ -252,7 +252,7 @@ class NaiveScheduler:
         return False
 
     def match(self, request: NaiveRequest) -> int:
-        """Longest usable prefix in blocks: everything in full attention, the last `window` tokens elsewhere."""
+        """Return the longest usable prefix in blocks: all in full attention, the last `window` tokens elsewhere."""
         size = self.setup.block_size
         for length in range(self.max_match(request), 0, -1):
             first_tokens = [0 if window == 0 else max(0, length * size - window) for window in self.windows]
@@ -347,7 +347,7 @@ class NaiveScheduler:
             pool.settle(self.num_settled)
 
     def let_go(self, pool: NaivePool, prefix: Prefix) -> None:
-        """The step after the one that is over may have been planned with it."""
+        """Free the request's blocks, unless the next step was planned with them."""
         if self.open:
             pool.retire(prefix, self.num_planned)
         else:

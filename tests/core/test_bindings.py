@@ -1,4 +1,4 @@
-"""The scheduler refuses what its callers cannot mean, by name, and nothing changes by it."""
+"""The scheduler refuses meaningless calls by name, and a refused call changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler promises those who borrow, one promise per test; bytes are checked by `lending_oracle`."""
+"""The scheduler's promises to borrowers, one per test; bytes are checked by `lending_oracle`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swiftkv._core import GroupSpec, Link, Scheduler
 
 
 def engine(num_blocks: int, num_extents: int, *, enable_chunked_prefill: bool = True) -> LendingEngine:
-    """Whose extents are single blocks; nothing is lent yet."""
+    """Make an engine whose extents are single blocks and which has lent nothing yet."""
     setup = LendingSetup(
         ((2, num_blocks, 0),),
         (BorrowSetup(0, num_extents, 1),),
@@ -44,7 +44,7 @@ def test_a_plan_does_not_name_a_preempted_request_that_has_been_aborted() -> Non
 
 
 def test_chunks_of_a_request_that_lost_blocks_do_not_count_although_they_sample_nothing() -> None:
-    """Neither the step that reads them nor the one before it, both in progress; what is computed afterwards counts."""
+    """Neither the step that reads them nor the one before it counts, both in progress; later steps do."""
     scheduler = Scheduler([GroupSpec(2, 16, 0, 32)], 4, 4, 8, 68, borrow_links=[Link(0, 16, 1, 64, 0)])
     scheduler.borrow(0, np.arange(16, dtype=np.int32))
     nothing = np.zeros(0, np.int32)
@@ -134,7 +134,7 @@ def test_a_recalled_block_in_use_moves_to_another_extent_when_the_pool_is_full()
 
 
 def test_what_is_recalled_moves_in_a_step_of_its_own() -> None:
-    """Whoever asked for it waits for copies, and not for a step of what runs as well."""
+    """The lender waits for the copies only, not for a step of the running requests as well."""
     e = engine(num_blocks=8, num_extents=16)
     e.borrow(0, 4)  # leaves six blocks to the pool
     e.add(1, prompt(28, 1), max_tokens=4)
@@ -164,7 +164,7 @@ def recall_extent(e: LendingEngine, link: int, extent: int) -> None:
 
 @pytest.mark.parametrize("extent", range(4))
 def test_a_recall_while_the_layer_stream_cache_is_short_of_a_block(extent: int) -> None:
-    """Whichever block is the least recently used: nothing takes the place of one that is leaving."""
+    """Nothing takes the place of a block that is leaving, even if it is the least recently used one."""
     e = engine(num_blocks=6, num_extents=16)
     e.borrow(0, 2)  # the layer-stream cache takes one block
     e.add(1, prompt(28, 1), max_tokens=1)

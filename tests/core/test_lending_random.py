@@ -25,7 +25,7 @@ TOKENS = 3  # so few that prompts have prefixes in common
 
 
 def drawn_setup(rng: random.Random) -> LendingSetup:
-    """May be one that the scheduler refuses."""
+    """Draw a set-up, possibly one that the scheduler refuses."""
     return small_setup(rng) if rng.random() < 0.75 else large_setup(rng)
 
 
@@ -98,7 +98,7 @@ class Run:
         self.engine.check()
 
     def _lap(self) -> None:
-        """What a budget goes through in a day: more is lent when it is needed, and less when it is needed elsewhere."""
+        """Take a budget through a day: more is lent when the borrower needs it, less when the lender does."""
         rng = self.rng
         for phase in (self.fill, self.press, self.grow, self.press, self.rest, self.take, self.shrink):
             if rng.random() < 0.9:
@@ -112,10 +112,10 @@ class Run:
             event()
             self.engine.check()
 
-    # Phases: which events they have, and how often each comes.
+    # Phases. Each returns its events with their weights: how often each comes.
 
     def churn(self) -> dict[Callable[[], None], int]:
-        """Everything, in any order."""
+        """Every kind of event, in any order."""
         return {
             self.add: 12,
             self.abort: 4,
@@ -132,11 +132,11 @@ class Run:
         }
 
     def fill(self) -> dict[Callable[[], None], int]:
-        """Requests come and finish: the pools fill with cached blocks."""
+        """Requests come and finish, so that the pools fill with cached blocks."""
         return {self.converse: 1}
 
     def rest(self) -> dict[Callable[[], None], int]:
-        """Whatever runs finishes, and the engine is idle."""
+        """Running requests finish, until the engine is idle."""
         return {self.finish: 1, self.leave: 2}
 
     def press(self) -> dict[Callable[[], None], int]:
@@ -158,13 +158,13 @@ class Run:
     # Requests.
 
     def add(self) -> None:
-        """A prompt, or one that continues an earlier one."""
+        """Add a prompt, new or continuing an earlier one."""
         rng = self.rng
         begun = rng.choice(self.prompts) if self.prompts and rng.random() < 0.5 else []
         self._add(begun, rng.randint(1, 8 if begun else self.engine.setup.max_model_len), rng.randint(1, 12))
 
     def add_large(self) -> None:
-        """A prompt about as long as the room in the pool, with an answer that grows out of it."""
+        """Add a prompt about as long as the room in the pool, with an answer that grows out of it."""
         group = self.engine.scheduler.stats().groups[0]
         room = (group.free + group.cached) * self.engine.setup.block_size
         self._add([], max(1, room - self.rng.randint(0, 4)), self.rng.randint(1, 24))
@@ -182,7 +182,7 @@ class Run:
             self.engine.abort(self.rng.choice(sorted(self.engine.requests)))
 
     def leave(self) -> None:
-        """Every client hangs up between two steps: what was computed stays in the cache."""
+        """Abort every request between two steps, as if all clients hung up: computed KV stays in the cache."""
         while self.engine.planned:
             self.engine.commit()
         for request_id in sorted(self.engine.requests):
@@ -203,7 +203,7 @@ class Run:
                 self.engine.step_ahead()
 
     def crowd(self) -> None:
-        """Until some group has nothing to give: no block that is free, no local one that is cached."""
+        """Add requests until some group has neither a free block nor a cached local one."""
         most = self.rng.choice([1, 1, self.engine.setup.max_num_seqs])
         for _ in range(40):
             stats = self.engine.scheduler.stats().groups
@@ -214,7 +214,7 @@ class Run:
             self.step()
 
     def converse(self) -> None:
-        """One request after another, until some group has no free block."""
+        """Run one request after another, until some group has no free block."""
         for _ in range(5):
             stats = self.engine.scheduler.stats().groups
             if any(group.cached > 0 and group.free + group.borrowed_free == 0 for group in stats):
@@ -223,7 +223,7 @@ class Run:
             self.finish()
 
     def finish(self) -> None:
-        """Until nothing is left to run. Nothing is planned after the last commit, so what it freed is not used yet."""
+        """Run until nothing is left. Nothing is planned after the last commit, so blocks it freed are not used yet."""
         engine = self.engine
         while engine.planned or (engine.requests and engine.schedule()):
             engine.commit()

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one promise per test; the engine of kv_oracle checks everything else alongside."""
+"""The scheduler's promises, one per test; the engine of kv_oracle checks everything else alongside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random histories against the oracle: whatever is added, aborted and committed in whatever order stays right."""
+"""Random histories against the oracle: results stay right in any order of adding, aborting and committing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which events the random histories cause in which states of the cache.
+"""Count the events that the random histories cause, by state of the cache.
 
-    .venv/bin/python tests/core/visits.py             # what is never visited
+    .venv/bin/python tests/core/visits.py             # lists the pairs that are never visited
     .venv/bin/python tests/core/visits.py --update    # writes visits.txt, which the tests hold the histories to
 
 A state is a few words about one KV group and its engine, before the event:
@@ -54,7 +54,7 @@ IMPOSSIBLE: dict[str, Callable[[State, str], bool]] = {
 
 
 class Visits:
-    """How many histories have caused each event in each state."""
+    """The number of histories that have caused each event in each state."""
 
     def __init__(self) -> None:
         self.histories: Counter[tuple[State, str]] = Counter()
@@ -72,7 +72,7 @@ class Visits:
 
 
 def states_of(engine: LendingEngine) -> list[State]:
-    """One state per KV group."""
+    """Return one state per KV group."""
     work = ("step", "steps")[len(engine.planned) - 1] if engine.planned else "ready" if engine.requests else "idle"
     states = []
     for g, stats in enumerate(engine.scheduler.stats().groups):

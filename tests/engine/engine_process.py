@@ -38,7 +38,7 @@ TIMEOUT_S = 120.0
 
 @dataclass
 class Answer:
-    """Everything that came for one request."""
+    """All messages that came for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: int = 0
@@ -125,7 +125,7 @@ class EngineClient:
         return self.wait([self.add(prompt, **sampling) for prompt in prompts])
 
     def wait_for_rest(self) -> EngineStats:
-        """Receive until the engine says that it has nothing to do, and return what it then says of itself."""
+        """Receive until the engine says that it has nothing to do, and return its statistics."""
         while self.stats is None or self.stats.num_running or self.stats.num_waiting:
             self.take_one()
         return self.stats

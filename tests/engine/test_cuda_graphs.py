@@ -1,4 +1,4 @@
-"""Which graph a step takes, and that what a graph runs is the step: here without a graph, in Triton's interpreter."""
+"""A step takes the right graph, and the graph runs that step: here without a graph, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine process does with requests that are unusual, wrong or given up."""
+"""An engine process handles requests that are unusual, wrong or given up."""
 
 from __future__ import annotations
 

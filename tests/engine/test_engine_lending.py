@@ -1,4 +1,4 @@
-"""What an engine does that could borrow, while nobody lends to it, or who does is killed."""
+"""An engine that may borrow serves on while nobody lends to it, or its lender is killed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def mixed_prompts() -> list[list[int]]:
 
 
 def greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    """What transformers generates; prompts of equal length go through it together."""
+    """Return the tokens that transformers generates; prompts of equal length go through it together."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         by_length[len(prompt)].append(i)
@@ -130,7 +130,7 @@ def test_greedy_tokens_are_those_of_transformers(serving: Serving) -> None:
 
 
 def test_prompt_logprobs_are_those_of_transformers(serving: Serving) -> None:
-    """Of prompts that are in the cache by now, if there is one."""
+    """The prompts are in the cache by now, if there is one."""
     prompts = mixed_prompts()[:6]
     answers = serving.engine.generate(prompts, max_tokens=4, prompt_logprobs=3, logprobs=3)
     for prompt, answer in zip(prompts, answers, strict=True):

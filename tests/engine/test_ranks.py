@@ -52,7 +52,7 @@ def followers(engine: EngineProcess) -> list[psutil.Process]:
 
 
 def begin(engine: EngineProcess) -> None:
-    """Have it in the middle of its work."""
+    """Bring the engine into the middle of its work."""
     request_id = engine.add([3], max_tokens=300)
     while not engine.answers[request_id].token_ids:
         engine.take_one()
@@ -123,7 +123,7 @@ def rank_of(engine: EngineProcess, rank: int) -> psutil.Process:
 
 @pytest.mark.parametrize(("is_busy", "size"), [(True, 4), (False, 2)])
 def test_a_rank_that_stays_stopped_ends_the_engine_with_a_line(is_busy: bool, size: int, checkpoint: Path) -> None:
-    """Also one that is stopped while there is nothing to do, which may last longer than any deadline."""
+    """The same holds for a rank that is stopped while there is nothing to do, longer than any deadline."""
     with start(checkpoint, size, stderr=subprocess.PIPE, watchdog_s=10) as engine:
         ranks = followers(engine)
         if is_busy:
@@ -158,7 +158,7 @@ def test_a_rank_that_is_ended_by_a_real_time_signal_has_its_line_too(checkpoint:
 
 
 def join(path: Path, rank: int) -> RankGroup:
-    """A group of two ranks that meet at a file."""
+    """Join a group of two ranks that meet at a file."""
     return RankGroup(path, rank, 2, torch.device("cpu"))
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
 
 
 def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
-    """Whoever speaks gloo may connect to a rank's port on the loopback interface."""
+    """Any process that speaks gloo may connect to a rank's port on the loopback interface."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]

@@ -1,4 +1,4 @@
-"""What a runner refuses to start with."""
+"""A runner refuses configurations that cannot work."""
 
 from __future__ import annotations
 

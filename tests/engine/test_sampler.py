@@ -25,7 +25,7 @@ def make_request(request_id: int, prompt: list[int], **params: object) -> Reques
 
 
 def kept_probabilities(logits: torch.Tensor, request: Request, outputs: list[int]) -> torch.Tensor:
-    """What the sampler should draw from: vLLM's stages, spelled out for one row in float64."""
+    """Return the distribution that the sampler should draw from: vLLM's stages for one row, in float64."""
     params = request.sampling
     x = logits.double().clone()
     if len(outputs) < params.min_tokens:

@@ -58,7 +58,7 @@ def test_prefill_decode_and_the_prefix_cache(is_ahead: bool, tiny: Tiny, monkeyp
 
 
 def lending_specs(directory: Path, block_bytes: int, num_extents: int) -> tuple[LendingSpec, LendingSpec]:
-    """Of a lender with a pool of `num_extents` blocks, and of a borrower."""
+    """Return the lending specs of a lender with a pool of `num_extents` blocks, and of a borrower."""
     link = LinkGeometry(0, 0, 1, 1, block_bytes, num_extents, 0)
     addresses = [f"ipc://{directory}/{name}.leases" for name in ("lender", "tiny")]
     return (

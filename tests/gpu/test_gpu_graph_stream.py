@@ -102,7 +102,7 @@ def steps(generator: np.random.Generator) -> list[StreamedStep]:
 
 
 def test_capturing_moves_nothing() -> None:
-    """What a step adds to blocks and slots, warming up adds, too; no list has anything in it."""
+    """Warming up changes blocks as a step would, but copies nothing, because every list is empty."""
     place = Place()
     before = [peer.clone() for peer in place.peers]
     graphs = place.graphs()
@@ -113,7 +113,7 @@ def test_capturing_moves_nothing() -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_replayed_steps_are_the_eager_ones(waits: bool) -> None:
-    """Also where the host waits for none of them: lists and notes of the clock are those of each step."""
+    """This holds even where the host waits for none of them: each step has lists and clock times of its own."""
 
     def launched(stream: LayerStream) -> None:
         if waits:

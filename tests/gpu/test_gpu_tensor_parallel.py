@@ -20,7 +20,7 @@ PROMPTS = [[(7 * i + shift) % 320 for i in range(n)] for shift, n in enumerate((
 
 
 def test_a_group_of_one_gives_back_what_it_is_given(tmp_path: Path) -> None:
-    """What can be seen with one GPU: that NCCL is called as it wants to be."""
+    """One GPU can show only that NCCL accepts our calls."""
     group = RankGroup(tmp_path / "group", 0, 1, torch.device("cuda:0"))
     rows = torch.randn(3, 8, device="cuda:0", dtype=torch.bfloat16)
     gathered = group.gather(rows)

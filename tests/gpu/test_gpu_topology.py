@@ -1,4 +1,4 @@
-"""What NVML says of this machine is what CUDA finds."""
+"""NVML and CUDA agree about this machine."""
 
 from __future__ import annotations
 

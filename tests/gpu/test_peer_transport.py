@@ -54,7 +54,7 @@ class Lender:
     handle: PeerHandle
 
     def sum(self) -> int:
-        """Of all bytes of its pool, as it sees them now."""
+        """Return the sum of all bytes of the lender's pool, as it sees them now."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("sum\n")
@@ -62,7 +62,7 @@ class Lender:
         return int(self.process.stdout.readline())
 
     def kill(self) -> None:
-        """Return when it is gone."""
+        """Kill the lender, and return when it is gone."""
         gone = os.pidfd_open(self.process.pid)
         self.process.send_signal(signal.SIGKILL)
         assert select.select([gone], [], [], 60)[0]

@@ -120,7 +120,7 @@ def test_chunks_give_what_the_whole_prompt_gives() -> None:
 
 
 def test_where_a_block_lies_changes_no_bit() -> None:
-    """What is borrowed passes through slots of one layer, and the kernels do with it what they do with whole blocks."""
+    """Borrowed blocks pass through staging of one layer, and the kernels compute with them as with whole blocks."""
     spec = make_spec(window=90)
     step = make_step(spec, [(1500, 1), (150, 1), (60, 40), (0, 33)], torch.float16)
     expected = step.run(step.prepare())

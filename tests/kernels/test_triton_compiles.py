@@ -1,4 +1,4 @@
-"""What Triton's interpreter runs is not yet what a GPU takes: every kernel is compiled as the host launches it."""
+"""Every kernel compiles for a GPU as the host launches it; Triton's interpreter accepts more than a GPU does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def launched_kernels() -> set[str]:
-    """Whatever is called as `kernel[grid](...)`."""
+    """Return the names of everything that is called as `kernel[grid](...)`."""
     return {
         call.func.value.id
         for source in Path(triton_copy.__file__).parent.glob("triton_*.py")

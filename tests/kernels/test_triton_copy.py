@@ -1,4 +1,4 @@
-"""Every byte of every pool is what plain torch makes of the same runs: what moves and what must not."""
+"""Every byte of every pool is as plain torch leaves it after the same runs, whether it should move or not."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def move(
     seed=st.integers(0, 2**32 - 1),
 )
 def test_as_the_reference(moves: LayerMoves, max_programs: int, extra_blocks: int, seed: int) -> None:
-    """Whatever the grid was made for: of the lists in the array one is copied, and all of it."""
+    """One of the lists in the array is copied, and all of it, whatever grid was chosen."""
     pool, peers = moves.pools(torch.Generator().manual_seed(seed))
     expected_pool, expected_peers = pool.clone(), {link: peer.clone() for link, peer in peers.items()}
     triton_copy.move_blocks_reference(

@@ -48,7 +48,7 @@ def int32(values: list[int] | np.ndarray) -> Tensor:
 def assert_kept(logits: Tensor, filters: Filters) -> None:
     """Draws near both ends of what some kept tokens have of [0, 1): one token too many or too few moves them.
 
-    They are the least likely that are kept, and the one that follows the likeliest that is not.
+    Those tokens are the least likely kept one, and the one after the likeliest dropped one.
     """
     p = kept_probabilities(logits, filters)
     kept = torch.nonzero(p > 1e-4).flatten()  # what the numbers below can hit
@@ -185,7 +185,7 @@ def make_request(request_id: int, params: dict[str, object]) -> Request:
 
 
 class TritonSampler:
-    """What the CPU's `Sampler` does, by the kernels."""
+    """Sample with the kernels as the CPU's `Sampler` does."""
 
     def __init__(self, requests: list[Request]) -> None:
         all_params = [request.sampling for request in requests]

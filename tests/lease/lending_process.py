@@ -175,12 +175,12 @@ class EngineWithoutModel:
 
 
 def publish(store_path: str) -> None:
-    """Instead of a pool: where the process is that has it."""
+    """Publish, in place of a pool, the process that has it."""
     Path(store_path).write_text(str(os.getpid()))
 
 
 class Admin:
-    """What the gateway is to a coordinator."""
+    """The gateway's side of a coordinator."""
 
     def __init__(self, address: str) -> None:
         self.request_ids = count(1)
@@ -211,7 +211,7 @@ class Admin:
         return state
 
     def ask_budget(self, budget_bytes: int, dry_run: bool = False) -> int:
-        """Returns the request's id; it is answered when it is done."""
+        """Send the request and return its id; the answer comes when it is done."""
         request_id = next(self.request_ids)
         self.ask(SetBudget(request_id, budget_bytes, dry_run))
         return request_id
@@ -234,7 +234,7 @@ class Admin:
 
 
 class LendingProcess(Admin):
-    """Such an engine, seen from the test. Killed at the end unless it has ended."""
+    """One such engine, seen from the test. It is killed at the end unless it has ended."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.lending.leases_address)
@@ -242,7 +242,7 @@ class LendingProcess(Admin):
         self.start()
 
     def start(self) -> None:
-        """Again, after it was killed."""
+        """Start it again, after it was killed."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.lease.lending_process"],
             stdin=subprocess.PIPE,
@@ -343,13 +343,13 @@ class Node:
 
 
 def lent(state: LendingState) -> list[int]:
-    """Extents lent over each link, if nothing is on its way; else nothing equals it."""
+    """Return the extents lent over each link; while something is on its way, a value that equals nothing."""
     moving = any(link.counts["offered"] or link.counts["recalled"] for link in state.lends)
     return [-1 if moving else link.counts["lent"] for link in state.lends]
 
 
 def held(state: LendingState) -> list[int]:
-    """Extents held over each link, if none is recalled."""
+    """Return the extents held over each link, if none is recalled."""
     return [-1 if link.counts["recalled"] else link.counts["held"] for link in state.borrows]
 
 

@@ -1,4 +1,4 @@
-"""Lenders and borrowers as processes of their own: what they agree on, and what survives when one of them does not."""
+"""Lenders and borrowers as processes of their own: they agree, and one survives the death of the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that mean nothing: whoever gets one counts it, drops it and goes on."""
+"""Meaningless messages: the receiver counts each one, drops it and goes on."""
 
 from __future__ import annotations
 

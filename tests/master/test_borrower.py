@@ -1,4 +1,4 @@
-"""What a borrower does when memory cannot be reached, and that leases follow its requests."""
+"""A borrower copes with memory that cannot be reached, and its leases follow its requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_lender_that_dies_takes_nothing_from_running_requests_but_time() -> No
 
 
 def lender_by_hand(node: Node, context: zmq.Context[zmq.Socket[bytes]]) -> LenderByHand:
-    """`w`, attached; it lives in the test's process."""
+    """Return lender `w`, attached; it lives in the test's process."""
     lender = LenderByHand(node.address("w"), context)
     store_path = Path(node.directory.name, "store")
     store_path.write_text(str(os.getpid()))

@@ -69,7 +69,7 @@ class Place:
         self.stream = LayerStream(self.transport, GROUPS)
 
     def compute(self, hooks: KVStream, num_buffers: int) -> list[Tensor]:
-        """What attention of every layer finds in whole blocks and in the slots of its buffer."""
+        """Return the bytes that attention of every layer finds in whole blocks and in its buffer."""
         seen = []
         for layer in range(sum(group.num_layers for group in GROUPS)):
             number = next(number for number, group in enumerate(GROUPS) if layer in group.layers)
@@ -122,7 +122,7 @@ class Place:
 
 @contextmanager
 def places(directory: Path, seed: int) -> Iterator[tuple[Place, Place]]:
-    """Two that are the same."""
+    """Return two equal places."""
     both = []
     for name in ("eager", "graph"):
         (directory / name).mkdir()
@@ -167,7 +167,7 @@ def test_every_byte_is_where_the_eager_step_leaves_it(num_buffers: int, seed: in
 
 
 def assert_same_books(eager: LayerStream, graph: LayerStream) -> None:
-    """Of the last step. What was copied took time; where everything is in line, nothing waits."""
+    """Compare the timings of the last step. Copies took time; where everything runs in line, nothing waits."""
     expected, actual = eager.recent[-1], graph.recent[-1]
     timeless = {"load_s": 0.0, "store_s": 0.0, "exposed_load_s": 0.0, "exposed_store_s": 0.0}
     assert replace(actual, **timeless) == replace(expected, **timeless)

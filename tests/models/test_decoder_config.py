@@ -1,4 +1,4 @@
-"""`config.json` in all its spellings, and what is said of one that cannot be served."""
+"""`config.json` in all its spellings, and the message about one that cannot be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are not whole, and what a loaded one costs."""
+"""Incomplete checkpoints, and the memory that a loaded one takes."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Makes the checkpoint of a case at its first use: (directory, oracle)."""
+    """Make the checkpoint of a case at its first use: (directory, oracle)."""
 
     @cache
     def make(case: str) -> tuple[Path, PreTrainedModel]:
@@ -181,7 +181,7 @@ def test_half_precision_is_about_as_exact_as_transformers_is(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["qwen3", "llama-bias"])
 def test_cpu_logits_do_not_depend_on_chunks_batch_or_blocks(case: str, dtype: torch.dtype, checkpoint: Any) -> None:
-    """To the bit: what makes a prefix cache, chunking and preemption invisible."""
+    """They are equal to the bit; this makes the prefix cache, chunking and preemption invisible."""
     if select_ops("cpu").name != "cpu":
         pytest.skip("the C++ kernels do not run on this machine")
     decoder, prompts = load(checkpoint(case)[0], cpu_ops(), dtype), make_prompts()

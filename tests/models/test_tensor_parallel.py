@@ -48,7 +48,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
-    """Makes the checkpoint of a case at its first use: (directory, oracle)."""
+    """Make the checkpoint of a case at its first use: (directory, oracle)."""
 
     @cache
     def make(case: str) -> tuple[Path, PreTrainedModel]:
@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
 
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> Callable[[int, Callable[[Communicator], T]], list[T]]:
-    """Does the same work on a number of ranks, and returns what came of it on each."""
+    """Do the same work on a number of ranks, and return the result of each."""
 
     def run(size: int, work: Callable[[Communicator], T]) -> list[T]:
         store = tmp_path / f"{size} ranks"
@@ -80,7 +80,7 @@ def prompts(vocab_size: int = 320) -> dict[str, list[int]]:
 
 
 def logits_of(directory: Path, ops: Ops, dtype: torch.dtype, communicator: Communicator) -> list[dict[str, Tensor]]:
-    """Of all prompts at every position, once for each of CHUNKS."""
+    """Return the logits of all prompts at every position, once for each of CHUNKS."""
     decoder = DenseDecoder(
         DecoderConfig.from_pretrained(directory),
         MappedWeights(directory),
@@ -112,7 +112,7 @@ def test_logits_equal_transformers(case: str, size: int, ops: Ops, checkpoint: A
 def test_logits_do_not_depend_on_chunks_batch_or_blocks(
     size: int, dtype: torch.dtype, checkpoint: Any, on_ranks: Any
 ) -> None:
-    """To the bit, as with one rank: what makes prefix cache, chunking and preemption invisible."""
+    """They are equal to the bit, as with one rank; this makes prefix cache, chunking and preemption invisible."""
     if select_ops("cpu").name != "cpu":
         pytest.skip("the C++ kernels do not run on this machine")
     directory, _ = checkpoint("qwen3")

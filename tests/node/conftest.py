@@ -29,7 +29,7 @@ def temporary() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By kind: `master`, and workers of other shapes."""
+    """Checkpoints by kind: `master`, and workers of other shapes."""
     return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 

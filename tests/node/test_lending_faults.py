@@ -1,4 +1,4 @@
-"""What may go wrong while one engine uses another's memory: engines are killed and stopped, and no answer changes."""
+"""Faults while one engine uses another's memory: engines are killed and stopped, and no answer changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def node(
 
 @pytest.fixture(autouse=True)
 def _lending_resumes(node: LendingNode) -> Iterator[None]:
-    """Whatever a test does: afterwards every engine serves, lends again, and nothing is lost."""
+    """After each test every engine serves, lends again, and nothing is lost."""
     wait_until_all_lend(node)
     yield
     wait_until_all_lend(node)
@@ -109,7 +109,7 @@ def engine(node: LendingNode, model: str) -> psutil.Process:
 
 
 def epochs_held(node: LendingNode, lender: str) -> dict[int, int]:
-    """By extent that the master holds."""
+    """Return the epoch of each extent that the master holds."""
     (link,) = (link for link in node.pool(MASTER)["borrows"] if link["lender"] == lender)
     return {extent["extent"]: extent["epoch"] for extent in link["extents"] if extent["state"] == "held"}
 
@@ -147,7 +147,7 @@ def test_a_worker_is_killed_while_the_master_streams_from_it(node: LendingNode, 
 
 @on_shm_first
 def test_all_workers_are_killed_at_once(node: LendingNode, reference: Reference) -> None:
-    """What the master cannot hold alone waits until they are back."""
+    """Requests that the master cannot hold alone wait until the workers are back."""
     with streaming(node, reference):
         for worker in WORKERS:
             kill(engine(node, worker))

@@ -1,4 +1,4 @@
-"""Engines that hang with memory of others: what they owe is had back by ending them, and nobody else notices."""
+"""Engines that hang while they hold others' memory: ending them brings it back, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def wait_until_back(node: LendingNode, model: str, dead: psutil.Process) -> None
 
 
 def test_a_stopped_borrower_is_ended_for_what_it_owes(node: LendingNode, reference: Reference) -> None:
-    """It has no request of its own; who waits is the lender's administrator."""
+    """The borrower has no request of its own; the lender's administrator is waiting."""
     node.wait_until_lent(WORKER, MASTER)
     dead, lender = node.process.engines()[MASTER], node.process.engines()[WORKER]
     dead.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What engines are told about lending: both ends of a link, and the plan, agree to the extent."""
+"""The lending specs of engines: both ends of a link, and the plan, agree to the extent."""
 
 from __future__ import annotations
 

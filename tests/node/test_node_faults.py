@@ -1,4 +1,4 @@
-"""What may go wrong with a node that serves: real processes, real HTTP, tiny random models."""
+"""Faults of a node that serves: real processes, real HTTP, tiny random models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/admin``: what lends to whom, budgets at run time, who may ask, and what happens when an engine does not answer."""
+"""``/admin``: who lends to whom, budgets at run time, who may ask, and engines that do not answer."""
 
 from __future__ import annotations
 

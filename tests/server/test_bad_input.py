@@ -1,4 +1,4 @@
-"""What a request can get wrong: each mistake is answered in OpenAI's shape and names its field."""
+"""Mistakes in requests: each is answered in OpenAI's shape and names its field."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_request_that_found_no_room_may_come_again(gateway: Gateway) -> None:
 
 
 def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> bytes:
-    """Write a body until the server has something to say; its answer."""
+    """Write a body until the server answers, and return the answer."""
     host, port = gateway.url.removeprefix("http://").split(":")
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", length_header]
     head = "\r\n".join([*lines, "", ""])
@@ -364,7 +364,7 @@ def test_docs_need_nothing_from_elsewhere(gateway: Gateway) -> None:
 
 
 def test_bodies_of_all_requests_together_have_a_limit(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """It is one for both ports; what is given back is there for others."""
+    """Both ports share the limit, and bytes that are given back are there for others."""
     limits = NodeLimits(max_bodies=1 << 20)
     gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(limits=limits))
     body = b'{"model": "chat", "max_tokens": 1, "prompt": "a"%s}'

@@ -18,7 +18,7 @@ CHAT_PROMPT = "<|im_start|>user\nGrüße 👋🏽<|im_end|>\n<|im_start|>assista
 
 
 def echoed(tokenizer: Tokenizer, prompt: str, num_tokens: int) -> str:
-    """What the echo engine says, decoded at once."""
+    """Return the echo engine's answer, decoded at once."""
     ids = itertools.cycle(tokenizer.backend.encode(prompt).ids)
     return str(tokenizer.backend.decode(list(itertools.islice(ids, num_tokens)), skip_special_tokens=True))
 

@@ -21,7 +21,7 @@ from swiftkv.server.limits import SPARE_CONNECTIONS, Deadlines, NodeLimits
 from swiftkv.server.log_limit import LogLimit
 
 PATIENCE_S = 20
-"""For what happens at once, on a machine that may be busy."""
+"""A deadline for events that happen at once, on a machine that may be busy."""
 
 
 def after(seconds: float) -> Deadlines:
@@ -49,7 +49,7 @@ class Server:
         return self.listening.getsockname()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """By path: answer with the length of the body; refuse without reading it; stream until the client is gone."""
+        """Answer with the body's length, refuse without reading it, or stream until the client is gone, by path."""
         path = scope["path"]
         if path == "/refuse":
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
@@ -141,7 +141,7 @@ GET = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 def in_pieces(content: bytes) -> list[bytes]:
-    """With unread bytes a closing socket loses its answer, so no piece goes far beyond a limit."""
+    """Cut bytes into pieces. A socket closed with unread bytes loses its answer, so pieces are small."""
     return [content[i : i + 1000] for i in range(0, len(content), 1000)]
 
 

@@ -1,4 +1,4 @@
-"""`swiftkv lending` against a gateway: what it prints, its exit codes, and what its errors say to do."""
+"""`swiftkv lending` against a gateway: its output, its exit codes, and the advice in its errors."""
 
 from __future__ import annotations
 

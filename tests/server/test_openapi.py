@@ -1,4 +1,4 @@
-"""The OpenAPI document, held against what the server does: schemathesis makes requests from it and reads the answers.
+"""The OpenAPI document, compared with the server: schemathesis makes requests from it and reads the answers.
 
 Runs against a gateway with an echo engine; `SWIFTKV_TEST_URL` points it at a node that is up, or a model's own port,
 and `SWIFTKV_TEST_ADMIN_KEY` holds that node's admin key.

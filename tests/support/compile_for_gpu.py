@@ -42,7 +42,7 @@ PARAMS: list[dict[str, object]] = [
 
 
 class H100:
-    """What Triton asks a driver for before it compiles."""
+    """The driver's answers that Triton asks for before it compiles."""
 
     def get_current_device(self) -> int:
         return 0

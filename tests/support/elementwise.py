@@ -1,4 +1,4 @@
-"""What a decoder does between its matrix products, in plain torch on any device, and steps of tokens to do it to."""
+"""A decoder's operations between its matrix products, in plain torch on any device, and steps to try them on."""
 
 from __future__ import annotations
 

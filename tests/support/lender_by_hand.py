@@ -18,7 +18,7 @@ Message = TypeVar("Message")
 
 
 class LenderByHand:
-    """Speaks for `me`, whichever process that is; set when it welcomes."""
+    """A lender that speaks for the process `me`, which `welcome` sets."""
 
     def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.me: Identity

@@ -41,7 +41,7 @@ def make_checkpoints(directory: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user adds to a conversation, and how the answer to it is drawn: greedily without a seed."""
+    """A user's addition to a conversation, and the way its answer is drawn: greedily without a seed."""
 
     question: tuple[int, ...]
     max_tokens: int
@@ -61,7 +61,7 @@ Answers = list[list[int]]
 def conversation(
     seed: int, num_turns: int = 3, question_tokens: tuple[int, int] = (40, 110), max_tokens: tuple[int, int] = (8, 40)
 ) -> Conversation:
-    """The same for the same arguments. Every other one is greedy, the others are drawn with seeds of their own."""
+    """Make a conversation, the same for the same arguments. Every other one is greedy, the rest have seeds."""
     rng = random.Random(seed)
 
     def turn() -> Turn:
@@ -85,7 +85,7 @@ class LendingNode:
         return self._http.post("/v1/completions", json=body)
 
     def hold(self, model: str, turns: Conversation) -> Answers:
-        """The tokens of every answer. Fails if one is refused."""
+        """Return the tokens of every answer. Fails if one is refused."""
         history: list[int] = []
         answers = []
         for turn in turns:
@@ -97,7 +97,7 @@ class LendingNode:
         return answers
 
     def hold_all(self, model: str, conversations: Sequence[Conversation]) -> list[Answers]:
-        """All at once."""
+        """Hold all conversations at once."""
         with ThreadPoolExecutor(len(conversations)) as clients:
             return list(clients.map(lambda turns: self.hold(model, turns), conversations))
 
@@ -106,7 +106,7 @@ class LendingNode:
         return int(card["max_model_len"])
 
     def ask_admin(self, path: str) -> dict[str, Any] | None:
-        """None while the engine that is asked is not there, or does not answer."""
+        """Return the answer of an admin route; `None` while the engine is not there or does not answer."""
         answer = self._http.get(f"/admin/{path}", headers=self.process.admin_headers())
         return answer.json() if answer.status_code == 200 else None
 
@@ -120,20 +120,20 @@ class LendingNode:
         return view
 
     def blocks(self, model: str) -> dict[str, int]:
-        """By state, of all KV groups; all 0 while the engine is not there."""
+        """Return the blocks of all KV groups, by state; all 0 while the engine is not there."""
         view = self.ask_admin(f"pools/{model}") or {"groups": []}
         states = (*KEPT_STATES, "total", "borrowed_free", "borrowed_used", "borrowed_cached", "borrowed_in_flight")
         return {state: sum(group[state] for group in view["groups"]) for state in states}
 
     def model(self, name: str) -> dict[str, Any]:
-        """Its part in `/admin/lending`."""
+        """Return the model's entry in `/admin/lending`."""
         overview = self.ask_admin("lending")
         assert overview is not None
         (view,) = (view for view in overview["models"] if view["model"] == name)
         return view
 
     def extents(self, model: str, side: str, state: str) -> dict[str, int]:
-        """How many are in `state`, by peer; `side` is `lends` or `borrows`. Empty while the engine is not there."""
+        """Count extents in `state`, by peer; `side` is `lends` or `borrows`. Empty while the engine is not there."""
         peer = "borrower" if side == "lends" else "lender"
         counts: dict[str, int] = {}
         for link in (self.ask_admin(f"pools/{model}") or {side: []})[side]:
@@ -142,7 +142,7 @@ class LendingNode:
         return counts
 
     def lent(self, lender: str, borrower: str) -> int:
-        """Extents that both sides agree on; 0 where they do not, or one is not there."""
+        """Return the number of extents that both sides agree on; 0 where they do not, or one is not there."""
         lent = self.extents(lender, "lends", "lent").get(borrower, 0)
         return lent if lent == self.extents(borrower, "borrows", "held").get(lender, 0) else 0
 
@@ -153,7 +153,7 @@ class LendingNode:
         return set(self.process.ready().values()) == {"ready"}
 
     def metric(self, name: str, **labels: str) -> float:
-        """0 if there is no such sample."""
+        """Return a metric's value; 0 if there is no such sample."""
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
         for line in self._http.get("/metrics").text.splitlines():
             sample, _, value = line.rpartition(" ")
@@ -170,7 +170,7 @@ class LendingNode:
         wait_for("both sides to agree", lambda: self._sides_agree(models))
 
     def _sides_agree(self, models: Sequence[str]) -> bool:
-        """What the lenders think lent is what is held, at the same epochs, and no extent is under way."""
+        """Whether lenders and borrowers agree on every extent and epoch, with no extent under way."""
         lent, held = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
         for model in models:
             view = self.pool(model)
@@ -186,7 +186,7 @@ class LendingNode:
 
 
 class Reference:
-    """A node with `lending: off`, where everything fits: what it answers is right."""
+    """A node with `lending: off`, where everything fits: its answers are right by definition."""
 
     def __init__(self, node: LendingNode) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""A real node: `swiftkv serve` as a process, its engines, and what it leaves behind."""
+"""A real node: `swiftkv serve` as a process, its engines, and the files that it leaves behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(what: str, probe: Callable[[], T]) -> T:
 class NodeProcess:
     """A context manager: the node serves inside. Leaving it kills what still runs.
 
-    `temporary` is the node's TMPDIR, so that what it leaves there can be seen; share it to start two after each other.
+    `temporary` is the node's TMPDIR, so that tests see the files left there; share it to start two in turn.
     """
 
     def __init__(

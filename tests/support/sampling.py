@@ -1,4 +1,4 @@
-"""What sampling keeps, found by sorting, in plain torch on any device."""
+"""The tokens that sampling keeps, found by sorting, in plain torch on any device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slot_params(all_filters: list[Filters], seeds: list[int], vocab_size: int, d
 
 
 def kept_probabilities(logits: Tensor, filters: Filters) -> Tensor:
-    """By sorting, in float64: min_p, top_k and top_p; equals stay or go together."""
+    """Return the kept probabilities, by sorting, in float64: min_p, top_k and top_p; equals stay or go together."""
     weights = torch.exp((logits.double() - logits.max()) / filters.temperature)
     floor = filters.min_p
     if filters.top_k:
@@ -45,7 +45,7 @@ def kept_probabilities(logits: Tensor, filters: Filters) -> Tensor:
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of seed and position, with integers of any size."""
+    """Draw from [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of seed and position, with integers of any size."""
 
     def mix(value: int) -> int:
         value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,4 +1,4 @@
-"""A `PagedRunner` whose sequences keep a random part of their blocks in other pools: what a scheduler would plan."""
+"""A `PagedRunner` whose sequences keep a random part of their blocks in other pools, as a scheduler would plan it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which addresses runs come to, and that nothing outside of the pools is ever named."""
+"""Runs become the right addresses, and none outside the pools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two-sided copies add deadlines, proofs of who is connected, and lenders that know when they were left."""
+"""Two-sided copies add deadlines, proofs of who is connected, and lenders that notice when a borrower leaves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_p2p_lender_that_stays_stopped_is_cut_off_and_can_be_attached_anew(dir
 
 
 def test_a_p2p_borrower_that_stays_stopped_within_a_job_is_cut_off(tmp_path: Path) -> None:
-    """So that the thread that serves it ends; between jobs it is waited for however long."""
+    """Then the thread that serves it ends; between jobs the thread waits for it without a limit."""
     lent = pool_of(NUM_BYTES)
     handle = publish_pool(tmp_path / "store", lent)
     server = serve_p2p(lent, handle, deadline_s=0.2)
@@ -62,7 +62,7 @@ def test_a_p2p_borrower_that_stays_stopped_within_a_job_is_cut_off(tmp_path: Pat
 
 
 def test_who_has_not_read_the_rendezvous_file_gets_nothing_of_a_pool(tmp_path: Path) -> None:
-    """gloo's port takes whoever connects first, if only he speaks gloo."""
+    """gloo's port accepts the first process that connects and speaks gloo."""
     lent = pool_of(NUM_BYTES)
     lent.tensor.fill_(7)
     handle = publish_pool(tmp_path / "store", lent)

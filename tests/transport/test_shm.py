@@ -1,4 +1,4 @@
-"""Which memory is mapped, and that it stays as it was found."""
+"""Only published memory is mapped, and it stays as it was found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_shm_maps_no_pool_that_could_be_cut_short(tmp_path: Path) -> None:
 
 
 def test_shm_keeps_nothing_mapped_of_a_lender_that_was_detached(tmp_path: Path) -> None:
-    """Else the memory of a lender that died would stay taken beside that of the next."""
+    """Otherwise the memory of a dead lender would stay taken beside that of its successor."""
     transport = ShmTransport(pool_of(NUM_BYTES))
     with Lender([tmp_path / "store"], NUM_BYTES, serve=False) as lender:
         inode = lender.handles[0].inode

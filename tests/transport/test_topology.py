@@ -1,4 +1,4 @@
-"""Which transport a pair of engines gets, and why; on machines that need not be this one."""
+"""Every pair of engines gets the right transport, with the reason; on machines that need not be this one."""
 
 from __future__ import annotations
 

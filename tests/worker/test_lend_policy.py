@@ -1,4 +1,4 @@
-"""What a worker keeps for itself, against lists of all that was ever asked for."""
+"""The blocks that a worker keeps for itself, against lists of all demand so far."""
 
 from __future__ import annotations
 

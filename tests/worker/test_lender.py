@@ -1,4 +1,4 @@
-"""What a lender decides: by budget, by demand, and whom it believes."""
+"""A lender's decisions: by budget, by demand, and about which messages to believe."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_lender_that_cannot_publish_its_pool_says_so_and_lends_when_it_can() -
 
 
 def publish_pool_in(directory: Path, store_path: str) -> None:
-    """What an engine does, in a directory that may not be there; and where the tests' borrower looks."""
+    """Publish the pool as an engine does, in a directory that may be missing, where the tests' borrower looks."""
     publish_pool(directory / Path(store_path).name, pool_of(4096))
     publish(store_path)
 
@@ -185,7 +185,7 @@ def test_a_stranger_and_other_links_are_refused() -> None:
 
 
 def test_a_process_that_is_gone_is_not_welcomed() -> None:
-    """Nor one that has got its pid since: its start says so."""
+    """A new process with the same pid is not welcomed either: its start time differs."""
     me = Identity.of_this_process("m")
     with Node(borrowers=["m"]) as node, zmq.Context() as context:
         node["m"].wait_for(lambda state: held(state) == [ALL])
@@ -202,7 +202,7 @@ def test_a_process_that_is_gone_is_not_welcomed() -> None:
 
 
 def test_what_the_dead_said_last_does_not_make_them_attached() -> None:
-    """Else they would be lent extents of which nobody knows, and which nobody gives back."""
+    """Otherwise they would be lent extents that nobody knows of and nobody returns."""
     with Node(start=[]) as node, zmq.Context() as context:
         spec, me = node.setups["w"].lending, Identity.of_this_process("w")
         scheduler = Scheduler([GroupSpec(2, 48)], 16, 4, 512, 512, lend_links=[Link(0, ALL, 3)])

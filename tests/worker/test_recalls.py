@@ -1,4 +1,4 @@
-"""Which recall is home, and how long each took."""
+"""Recalls end when their extents are home, and their durations are counted."""
 
 from __future__ import annotations
 

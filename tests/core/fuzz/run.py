@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def keep(program: Path, found: Path) -> None:
-    """Keep what covers every branch that is covered at all. Inputs with a name of their own stay in any case."""
+    """Keep a set of inputs that covers every branch that any input covers. Named inputs always stay."""
     smallest = WORK / "smallest"
     shutil.rmtree(smallest, ignore_errors=True)
     smallest.mkdir()
