@@ -23,8 +23,9 @@ import httpx
 from lending_node import Node, Tokens, make_shape, model, nodes_up, parser, say, table, write_report
 
 from swiftkv.bench.client import send
-from swiftkv.cache.plan import MasterRoom, plan_lending, plan_node
 from swiftkv.config import Config, parse_config
+from swiftkv.planning.lending import BorrowerRoom, plan_lending
+from swiftkv.planning.node import plan_node
 
 MIB = 1 << 20
 MAX_POSITIONS = 1 << 18
@@ -107,7 +108,7 @@ def node_sections(case: Case, checkpoints: dict[str, Path], budget: float | None
     return sections
 
 
-def room_of(case: Case, checkpoints: dict[str, Path], budget: float) -> MasterRoom:
+def room_of(case: Case, checkpoints: dict[str, Path], budget: float) -> BorrowerRoom:
     """The plan, as `swiftkv plan` makes it."""
     config: Config = parse_config({"models": node_sections(case, checkpoints, budget)})
     (room,) = plan_lending(plan_node(config, need_weights=False))

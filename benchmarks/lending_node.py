@@ -35,10 +35,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from swiftkv.admin_key import find_admin_key
 from swiftkv.bench.client import Answer, Target, send
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
 from swiftkv.cache.pool import Pool
 from swiftkv.checkpoint import make, read_texts, save, standard_library_files, train_tokenizer
 from swiftkv.config import Config, load_config
+from swiftkv.planning.lending import plan_lending
+from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.node import plan_node
 from swiftkv.transport.base import Runs
 from swiftkv.transport.rendezvous import handle_of
 from swiftkv.transport.shm import ShmTransport
@@ -161,7 +163,7 @@ class Node:
 
     def promised_bytes(self, master: str) -> int:
         """Return the bytes that `master` can borrow at first, according to the plan."""
-        return next(room.lent_bytes for room in plan_lending(self.plans) if room.master.name == master)
+        return next(room.lent_bytes for room in plan_lending(self.plans) if room.borrower.name == master)
 
     def wait_until_borrowed(self, master: str, num_bytes: int) -> None:
         """Until `master` holds exactly so much."""

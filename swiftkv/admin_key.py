@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from swiftkv.config import is_loopback
 from swiftkv.errors import ConfigError
+from swiftkv.locks import remove_if_unlocked
 
 _SUFFIX = ".key"
 _MAX_KEY_BYTES = 1024
@@ -78,7 +79,7 @@ def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
     if not _is_private(os.lstat(directory), stat.S_ISDIR):
         raise PermissionError(0, "it is not a directory that belongs to this user alone")
     for stale in directory.glob(f"*{_SUFFIX}"):
-        _remove_if_unlocked(stale)
+        remove_if_unlocked(stale)
     file = directory / f"{port}{_SUFFIX}"
     lock, name = tempfile.mkstemp(dir=directory)
     try:
@@ -114,17 +115,3 @@ def _read(file: Path) -> str | None:
 def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     """Whether it is of that kind, belongs to this user, and nobody else may read or change it."""
     return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-
-
-def _remove_if_unlocked(file: Path) -> None:
-    try:
-        lock = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # gone meanwhile
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.unlink(missing_ok=True)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -17,12 +17,6 @@ from swiftkv import __version__
 from swiftkv.admin_key import find_admin_key
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.errors import ConfigError, SwiftkvError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from swiftkv.cache.plan import LendingPair, MasterRoom, ModelPlan
-    from swiftkv.config import Config
 
 app = typer.Typer(
     name="swiftkv",
@@ -108,8 +102,8 @@ def serve(
         "allow_unauthenticated": True if allow_unauthenticated else None,
     }
     with _mistakes_as_lines(config_path):
-        from swiftkv.cache.plan import plan_node
         from swiftkv.config import load_config
+        from swiftkv.planning.node import plan_node
 
         config = load_config(config_path, **overrides)
         config.node.check_access()  # before anything is fetched
@@ -126,186 +120,21 @@ def plan(
 ) -> None:
     """Show sizes of every model of CONFIG and what masters can borrow, from config.json alone; nothing is started."""
     with _mistakes_as_lines(config_path):
-        from swiftkv.cache.plan import lending_as_dict, plan_as_dict, plan_lending, plan_node
         from swiftkv.config import load_config
+        from swiftkv.planning.lending import plan_lending
+        from swiftkv.planning.node import plan_node
 
         config = load_config(config_path)
         plans = plan_node(config, need_weights=False)
         rooms = plan_lending(plans) if config.node.lending.enabled else ()
         if as_json:
-            models = [plan_as_dict(model_plan) for model_plan in plans]
-            transports = [{"memory": memory, "choice": choice} for memory, choice in _transports(config, plans)]
-            print(json.dumps({"models": models, "lending": lending_as_dict(rooms), "transports": transports}, indent=2))
+            from swiftkv.planning.report import plan_as_dict
+
+            print(json.dumps(plan_as_dict(config, plans, rooms), indent=2))
         else:
-            _print_plan(config, plans)
-            _print_lending(rooms)
-            for memory, choice in _transports(config, plans):
-                print(f"\nLending in the memory of {memory} goes over {choice}.")
-            for line in _unreached(config, plans):
-                print(f"\n{line}")
-            if not config.node.lending.enabled:
-                print("\nNothing is lent: node.lending is off.")
+            from swiftkv.planning.tables import print_plan
 
-
-def _transports(config: Config, plans: tuple[ModelPlan, ...]) -> Iterator[tuple[str, str]]:
-    """Whose memory, and what KV is lent over there and why; of GPUs only where they are."""
-    from swiftkv.cache.plan import plan_lending
-    from swiftkv.transport.topology import node_transports, read_topology
-
-    pairs = [(p.worker.device, p.master.device) for r in plan_lending(plans) for p in r.pairs if p.can_lend]
-    topology = read_topology() if any(device != "cpu" for pair in pairs for device in pair) else None
-    if topology is not None and not topology.gpus:
-        yield "GPUs", f"what reaches, which only the machine that has them can tell ({topology.absence})"
-        pairs = [pair for pair in pairs if pair == ("cpu", "cpu")]
-    for memory, choice in node_transports(config.node.lending.transport, pairs, topology).items():
-        yield memory, f"{choice.kind}: {choice.reason}"
-
-
-def _unreached(config: Config, plans: tuple[ModelPlan, ...]) -> Iterator[str]:
-    """Pairs that do not lend because one is on a GPU and the other is not."""
-    if config.node.lending.enabled:
-        for master in (plan for plan in plans if plan.role == "master"):
-            for worker in (plan for plan in plans if plan.budget_bytes is not None):
-                if worker.on_gpu != master.on_gpu:
-                    yield (
-                        f"{worker.name} ({worker.device}) does not lend to {master.name} ({master.device}): KV that "
-                        "passes between the host and a GPU is not streamed in this version."
-                    )
-
-
-def _print_plan(config: Config, plans: tuple[ModelPlan, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from swiftkv.config import format_size
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for model_plan in plans:
-        table.add_column(model_plan.name, justify="right")
-    divided = any(p.tensor_parallel_size > 1 for p in plans)
-    rows = {
-        "architecture": [p.architecture for p in plans],
-        "role": [p.role for p in plans],
-        **({"ranks, each with": [str(p.tensor_parallel_size) for p in plans]} if divided else {}),
-        "weights": [f"{format_size(p.weight_bytes)} {p.dtype}" for p in plans],
-        **({"device": [p.device for p in plans]} if any(p.on_gpu for p in plans) else {}),
-        "KV cache": [_pool_size(p) for p in plans],
-        "blocks": [_once_known(p, f"{p.num_blocks:,} of {p.block_size} tokens") for p in plans],
-        "block": [format_size(p.block_bytes) for p in plans],
-        "layer block": [" + ".join(format_size(group.layer_block_bytes) for group in p.groups) for p in plans],
-        "layers": [" + ".join(str(group.num_layers) for group in p.groups) for p in plans],
-        "KV per token": [format_size(p.bytes_per_token) for p in plans],
-        "tokens cached": [_once_known(p, f"{p.pool_tokens:,}") for p in plans],
-        "longest context": [_once_known(p, f"{p.longest_context:,}") for p in plans],
-        "max_model_len": [f"{p.max_model_len:,}" for p in plans],
-    }
-    for label, cells in rows.items():
-        table.add_row(label, *cells)
-    console = Console()
-    console.print(table)
-    total_bytes = sum(p.tensor_parallel_size * (p.pool_bytes + p.weight_bytes) for p in plans)
-    console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
-
-
-def _once_known(plan: ModelPlan, cell: str) -> str:
-    return cell if plan.device_part is None else "known at start"
-
-
-def _pool_size(plan: ModelPlan) -> str:
-    """A part of a GPU is what weights and activations leave of it, which the engine measures."""
-    from swiftkv.config import format_size
-
-    if plan.device_part is None:
-        return format_size(plan.pool_bytes)
-    return f"rest of {float(plan.device_part):.0%} of {plan.device}"
-
-
-def _print_lending(rooms: Sequence[MasterRoom]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for room in rooms:
-        others = f" (every budget is divided among {len(rooms)} masters)" if len(rooms) > 1 else ""
-        console.print(f"\n{room.master.name} borrows{others}:", highlight=False)
-        console.print(_lending_table(room))
-        for note in _lending_notes(room):
-            console.print(f"- {note}", highlight=False)
-
-
-def _lending_table(room: MasterRoom) -> Table:
-    """A column for each pair, between the master without lending and, if there are several, with all of them."""
-    from rich.table import Table
-
-    from swiftkv.config import format_size
-
-    pairs = room.pairs
-    shared = any(pair.share < 1 for pair in pairs)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    together = [room] if len(pairs) > 1 else []
-    for label in ("", "no lending", *(_pair_name(pair) for pair in pairs), *("together" for _ in together)):
-        table.add_column(label, justify="right" if label else "left")
-    for label, cells in {
-        "block of the worker": [format_size(p.extent.lender_block_bytes) for p in pairs],
-        "block of the master": [format_size(p.extent.borrower_block_bytes) for p in pairs],
-        "extent": [format_size(p.extent.num_bytes) for p in pairs],
-        "extent is": ["the LCM" if p.extent.is_lcm else f"{float(p.extent.waste):.2%} waste" for p in pairs],
-        "MEU_w (worker blocks)": [f"{p.extent.meu_w:,}" for p in pairs],
-        "MEU_m (master blocks)": [f"{p.extent.meu_m:,}" for p in pairs],
-        "lending budget": [f"{100 * float(p.worker.budget_part):.4g}%" for p in pairs],
-        **({"share of the budget": [f"{100 * float(p.share):.4g}%" for p in pairs]} if shared else {}),
-        "extents lent": [f"{p.num_extents:,} of {p.max_extents:,}" for p in pairs],
-    }.items():
-        table.add_row(label, "", *cells)
-    lent_bytes = [*(pair.lent_bytes for pair in pairs), *(r.lent_bytes for r in together)]
-    table.add_row("bytes lent", "", *(format_size(num_bytes) for num_bytes in lent_bytes))
-
-    rooms = [(room.beside(), 0), *((room.beside(p.worker), p.master_group) for p in pairs), *((r, 0) for r in together)]
-    for label, cells in {
-        "K_i (master blocks)": [f"{r.borrowed_blocks(group):,}" for r, group in rooms],
-        "N_LSC": [f"{r.split(group)[0]:,}" for r, group in rooms],
-        "N_RC": [f"{r.split(group)[1]:,}" for r, group in rooms],
-        "tokens that fit": [f"{r.sequence_tokens:,}" for r, _ in rooms],
-        "longest context": [f"{r.longest_context:,}" for r, _ in rooms],
-    }.items():
-        table.add_row(label, *cells)
-    for label, extents in (("one extent less", -1), ("one extent more", 1)):
-        table.add_row(label, "", *(_change_in_tokens(room, pair, extents) for pair in pairs))
-    return table
-
-
-def _pair_name(pair: LendingPair) -> str:
-    several = len(pair.worker.groups) > 1 or len(pair.master.groups) > 1
-    return f"{pair.worker.name} {pair.worker_group}>{pair.master_group}" if several else pair.worker.name
-
-
-def _change_in_tokens(room: MasterRoom, pair: LendingPair, extents: int) -> str:
-    tokens = room.sequence_tokens_after(pair, extents)
-    return "-" if tokens is None else f"{tokens - room.sequence_tokens:+,} tokens"
-
-
-def _lending_notes(room: MasterRoom) -> Iterator[str]:
-    alone, model_limit = room.beside(), room.master.max_context_len
-    if alone.sequence_tokens:
-        times = room.sequence_tokens / alone.sequence_tokens
-        yield f"{room.sequence_tokens:,} tokens of one sequence fit, {times:.2f} times those without lending"
-    if room.sequence_tokens > model_limit:
-        yield f"{room.master.name} itself was made for {model_limit:,} tokens"
-    for pair in room.pairs:
-        if pair.num_extents == 0:
-            yield f"{_pair_name(pair)} lends nothing: {_why_not(pair)}"
-    if room.cached_tokens > room.sequence_tokens:
-        yield f"{room.cached_tokens:,} tokens of several sequences fit: one alone is limited by N_LSC"
-
-
-def _why_not(pair: LendingPair) -> str:
-    if pair.worker.budget_bytes is None:
-        return "it has no lending.budget"
-    if not pair.can_lend:
-        return "an extent is larger than its pool; try another block_size"
-    if not pair.worker.budget_bytes:
-        return "its lending.budget is 0; `swiftkv lending set` can raise it at run time"
-    return "its share of the budget is less than one extent; raise lending.budget or try another block_size"
+            print_plan(config, plans, rooms)
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")

@@ -399,7 +399,7 @@ class Config(_Section):
 
 
 def load_config(path: Path, **node_overrides: object) -> Config:
-    """Read and check a YAML file; checkpoints are looked at later, by `swiftkv.cache.plan`.
+    """Read and check a YAML file; checkpoints are looked at later, by `swiftkv.planning`.
 
     `node_overrides` replace keys of its `node` section; None leaves what is written.
     Raises `ConfigError` whose message has one line per mistake.

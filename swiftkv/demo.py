@@ -29,9 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftkv.admin_key import find_admin_key
-from swiftkv.cache.plan import ModelPlan, plan_node
 from swiftkv.config import Config, ModelConfig, format_size, load_config
 from swiftkv.errors import ConfigError, EngineError
+from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.node import plan_node
 
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2

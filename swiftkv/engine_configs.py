@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from swiftkv.cache.geometry import lay_out
-from swiftkv.cache.plan import LendingPair, ModelPlan, plan_lending
-from swiftkv.config import Config
+from swiftkv.config import Config, LendingConfig, ModelConfig
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
-from swiftkv.transport.topology import Topology, TransportChoice, node_transports, read_topology
+from swiftkv.planning.lending import LendingPair, lending_pairs
+from swiftkv.planning.models import ModelPlan
+from swiftkv.transport.topology import TransportChoice
 
 _WITHOUT_WATCHDOG_S = 3600.0  # waits within a step have an end all the same
 
 
-def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: Path) -> EngineConfig:
-    """All that the engine of model `index` is told. `ipc`: the directory of the node's sockets."""
-    model, plan = config.models[index], plans[index]
-    address = engine_addresses(plans, ipc)[plan.name]
+def compile_engines(
+    config: Config, plans: Sequence[ModelPlan], transports: Mapping[str, TransportChoice], ipc: Path
+) -> tuple[EngineConfig, ...]:
+    """Return all that the engines are told, in order of `plans`.
+
+    `transports` are `planning.transports.lending_transports`; `ipc` is the directory of the node's sockets.
+    """
+    addresses = {plan.name: f"ipc://{ipc}/{i}" for i, plan in enumerate(plans)}
+    pairs = lending_pairs(plans)
+    return tuple(
+        _engine_config(
+            config,
+            model,
+            plan,
+            address=addresses[plan.name],
+            ranks_directory=f"{ipc}/{i}.ranks",
+            lending=_lending_spec(
+                config, model, plan, pairs=pairs, addresses=addresses, transports=transports, ipc=ipc
+            ),
+        )
+        for i, (model, plan) in enumerate(zip(config.models, plans, strict=True))
+    )
+
+
+def _engine_config(
+    config: Config,
+    model: ModelConfig,
+    plan: ModelPlan,
+    *,
+    address: str,
+    ranks_directory: str,
+    lending: LendingSpec | None,
+) -> EngineConfig:
+    """`address`: what follows its dot says which of the engine's sockets is meant."""
     return EngineConfig(
         name=model.name,
         path=str(plan.checkpoint.directory),
@@ -39,55 +69,37 @@ def engine_config(config: Config, plans: Sequence[ModelPlan], index: int, ipc: P
         max_num_batched_tokens=model.max_num_batched_tokens,
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
-        lending=lending_spec(config, plans, plan, ipc),
+        lending=lending,
         tensor_parallel_size=model.tensor_parallel_size,
-        ranks_directory=f"{ipc}/{index}.ranks",
+        ranks_directory=ranks_directory,
         watchdog_s=config.node.watchdog or _WITHOUT_WATCHDOG_S,
     )
 
 
-def engine_addresses(plans: Sequence[ModelPlan], ipc: Path) -> dict[str, str]:
-    """By model; what follows the dot says which of an engine's sockets is meant."""
-    return {plan.name: f"ipc://{ipc}/{i}" for i, plan in enumerate(plans)}
-
-
-def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
-    """Those that any budget could use, in order of `plans`."""
-    return [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
-
-
-def lending_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, TransportChoice]:
-    """How KV is lent, by whose memory it is in: see `node_transports`."""
-    pairs = [(pair.worker.device, pair.master.device) for pair in lending_pairs(plans)]
-    topology = machine() if any(device != "cpu" for pair in pairs for device in pair) else None
-    return node_transports(config.node.lending.transport, pairs, topology)
-
-
-@cache
-def machine() -> Topology:
-    return read_topology()
-
-
-def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ipc: Path) -> LendingSpec | None:
-    """`plan`'s part in lending, None if it has none. Links are those that any budget could use, in order of `plans`.
-
-    `ipc`: the directory of the node's sockets.
-    """
-    addresses = engine_addresses(plans, ipc)
-    pairs = lending_pairs(plans)
-    lends = [pair for pair in pairs if pair.worker is plan]
-    borrows = [pair for pair in pairs if pair.master is plan]
+def _lending_spec(
+    config: Config,
+    model: ModelConfig,
+    plan: ModelPlan,
+    *,
+    pairs: Sequence[LendingPair],
+    addresses: Mapping[str, str],
+    transports: Mapping[str, TransportChoice],
+    ipc: Path,
+) -> LendingSpec | None:
+    """Return the part that the model of `plan` has in lending over `pairs`, `None` if it has none."""
+    lends = [pair for pair in pairs if pair.lender is plan]
+    borrows = [pair for pair in pairs if pair.borrower is plan]
     if not lends and not borrows:
         return None
-    model = next(model for model in config.models if model.name == plan.name)
+    lending = model.lending or LendingConfig()
     return LendingSpec(
-        leases_address=f"{addresses[plan.name]}.leases",
-        lenders=_peers([(pair.worker, pair) for pair in borrows], addresses),
-        borrowers=_peers([(pair.master, pair) for pair in lends], addresses),
+        leases_address=_leases_address(addresses[plan.name]),
+        lenders=_peers(((pair.lender, pair) for pair in borrows), addresses),
+        borrowers=_peers(((pair.borrower, pair) for pair in lends), addresses),
         budget_bytes=plan.budget_bytes or 0,
-        window_s=model.lending.window if model.lending else 0.0,
-        policy=model.lending.policy if model.lending else "total",
-        transport=lending_transports(config, plans)["GPUs" if plan.on_gpu else "the host"].kind,
+        window_s=lending.window,
+        policy=lending.policy,
+        transport=transports["GPUs" if plan.on_gpu else "the host"].kind,
         io_backend=config.node.lending.io_backend,
         stream_buffers=config.node.lending.stream_buffers,
         rendezvous=str(ipc),
@@ -95,22 +107,39 @@ def lending_spec(config: Config, plans: Sequence[ModelPlan], plan: ModelPlan, ip
     )
 
 
-def _peers(pairs: Sequence[tuple[ModelPlan, LendingPair]], addresses: Mapping[str, str]) -> list[PeerSpec]:
+def _peers(pairs: Iterable[tuple[ModelPlan, LendingPair]], addresses: Mapping[str, str]) -> list[PeerSpec]:
     links: dict[str, list[LinkGeometry]] = {}
     for peer, pair in pairs:
         links.setdefault(peer.name, []).append(link_geometry(pair))
-    return [PeerSpec(name, f"{addresses[name]}.leases", of_peer) for name, of_peer in links.items()]
+    return [PeerSpec(name, _leases_address(addresses[name]), of_peer) for name, of_peer in links.items()]
+
+
+def _leases_address(address: str) -> str:
+    return f"{address}.leases"
+
+
+def why_not_lend(config: Config, plan: ModelPlan, lending: LendingSpec | None) -> str | None:
+    """Return why a model cannot lend, to complete "model 'x' …"; `None` if it can. `lending` is its engine's part."""
+    if not config.node.lending.enabled:
+        return "lends and borrows nothing: node.lending is off"
+    if plan.role == "master":
+        return "is a master: it borrows and does not lend"
+    if plan.budget_bytes is None:
+        return "has no lending.budget in the file that the node was started with; 0 would do, and can be raised"
+    if lending is None:
+        return "has no master to lend to, or its pool is smaller than one extent: see swiftkv plan"
+    return None
 
 
 def link_geometry(pair: LendingPair) -> LinkGeometry:
     """Return what both ends of a link are told, so that they find the same bytes."""
-    regions = lay_out([(group, pair.worker.num_blocks) for group in pair.worker.groups])
+    regions = lay_out([(group, pair.lender.num_blocks) for group in pair.lender.groups])
     return LinkGeometry(
-        lender_group=pair.worker_group,
-        borrower_group=pair.master_group,
+        lender_group=pair.lender_group,
+        borrower_group=pair.borrower_group,
         meu_w=pair.extent.meu_w,
         meu_m=pair.extent.meu_m,
         extent_bytes=pair.extent.num_bytes,
         num_extents=pair.pool_extents,
-        lender_base_offset_bytes=regions[pair.worker_group].base_offset_bytes,
+        lender_base_offset_bytes=regions[pair.lender_group].base_offset_bytes,
     )

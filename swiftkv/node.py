@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import gc
 import logging
 import os
-import resource
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,30 +21,29 @@ import uvloop
 
 from swiftkv import __version__
 from swiftkv.admin_key import generated_admin_key
-from swiftkv.cache.plan import ModelPlan
 from swiftkv.config import Config, format_size
-from swiftkv.engine.messages import EngineConfig
-from swiftkv.engine_configs import engine_config, lending_transports, machine
-from swiftkv.errors import ConfigError
+from swiftkv.devices import check_devices
+from swiftkv.engine_configs import compile_engines, why_not_lend
 from swiftkv.latency import prefer_latency
 from swiftkv.output import detach_output, open_standard_descriptors
+from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.transports import lending_transports
+from swiftkv.processes import allow_open_files
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.sockets import BACKLOG, ipc_directory, listen
 from swiftkv.supervisor import EngineSupervisor
 from swiftkv.tasks import Tasks
 
 if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle
 
-_BACKLOG = 2048
-_OPEN_FILES = 65536
+_OPEN_FILES = 65536  # every connection is one, and a shell allows 1024 of them
 _RESERVED_FILES = 256  # for all that is not a client's connection
 _CLOSE_TIMEOUT_S = 5
-_IPC_PREFIX = "swiftkv-"
-_LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
 
 
 def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
@@ -61,7 +55,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     open_standard_descriptors()
     config.node.check_access()
     check_devices(config)
-    open_files = _raise_file_limit()
+    open_files = allow_open_files(_OPEN_FILES)
     limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
     _run_without_triton()
 
@@ -120,11 +114,11 @@ class Node:
         self._metrics = GatewayMetrics()
         self._clients: list[EngineClient] = []
         environment = engine_environment(config)
+        self._transports = lending_transports(config, plans)
         supervisors: dict[str, EngineSupervisor] = {}
         lenders: dict[str, list[str]] = {}
         members = []
-        for i, plan in enumerate(plans):
-            engine = engine_config(config, plans, i, ipc)
+        for plan, engine in zip(plans, compile_engines(config, plans, self._transports, ipc), strict=True):
             metrics = self._metrics.for_model(plan.name)
             client = EngineClient(plan.name, engine.requests_address, engine.outputs_address, metrics)
             self._clients.append(client)
@@ -133,23 +127,21 @@ class Node:
             supervisor = EngineSupervisor(engine, client, coordinator, config.node, say, environment)
             supervisors[plan.name] = supervisor
             lenders[plan.name] = [] if lending is None else [peer.name for peer in lending.lenders]
-            why_not = _why_not_lend(config, plan, engine)
             members.append(
                 LendingMember(
-                    plan.name,
-                    plan.role,
-                    plan.pool_bytes,
-                    plan.block_bytes,
-                    why_not,
-                    client,
-                    coordinator,
-                    supervisor.set_lending_budget,
+                    name=plan.name,
+                    role=plan.role,
+                    pool_bytes=plan.pool_bytes,
+                    block_bytes=plan.block_bytes,
+                    why_not_lend=why_not_lend(config, plan, lending),
+                    engine=client,
+                    coordinator=coordinator,
+                    remember_budget=supervisor.set_lending_budget,
                 )
             )
         for name, supervisor in supervisors.items():
             supervisor.lenders += [supervisors[lender] for lender in lenders[name]]
         self._supervisors = list(supervisors.values())
-        self._transports = lending_transports(config, plans)
         kinds = sorted({choice.kind for choice in self._transports.values()})
         setting = config.node.lending.transport
         self._lending = NodeLending(members, config.node.lending.enabled, ", ".join(kinds) or setting)
@@ -249,7 +241,7 @@ class Node:
             if model.endpoint is not None:
                 apps.append(create_model_app(handle, settings, self._metrics, self._lending))
         for app, listening in zip(apps, self._sockets, strict=True):
-            config = http_config(app, self._limits, backlog=_BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S)
+            config = http_config(app, self._limits, backlog=BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S)
             server = _HttpServer(config)
             port = listening.getsockname()[1]
             serving = self._tasks.start(server.serve_until_told([listening]), f"the HTTP server of port {port}")
@@ -334,19 +326,6 @@ def _load_handles(config: Config, plans: Sequence[ModelPlan], clients: Sequence[
     ]
 
 
-def _why_not_lend(config: Config, plan: ModelPlan, engine: EngineConfig) -> str | None:
-    """Completes "model 'x' …"; None: it can lend."""
-    if not config.node.lending.enabled:
-        return "lends and borrows nothing: node.lending is off"
-    if plan.role == "master":
-        return "is a master: it borrows and does not lend"
-    if plan.budget_bytes is None:
-        return "has no lending.budget in the file that the node was started with; 0 would do, and can be raised"
-    if engine.lending is None:
-        return "has no master to lend to, or its pool is smaller than one extent: see swiftkv plan"
-    return None
-
-
 def engine_environment(config: Config) -> dict[str, str]:
     """Return this process's environment without the keys: engines have no use for them."""
     keys = {config.node.api_key_env, config.node.admin_key_env}
@@ -356,95 +335,3 @@ def engine_environment(config: Config) -> dict[str, str]:
 def say(text: str) -> None:
     """Tell something to whoever started the node: one of the few lines on standard output."""
     print(text)
-
-
-def _raise_file_limit() -> int:
-    """Return how many files may be open: every connection is one, and a shell allows 1024 of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
-def check_devices(config: Config) -> None:
-    """Raises `ConfigError` for a device that is not there, or that this installation cannot use."""
-    if all(model.device == "cpu" for model in config.models):
-        return
-    import torch  # a node of CPU models does without
-
-    count = torch.cuda.device_count()
-    if torch.version.cuda is None:
-        why = f"torch {torch.__version__} was built without CUDA; install one with it (make setup TORCH=torch)"
-    elif count:
-        why = f"the last GPU is cuda:{count - 1}; write one that is there"
-    else:
-        why = f"CUDA finds no GPU: {machine().absence or 'the driver is too old, or broken'}; see nvidia-smi"
-    mistakes = [
-        f"models[{i}].device: cuda:{model.last_gpu} cannot be used: {why}, or write cpu"
-        for i, model in enumerate(config.models)
-        if model.last_gpu >= count
-    ]
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-
-
-@contextmanager
-def listen(config: Config) -> Iterator[list[socket.socket]]:
-    """Take the node's port, then those of the models that have one, in order.
-
-    Raises `ConfigError`, and keeps none, if one is not to be had.
-    """
-    ports = [("node.port", config.node.port)]
-    ports += [(f"models[{i}].endpoint.port", m.endpoint.port) for i, m in enumerate(config.models) if m.endpoint]
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_listen_on(config.node.host, port, key)) for key, port in ports]
-
-
-def _listen_on(host: str, port: int, key: str) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"node.host: {host!r} is no address of this machine: {error.strerror}") from None
-    try:
-        return socket.create_server(address, family=family, backlog=_BACKLOG)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {reason}; choose another or free it") from None
-
-
-@contextmanager
-def ipc_directory() -> Iterator[Path]:
-    """A directory of mode 0700 for this node's sockets, gone when the node is.
-
-    It is locked while in use; directories of nodes that were killed are not, and are removed here.
-    """
-    parent = Path(tempfile.gettempdir())
-    if len(str(parent)) > _LONGEST_TMPDIR:
-        parent = Path("/tmp")
-    for stale in parent.glob(f"{_IPC_PREFIX}*.ipc"):
-        _remove_if_unlocked(stale)
-    unlocked = Path(tempfile.mkdtemp(prefix=_IPC_PREFIX, dir=parent))
-    lock = os.open(unlocked, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    directory = unlocked.rename(unlocked.with_suffix(".ipc"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_if_unlocked(directory: Path) -> None:
-    try:
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # another user's, or gone meanwhile
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)

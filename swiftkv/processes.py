@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,16 @@ def be_killed_first() -> None:
         _OOM_SCORE_ADJ.write_text(str(min(_MOST_EXPENDABLE, score + _MORE_EXPENDABLE)))
     except OSError as error:  # some containers mount /proc read-only
         logger.info("oom_score_adj stays as it is: %s", error.strerror)
+
+
+def allow_open_files(wanted: int) -> int:
+    """Raise this process's limit of open files to `wanted`, as far as it may; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True, slots=True)

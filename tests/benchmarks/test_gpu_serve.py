@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from swiftkv.cache.plan import plan_node
 from swiftkv.config import load_config
 from swiftkv.models.batch import ModelInput
+from swiftkv.planning.node import plan_node
 
 GPU_BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CPU = torch.device("cpu")

@@ -12,13 +12,16 @@ import pytest
 import yaml
 
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.cache.plan import ModelPlan, plan_lending, plan_node
 from swiftkv.cache.pool import Pool
 from swiftkv.config import Config, load_config
 from swiftkv.engine.lending import check_links
 from swiftkv.engine.messages import EngineConfig
-from swiftkv.engine_configs import engine_config, lending_spec, link_geometry
+from swiftkv.engine_configs import compile_engines, link_geometry
 from swiftkv.lease.messages import LendingSpec
+from swiftkv.planning.lending import plan_lending
+from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.node import plan_node
+from swiftkv.planning.transports import lending_transports
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,9 +52,13 @@ def planned(tmp_path: Path, models: list[dict[str, Any]], **node: Any) -> tuple[
     return config, plan_node(config, need_weights=False)
 
 
+def compiled(config: Config, plans: tuple[ModelPlan, ...]) -> tuple[EngineConfig, ...]:
+    return compile_engines(config, plans, lending_transports(config, plans), Path("/run/ipc"))
+
+
 def specs(tmp_path: Path, models: list[dict[str, Any]] = MODELS, **node: Any) -> dict[str, LendingSpec | None]:
     config, plans = planned(tmp_path, models, **node)
-    return {plan.name: lending_spec(config, plans, plan, Path("/run/ipc")) for plan in plans}
+    return {engine.name: engine.lending for engine in compiled(config, plans)}
 
 
 def test_both_ends_of_a_link_are_told_the_same(tmp_path: Path) -> None:
@@ -76,13 +83,13 @@ def test_both_ends_of_a_link_are_told_the_same(tmp_path: Path) -> None:
 
 def test_a_link_is_over_the_whole_pool_and_the_budget_is_the_plans(tmp_path: Path) -> None:
     config, plans = planned(tmp_path, MODELS)
-    told = {plan.name: lending_spec(config, plans, plan, Path("/run/ipc")) for plan in plans}
+    told = {engine.name: engine.lending for engine in compiled(config, plans)}
     lender_plan = plans[1]
     for room in plan_lending(plans):
         pair = room.pairs[0]
         spec = told["lender"]
         assert spec is not None
-        (link,) = next(peer.links for peer in spec.borrowers if peer.name == room.master.name)
+        (link,) = next(peer.links for peer in spec.borrowers if peer.name == room.borrower.name)
         assert link.num_extents == lender_plan.num_blocks // link.meu_w
         assert link.num_extents * link.extent_bytes <= lender_plan.pool_bytes
         # What an even part of the budget holds is what the plan promised.
@@ -134,7 +141,7 @@ def test_nobody_has_a_part_in_lending(models: list[dict[str, Any]], node: dict[s
 
 def test_an_engine_reads_what_it_is_told(tmp_path: Path) -> None:
     config, plans = planned(tmp_path, MODELS)
-    told = engine_config(config, plans, 0, Path("/run/ipc"))
+    told = compiled(config, plans)[0]
     assert msgspec.json.decode(msgspec.json.encode(told), type=EngineConfig) == told
     assert told.max_model_len > plans[0].pool_tokens
     assert told.lending is not None

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv.cache.plan import MasterRoom, plan_lending, plan_node
 from swiftkv.config import load_config
+from swiftkv.planning.lending import BorrowerRoom, plan_lending
+from swiftkv.planning.node import plan_node
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
 
@@ -31,7 +32,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     remove(node.temporary)
 
 
-def room(node: NodeProcess) -> MasterRoom:
+def room(node: NodeProcess) -> BorrowerRoom:
     (room,) = plan_lending(plan_node(load_config(node.file), need_weights=True))
     return room
 
@@ -65,7 +66,7 @@ def test_what_the_plan_promises_is_lent_and_serves_max_model_len(node: NodeProce
     promised = room(node)
     wait_for("all that is promised", lambda: borrowed_bytes(node) == promised.lent_bytes)
     longest = promised.longest_context
-    assert longest > 2 * promised.master.pool_tokens
+    assert longest > 2 * promised.borrower.pool_tokens
     body = {"model": "long", "prompt": [5] * (longest - 4), "max_tokens": 4, "ignore_eos": True}
     answer = httpx.post(f"{node.url}/v1/completions", json=body, timeout=DEADLINE_S)
     assert answer.json()["usage"]["completion_tokens"] == 4

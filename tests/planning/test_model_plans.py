@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from swiftkv.cache.plan import ModelPlan, plan_as_dict, plan_lending, plan_node
 from swiftkv.config import load_config
 from swiftkv.errors import ConfigError
+from swiftkv.planning.lending import plan_lending
+from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.node import plan_node
+from swiftkv.planning.report import model_as_dict
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -115,7 +118,7 @@ def test_sizes_of_a_rank_by_hand(tmp_path: Path) -> None:
     assert planned.weight_bytes == 2 * (1000 * 64 + 500 * 64 + 3 * (64 * 32 * 2 + 64 * 16 * 2 + 3 * 64 * 64))
     planned = plan(tmp_path, f"{memory}, tensor_parallel_size: 4")  # two ranks have the same KV head
     assert (planned.num_blocks, planned.block_bytes) == (20, TINY_BLOCK_BYTES // 2)
-    assert plan_as_dict(planned)["tensor_parallel_size"] == 4
+    assert model_as_dict(planned)["tensor_parallel_size"] == 4
 
 
 def test_a_head_that_is_the_embedding_is_divided_in_a_copy(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_ranks_that_cannot_divide_the_model_are_refused(tmp_path: Path) -> None:
 
 def test_the_machine_readable_plan_is_json(tmp_path: Path) -> None:
     make(tmp_path / "tiny", TINY)
-    as_json = json.loads(json.dumps(plan_as_dict(plan(tmp_path, "path: tiny, kv_cache: {memory: 1MiB}"))))
+    as_json = json.loads(json.dumps(model_as_dict(plan(tmp_path, "path: tiny, kv_cache: {memory: 1MiB}"))))
     assert as_json["num_blocks"] == (1 << 20) // TINY_BLOCK_BYTES
     assert as_json["kv_groups"][0]["layers"] == [0, 1, 2]
     assert as_json["kv_groups"][0]["layer_block_bytes"] == TINY_BLOCK_BYTES // 3
@@ -230,7 +233,7 @@ def test_a_part_of_a_gpu_is_planned_without_a_pool_and_without_lending(tmp_path:
     )
     part, master = plan_node(load_config(tmp_path / "node.yaml"), need_weights=False)
     assert (part.num_blocks, part.max_model_len, part.device_part) == (0, 512, Fraction(3, 8))
-    assert plan_as_dict(part)["device_part"] == 0.375
+    assert model_as_dict(part)["device_part"] == 0.375
     assert (master.num_blocks, master.device_part) == ((1 << 20) // TINY_BLOCK_BYTES, None)
     assert plan_lending((part, master)) == ()
 
@@ -246,5 +249,5 @@ def test_pools_in_different_memory_do_not_lend_to_each_other(tmp_path: Path) -> 
         f"  - {{name: gpu, device: 'cuda:0', {lends}}}\n"
     )
     (room,) = plan_lending(plan_node(load_config(tmp_path / "node.yaml"), need_weights=False))
-    assert [pair.worker.name for pair in room.pairs] == ["gpu"]
+    assert [pair.lender.name for pair in room.pairs] == ["gpu"]
     assert room.pairs[0].share == 1

@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.cache.plan import MasterRoom, ModelPlan, lending_as_dict, plan_lending, plan_node
 from swiftkv.config import load_config
 from swiftkv.errors import ConfigError
 from swiftkv.hub import Checkpoint
-from tests.cache.test_plan import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
+from swiftkv.planning.lending import BorrowerRoom, plan_lending
+from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.node import plan_node
+from swiftkv.planning.report import lending_as_dict
+from tests.planning.test_model_plans import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
 
 
 def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction | None = None) -> ModelPlan:
@@ -47,7 +50,7 @@ def planned(tmp_path: Path, *models_yaml: str, node_yaml: str = "") -> tuple[Mod
     return plan_node(load_config(file), need_weights=False)
 
 
-def rooms(tmp_path: Path, *models_yaml: str) -> tuple[MasterRoom, ...]:
+def rooms(tmp_path: Path, *models_yaml: str) -> tuple[BorrowerRoom, ...]:
     return plan_lending(planned(tmp_path, *models_yaml))
 
 
@@ -114,7 +117,7 @@ def test_the_percentage_is_exact(tmp_path: Path) -> None:
 def test_a_budget_is_divided_evenly_among_the_masters() -> None:
     worker = model("w", "worker", 10, 51, Fraction(1))
     both = plan_lending([model("m", "master", 10, 10), worker, model("n", "master", 5, 10)])
-    assert [room.master.name for room in both] == ["m", "n"]
+    assert [room.borrower.name for room in both] == ["m", "n"]
     pairs = [pair for room in both for pair in room.pairs]
     assert [pair.share for pair in pairs] == [Fraction(1, 2)] * 2
     assert [(pair.num_extents, pair.max_extents, pair.pool_extents) for pair in pairs] == [(25, 25, 51)] * 2
@@ -130,7 +133,7 @@ def test_a_budget_in_bytes(tmp_path: Path) -> None:
         "name: all, path: tiny, kv_cache: {memory: 1MiB}, lending: {budget: 1MiB}",
     )
     assert [pair.num_extents for pair in room.pairs] == [7, (1 << 20) // TINY_BLOCK_BYTES]
-    assert room.pairs[1].worker.budget_part == 1
+    assert room.pairs[1].lender.budget_part == 1
 
 
 def test_lending_that_is_off_promises_nothing(tmp_path: Path) -> None:
@@ -222,7 +225,7 @@ def test_a_larger_budget_never_means_a_shorter_context(
     )
     assert less.beside().sequence_tokens <= less.sequence_tokens <= more.sequence_tokens
     assert less.cached_tokens >= less.sequence_tokens
-    assert less.pairs[0].lent_bytes * 100 <= percent * less.pairs[0].worker.pool_bytes
+    assert less.pairs[0].lent_bytes * 100 <= percent * less.pairs[0].lender.pool_bytes
     one_more = less.sequence_tokens_after(less.pairs[0], 1)
     assert one_more is None or less.sequence_tokens <= one_more
 

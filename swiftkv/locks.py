@@ -1,0 +1,37 @@
+"""Files and directories that are locked while the process that made them lives, so that others can tell."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+
+
+def hold_lock(path: Path) -> int:
+    """Lock a file or directory; return the descriptor that holds the lock until it is closed."""
+    lock = os.open(path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def remove_if_unlocked(path: Path) -> None:
+    """Remove a file or a directory of this user's, with all that is in it, unless its process still holds the lock."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # anybody may have put a pipe there
+    except OSError:  # another user's, or gone meanwhile
+        return
+    try:
+        status = os.fstat(lock)
+        if status.st_uid != os.getuid():
+            return
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)

@@ -1,0 +1,163 @@
+"""How much the models of a node can lend to each other, and what fits into a borrower's pool then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from swiftkv.cache.geometry import Extent, extent_between, split_pool
+from swiftkv.planning.models import ModelPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendingPair:
+    """A KV group of a worker that lends to a KV group of a master, in whole extents.
+
+    `share` is the part of the lender's budget that this pair gets. All masters get the same part, and divide it among
+    their groups by the bytes that a token takes in each.
+    """
+
+    lender: ModelPlan
+    lender_group: int  # index into `lender.groups`
+    borrower: ModelPlan
+    borrower_group: int
+    share: Fraction
+    extent: Extent
+    num_extents: int
+
+    @property
+    def max_extents(self) -> int:
+        """The extents that this pair would get if the budget were the lender's whole pool."""
+        return self.extent.count_within(self.lender.pool_bytes * self.share)
+
+    @property
+    def pool_extents(self) -> int:
+        """The extents that the lender's group consists of, whatever the budget: any of them may be lent."""
+        return self.lender.num_blocks // self.extent.meu_w
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether a budget, now or later, may move an extent from this lender to this borrower."""
+        return self.lender.budget_bytes is not None and self.pool_extents > 0
+
+    @property
+    def lent_blocks(self) -> int:
+        """The lender's blocks that are lent."""
+        return self.num_extents * self.extent.meu_w
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.num_extents * self.extent.num_bytes
+
+    @property
+    def borrowed_blocks(self) -> int:
+        """`K_i`: the borrower's blocks that the extents hold (Eq. 2, rounded down to extents)."""
+        return self.num_extents * self.extent.meu_m
+
+    @property
+    def tokens_per_extent(self) -> int:
+        """The borrower's tokens that one extent holds."""
+        return self.extent.meu_m * self.borrower.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowerRoom:
+    """How a borrower's pool is divided while it borrows from `pairs`, and what fits then.
+
+    With one layer-stream buffer: where two fit, the scheduler takes two, which shortens no context.
+    """
+
+    borrower: ModelPlan
+    pairs: tuple[LendingPair, ...]
+
+    def borrowed_blocks(self, group: int) -> int:
+        """Return `K_i` of all lenders together."""
+        return sum(pair.borrowed_blocks for pair in self.pairs if pair.borrower_group == group)
+
+    def split(self, group: int) -> tuple[int, int]:
+        """Return `(N_LSC, N_RC)` of one of the borrower's KV groups (Eqs. 4 and 5)."""
+        num_layers = self.borrower.groups[group].num_layers
+        return split_pool(self.borrower.num_blocks * num_layers, [self.borrowed_blocks(group)], num_layers)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """The tokens of the longest sequence that the memory allows."""
+        return self.borrower.block_size * min(sum(self.split(group)) for group in range(len(self.borrower.groups)))
+
+    @property
+    def longest_context(self) -> int:
+        """The tokens of the longest sequence that memory and model allow."""
+        return min(self.sequence_tokens, self.borrower.max_context_len)
+
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens of all sequences together.
+
+        They are more than `sequence_tokens` where the layer-stream cache limits one sequence.
+        """
+        groups = range(len(self.borrower.groups))
+        return self.borrower.block_size * min(self.split(group)[1] + self.borrowed_blocks(group) for group in groups)
+
+    @property
+    def lent_bytes(self) -> int:
+        return sum(pair.lent_bytes for pair in self.pairs)
+
+    def beside(self, *lenders: ModelPlan) -> BorrowerRoom:
+        """Return the room with these lenders alone."""
+        return replace(self, pairs=tuple(pair for pair in self.pairs if pair.lender in lenders))
+
+    def sequence_tokens_after(self, pair: LendingPair, extents: int) -> int | None:
+        """Return `sequence_tokens` if `pair` lent `extents` more (or fewer); `None` if it cannot."""
+        num_extents = pair.num_extents + extents
+        if not 0 <= num_extents <= pair.max_extents:
+            return None
+        changed = replace(pair, num_extents=num_extents)
+        return replace(self, pairs=tuple(changed if p is pair else p for p in self.pairs)).sequence_tokens
+
+
+def plan_lending(plans: Sequence[ModelPlan]) -> tuple[BorrowerRoom, ...]:
+    """Put every master of a node beside every worker in the same kind of memory, the host's or GPUs'.
+
+    A worker's budget is divided evenly among these masters. Pools of a size that is not known yet lend and borrow
+    nothing.
+    """
+    planned = [plan for plan in plans if plan.num_blocks]
+    rooms = []
+    for master in planned:
+        beside = [plan for plan in planned if plan.on_gpu == master.on_gpu]
+        workers = [plan for plan in beside if plan.role == "worker"]
+        if master.role == "master" and workers:
+            num_masters = sum(plan.role == "master" for plan in beside)
+            pairs = tuple(pair for worker in workers for pair in _pairs(worker, master, num_masters))
+            rooms.append(BorrowerRoom(master, pairs))
+    return tuple(rooms)
+
+
+def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
+    """Return the pairs that any budget could use, in order of `plans`."""
+    return [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
+
+
+def _pairs(lender: ModelPlan, borrower: ModelPlan, num_borrowers: int) -> list[LendingPair]:
+    pairs = []
+    for i, lent in enumerate(lender.groups):
+        for j, borrowed in enumerate(borrower.groups):
+            extent = extent_between(lent.block_bytes, borrowed.block_bytes)
+            share = _part(lender, i) * _part(borrower, j) / num_borrowers
+            pair = LendingPair(
+                lender=lender,
+                lender_group=i,
+                borrower=borrower,
+                borrower_group=j,
+                share=share,
+                extent=extent,
+                num_extents=extent.count_within((lender.budget_bytes or 0) * share),
+            )
+            pairs.append(pair)
+    return pairs
+
+
+def _part(plan: ModelPlan, group: int) -> Fraction:
+    """Return the part of a model's KV bytes that one of its KV groups has; a token needs a place in each."""
+    return Fraction(plan.groups[group].block_bytes, plan.block_bytes)

@@ -1,0 +1,52 @@
+"""The sizes of all models of a node together, from `config.json` files alone: nothing is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swiftkv.config import Config, ModelConfig
+from swiftkv.errors import ConfigError
+from swiftkv.planning.lending import BorrowerRoom, plan_lending
+from swiftkv.planning.models import ModelPlan, plan_model, pool_too_small
+
+
+def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
+    """Size every model of `config`, in its order.
+
+    `need_weights`: the checkpoints must be complete, as for serving. Raises `ConfigError`, one line per mistake.
+    """
+    plans: list[ModelPlan] = []
+    mistakes = []
+    for i, model in enumerate(config.models):
+        try:
+            plans.append(plan_model(model, config, need_weights))
+        except ConfigError as error:
+            mistakes.append(f"models[{i}].{error}")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    rooms = {room.borrower.name: room for room in plan_lending(plans)}
+    for i, model in enumerate(config.models):
+        try:
+            plans[i] = _with_max_model_len(plans[i], model, rooms.get(model.name) or BorrowerRoom(plans[i], ()))
+        except ConfigError as error:
+            mistakes.append(f"models[{i}].{error}")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return tuple(plans)
+
+
+def _with_max_model_len(plan: ModelPlan, model: ModelConfig, room: BorrowerRoom) -> ModelPlan:
+    """`plan` with what fits in its pool and in what the configured budgets promise it; see `plan_model`."""
+    asked, memory = model.max_model_len, model.kv_cache.memory
+    if not isinstance(memory, int):  # the engine finds out
+        return plan
+    if asked is None or asked <= room.sequence_tokens:
+        return replace(plan, max_model_len=asked or room.longest_context)
+    if not room.lent_bytes:
+        raise pool_too_small(model, memory, plan.groups, plan.pool_tokens)
+    lenders = ", ".join(dict.fromkeys(pair.lender.name for pair in room.pairs if pair.num_extents))
+    raise ConfigError(
+        f"max_model_len: {asked} is more than the {room.sequence_tokens} tokens that fit: kv_cache.memory holds "
+        f"{plan.pool_tokens}, what {lenders} may lend brings the rest; lower it, or raise kv_cache.memory or a "
+        "worker's lending.budget"
+    )

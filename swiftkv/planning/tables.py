@@ -1,0 +1,163 @@
+"""A plan as tables and sentences, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from swiftkv.config import Config, format_size
+from swiftkv.planning.lending import BorrowerRoom, LendingPair
+from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.transports import describe_transports
+
+
+def print_plan(config: Config, plans: Sequence[ModelPlan], rooms: Sequence[BorrowerRoom]) -> None:
+    """Print all that is known before a node starts: sizes, lending, transports."""
+    _print_models(plans)
+    _print_rooms(rooms)
+    for memory, choice in describe_transports(config, plans):
+        print(f"\nLending in the memory of {memory} goes over {choice}.")
+    if not config.node.lending.enabled:
+        print("\nNothing is lent: node.lending is off.")
+        return
+    for line in _unreached(plans):
+        print(f"\n{line}")
+
+
+def _unreached(plans: Sequence[ModelPlan]) -> Iterator[str]:
+    """Yield a sentence for each pair that does not lend because one is on a GPU and the other is not."""
+    for master in (plan for plan in plans if plan.role == "master"):
+        for worker in (plan for plan in plans if plan.budget_bytes is not None):
+            if worker.on_gpu != master.on_gpu:
+                yield (
+                    f"{worker.name} ({worker.device}) does not lend to {master.name} ({master.device}): KV that "
+                    "passes between the host and a GPU is not streamed in this version."
+                )
+
+
+def _print_models(plans: Sequence[ModelPlan]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for model_plan in plans:
+        table.add_column(model_plan.name, justify="right")
+    divided = any(p.tensor_parallel_size > 1 for p in plans)
+    rows = {
+        "architecture": [p.architecture for p in plans],
+        "role": [p.role for p in plans],
+        **({"ranks, each with": [str(p.tensor_parallel_size) for p in plans]} if divided else {}),
+        "weights": [f"{format_size(p.weight_bytes)} {p.dtype}" for p in plans],
+        **({"device": [p.device for p in plans]} if any(p.on_gpu for p in plans) else {}),
+        "KV cache": [_pool_size(p) for p in plans],
+        "blocks": [_once_known(p, f"{p.num_blocks:,} of {p.block_size} tokens") for p in plans],
+        "block": [format_size(p.block_bytes) for p in plans],
+        "layer block": [" + ".join(format_size(group.layer_block_bytes) for group in p.groups) for p in plans],
+        "layers": [" + ".join(str(group.num_layers) for group in p.groups) for p in plans],
+        "KV per token": [format_size(p.bytes_per_token) for p in plans],
+        "tokens cached": [_once_known(p, f"{p.pool_tokens:,}") for p in plans],
+        "longest context": [_once_known(p, f"{p.longest_context:,}") for p in plans],
+        "max_model_len": [f"{p.max_model_len:,}" for p in plans],
+    }
+    for label, cells in rows.items():
+        table.add_row(label, *cells)
+    console = Console()
+    console.print(table)
+    total_bytes = sum(p.tensor_parallel_size * (p.pool_bytes + p.weight_bytes) for p in plans)
+    console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
+
+
+def _once_known(plan: ModelPlan, cell: str) -> str:
+    return cell if plan.device_part is None else "known at start"
+
+
+def _pool_size(plan: ModelPlan) -> str:
+    """A part of a GPU is what weights and activations leave of it, which the engine measures."""
+    if plan.device_part is None:
+        return format_size(plan.pool_bytes)
+    return f"rest of {float(plan.device_part):.0%} of {plan.device}"
+
+
+def _print_rooms(rooms: Sequence[BorrowerRoom]) -> None:
+    console = Console()
+    for room in rooms:
+        others = f" (every budget is divided among {len(rooms)} masters)" if len(rooms) > 1 else ""
+        console.print(f"\n{room.borrower.name} borrows{others}:", highlight=False)
+        console.print(_lending_table(room))
+        for note in _lending_notes(room):
+            console.print(f"- {note}", highlight=False)
+
+
+def _lending_table(room: BorrowerRoom) -> Table:
+    """A column for each pair, between the master without lending and, if there are several, with all of them."""
+    pairs = room.pairs
+    shared = any(pair.share < 1 for pair in pairs)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    together = [room] if len(pairs) > 1 else []
+    for label in ("", "no lending", *(_pair_name(pair) for pair in pairs), *("together" for _ in together)):
+        table.add_column(label, justify="right" if label else "left")
+    for label, cells in {
+        "block of the worker": [format_size(p.extent.lender_block_bytes) for p in pairs],
+        "block of the master": [format_size(p.extent.borrower_block_bytes) for p in pairs],
+        "extent": [format_size(p.extent.num_bytes) for p in pairs],
+        "extent is": ["the LCM" if p.extent.is_lcm else f"{float(p.extent.waste):.2%} waste" for p in pairs],
+        "MEU_w (worker blocks)": [f"{p.extent.meu_w:,}" for p in pairs],
+        "MEU_m (master blocks)": [f"{p.extent.meu_m:,}" for p in pairs],
+        "lending budget": [f"{100 * float(p.lender.budget_part):.4g}%" for p in pairs],
+        **({"share of the budget": [f"{100 * float(p.share):.4g}%" for p in pairs]} if shared else {}),
+        "extents lent": [f"{p.num_extents:,} of {p.max_extents:,}" for p in pairs],
+    }.items():
+        table.add_row(label, "", *cells)
+    lent_bytes = [*(pair.lent_bytes for pair in pairs), *(r.lent_bytes for r in together)]
+    table.add_row("bytes lent", "", *(format_size(num_bytes) for num_bytes in lent_bytes))
+
+    rooms = [
+        (room.beside(), 0),
+        *((room.beside(p.lender), p.borrower_group) for p in pairs),
+        *((r, 0) for r in together),
+    ]
+    for label, cells in {
+        "K_i (master blocks)": [f"{r.borrowed_blocks(group):,}" for r, group in rooms],
+        "N_LSC": [f"{r.split(group)[0]:,}" for r, group in rooms],
+        "N_RC": [f"{r.split(group)[1]:,}" for r, group in rooms],
+        "tokens that fit": [f"{r.sequence_tokens:,}" for r, _ in rooms],
+        "longest context": [f"{r.longest_context:,}" for r, _ in rooms],
+    }.items():
+        table.add_row(label, *cells)
+    for label, extents in (("one extent less", -1), ("one extent more", 1)):
+        table.add_row(label, "", *(_change_in_tokens(room, pair, extents) for pair in pairs))
+    return table
+
+
+def _pair_name(pair: LendingPair) -> str:
+    several = len(pair.lender.groups) > 1 or len(pair.borrower.groups) > 1
+    return f"{pair.lender.name} {pair.lender_group}>{pair.borrower_group}" if several else pair.lender.name
+
+
+def _change_in_tokens(room: BorrowerRoom, pair: LendingPair, extents: int) -> str:
+    tokens = room.sequence_tokens_after(pair, extents)
+    return "-" if tokens is None else f"{tokens - room.sequence_tokens:+,} tokens"
+
+
+def _lending_notes(room: BorrowerRoom) -> Iterator[str]:
+    alone, model_limit = room.beside(), room.borrower.max_context_len
+    if alone.sequence_tokens:
+        times = room.sequence_tokens / alone.sequence_tokens
+        yield f"{room.sequence_tokens:,} tokens of one sequence fit, {times:.2f} times those without lending"
+    if room.sequence_tokens > model_limit:
+        yield f"{room.borrower.name} itself was made for {model_limit:,} tokens"
+    for pair in room.pairs:
+        if pair.num_extents == 0:
+            yield f"{_pair_name(pair)} lends nothing: {_why_not(pair)}"
+    if room.cached_tokens > room.sequence_tokens:
+        yield f"{room.cached_tokens:,} tokens of several sequences fit: one alone is limited by N_LSC"
+
+
+def _why_not(pair: LendingPair) -> str:
+    if pair.lender.budget_bytes is None:
+        return "it has no lending.budget"
+    if not pair.can_lend:
+        return "an extent is larger than its pool; try another block_size"
+    if not pair.lender.budget_bytes:
+        return "its lending.budget is 0; `swiftkv lending set` can raise it at run time"
+    return "its share of the budget is less than one extent; raise lending.budget or try another block_size"

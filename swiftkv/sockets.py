@@ -1,0 +1,67 @@
+"""The ports that a node listens on, and the directory of the sockets that its processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from swiftkv.config import Config
+from swiftkv.errors import ConfigError
+from swiftkv.locks import hold_lock, remove_if_unlocked
+
+BACKLOG = 2048
+"""Connections to one port that may wait to be accepted."""
+
+_IPC_PREFIX = "swiftkv-"
+_LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
+
+
+@contextmanager
+def listen(config: Config) -> Iterator[list[socket.socket]]:
+    """Take the node's port, then those of the models that have one, in order.
+
+    Raises `ConfigError`, and keeps none, if one is not to be had.
+    """
+    ports = [("node.port", config.node.port)]
+    ports += [(f"models[{i}].endpoint.port", m.endpoint.port) for i, m in enumerate(config.models) if m.endpoint]
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(_listen_on(config.node.host, port, key)) for key, port in ports]
+
+
+def _listen_on(host: str, port: int, key: str) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"node.host: {host!r} is no address of this machine: {error.strerror}") from None
+    try:
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {reason}; choose another or free it") from None
+
+
+@contextmanager
+def ipc_directory() -> Iterator[Path]:
+    """Make a directory of mode 0700 for this node's sockets, and remove it when the node ends.
+
+    It is locked while in use; directories of nodes that were killed are not, and are removed here.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _LONGEST_TMPDIR:
+        parent = Path("/tmp")
+    for stale in parent.glob(f"{_IPC_PREFIX}*.ipc"):
+        remove_if_unlocked(stale)
+    unlocked = Path(tempfile.mkdtemp(prefix=_IPC_PREFIX, dir=parent))
+    lock = hold_lock(unlocked)
+    directory = unlocked.rename(unlocked.with_suffix(".ipc"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
