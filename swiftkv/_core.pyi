@@ -1,4 +1,4 @@
-"""Block pool, prefix tree and scheduler (C++). Token ids are int32, request ids uint64; arrays are one-dimensional."""
+"""Block pool, prefix index and scheduler (C++). Token ids are int32, request ids uint64; arrays are one-dimensional."""
 
 from typing import Final, Literal
 
@@ -55,9 +55,10 @@ class Link:
     ) -> None: ...
 
 class GroupStats:
-    """Blocks of one KV group by state: free + used + cached + lent + in_flight + streaming = total.
+    """Blocks of one KV group by state: free + used + cached + lent + in_flight + staging = total.
 
-    `streaming` blocks are the layer-stream cache, `stream_slots` layer blocks; `borrowed_*` lie in extents of others.
+    `staging` blocks are the layer-stream cache, which has `staging_layer_blocks` to stage in; `borrowed_*` lie in
+    extents of others.
     """
 
     free: Final[int]
@@ -65,13 +66,13 @@ class GroupStats:
     cached: Final[int]
     lent: Final[int]
     in_flight: Final[int]
-    streaming: Final[int]
+    staging: Final[int]
     total: Final[int]
     borrowed_free: Final[int]
     borrowed_used: Final[int]
     borrowed_cached: Final[int]
     borrowed_in_flight: Final[int]
-    stream_slots: Final[int]
+    staging_layer_blocks: Final[int]
 
 class GroupDemand:
     """What requests want of one KV group, in blocks. Peaks are since `take_demand` was last called."""
@@ -181,7 +182,7 @@ class StepResult:
         """[S] 1, or 0 where nothing that the step computed for the sequence is kept (aborted, dropped or broken)"""
 
 class Scheduler:
-    """Continuous batching over a block pool per KV group and a prefix tree; blocks are lent to others and borrowed.
+    """Continuous batching over a block pool per KV group and a prefix index; blocks are lent to others and borrowed.
 
     Thread-safe; one thread steps, while others may add and abort requests, and lend, borrow and recall extents.
     Methods that take a link or extents raise ValueError, with nothing changed, for a link or an extent that is not

@@ -151,7 +151,7 @@ class Node:
 
         holding = ("used", "cached", "in_flight")
         in_borrowed = total(*(f"borrowed_{state}" for state in holding))
-        stream = total("streaming")
+        stream = total("staging")
         return Pool(total(*holding), total("total") - stream, in_borrowed, in_borrowed + total("borrowed_free"), stream)
 
     def loans(self, model: ModelConfig) -> dict[str, int]:

@@ -134,13 +134,13 @@ void bind_stats(nb::module_& m) {
         .def_ro("cached", &GroupStats::cached)
         .def_ro("lent", &GroupStats::lent)
         .def_ro("in_flight", &GroupStats::in_flight)
-        .def_ro("streaming", &GroupStats::streaming)
+        .def_ro("staging", &GroupStats::staging)
         .def_ro("total", &GroupStats::total)
         .def_ro("borrowed_free", &GroupStats::borrowed_free)
         .def_ro("borrowed_used", &GroupStats::borrowed_used)
         .def_ro("borrowed_cached", &GroupStats::borrowed_cached)
         .def_ro("borrowed_in_flight", &GroupStats::borrowed_in_flight)
-        .def_ro("stream_slots", &GroupStats::stream_slots);
+        .def_ro("staging_layer_blocks", &GroupStats::staging_layer_blocks);
     nb::class_<GroupDemand>(m, "GroupDemand")
         .def_ro("total_peak", &GroupDemand::total_peak)
         .def_ro("longest", &GroupDemand::longest)
@@ -283,7 +283,7 @@ nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int bl
 }  // namespace
 
 NB_MODULE(_core, m) {
-    m.doc() = "Block pool, prefix tree and scheduler of swiftkv.";
+    m.doc() = "Block pool, prefix index and scheduler of swiftkv.";
     m.attr("NO_BLOCK") = kNoBlock;
     bind_stats(m);
     bind_plan(m);

@@ -22,11 +22,11 @@ int count_ids(int num_local, const std::vector<Link>& borrow_links) {
 }  // namespace
 
 BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links)
-    : num_local_(num_local), num_ids_(count_ids(num_local, borrow_links)), slots_(num_ids_ + 2) {
+    : num_local_(num_local), num_ids_(count_ids(num_local, borrow_links)), records_(num_ids_ + 2) {
     free_.emplace_back(std::max(1, num_local));
     free_.emplace_back(std::max(1, num_ids() - num_local));
     for (const Place place : {Place::kLocal, Place::kBorrowed})
-        slots_[sentinel(place)].newer = slots_[sentinel(place)].older = sentinel(place);
+        records_[sentinel(place)].newer = records_[sentinel(place)].older = sentinel(place);
     counts_[0][static_cast<int>(BlockState::kAbsent)] = num_local;
     counts_[1][static_cast<int>(BlockState::kAbsent)] = num_ids() - num_local;
 
@@ -49,7 +49,7 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
 
 // The one place where a block changes its state, and with it every list and count.
 void BlockPool::move_to(BlockId block, BlockState state) {
-    Slot& moved = slot(block);
+    Record& moved = record(block);
     if (moved.state == state) return;
     const int where = static_cast<int>(place(block));
     if (moved.state == BlockState::kFree) free_set(block).erase(index_in_place(block));
@@ -82,25 +82,25 @@ BlockId BlockPool::take(Place where) {
     if (lowest < 0) return kNone;
     const BlockId block = lowest + (where == Place::kLocal ? 0 : num_local_);
     move_to(block, BlockState::kUsed);
-    slots_[block].refs = 1;
+    records_[block].refs = 1;
     return block;
 }
 
 void BlockPool::add_ref(BlockId block) {
-    Slot& held = slot(block);
-    ensure(held.refs > 0 || held.node != kNone, "who comes to a block finds it in use or in the prefix tree");
+    Record& held = record(block);
+    ensure(held.refs > 0 || held.node != kNone, "who comes to a block finds it in use or in the prefix index");
     ++held.refs;
     move_to(block, BlockState::kUsed);
 }
 
 void BlockPool::drop_ref(BlockId block) {
-    Slot& held = slot(block);
+    Record& held = record(block);
     ensure(held.refs > 0, "who leaves a block was its holder");
     if (--held.refs == 0) rest(block);
 }
 
 void BlockPool::rest(BlockId block) {
-    if (slots_[block].busy_until > 0) {
+    if (records_[block].busy_until > 0) {
         move_to(block, BlockState::kInFlight);
     } else if (node(block) != kNone) {
         move_to(block, is_leaving(block) ? BlockState::kLeaving : BlockState::kCached);
@@ -115,29 +115,29 @@ void BlockPool::retire(BlockId block) {
 }
 
 void BlockPool::set_busy(BlockId block) {
-    if (std::exchange(slot(block).busy_until, num_begun_) == 0) busy_.push_back(block);
+    if (std::exchange(record(block).busy_until, num_begun_) == 0) busy_.push_back(block);
 }
 
 void BlockPool::settle() {
     ++num_settled_;
     ensure(num_settled_ <= num_begun_, "a step that settles was begun");
     std::erase_if(busy_, [&](BlockId block) {
-        if (slots_[block].busy_until > num_settled_) return false;
-        slots_[block].busy_until = 0;
+        if (records_[block].busy_until > num_settled_) return false;
+        records_[block].busy_until = 0;
         if (state(block) == BlockState::kInFlight) rest(block);
         return true;
     });
 }
 
 void BlockPool::forget(BlockId block) {
-    slot(block).node = kNone;
+    record(block).node = kNone;
     if (state(block) == BlockState::kCached || state(block) == BlockState::kLeaving) release(block);
 }
 
 void BlockPool::replace(BlockId from, BlockId to) {
     ensure(state(to) == BlockState::kUsed && refs(to) == 1 && node(to) == kNone, "a block moves to one just taken");
-    Slot &source = slot(from), &target = slot(to);
-    ensure(source.refs > 0 || source.node != kNone, "a block that moves is in use or in the prefix tree");
+    Record &source = record(from), &target = record(to);
+    ensure(source.refs > 0 || source.node != kNone, "a block that moves is in use or in the prefix index");
     target.node = std::exchange(source.node, kNone);
     target.refs = std::exchange(source.refs, 0);
     set_busy(to);
@@ -159,35 +159,35 @@ void BlockPool::release(BlockId block) {
 }
 
 BlockId BlockPool::oldest_cached(Place where) const {
-    return num_cached(where) == 0 ? kNone : slots_[sentinel(where)].newer;
+    return num_cached(where) == 0 ? kNone : records_[sentinel(where)].newer;
 }
 
 void BlockPool::link_newest(BlockId block) {
     const BlockId end = sentinel(place(block));
-    const BlockId newest = slots_[end].older;
-    slots_[block].older = newest;
-    slots_[block].newer = end;
-    slots_[newest].newer = block;
-    slots_[end].older = block;
+    const BlockId newest = records_[end].older;
+    records_[block].older = newest;
+    records_[block].newer = end;
+    records_[newest].newer = block;
+    records_[end].older = block;
 }
 
 void BlockPool::unlink(BlockId block) {
-    const Slot& slot = slots_[block];
-    slots_[slot.older].newer = slot.newer;
-    slots_[slot.newer].older = slot.older;
+    const Record& record = records_[block];
+    records_[record.older].newer = record.newer;
+    records_[record.newer].older = record.older;
 }
 
 // ---- layer-stream cache ----
 
-BlockId BlockPool::start_streaming() {
+BlockId BlockPool::start_staging() {
     const BlockId block = free_[static_cast<int>(Place::kLocal)].highest_below(num_local_);
     if (block < 0) return kNone;
-    move_to(block, BlockState::kStreaming);
+    move_to(block, BlockState::kStaging);
     return block;
 }
 
-void BlockPool::stop_streaming(BlockId block) {
-    ensure(state(block) == BlockState::kStreaming, "what leaves the layer-stream cache is of it");
+void BlockPool::stop_staging(BlockId block) {
+    ensure(state(block) == BlockState::kStaging, "what leaves the layer-stream cache is of it");
     move_to(block, BlockState::kFree);
 }
 
@@ -203,7 +203,8 @@ std::vector<int> BlockPool::lendable(int lend_link, int max_extents, bool or_cac
     if (!or_cached) return found;
     std::vector<bool> is_found(lend.link.num_extents);
     const BlockId end = sentinel(Place::kLocal);
-    for (BlockId b = slots_[end].newer; b != end && static_cast<int>(found.size()) < max_extents; b = slots_[b].newer) {
+    for (BlockId b = records_[end].newer; b != end && static_cast<int>(found.size()) < max_extents;
+         b = records_[b].newer) {
         const int extent = b / lend.link.blocks_per_extent;
         if (extent >= lend.link.num_extents || lend.num_pinned[extent] > 0 || is_found[extent]) continue;
         is_found[extent] = true;
@@ -320,7 +321,7 @@ void BlockPool::lose(int borrow_link) noexcept {
         if (tenure != Tenure::kNone) tenure = Tenure::kLost;
         const BlockId first = link.first + extent * link.link.blocks_per_extent;
         for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) {
-            ensure(node(b) == kNone, "the prefix tree forgets what is lost");
+            ensure(node(b) == kNone, "the prefix index forgets what is lost");
             if (state(b) == BlockState::kFree) give_up(b);
         }
     }

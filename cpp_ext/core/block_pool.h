@@ -13,20 +13,20 @@
 namespace swiftkv {
 
 enum class BlockState : uint8_t {
-    kAbsent,     // borrowed: its extent is not held
-    kFree,       // nobody needs its bytes
-    kUsed,       // running requests hold references to it (it may be in the prefix tree too)
-    kCached,     // in the prefix tree, and no request holds it; evicted in least-recently-used order
-    kInFlight,   // steps in progress may still read or write it; cached or free once they settle
-    kLent,       // local: another engine's
-    kStreaming,  // local: its layer blocks are slots of the layer-stream cache
-    kLeaving,    // borrowed: in the prefix tree, held by no request, in a recalled extent: it moves or is forgotten
+    kAbsent,    // borrowed: its extent is not held
+    kFree,      // nobody needs its bytes
+    kUsed,      // running requests hold references to it (it may be in the prefix index too)
+    kCached,    // in the prefix index, and no request holds it; evicted in least-recently-used order
+    kInFlight,  // steps in progress may still read or write it; cached or free once they settle
+    kLent,      // local: another engine's
+    kStaging,   // local: part of the layer-stream cache, in whose layer blocks borrowed blocks are staged
+    kLeaving,   // borrowed: in the prefix index, held by no request, in a recalled extent: it moves or is forgotten
 };
 inline constexpr int kNumBlockStates = 8;
 
 enum class Place : uint8_t { kLocal, kBorrowed };
 
-// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + streaming = total.
+// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + staging = total.
 // Extents come and go in O(blocks per extent), whatever the size of the pool.
 class BlockPool {
   public:
@@ -46,7 +46,7 @@ class BlockPool {
     BlockId take(Place place);
     // A cached block becomes used again; a used one gains a holder.
     void add_ref(BlockId block);
-    // The last holder leaves a block cached (or leaving) if the prefix tree knows it, else free.
+    // The last holder leaves a block cached (or leaving) if the prefix index knows it, else free.
     void drop_ref(BlockId block);
     // A holder leaves, but steps in progress may still use the block: the last one leaves it in flight until they
     // settle.
@@ -56,25 +56,25 @@ class BlockPool {
     void cancel_step() { --num_begun_; }
     void settle();
     // Whether the step planned last brings a block that has holders.
-    bool is_moving(BlockId used) const { return slot(used).busy_until == num_begun_; }
-    // The prefix tree forgets a block that may be in any state in which it had a node.
+    bool is_moving(BlockId used) const { return record(used).busy_until == num_begun_; }
+    // The prefix index forgets a block that may be in any state in which it had a node.
     void forget(BlockId block);
-    // `to`, just taken, replaces `from` in the tree and for its holders, after a copy in the step that is being
+    // `to`, just taken, replaces `from` in the index and for its holders, after a copy in the step that is being
     // planned. A local `from` is free at once, as spills come first in a step; a borrowed one once the step settles.
     void replace(BlockId from, BlockId to);
 
-    BlockState state(BlockId block) const { return slot(block).state; }
-    NodeId node(BlockId block) const { return slot(block).node; }
-    void set_node(BlockId block, NodeId node) { slot(block).node = node; }
-    int refs(BlockId block) const { return slot(block).refs; }
+    BlockState state(BlockId block) const { return record(block).state; }
+    NodeId node(BlockId block) const { return record(block).node; }
+    void set_node(BlockId block, NodeId node) { record(block).node = node; }
+    int refs(BlockId block) const { return record(block).refs; }
 
     // Least recently used cached block; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
 
     // ---- layer-stream cache ----
-    // Returns the highest free local block, streaming from now on; kNone if no local block is free.
-    BlockId start_streaming();
-    void stop_streaming(BlockId block);
+    // Returns the highest free local block, staging from now on; kNone if no local block is free.
+    BlockId start_staging();
+    void stop_staging(BlockId block);
 
     // ---- lending: extents of the local pool ----
     // Throws std::invalid_argument unless take_back() may have these extents.
@@ -119,7 +119,7 @@ class BlockPool {
     void check(const std::vector<int>& refs) const;
 
   private:
-    struct Slot {
+    struct Record {
         int refs = 0;
         NodeId node = kNone;
         BlockId newer = kNone, older = kNone;  // neighbours in the list of cached blocks
@@ -142,11 +142,11 @@ class BlockPool {
         std::vector<int> returned;
     };
 
-    Slot& slot(BlockId block) {
+    Record& record(BlockId block) {
         ensure(static_cast<uint32_t>(block) < static_cast<uint32_t>(num_ids_), "a block is one of the pool's");
-        return slots_[block];
+        return records_[block];
     }
-    const Slot& slot(BlockId block) const { return const_cast<BlockPool*>(this)->slot(block); }
+    const Record& record(BlockId block) const { return const_cast<BlockPool*>(this)->record(block); }
     void move_to(BlockId block, BlockState state);
     void set_busy(BlockId block);
     void rest(BlockId block);     // nobody holds it any more
@@ -171,7 +171,7 @@ class BlockPool {
     void check_busy() const;
 
     int num_local_, num_ids_;
-    std::vector<Slot> slots_;  // the last two are the sentinels of the circular lists of cached blocks
+    std::vector<Record> records_;  // the last two are the sentinels of the circular lists of cached blocks
     std::vector<FreeSet> free_;
     std::array<std::array<int, kNumBlockStates>, 2> counts_{};
     std::vector<BlockId> busy_;

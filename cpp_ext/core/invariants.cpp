@@ -5,7 +5,7 @@
 #include "../common/check.h"
 #include "block_pool.h"
 #include "kv_cache.h"
-#include "prefix_tree.h"
+#include "prefix_index.h"
 #include "scheduler.h"
 #include "scheduler_request.h"
 
@@ -22,32 +22,32 @@ void BlockPool::check(const std::vector<int>& refs) const {
 void BlockPool::check_blocks(const std::vector<int>& refs) const {
     decltype(counts_) counted{};
     for (BlockId b = 0; b < num_ids(); ++b) {
-        const Slot& slot = slots_[b];
+        const Record& record = records_[b];
         const bool is_local = place(b) == Place::kLocal;
-        ++counted[static_cast<int>(place(b))][static_cast<int>(slot.state)];
-        check_that(slot.refs == refs[b], "references are what the requests hold");
-        check_that((slot.refs > 0) == (slot.state == BlockState::kUsed), "a used block has holders, and no other");
-        check_that(free_[is_local ? 0 : 1].contains(index_in_place(b)) == (slot.state == BlockState::kFree),
+        ++counted[static_cast<int>(place(b))][static_cast<int>(record.state)];
+        check_that(record.refs == refs[b], "references are what the requests hold");
+        check_that((record.refs > 0) == (record.state == BlockState::kUsed), "a used block has holders, and no other");
+        check_that(free_[is_local ? 0 : 1].contains(index_in_place(b)) == (record.state == BlockState::kFree),
                    "free blocks are listed as free");
-        switch (slot.state) {
+        switch (record.state) {
             case BlockState::kCached:
-                check_that(slot.node != kNone, "a cached block has a node");
+                check_that(record.node != kNone, "a cached block has a node");
                 check_that(is_local || !is_leaving(b), "a cached block is in an extent that stays");
                 break;
             case BlockState::kLeaving:
-                check_that(slot.node != kNone, "a leaving block has a node");
+                check_that(record.node != kNone, "a leaving block has a node");
                 check_that(!is_local && is_leaving(b), "a leaving block is in a recalled extent");
                 break;
             case BlockState::kUsed:
             case BlockState::kInFlight:
                 break;
             default:
-                check_that(slot.node == kNone, "a block that is neither used nor cached has no node");
+                check_that(record.node == kNone, "a block that is neither used nor cached has no node");
         }
-        check_that(!is_local || slot.state != BlockState::kAbsent, "a local block is present");
-        check_that(is_local || (slot.state != BlockState::kLent && slot.state != BlockState::kStreaming),
-                   "borrowed blocks are not lent on, nor slots");
-        check_that(is_local || !is_leaving(b) || slot.state != BlockState::kFree,
+        check_that(!is_local || record.state != BlockState::kAbsent, "a local block is present");
+        check_that(is_local || (record.state != BlockState::kLent && record.state != BlockState::kStaging),
+                   "borrowed blocks are not lent on, nor staged in");
+        check_that(is_local || !is_leaving(b) || record.state != BlockState::kFree,
                    "nothing is free in an extent that leaves");
     }
     check_that(counted == counts_, "blocks are counted by state");
@@ -57,9 +57,9 @@ void BlockPool::check_cached_lists() const {
     for (const Place where : {Place::kLocal, Place::kBorrowed}) {
         int listed = 0;
         const BlockId end = sentinel(where);
-        for (BlockId b = slots_[end].newer; b != end; b = slots_[b].newer) {
+        for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {
             check_that(state(b) == BlockState::kCached && place(b) == where, "the list holds cached blocks");
-            check_that(slots_[slots_[b].newer].older == b, "the list of cached blocks is linked both ways");
+            check_that(records_[records_[b].newer].older == b, "the list of cached blocks is linked both ways");
             check_that(++listed <= num_ids(), "the list of cached blocks ends");
         }
         check_that(listed == num_cached(where), "every cached block is in the list");
@@ -101,15 +101,15 @@ void BlockPool::check_borrow_links() const {
 
 void BlockPool::check_busy() const {
     int num_busy = 0;
-    for (BlockId b = 0; b < num_ids(); ++b) num_busy += slots_[b].busy_until > 0;
+    for (BlockId b = 0; b < num_ids(); ++b) num_busy += records_[b].busy_until > 0;
     check_that(num_busy == static_cast<int>(busy_.size()), "what is busy is listed once");
     for (BlockId b : busy_) {
-        check_that(slots_[b].busy_until > num_settled_ && state(b) != BlockState::kAbsent, "what is busy is there");
+        check_that(records_[b].busy_until > num_settled_ && state(b) != BlockState::kAbsent, "what is busy is there");
         check_that(num_settled_ < num_begun_, "steps in progress keep blocks busy");
     }
 }
 
-void PrefixTree::check() const {
+void PrefixIndex::check() const {
     size_t listed = 0;
     for_each([&](NodeId node) {
         check_that(find(nodes_[node].key) == node, "a key has one node, in its bucket");
@@ -129,29 +129,29 @@ void KvCache::check(std::span<const BlockTable* const> tables,
                 if (entry != kNoBlock) ++refs[block_of(g, entry)];
         group.pool.check(refs);
         const GroupStats s = stats()[g];
-        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.streaming == s.total, "the pool equation");
-        check_that(s.streaming == static_cast<int>(group.streaming.size()), "streaming blocks are listed");
-        for (BlockId block : group.streaming)
-            check_that(group.pool.state(block) == BlockState::kStreaming, "what is listed as streaming is");
+        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging == s.total, "the pool equation");
+        check_that(s.staging == static_cast<int>(group.staging.size()), "staging blocks are listed");
+        for (BlockId block : group.staging)
+            check_that(group.pool.state(block) == BlockState::kStaging, "what is listed as staging is");
     }
     for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
 
-    tree_.check();
-    std::vector<int> in_tree(groups_.size(), 0);
-    tree_.for_each([&](NodeId node) {
-        check_that(!tree_.is_empty(node), "a node holds a block");
+    index_.check();
+    std::vector<int> indexed(groups_.size(), 0);
+    index_.for_each([&](NodeId node) {
+        check_that(!index_.is_empty(node), "a node holds a block");
         for (int g = 0; g < num_groups(); ++g) {
-            const BlockId block = tree_.block(node, g);
+            const BlockId block = index_.block(node, g);
             check_that(block != kNone || groups_[g].spec.window > 0, "a node has all its full-attention blocks");
             if (block == kNone) continue;
-            check_that(groups_[g].pool.node(block) == node, "a block in the tree knows its node");
-            ++in_tree[g];
+            check_that(groups_[g].pool.node(block) == node, "a block in the index knows its node");
+            ++indexed[g];
         }
     });
     for (int g = 0; g < num_groups(); ++g) {
         int with_node = 0;
         for (BlockId b = 0; b < groups_[g].pool.num_ids(); ++b) with_node += groups_[g].pool.node(b) != kNone;
-        check_that(with_node == in_tree[g], "a block that knows a node is in it");
+        check_that(with_node == indexed[g], "a block that knows a node is in it");
     }
 }
 
@@ -164,7 +164,7 @@ void KvCache::check_table(const BlockTable& table, const std::vector<BlockKey>& 
             check_that((held.entries[i] == kNoBlock) == (i < held.first), "only the window's past has no block");
             if (i < held.first || i >= table.num_committed) continue;
             const NodeId node = groups_[g].pool.node(block_of(g, held.entries[i]));
-            check_that(node == kNone || node == tree_.find(keys[i]), "a committed block has the node of its key");
+            check_that(node == kNone || node == index_.find(keys[i]), "a committed block has the node of its key");
         }
     }
 }

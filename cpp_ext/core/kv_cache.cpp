@@ -36,7 +36,7 @@ void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const 
 
 KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
                  const std::vector<Link>& borrow_links)
-    : block_size_(block_size), tree_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
+    : block_size_(block_size), index_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
     for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
         const GroupSpec& spec = groups[g];
         BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g));
@@ -56,12 +56,12 @@ int KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path) co
     int usable = 0;
     // Length of the run of resident blocks that ends at the block looked at, per group.
     std::vector<int> run(groups_.size(), 0);
-    tree_.find_each(keys, [&](size_t i, NodeId node) {
+    index_.find_each(keys, [&](size_t i, NodeId node) {
         const int length = static_cast<int>(i) + 1;
         if (node == kNone && has_full_attention_) return false;
         bool is_usable = true;
         for (int g = 0; g < num_groups(); ++g) {
-            const bool is_resident = node != kNone && tree_.block(node, g) != kNone;
+            const bool is_resident = node != kNone && index_.block(node, g) != kNone;
             run[g] = is_resident ? run[g] + 1 : 0;
             const int needed = groups_[g].spec.window == 0 ? length : std::min(length, groups_[g].window_blocks);
             is_usable &= run[g] >= needed;
@@ -82,7 +82,7 @@ int KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
         held.first = group.spec.window == 0 ? 0 : std::max(0, length - group.window_blocks);
         held.entries.assign(length, kNoBlock);
         for (int i = held.first; i < length; ++i) {
-            const BlockId block = tree_.block(path_[i], g);
+            const BlockId block = index_.block(path_[i], g);
             group.pool.add_ref(block);
             held.entries[i] = entry_of(g, block);
         }
@@ -95,7 +95,7 @@ int KvCache::count_borrowed(const BlockTable& table) const {
     int count = 0;
     for (size_t i = 0; i < table.groups[0].entries.size(); ++i)
         count += std::any_of(table.groups.begin(), table.groups.end(),
-                             [&](const BlockTable::Group& held) { return is_borrowed(held.entries[i]); });
+                             [&](const BlockTable::Group& held) { return is_staged(held.entries[i]); });
     return count;
 }
 
@@ -130,16 +130,16 @@ int KvCache::available(int g) const {
     return groups_[g].pool.available(Place::kLocal) + available_borrowed(g);
 }
 
-// A borrowed block is of use only while it has a slot to be staged in.
+// A borrowed block is of use only while there is a layer block to stage it in.
 int KvCache::available_borrowed(int g) const {
     const BlockPool& pool = groups_[g].pool;
-    const int slots = stream_slots(g) - pool.count(Place::kBorrowed, BlockState::kUsed);
-    return std::clamp(slots, 0, pool.available(Place::kBorrowed));
+    const int places = num_staging_layer_blocks(g) - pool.count(Place::kBorrowed, BlockState::kUsed);
+    return std::clamp(places, 0, pool.available(Place::kBorrowed));
 }
 
-// Borrowed blocks in use that have no slot: as many must move in.
+// Borrowed blocks in use that cannot be staged: as many must move in.
 int KvCache::overdraft(int g) const {
-    return std::max(0, groups_[g].pool.count(Place::kBorrowed, BlockState::kUsed) - stream_slots(g));
+    return std::max(0, groups_[g].pool.count(Place::kBorrowed, BlockState::kUsed) - num_staging_layer_blocks(g));
 }
 
 // A local block is free afterwards, unless none is free or cached.
@@ -175,7 +175,7 @@ void KvCache::clear_local(int g, BlockId cached) {
         evict(g, cached);
         return;
     }
-    tree_.set_block(group.pool.node(cached), g, to);
+    index_.set_block(group.pool.node(cached), g, to);
     group.pool.replace(cached, to);
     group.spills.push_back({to, cached});
 }
@@ -185,7 +185,7 @@ BlockId KvCache::move_in(int g, BlockId borrowed) {
     Group& group = groups_[g];
     const BlockId to = take_local(g);
     if (to == kNone) return kNone;
-    if (const NodeId node = group.pool.node(borrowed); node != kNone) tree_.set_block(node, g, to);
+    if (const NodeId node = group.pool.node(borrowed); node != kNone) index_.set_block(node, g, to);
     group.pool.replace(borrowed, to);
     group.moves_in.push_back({borrowed, to});
     return to;
@@ -202,8 +202,10 @@ void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
         if (pool.count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
         for (int32_t& entry : table.groups[g].entries) {
             if (max_blocks == 0 || pool.available(Place::kLocal) <= spare) break;
-            if (!is_borrowed(entry) || pool.refs(~entry) != 1 || is_moving_across(g, ~entry)) continue;
-            const BlockId to = move_in(g, ~entry);
+            if (!is_staged(entry)) continue;
+            const BlockId borrowed = staged_place(entry);
+            if (pool.refs(borrowed) != 1 || is_moving_across(g, borrowed)) continue;
+            const BlockId to = move_in(g, borrowed);
             if (to == kNone) break;
             entry = entry_of(g, to);
             --max_blocks;
@@ -216,15 +218,15 @@ void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
 // then those behind it wait in vain until they are the oldest, or until it is computed again.
 void KvCache::evict(int g, BlockId block) noexcept {
     const NodeId node = groups_[g].pool.node(block);
-    ensure(node != kNone, "what is evicted is in the prefix tree");
+    ensure(node != kNone, "what is evicted is in the prefix index");
     const bool whole_node = groups_[g].spec.window == 0;
     for (int h = 0; h < num_groups(); ++h) {
-        const BlockId held = tree_.block(node, h);
+        const BlockId held = index_.block(node, h);
         if (held == kNone || (h != g && !whole_node)) continue;
         groups_[h].pool.forget(held);
-        tree_.set_block(node, h, kNone);
+        index_.set_block(node, h, kNone);
     }
-    if (tree_.is_empty(node)) tree_.erase(node);
+    if (index_.is_empty(node)) index_.erase(node);
 }
 
 void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks) {
@@ -232,7 +234,7 @@ void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_
     for (const BlockTable::Group& held : table.groups)
         ensure(num_blocks <= static_cast<int>(held.entries.size()), "a block that is committed is held");
     for (int i = table.num_committed; i < num_blocks; ++i) {
-        const NodeId node = tree_.find_or_insert(keys[i]);
+        const NodeId node = index_.find_or_insert(keys[i]);
         for (int g = 0; g < num_groups(); ++g) adopt(g, table.groups[g].entries[i], node);
     }
     table.num_committed = std::max(table.num_committed, num_blocks);
@@ -240,12 +242,12 @@ void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_
 
 void KvCache::adopt(int g, int32_t& entry, NodeId node) {
     BlockPool& pool = groups_[g].pool;
-    const BlockId known = tree_.block(node, g);
+    const BlockId known = index_.block(node, g);
     const BlockId own = block_of(g, entry);
     // A local block is worth more than a borrowed one.
     if (known == kNone || (is_local(g, own) && !is_local(g, known))) {
         if (known != kNone) pool.forget(known);
-        tree_.set_block(node, g, own);
+        index_.set_block(node, g, own);
         pool.set_node(own, node);
     } else {
         pool.add_ref(known);
@@ -360,13 +362,13 @@ std::vector<GroupStats> KvCache::stats() const {
                          .cached = local(BlockState::kCached),
                          .lent = local(BlockState::kLent),
                          .in_flight = local(BlockState::kInFlight),
-                         .streaming = local(BlockState::kStreaming),
+                         .staging = local(BlockState::kStaging),
                          .total = groups_[g].spec.num_blocks,
                          .borrowed_free = borrowed(BlockState::kFree),
                          .borrowed_used = borrowed(BlockState::kUsed),
                          .borrowed_cached = borrowed(BlockState::kCached) + borrowed(BlockState::kLeaving),
                          .borrowed_in_flight = borrowed(BlockState::kInFlight),
-                         .stream_slots = stream_slots(g)});
+                         .staging_layer_blocks = num_staging_layer_blocks(g)});
     }
     return stats;
 }

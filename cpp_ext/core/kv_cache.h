@@ -1,4 +1,4 @@
-// The KV blocks of one engine: a pool per KV group, the prefix tree over them, and the tables of the running requests.
+// The KV blocks of one engine: a pool per KV group, the prefix index over them, and the tables of the running requests.
 #pragma once
 
 #include <span>
@@ -6,25 +6,21 @@
 #include <vector>
 
 #include "block_pool.h"
-#include "prefix_tree.h"
+#include "prefix_index.h"
 #include "types.h"
 
 namespace swiftkv {
 
-// The blocks of one request. The entry of a local block is what kernels read: the layer-block index of its layer 0,
-// which is block * num_layers. That of a borrowed block is ~block: a step that streams it puts ~slot in its place.
+// The blocks of one request. The entry of a local block is what kernels read, block * num_layers; that of a borrowed
+// block is staged(block), and the plan of a step puts staged(layer block) in its place.
 struct BlockTable {
     struct Group {
         std::vector<int32_t> entries;
         int first = 0;  // entries before this one are kNoBlock: the sliding window has passed
     };
     std::vector<Group> groups;
-    int num_committed = 0;  // full blocks that have entered the prefix tree, or were found in it
+    int num_committed = 0;  // full blocks that have entered the prefix index, or were found in it
 };
-
-inline bool is_borrowed(int32_t entry) {
-    return entry < 0 && entry != kNoBlock;
-}
 
 // Keys of the first tokens.size() / block_size blocks. Appends what `keys` lacks.
 void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const TokenId> tokens, int block_size);
@@ -34,7 +30,7 @@ struct BlockCopy {
     BlockId borrowed, local;
 };
 
-// A whole block that a step takes from one extent to another, through a slot.
+// A whole block that a step takes from one extent to another, through the layer-stream cache.
 struct BlockMove {
     BlockId from, to;
 };
@@ -61,7 +57,7 @@ class KvCache {
     // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as far as that leaves `spare`
     // local blocks available: what stays borrowed is streamed for every token.
     void promote(BlockTable& table, int spare, int max_blocks);
-    // The bytes of the table's first `num_blocks` full blocks are written: they enter the prefix tree. Where the tree
+    // The bytes of the table's first `num_blocks` full blocks are written: they enter the prefix index. Where it
     // already has equal bytes the table changes to them.
     void commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks);
     // Lets go of what no token from `num_computed` on can see.
@@ -85,11 +81,11 @@ class KvCache {
     // These make the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time, as far
     // as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain: they need the
     // same room.
-    void shrink_stream();
-    void grow_stream();
-    bool must_resize_stream() const;
-    int stream_slots(int group) const;
-    int32_t stream_slot(int group, int index) const;  // layer-block index
+    void shrink_staging();
+    void grow_staging();
+    bool must_resize_staging() const;
+    int num_staging_layer_blocks(int group) const;
+    int32_t staging_layer_block(int group, int index) const;  // layer-block index
 
     // ---- lending and borrowing ----
     // Those that name a link or extents throw std::invalid_argument, with nothing changed, where there is no such link
@@ -105,7 +101,8 @@ class KvCache {
     // for which there is no room; false, with nothing moved, if there is no room for used ones. `tables`: of all
     // requests that hold blocks.
     bool drain(std::span<BlockTable* const> tables);
-    // The step is planned: moves between extents whose holders have stopped since are not worth their slot.
+    // Drops moves between extents whose holders have stopped while the step was planned: they are not worth a place in
+    // the layer-stream cache.
     void forget_idle_moves();
     // What lies in lost extents, or should have come from there.
     bool is_lost(int group, BlockId block) const;
@@ -136,7 +133,7 @@ class KvCache {
         int window_blocks;  // blocks that must be resident before a match's end; 0: all
         BlockPool pool;
         std::vector<int> borrow_links;             // the engine's numbers of the pool's links
-        std::vector<BlockId> streaming = {};       // whose layer blocks are slots
+        std::vector<BlockId> staging = {};         // the blocks of the layer-stream cache
         int num_fresh = 0;                         // of them, at the end: still being copied from in this step
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
@@ -148,7 +145,7 @@ class KvCache {
     int available(int group) const;
     int available_borrowed(int group) const;
     int overdraft(int group) const;
-    int stream_target(int group) const;
+    int staging_target(int group) const;
     // All of these return kNone, or false, with nothing changed, if there is no room.
     bool make_local_room(int group);
     BlockId take_local(int group);
@@ -167,10 +164,10 @@ class KvCache {
     void adopt(int group, int32_t& entry, NodeId node);
     bool is_local(int group, BlockId block) const { return block < groups_[group].spec.num_blocks; }
     BlockId block_of(int group, int32_t entry) const {
-        return is_borrowed(entry) ? ~entry : entry / groups_[group].spec.num_layers;
+        return is_staged(entry) ? staged_place(entry) : entry / groups_[group].spec.num_layers;
     }
     int32_t entry_of(int group, BlockId block) const {
-        return is_local(group, block) ? block * groups_[group].spec.num_layers : ~block;
+        return is_local(group, block) ? block * groups_[group].spec.num_layers : staged(block);
     }
     void check_table(const BlockTable& table, const std::vector<BlockKey>& keys) const;
 
@@ -178,7 +175,7 @@ class KvCache {
     std::vector<Group> groups_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false;
-    PrefixTree tree_;
+    PrefixIndex index_;
     int num_steps_ = 0;         // begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix
 };

@@ -15,67 +15,67 @@ namespace swiftkv {
 
 bool KvCache::could_hold(int g, int num_blocks) const {
     const Group& group = groups_[g];
-    const int regular = group.spec.num_blocks - group.pool.count(Place::kLocal, BlockState::kLent) - stream_target(g);
-    const int streamed = std::min(group.pool.num_held(), stream_target(g) * group.spec.num_layers);
+    const int regular = group.spec.num_blocks - group.pool.count(Place::kLocal, BlockState::kLent) - staging_target(g);
+    const int streamed = std::min(group.pool.num_held(), staging_target(g) * group.spec.num_layers);
     return num_blocks <= regular + streamed;
 }
 
-int KvCache::stream_target(int g) const {
+int KvCache::staging_target(int g) const {
     const BlockPool& pool = groups_[g].pool;
     const int own = pool.num_local() - pool.count(Place::kLocal, BlockState::kLent);
     return std::min(own, ceil_div(pool.num_held(), groups_[g].spec.num_layers));
 }
 
-void KvCache::shrink_stream() {
+void KvCache::shrink_staging() {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
-        const int target = stream_target(g);
+        const int target = staging_target(g);
         const int used_leaving = static_cast<int>(leaving(g, BlockState::kUsed).size());
         const int used = group.pool.count(Place::kBorrowed, BlockState::kUsed) - used_leaving;
-        while (static_cast<int>(group.streaming.size()) > target &&
-               (static_cast<int>(group.streaming.size()) - 1) * group.spec.num_layers >= used) {
-            group.pool.stop_streaming(group.streaming.back());
-            group.streaming.pop_back();
+        while (static_cast<int>(group.staging.size()) > target &&
+               (static_cast<int>(group.staging.size()) - 1) * group.spec.num_layers >= used) {
+            group.pool.stop_staging(group.staging.back());
+            group.staging.pop_back();
         }
     }
 }
 
-void KvCache::grow_stream() {
+void KvCache::grow_staging() {
     if (is_draining()) return;
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
-        const int target = stream_target(g);
-        while (static_cast<int>(group.streaming.size()) < target) {
+        const int target = staging_target(g);
+        while (static_cast<int>(group.staging.size()) < target) {
             const size_t num_spills = group.spills.size();
             if (!make_local_room(g)) break;
-            // Slots serve all layers, so they must not be written before the last layer is spilled.
+            // Its layer blocks serve all layers, so they must not be written before the last layer is spilled.
             if (group.spills.size() > num_spills) ++group.num_fresh;
-            const BlockId block = group.pool.start_streaming();
+            const BlockId block = group.pool.start_staging();
             ensure(block != kNone, "there is room where room was made");
-            group.streaming.push_back(block);
+            group.staging.push_back(block);
         }
     }
 }
 
-bool KvCache::must_resize_stream() const {
+bool KvCache::must_resize_staging() const {
     for (int g = 0; g < num_groups(); ++g) {
-        const int target = stream_target(g), size = static_cast<int>(groups_[g].streaming.size());
+        const int target = staging_target(g), size = static_cast<int>(groups_[g].staging.size());
         if (size > target || (size < target && groups_[g].pool.available(Place::kLocal) > 0)) return true;
     }
     return false;
 }
 
-int KvCache::stream_slots(int g) const {
+int KvCache::num_staging_layer_blocks(int g) const {
     const Group& group = groups_[g];
-    return (static_cast<int>(group.streaming.size()) - group.num_fresh) * group.spec.num_layers;
+    return (static_cast<int>(group.staging.size()) - group.num_fresh) * group.spec.num_layers;
 }
 
-int32_t KvCache::stream_slot(int g, int index) const {
+int32_t KvCache::staging_layer_block(int g, int index) const {
     const Group& group = groups_[g];
     const int num_layers = group.spec.num_layers;
-    const auto place = static_cast<size_t>(index / num_layers);
-    ensure(place < group.streaming.size(), "a slot is one of the layer-stream cache");
-    return group.streaming[place] * num_layers + index % num_layers;
+    const auto at = static_cast<size_t>(index / num_layers);
+    ensure(at < group.staging.size(), "what is staged in is of the layer-stream cache");
+    return group.staging[at] * num_layers + index % num_layers;
 }
 
 // ---- lending and borrowing ----
@@ -134,11 +134,11 @@ void KvCache::lose(int borrow_link) {
 void KvCache::lose_link(LinkOfGroup lost) noexcept {
     const auto [g, link] = lost;
     BlockPool& pool = groups_[g].pool;
-    std::vector<BlockId> in_tree;
+    std::vector<BlockId> indexed;
     pool.for_each_of_link(link, [&, g = g](BlockId block) {
-        if (groups_[g].pool.node(block) != kNone) in_tree.push_back(block);
+        if (groups_[g].pool.node(block) != kNone) indexed.push_back(block);
     });
-    for (BlockId block : in_tree)
+    for (BlockId block : indexed)
         if (pool.node(block) != kNone) evict(g, block);
     pool.lose(link);
 
@@ -172,8 +172,8 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
         const BlockPool& pool = groups_[g].pool;
         used.push_back(leaving(g, BlockState::kUsed));
         const int num_used = static_cast<int>(used[g].size());
-        const int slots = stream_slots(g) - pool.count(Place::kBorrowed, BlockState::kUsed) + num_used;
-        const int elsewhere = std::clamp(slots, 0, pool.available(Place::kBorrowed));
+        const int places = num_staging_layer_blocks(g) - pool.count(Place::kBorrowed, BlockState::kUsed) + num_used;
+        const int elsewhere = std::clamp(places, 0, pool.available(Place::kBorrowed));
         if (num_used > pool.available(Place::kLocal) + elsewhere) return false;
     }
     for (int g = 0; g < num_groups(); ++g) {
@@ -202,22 +202,22 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, std::span<Bloc
     for (int i = 0; i < static_cast<int>(used.size()); ++i) {
         const BlockId to = i < num_across ? move_across(g, used[i]) : move_in(g, used[i]);
         ensure(to != kNone, "there is as much room for what drains as was counted");
-        moved.emplace(~used[i], entry_of(g, to));
+        moved.emplace(staged(used[i]), entry_of(g, to));
     }
     for (BlockTable* table : tables) {
         for (int32_t& entry : table->groups[g].entries) {
-            if (!is_borrowed(entry)) continue;
+            if (!is_staged(entry)) continue;
             if (const auto found = moved.find(entry); found != moved.end()) entry = found->second;
         }
     }
 }
 
-// A used block moves from one extent to another: through a slot, as if the step had written it.
+// A used block moves from one extent to another: through the layer-stream cache, as if the step had written it.
 BlockId KvCache::move_across(int g, BlockId block) {
     Group& group = groups_[g];
     const BlockId to = take_borrowed(g);
     if (to == kNone) return kNone;
-    if (const NodeId node = group.pool.node(block); node != kNone) tree_.set_block(node, g, to);
+    if (const NodeId node = group.pool.node(block); node != kNone) index_.set_block(node, g, to);
     group.pool.replace(block, to);
     group.moves_across.push_back({block, to});
     return to;

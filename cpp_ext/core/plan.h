@@ -28,7 +28,7 @@ struct GroupCopies {
 
 // T tokens of S sequences; R of the tokens need a successor. A plan may have no token and only copies.
 struct StepPlan {
-    std::vector<TokenId> token_ids;      // [T] or ~slot: what the step before samples for that row slot
+    std::vector<TokenId> token_ids;      // [T] or unknown_token(row slot)
     std::vector<int32_t> positions;      // [T]
     std::vector<int32_t> query_starts;   // [S+1] rows of T that belong to each sequence
     std::vector<int32_t> context_lens;   // [S] tokens with KV after this step

@@ -178,7 +178,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
 // Copies happen between the layers of a step, so what they move is where the books say only when that is over; and
 // extents come and go only while nothing is in progress.
 bool Scheduler::can_plan_ahead() const {
-    return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_stream();
+    return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_staging();
 }
 
 std::unique_ptr<StepPlan> Scheduler::open_step() {

@@ -11,15 +11,15 @@ namespace swiftkv {
 // The cache follows what has been lent and recalled since the step before.
 void Scheduler::settle_lending() {
     if (!open_.empty()) return;  // what it uses stays where it is
-    cache_.shrink_stream();
+    cache_.shrink_staging();
     if (cache_.is_draining()) {
         while (!cache_.drain(running_tables())) {
             ensure(!running_.empty(), "nothing is in the way of a drain when nobody runs");
             preempt(*running_.back());
         }
-        cache_.shrink_stream();  // by what those had in use that were preempted
+        cache_.shrink_staging();  // by what those had in use that were preempted
     }
-    cache_.grow_stream();
+    cache_.grow_staging();
 }
 
 std::vector<BlockTable*> Scheduler::running_tables() {

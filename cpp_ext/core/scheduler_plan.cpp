@@ -37,7 +37,7 @@ void Scheduler::write_row(StepPlan& plan, const StepRow& row) const {
     plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + known_end);
     if (known_end < end) {
         ensure(end - known_end == 1, "one token of a row is unknown, its last");
-        plan.token_ids.push_back(~r.slot);
+        plan.token_ids.push_back(unknown_token(r.slot));
         plan.has_unknown_tokens = true;
     }
     for (int position = begin; position < end; ++position) plan.positions.push_back(position);
@@ -74,7 +74,7 @@ void CopyRuns::add(int link, int64_t peer_offset, int64_t local_offset, bool sta
     rows.insert(rows.end(), {link, peer_offset, local_offset, 1, staged});
 }
 
-// The borrowed blocks of one KV group that pass through slots in the step.
+// The borrowed blocks of one KV group that the step stages.
 struct Scheduler::Streamed {
     struct Block {
         BlockId source, target;  // the same, unless the block moves from one extent to another
@@ -98,12 +98,15 @@ Scheduler::Streamed Scheduler::streamed_blocks(const StepPlan& plan, int g) cons
         const int begin = step_[s].request->num_planned() - step_[s].num_tokens, size = limits_.block_size;
         const int32_t* entries = &plan.block_tables[0][g][plan.table_starts[g][s]];
         for (int i = 0; i < plan.table_starts[g][s + 1] - plan.table_starts[g][s]; ++i)
-            if (is_borrowed(entries[i])) streamed.add(~entries[i], ~entries[i], i * size<begin, (i + 1) * size> begin);
+            if (is_staged(entries[i])) {
+                const BlockId block = staged_place(entries[i]);
+                streamed.add(block, block, i * size<begin, (i + 1) * size> begin);
+            }
     }
     return streamed;
 }
 
-// Gives every borrowed block of the step a slot of the layer-stream cache, or two where there is room for two buffers.
+// Gives every borrowed block of the step a layer block to be staged in, or two where there is room for two buffers.
 void Scheduler::write_streams(StepPlan& plan) const {
     std::vector<Streamed> streamed;
     bool is_streaming = false;
@@ -111,9 +114,9 @@ void Scheduler::write_streams(StepPlan& plan) const {
     for (int g = 0; g < cache_.num_groups(); ++g) {
         streamed.push_back(streamed_blocks(plan, g));
         const int num_streamed = static_cast<int>(streamed[g].blocks.size());
-        ensure(num_streamed <= cache_.stream_slots(g), "every borrowed block in use has a slot");
+        ensure(num_streamed <= cache_.num_staging_layer_blocks(g), "every borrowed block in use can be staged");
         is_streaming |= num_streamed > 0;
-        if (2 * num_streamed > cache_.stream_slots(g)) num_buffers = 1;
+        if (2 * num_streamed > cache_.num_staging_layer_blocks(g)) num_buffers = 1;
     }
     if (!is_streaming) num_buffers = 1;
     plan.num_stream_buffers = is_streaming ? num_buffers : 0;
@@ -126,12 +129,12 @@ void Scheduler::write_stream(StepPlan& plan, int g, int buffer, const Streamed& 
     const GroupSpec& spec = cache_.spec(g);
     const int64_t width = spec.layer_block_bytes, block_bytes = width * spec.num_layers;
     const int num_streamed = static_cast<int>(streamed.blocks.size());
-    const auto slot = [&](int i) { return cache_.stream_slot(g, buffer * num_streamed + i); };
+    const auto stage = [&](int i) { return cache_.staging_layer_block(g, buffer * num_streamed + i); };
     CopyRuns& loads = plan.copies[g].loads.emplace_back();
     CopyRuns& stores = plan.copies[g].stores.emplace_back();
     for (int i = 0; i < num_streamed; ++i) {
         const auto& [source, target, is_loaded, is_stored] = streamed.blocks[i];
-        const int64_t local_offset = spec.base_offset_bytes + slot(i) * width;
+        const int64_t local_offset = spec.base_offset_bytes + stage(i) * width;
         const auto add_to = [&](CopyRuns& runs, BlockId block) {
             const auto [link, peer_offset] = cache_.locate(g, block);
             runs.add(link, peer_offset, local_offset, true, block_bytes, width);
@@ -141,7 +144,7 @@ void Scheduler::write_stream(StepPlan& plan, int g, int buffer, const Streamed& 
     }
     if (num_streamed == 0) return;
     for (int32_t& entry : plan.block_tables[buffer][g])
-        if (is_borrowed(entry)) entry = ~slot(streamed.index.at(~entry));
+        if (is_staged(entry)) entry = staged(stage(streamed.index.at(staged_place(entry))));
 }
 
 void Scheduler::write_copies(StepPlan& plan) const {

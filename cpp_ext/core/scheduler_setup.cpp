@@ -28,8 +28,8 @@ int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<
     for (const Link& link : borrow_links)
         if (link.group == group) borrowed += blocks_of(link);
     const int64_t layer_blocks = int64_t{spec.num_blocks} * spec.num_layers;
-    const int64_t slots = std::min(borrowed, layer_blocks);
-    return slots + (layer_blocks - slots) / spec.num_layers;
+    const int64_t staging = std::min(borrowed, layer_blocks);
+    return staging + (layer_blocks - staging) / spec.num_layers;
 }
 
 void check_sizes(const SchedulerLimits& limits) {

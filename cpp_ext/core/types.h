@@ -20,6 +20,23 @@ inline constexpr BlockId kNone = -1;
 // Block-table entry of a block that a sliding window has left behind.
 inline constexpr int32_t kNoBlock = std::numeric_limits<int32_t>::min();
 
+// Block-table entries. One that is not negative is the layer-block index of a block's layer 0, and layer l follows l
+// further on. A staged entry names one place that serves every layer in turn: in a request's table the block that must
+// be staged, in a plan the layer block of the pool where the step stages it.
+inline int32_t staged(int32_t place) {
+    return ~place;
+}
+inline bool is_staged(int32_t entry) {
+    return entry < 0 && entry != kNoBlock;
+}
+inline int32_t staged_place(int32_t entry) {
+    return ~entry;
+}
+// Stands for the token that the step before samples for a row slot.
+inline TokenId unknown_token(int slot) {
+    return ~slot;
+}
+
 struct GroupSpec {
     int num_layers;
     int num_blocks;
@@ -39,9 +56,9 @@ struct Link {
 
 // Local blocks by state, whose sum is `total`; then borrowed ones.
 struct GroupStats {
-    int free, used, cached, lent, in_flight, streaming, total;
+    int free, used, cached, lent, in_flight, staging, total;
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
-    int stream_slots;  // layer blocks that borrowed blocks can be staged in
+    int staging_layer_blocks;  // that borrowed blocks can be staged in
 };
 
 // Of a >= 0 and b > 0, without a sum that overflows.

@@ -17,7 +17,7 @@
 namespace swiftkv {
 
 // A row of the scheduler's plan: `count` layer blocks of one link at layer 0, a 2-D copy. Offsets count from the first
-// byte of a pool. Staged: the local layer blocks are slots that lie side by side and serve every layer.
+// byte of a pool. Staged: the local layer blocks lie side by side and serve every layer.
 struct Run {
     int64_t link;
     int64_t peer_offset_bytes;

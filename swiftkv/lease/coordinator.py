@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from swiftkv._core import Scheduler
@@ -206,8 +207,7 @@ class Coordinator:
             lends=lender.link_states(request.with_extents) if lender else [],
             borrows=borrower.link_states(request.with_extents) if borrower else [],
             groups=[
-                GroupBlocks(*(getattr(group, field) for field in GroupBlocks.__struct_fields__))
-                for group in self._scheduler.stats().groups
+                msgspec.convert(group, GroupBlocks, from_attributes=True) for group in self._scheduler.stats().groups
             ],
             recalls_total=lender.recalls_total if lender else {},
             recall_seconds=lender.recall_seconds if lender else _NOBODY_BORROWS,

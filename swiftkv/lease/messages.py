@@ -177,21 +177,21 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
     no_offer_s: float | None = None  # of a lend link: so long nothing is offered, for the lender needed blocks itself
 
 
-class GroupBlocks(msgspec.Struct, array_like=True, frozen=True):
-    """`_core.GroupStats`: free + used + cached + lent + in_flight + streaming = total; the others are borrowed."""
+class GroupBlocks(msgspec.Struct, frozen=True):
+    """Blocks of one KV group: free + used + cached + lent + in_flight + staging = total. Borrowed ones are beside."""
 
     free: int
     used: int
     cached: int
     lent: int
     in_flight: int
-    streaming: int
+    staging: int
     total: int
     borrowed_free: int
     borrowed_used: int
     borrowed_cached: int
     borrowed_in_flight: int
-    stream_slots: int
+    staging_layer_blocks: int
 
 
 class Histogram(msgspec.Struct, array_like=True, frozen=True):

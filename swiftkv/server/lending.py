@@ -30,7 +30,6 @@ from swiftkv.server.lending_metrics import LendingMetrics
 from swiftkv.server.responses import (
     BudgetChange,
     ExtentView,
-    GroupView,
     LendingOverview,
     LinkExtents,
     LinkView,
@@ -184,7 +183,7 @@ class NodeLending:
             name,
             state.pool_bytes,
             None if member.why_not_lend else state.budget_bytes,
-            [GroupView(*msgspec.structs.astuple(group)) for group in state.groups],
+            state.groups,
             [_extents(link, name, lends=True) for link in state.lends],
             [_extents(link, name, lends=False) for link in state.borrows],
         )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from swiftkv.lease.messages import GroupBlocks
 from swiftkv.server.errors import ErrorResponse
 
 
@@ -247,23 +248,6 @@ class BudgetChange(Struct):
     took_s: float
 
 
-class GroupView(Struct):
-    """Blocks of one KV group: free + used + cached + lent + in_flight + streaming = total. Borrowed ones are beside."""
-
-    free: int
-    used: int
-    cached: int
-    lent: int
-    in_flight: int
-    streaming: int
-    total: int
-    borrowed_free: int
-    borrowed_used: int
-    borrowed_cached: int
-    borrowed_in_flight: int
-    stream_slots: int
-
-
 class ExtentView(Struct):
     """``owner`` is the model that may write to the extent now."""
 
@@ -287,7 +271,7 @@ class PoolView(Struct):
     model: str
     pool_bytes: int
     budget_bytes: int | None
-    groups: list[GroupView]
+    groups: list[GroupBlocks]
     lends: list[LinkExtents]
     borrows: list[LinkExtents]
 

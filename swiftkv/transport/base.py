@@ -72,7 +72,7 @@ class Runs:
 
     `runs` is int64 [R, 5], C-contiguous: link, peer_offset_bytes, local_offset_bytes, count, staged. A run is `count`
     layer blocks of `width_bytes`. On the peer's side, and on ours unless staged, they lie `block_bytes` apart, and
-    layer `l` is `l * width_bytes` further on. Staged: ours are slots side by side that serve every layer. Offsets count
+    layer `l` is `l * width_bytes` further on. Staged: ours lie side by side and serve every layer. Offsets count
     from the first byte of a pool. Runs of one job and direction do not overlap where they are written.
     """
 

@@ -1,9 +1,9 @@
 """An engine that borrows and lends, simulated to the byte: every plan is carried out, layer by layer, copy by copy.
 
 A layer block is a list of marks, one per token; the mark of a token's KV names the layer and everything up to that
-token. Memory that nobody may count on is emptied: slots between steps, extents that went home. A step may read a block
-only where the marks of that very request lie, and write only where it may. Steps are carried out as late as they may
-be, when they are committed: whatever has been lent, freed or recalled since must not matter to them.
+token. Memory that nobody may count on is emptied: between steps where blocks are staged, and extents that went home. A
+step may read a block only where the marks of that very request lie, and write only where it may. Steps are carried out
+as late as they may be, when they are committed: whatever has been lent, freed or recalled since must not matter.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class LendingEngine:
         num_buffers = max(1, plan.num_stream_buffers)
         ahead = num_buffers - 1
         if plan.num_stream_buffers:
-            self._spoil_slots(plan, group)
+            self._spoil_staged(plan, group)
         loaded = 0
         for layer in range(num_layers):
             while loaded < min(num_layers, layer + 1 + ahead):
@@ -336,7 +336,7 @@ class LendingEngine:
     def _buffer(self, plan: _core.StepPlan, layer: int) -> int:
         return layer % max(1, plan.num_stream_buffers)
 
-    def _spoil_slots(self, plan: _core.StepPlan, group: int) -> None:
+    def _spoil_staged(self, plan: _core.StepPlan, group: int) -> None:
         for tables in plan.stream_tables:
             for entry in tables[group].tolist():
                 if entry < 0 and entry != _core.NO_BLOCK:
@@ -434,7 +434,7 @@ class LendingEngine:
     def check(self) -> None:
         self.scheduler.check_invariants()
         for g, stats in enumerate(self.scheduler.stats().groups):
-            local = stats.free + stats.used + stats.cached + stats.lent + stats.in_flight + stats.streaming
+            local = stats.free + stats.used + stats.cached + stats.lent + stats.in_flight + stats.staging
             assert local == stats.total == self.setup.groups[g][1]
             lent = sum(len(self.lent[i]) * link[2] for i, link in enumerate(self.setup.lend) if link[0] == g)
             assert stats.lent == lent

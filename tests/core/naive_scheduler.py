@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from swiftkv import _core
 
 Prefix = tuple[object, ...]
-PRIVATE: Prefix = ()  # a block that is not in the prefix tree
+PRIVATE: Prefix = ()  # a block that is not in the prefix index
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class NaiveRequest:
 class NaivePool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.holders: dict[Prefix, int] = {}  # of the blocks in the tree
+        self.holders: dict[Prefix, int] = {}  # of the blocks in the index
         self.lru: list[Prefix] = []  # those without a holder, oldest first
         self.num_private = 0
-        # The last step that may use a block that was let go meanwhile: private ones, and those in the tree.
+        # The last step that may use a block that was let go meanwhile: private ones, and those in the index.
         self.retired: list[int] = []
         self.busy: dict[Prefix, int] = {}
 
@@ -338,7 +338,7 @@ class NaiveScheduler:
                 request.computed += n
                 request.scheduled -= n
                 request.unknown -= samples
-                self.enter_tree(request)
+                self.enter_index(request)
                 self.leave_window(request)
                 if samples:
                     self.append(request, sampled[request_id])
@@ -353,7 +353,7 @@ class NaiveScheduler:
         else:
             pool.drop(prefix)
 
-    def enter_tree(self, request: NaiveRequest) -> None:
+    def enter_index(self, request: NaiveRequest) -> None:
         if not self.setup.enable_prefix_caching:
             return
         for i in range(request.computed // self.setup.block_size):

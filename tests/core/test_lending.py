@@ -115,7 +115,7 @@ def test_room_in_a_sliding_window_s_pool_may_be_missing_too() -> None:
 
 def test_a_recalled_block_in_use_moves_to_another_extent_when_the_pool_is_full() -> None:
     e = engine(num_blocks=6, num_extents=16)
-    e.borrow(0, 12)  # the layer-stream cache takes all six blocks: 12 slots of one layer
+    e.borrow(0, 12)  # the layer-stream cache takes all six blocks: 12 layer blocks
     e.add(1, prompt(32, 1), max_tokens=6)
     for _ in range(5):
         assert e.schedule()
@@ -179,7 +179,7 @@ def test_a_recall_while_the_layer_stream_cache_is_short_of_a_block(extent: int) 
         assert e.schedule()
         e.commit()
     stats = e.scheduler.stats().groups[0]
-    assert (stats.streaming, stats.free, stats.cached) == (1, 0, 5)
+    assert (stats.staging, stats.free, stats.cached) == (1, 0, 5)
     assert (stats.borrowed_free, stats.borrowed_cached) == (0, 4)
     recall_extent(e, 0, extent)
     while e.schedule():
@@ -188,5 +188,5 @@ def test_a_recall_while_the_layer_stream_cache_is_short_of_a_block(extent: int) 
     e.check()
     e.take_returned()
     assert not e.recalled[0]
-    assert e.scheduler.stats().groups[0].streaming == 2
+    assert e.scheduler.stats().groups[0].staging == 2
     e.drain()

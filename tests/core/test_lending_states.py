@@ -16,7 +16,7 @@ SETUPS = [
     LendingSetup(
         ((2, 6, 0),), (BorrowSetup(0, 3, 1), BorrowSetup(0, 2, 3, 40), BorrowSetup(0, 5, 1)), stream_buffers=2
     ),
-    # More is lent than the pool has layer blocks: N_RC = 0, and slots are scarce.
+    # More is lent than the pool has layer blocks: N_RC = 0, and there is little to stage in.
     LendingSetup(((2, 3, 0),), (BorrowSetup(0, 10, 1),), max_model_len=24, max_num_seqs=3),
     # Lends and borrows at once.
     LendingSetup(((2, 10, 0),), (BorrowSetup(0, 4, 2),), lend=((0, 5, 2), (0, 3, 3)), stream_buffers=2),

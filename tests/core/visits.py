@@ -7,7 +7,7 @@ A state is a few words about one KV group and its engine, before the event:
 
     room      free: a local block is free; cached: none is, but one is cached; full: neither
     borrowed  none: no borrowed block is present; else the same words about borrowed blocks
-    stream    short: the layer-stream cache has fewer slots than it should; even: it has not
+    stream    short: the layer-stream cache is smaller than it should be; even: it has not
     leaving   leaving: a recalled extent has not been returned yet; staying: none is
     work      idle: no request; ready: requests, but no step; step, steps: one or two steps are in progress
 """
@@ -38,7 +38,7 @@ MIN_HISTORIES = 5
 
 # Reasons why an event cannot come in a state; the tests hold them to what the histories visit.
 IMPOSSIBLE: dict[str, Callable[[State, str], bool]] = {
-    "what is not there is not short of slots": lambda s, e: s[1] == "none" and s[2] == "short",
+    "what is not there needs no staging": lambda s, e: s[1] == "none" and s[2] == "short",
     "nothing spills to where nothing is borrowed": lambda s, e: s[1] == "none" and e == "spill",
     "an idle engine uses no borrowed block": lambda s, e: s[1] == "full" and s[4] == "idle",
     "an idle engine has no request": lambda s, e: s[4] == "idle" and e in ("abort", "prefill", "decode", "preempt"),
@@ -85,7 +85,7 @@ def states_of(engine: LendingEngine) -> list[State]:
             (
                 _room(stats.free, stats.cached),
                 _room(stats.borrowed_free, stats.borrowed_cached) if is_present else "none",
-                "short" if stats.stream_slots < wish else "even",
+                "short" if stats.staging_layer_blocks < wish else "even",
                 "leaving" if any(engine.recalled[i] for i in links) else "staying",
                 work,
             )

@@ -58,7 +58,7 @@ def set_budget(node: NodeProcess, budget: str | int) -> dict[str, Any]:
 def assert_pools_add_up(node: NodeProcess) -> None:
     for name in ("long", "idle"):
         for group in admin(node, f"pools/{name}")["groups"]:
-            states = ("free", "used", "cached", "lent", "in_flight", "streaming")
+            states = ("free", "used", "cached", "lent", "in_flight", "staging")
             assert sum(group[state] for state in states) == group["total"]
 
 

@@ -74,7 +74,7 @@ def test_every_extent_its_owner_and_epoch(gateway: Gateway) -> None:
     with gateway.admin() as http:
         code, chat = (http.get(f"/admin/pools/{name}").json() for name in ("code", "chat"))
     (group,) = code["groups"]
-    states = ("free", "used", "cached", "lent", "in_flight", "streaming")
+    states = ("free", "used", "cached", "lent", "in_flight", "staging")
     assert sum(group[state] for state in states) == group["total"]
     (link,) = code["lends"]
     assert [extent["extent"] for extent in link["extents"]] == list(range(NUM_EXTENTS))

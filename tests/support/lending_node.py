@@ -16,7 +16,7 @@ import httpx
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import DEADLINE_S, NodeProcess, wait_for
 
-KEPT_STATES = ("free", "used", "cached", "lent", "in_flight", "streaming")
+KEPT_STATES = ("free", "used", "cached", "lent", "in_flight", "staging")
 BUDGET_INTERVAL_S = 0.05
 
 VOCAB_SIZE = 320

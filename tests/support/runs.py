@@ -38,17 +38,18 @@ def layer_moves(draw: st.DrawFn, max_width_bytes: int = 1 << 10) -> LayerMoves:
     counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
     staged = [draw(st.booleans()) for _ in counts]
     total = sum(counts)
-    # Slots lie before our whole blocks; both sides have gaps between runs, and the peer's blocks begin where they like.
-    num_slots = sum(count for count, is_staged in zip(counts, staged, strict=True) if is_staged)
-    slots, ours, theirs = 0, num_slots * width, 16 * draw(st.integers(0, 7))
+    # What is staged lies before our whole blocks; both sides have gaps between runs, and the peer's blocks begin where
+    # they like.
+    num_staged = sum(count for count, is_staged in zip(counts, staged, strict=True) if is_staged)
+    stage, ours, theirs = 0, num_staged * width, 16 * draw(st.integers(0, 7))
     rows = []
     for count, is_staged in zip(counts, staged, strict=True):
         theirs += block * draw(st.integers(0, 2))
         if not is_staged:
             ours += block * draw(st.integers(0, 2))
-        rows.append([draw(st.integers(0, 2)), theirs, slots if is_staged else ours, count, int(is_staged)])
+        rows.append([draw(st.integers(0, 2)), theirs, stage if is_staged else ours, count, int(is_staged)])
         theirs += count * block
-        slots, ours = (slots + count * width, ours) if is_staged else (slots, ours + count * block)
+        stage, ours = (stage + count * width, ours) if is_staged else (stage, ours + count * block)
     return LayerMoves(
         runs=np.array(draw(st.permutations(rows)), np.int64),
         width_bytes=width,

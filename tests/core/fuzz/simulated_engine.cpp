@@ -310,7 +310,7 @@ bool SimulatedEngine::run(const Step& step, int g, int budget, bool is_checked) 
     const int num_layers = setup_.groups[g].num_layers, num_buffers = std::max(1, plan.num_stream_buffers);
     const auto spend = [&] { return budget-- != 0; };
     const GroupCopies& copies = plan.copies[g];
-    if (plan.num_stream_buffers > 0) spoil_slots(plan, g);
+    if (plan.num_stream_buffers > 0) spoil_staged(plan, g);
     int loaded = 0;
     for (int layer = 0; layer < num_layers; ++layer) {
         for (; loaded < std::min(num_layers, layer + num_buffers); ++loaded) {
@@ -328,7 +328,7 @@ bool SimulatedEngine::run(const Step& step, int g, int budget, bool is_checked) 
     return true;
 }
 
-void SimulatedEngine::spoil_slots(const StepPlan& plan, int g) {
+void SimulatedEngine::spoil_staged(const StepPlan& plan, int g) {
     for (const auto& tables : plan.block_tables)
         for (const int32_t entry : tables[g])
             if (is_borrowed(entry)) std::fill_n(local_marks(g, ~entry), setup_.limits.block_size, 0);
@@ -443,7 +443,7 @@ void SimulatedEngine::check() const {
     require(stats.num_running + stats.num_waiting == static_cast<int>(requests_.size()), "every request is known");
     for (int g = 0; g < static_cast<int>(stats.groups.size()); ++g) {
         const GroupStats& s = stats.groups[g];
-        require(s.free + s.used + s.cached + s.lent + s.in_flight + s.streaming == s.total &&
+        require(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging == s.total &&
                     s.total == setup_.groups[g].num_blocks,
                 "the pool equation");
         int lent = 0, held = 0;

@@ -113,7 +113,7 @@ class SimulatedEngine {
 
     // Events of a step; false once `budget` of them have happened.
     bool run(const Step& step, int group, int budget, bool is_checked);
-    void spoil_slots(const StepPlan& plan, int group);
+    void spoil_staged(const StepPlan& plan, int group);
     void copy_to_peer(int group, const CopyRuns& runs, int layer);
     void copy_from_peer(int group, const CopyRuns& runs, int layer);
     void write(const Step& step, int group, int layer);

@@ -41,19 +41,24 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 
 POOL, CACHE, CACHE_LENDING = "core/block_pool.cpp", "core/kv_cache.cpp", "core/kv_cache_lending.cpp"
 SCHEDULER, COMMIT, LENDING = "core/scheduler.cpp", "core/scheduler_commit.cpp", "core/scheduler_lending.cpp"
-PLAN, TREE, SET = "core/scheduler_plan.cpp", "core/prefix_tree.cpp", "core/free_set.h"
+PLAN, TREE, SET = "core/scheduler_plan.cpp", "core/prefix_index.cpp", "core/free_set.h"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
 MUTANTS = [
     # The block pool.
-    one("a block that a step still uses is free", POOL, "if (slots_[block].busy_until > 0) {", "if (false) {"),
+    one("a block that a step still uses is free", POOL, "if (records_[block].busy_until > 0) {", "if (false) {"),
     one(
         "a retired block stays busy for a step too few",
         POOL,
-        "std::exchange(slot(block).busy_until, num_begun_)",
-        "std::exchange(slot(block).busy_until, std::max<int64_t>(1, num_begun_ - 1))",
+        "std::exchange(record(block).busy_until, num_begun_)",
+        "std::exchange(record(block).busy_until, std::max<int64_t>(1, num_begun_ - 1))",
     ),
-    one("the newest block is evicted first", POOL, "slots_[sentinel(where)].newer;", "slots_[sentinel(where)].older;"),
+    one(
+        "the newest block is evicted first",
+        POOL,
+        "records_[sentinel(where)].newer;",
+        "records_[sentinel(where)].older;",
+    ),
     one("an extent in use is lent", POOL, "lend.num_pinned[extent] > 0 || is_found", "is_found"),
     one("all blocks of an extent lie at its begin", POOL, "+ within * block_bytes", "+ 0 * within * block_bytes"),
     one("a lost extent is returned", POOL, "if (!is_lost) link.returned", "link.returned"),
@@ -82,10 +87,10 @@ MUTANTS = [
     one("what the step after uses is let go at once", CACHE, "if (num_steps_ > 1) {", "if (false) {"),
     one("two blocks have one node", CACHE, "if (known != kNone) pool.forget(known);", ""),
     one(
-        "blocks are borrowed without slots",
+        "blocks are borrowed that cannot be staged",
         CACHE,
-        "const int slots = stream_slots(g) - pool.count(Place::kBorrowed, BlockState::kUsed);",
-        "const int slots = stream_slots(g);",
+        "const int places = num_staging_layer_blocks(g) - pool.count(Place::kBorrowed, BlockState::kUsed);",
+        "const int places = num_staging_layer_blocks(g);",
     ),
     one("a node loses one block alone", CACHE, "(h != g && !whole_node)", "h != g"),
     # The cache and leases.
@@ -96,7 +101,7 @@ MUTANTS = [
         ";",
     ),
     one(
-        "slots are used before their block is spilled",
+        "a block is staged in before it is spilled",
         CACHE_LENDING,
         "if (group.spills.size() > num_spills) ++group.num_fresh;",
         "",
@@ -129,8 +134,8 @@ MUTANTS = [
             Edit(CACHE_LENDING, "if (is_draining()) return;", ""),
             Edit(
                 LENDING,
-                "cache_.shrink_stream();\n    if (cache_",
-                "cache_.shrink_stream();\n    cache_.grow_stream();\n    if (cache_",
+                "cache_.shrink_staging();\n    if (cache_",
+                "cache_.shrink_staging();\n    cache_.grow_staging();\n    if (cache_",
             ),
             Edit(
                 "core/invariants.cpp", 'check_that(is_local || !is_leaving(b), "a cached', 'check_that(true, "a cached'
@@ -156,9 +161,9 @@ MUTANTS = [
     one("who holds what is lost goes on", LENDING, "if (!cache_.holds_lost(r->table)) continue;", "continue;"),
     # The plan.
     one(
-        "two buffers share their slots",
+        "two buffers share their layer blocks",
         PLAN,
-        "if (2 * num_streamed > cache_.stream_slots(g)) num_buffers = 1;",
+        "if (2 * num_streamed > cache_.num_staging_layer_blocks(g)) num_buffers = 1;",
         "",
     ),
     one("a block that is written in part is not loaded", PLAN, "i * size<begin,", "(i + 1) * size<begin,"),

@@ -1,4 +1,4 @@
-#include "prefix_tree.h"
+#include "prefix_index.h"
 
 #include <algorithm>
 #include <bit>
@@ -7,16 +7,16 @@
 
 namespace swiftkv {
 
-PrefixTree::PrefixTree(int num_groups, int max_nodes)
+PrefixIndex::PrefixIndex(int num_groups, int max_nodes)
     : num_groups_(num_groups), bucket_mask_(std::bit_ceil(2 * static_cast<size_t>(max_nodes)) - 1) {
     buckets_.assign(bucket_mask_ + 1, kNone);
 }
 
-NodeId PrefixTree::find(const BlockKey& key) const {
+NodeId PrefixIndex::find(const BlockKey& key) const {
     return find_in(buckets_[bucket(key)], key);
 }
 
-NodeId PrefixTree::find_or_insert(const BlockKey& key) {
+NodeId PrefixIndex::find_or_insert(const BlockKey& key) {
     if (const NodeId known = find(key); known != kNone) return known;
     NodeId node = free_nodes_;
     if (node != kNone) {
@@ -32,7 +32,7 @@ NodeId PrefixTree::find_or_insert(const BlockKey& key) {
     return node;
 }
 
-void PrefixTree::erase(NodeId node) {
+void PrefixIndex::erase(NodeId node) {
     ensure(is_empty(node), "a node that goes holds no block");
     NodeId* link = &buckets_[bucket(nodes_[node].key)];
     while (*link != node) {
@@ -44,8 +44,8 @@ void PrefixTree::erase(NodeId node) {
     free_nodes_ = node;
 }
 
-bool PrefixTree::is_empty(NodeId node) const {
-    const auto first = blocks_.begin() + static_cast<std::ptrdiff_t>(index(node, 0));
+bool PrefixIndex::is_empty(NodeId node) const {
+    const auto first = blocks_.begin() + static_cast<std::ptrdiff_t>(cell(node, 0));
     return std::all_of(first, first + num_groups_, [](BlockId b) { return b == kNone; });
 }
 

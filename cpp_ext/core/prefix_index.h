@@ -9,12 +9,12 @@
 
 namespace swiftkv {
 
-// The chained keys are the tree: a key names its whole path, so that a node is found without walking from the root,
-// and neither parents nor children are stored. A sliding-window group may lack its block where others have theirs.
-class PrefixTree {
+// A hash table: keys are chained, so a key names its whole prefix, and neither parents nor children are stored. A
+// sliding-window group may lack its block where others have theirs.
+class PrefixIndex {
   public:
     // `max_nodes`: no more than the blocks of all groups, as a node holds at least one.
-    PrefixTree(int num_groups, int max_nodes);
+    PrefixIndex(int num_groups, int max_nodes);
 
     NodeId find(const BlockKey& key) const;
     NodeId find_or_insert(const BlockKey& key);
@@ -24,8 +24,8 @@ class PrefixTree {
     void find_each(std::span<const BlockKey> keys, Visit&& visit) const;
 
     // kNone: the node lacks its block in that group.
-    BlockId block(NodeId node, int group) const { return blocks_[index(node, group)]; }
-    void set_block(NodeId node, int group, BlockId block) { blocks_[index(node, group)] = block; }
+    BlockId block(NodeId node, int group) const { return blocks_[cell(node, group)]; }
+    void set_block(NodeId node, int group, BlockId block) { blocks_[cell(node, group)] = block; }
     bool is_empty(NodeId node) const;
     // Throws std::runtime_error if nodes are lost.
     void check() const;
@@ -39,10 +39,10 @@ class PrefixTree {
         BlockKey key;
         NodeId next;  // in the same bucket; in the list of free nodes if it is one
     };
-    size_t index(NodeId node, int group) const {
-        const size_t index = static_cast<size_t>(node) * num_groups_ + group;
-        ensure(index < blocks_.size(), "a node is one of the tree's");  // kNone is not
-        return index;
+    size_t cell(NodeId node, int group) const {
+        const size_t cell = static_cast<size_t>(node) * num_groups_ + group;
+        ensure(cell < blocks_.size(), "a node is one of the index's");  // kNone is not
+        return cell;
     }
     // Keys are uniformly random, so any bits of them are a hash.
     size_t bucket(const BlockKey& key) const { return key[0] & bucket_mask_; }
@@ -56,13 +56,13 @@ class PrefixTree {
     NodeId free_nodes_ = kNone;
 };
 
-inline NodeId PrefixTree::find_in(NodeId node, const BlockKey& key) const {
+inline NodeId PrefixIndex::find_in(NodeId node, const BlockKey& key) const {
     while (node != kNone && nodes_[node].key != key) node = nodes_[node].next;
     return node;
 }
 
 template <class Visit>
-void PrefixTree::find_each(std::span<const BlockKey> keys, Visit&& visit) const {
+void PrefixIndex::find_each(std::span<const BlockKey> keys, Visit&& visit) const {
     constexpr size_t kNear = 16, kFar = 32;  // how many keys ahead a node and a bucket are prefetched
     const size_t n = keys.size();
     for (size_t i = 0; i < n; ++i) {
@@ -70,7 +70,7 @@ void PrefixTree::find_each(std::span<const BlockKey> keys, Visit&& visit) const 
         if (i + kNear < n) {
             if (const NodeId ahead = buckets_[bucket(keys[i + kNear])]; ahead != kNone) {
                 __builtin_prefetch(&nodes_[ahead]);
-                __builtin_prefetch(&blocks_[index(ahead, 0)]);
+                __builtin_prefetch(&blocks_[cell(ahead, 0)]);
             }
         }
         if (!visit(i, find_in(buckets_[bucket(keys[i])], keys[i]))) return;
@@ -78,7 +78,7 @@ void PrefixTree::find_each(std::span<const BlockKey> keys, Visit&& visit) const 
 }
 
 template <class Visit>
-void PrefixTree::for_each(Visit&& visit) const {
+void PrefixIndex::for_each(Visit&& visit) const {
     for (NodeId head : buckets_)
         for (NodeId node = head; node != kNone; node = nodes_[node].next) visit(node);
 }
