@@ -6,14 +6,14 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 class CopyError(RuntimeError):
-    """A job named bytes outside its spaces; nothing of it was copied. With the link of a run that did, if one did."""
+    """A job named bytes outside its spaces; nothing of it was copied. The second argument is the run's link."""
 
     args: tuple[str, int | None]
 
 class CopyEngine:
-    """One FIFO lane of jobs on `num_threads` threads of its own, which share the rows of one job at a time.
+    """A queue of copy jobs, done in order by `num_threads` threads, which share the rows of one job at a time.
 
-    Remembers the timings of the last `max_timings` jobs. Ends after what was submitted.
+    The engine remembers the timings of the last `max_timings` jobs. Its destructor waits for submitted jobs.
     """
 
     def __init__(self, address: int, nbytes: int, num_threads: int = 1, max_timings: int = 4096) -> None:
@@ -21,10 +21,13 @@ class CopyEngine:
         address 0 or past the end of all memory."""
 
     def set_space(self, link: int, address: int, nbytes: int) -> None:
-        """Waits until no job is left. Raises `ValueError` for bytes at address 0 or past the end of all memory."""
+        """Give a link its peer's pool, after waiting until no job is left.
+
+        Raises `ValueError` for bytes at address 0 or past the end of all memory.
+        """
 
     def clear_space(self, link: int) -> None:
-        """Waits until no job is left: afterwards the memory may go. A link that is not set is ignored."""
+        """Forget a link's pool, if it has one, after waiting until no job is left: then it may be unmapped."""
 
     def submit(
         self,
@@ -39,10 +42,10 @@ class CopyEngine:
         """Copy the runs, int64 [R, 5] each, of one layer: all `to_peer`, then all `from_peer`. Returns the ticket."""
 
     def wait(self, ticket: int) -> None:
-        """Raises `CopyError` if the job failed (to the first who waits), `ValueError` if there is no such ticket."""
+        """Wait for a job. Raises `CopyError` if it failed (to the first caller), `ValueError` for an unknown ticket."""
 
     def settle(self) -> None:
-        """Waits until no job is left, and forgets failures."""
+        """Wait until no job is left, and forget failures."""
 
     def take_timings(self) -> bytes:
-        """Of the jobs that ended since the last call, in order: records of `transport.base.COPY_TIMING`."""
+        """Return the timings of jobs that ended since the last call: records of `transport.base.COPY_TIMING`."""

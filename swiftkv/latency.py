@@ -1,4 +1,4 @@
-"""For threads that wait most of their time and should run at once when what they wait for comes."""
+"""Use short scheduler slices for latency-sensitive threads, which mostly wait and should wake at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far an engine has come, in one page of memory that it shares with its supervisor.
+"""The progress of an engine, in one page of memory that it shares with its supervisor.
 
 The page can be read at any time and needs no answer, so it also tells about an engine that is stuck. Only the engine's
 own thread writes it: while a device computes and that thread waits, nothing counts as progress.

@@ -1,4 +1,4 @@
-// Invariants, which are checked in every build.
+// Checks of invariants, which run in every build.
 #pragma once
 
 #include <cstdio>
@@ -15,15 +15,16 @@ namespace swiftkv {
     std::abort();
 }
 
-// Ends the process, with a message on standard error, unless `holds`: state changes call this before they write. There
-// is no going on: with wrong books an engine writes where others keep their bytes, and even a tidy end would give back
-// extents that copies still reach. When it is dead, lenders have them back, and its supervisor starts it anew.
+// Ends the process, with a message on standard error, unless `holds`: state changes call this before they write. The
+// engine cannot go on: with wrong books it would write where others keep their bytes, and an orderly shutdown would
+// give back extents that copies still reach. Its death returns the extents to their lenders, and its supervisor
+// restarts it.
 inline void ensure(bool holds, const char* what, const std::source_location& where = std::source_location::current()) {
     if (!holds) [[unlikely]]
         end_process(what, where);
 }
 
-// For check_invariants(), which changes nothing and may look in the middle of a history: throws.
+// Throws unless `holds`. For check_invariants(), which changes nothing and may run at any time.
 inline void check_that(bool holds, const char* what) {
     if (!holds) throw std::runtime_error(std::string("invariant broken: ") + what);
 }

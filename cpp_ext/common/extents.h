@@ -1,4 +1,4 @@
-// Checks that every list of extents from outside must pass.
+// Checks of lists of extents that come from outside.
 #pragma once
 
 #include <algorithm>

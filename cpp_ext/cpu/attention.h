@@ -32,7 +32,7 @@ struct AttentionSpec {
     int first_visible(int position) const { return window > 0 && position >= window ? position - window + 1 : 0; }
 };
 
-// What the scheduler planned for one step. The new tokens of sequence s are rows query_starts[s] .. query_starts[s+1];
+// The scheduler's plan of one step. The new tokens of sequence s are rows query_starts[s] .. query_starts[s+1];
 // the last of them has position context_lens[s] - 1.
 struct AttentionBatch {
     const int32_t* positions;     // [num_tokens], rows of the cos/sin table
@@ -63,15 +63,16 @@ struct RopeArgs {
     float eps;
 };
 
-// qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim]; its q and k are normalised and rotated in place.
+// Normalises and rotates q and k in place, and writes k and v to the pool.
+// qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim].
 void rope_write_kv(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const RopeArgs& rope, void* qkv,
                    void* pool, int layer);
 
-// out: [num_tokens, num_heads * head_dim].
+// Attends from every new token to its context. out: [num_tokens, num_heads * head_dim].
 void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const void* qkv, const void* pool,
                int layer, void* out);
 
-// ---- What a file per instruction set provides ----
+// ---- Provided by one file per instruction set ----
 
 // Consecutive queries of one sequence against one KV head.
 struct AttendTask {
@@ -83,7 +84,7 @@ struct AttendTask {
     int partition_begin, partition_end;
     const void* q;  // first query, first query head of the KV head
     void* out;
-    float* partial;  // nullptr, or where to leave the one partition's rows: see partial_floats
+    float* partial;  // nullptr, or the place for the rows of the one partition: see partial_floats
 };
 
 struct MergeTask {
@@ -95,7 +96,7 @@ struct MergeTask {
 
 struct RopeTask {
     std::byte* layer_block;
-    int slot;  // of the first token in the block; all tokens lie in one group of kGroupTokens
+    int offset_in_block;  // of the first token in the block; all tokens lie in one group of kGroupTokens
     int num_tokens;
     const int32_t* positions;
     void* rows;  // of qkv
@@ -103,7 +104,7 @@ struct RopeTask {
 
 struct AttentionKernels {
     int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
-    // `next` is what the thread attends to afterwards, or the same task: its first keys are fetched ahead.
+    // `next` is the thread's following task, or the same one: its first keys are fetched ahead.
     void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask& next, std::byte* scratch);
     void (*merge)(const AttentionSpec&, const MergeTask&, std::byte* scratch);
     void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&);

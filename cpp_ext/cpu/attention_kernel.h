@@ -70,7 +70,7 @@ struct Attention {
         }
     };
 
-    // Where the keys and values of a tile lie, group by group; groups out of sight point at one in sight.
+    // The addresses of a tile's keys and values, group by group; invisible groups point at a visible one.
     struct Tile {
         int start;
         const Elem* k[kTileGroups];
@@ -83,7 +83,8 @@ struct Attention {
         int first_query, last_query;  // positions
     };
 
-    // Least with what an invisible key's score may be at most; the least with a NaN is the other.
+    // Upper limits of scores: -inf where a key is invisible, +inf where it is visible. Simd::min of a NaN and a limit
+    // is the limit.
     struct Infinities {
         float from[2 * kTileTokens], until[2 * kTileTokens];
 
@@ -159,8 +160,8 @@ struct Attention {
         }
     }
 
-    // One online softmax update of a row with the scores of a tile, of which keys [lo, hi) are visible. Leaves the
-    // weights and returns what the row's output so far is to be multiplied by.
+    // Updates a row's online softmax with the scores of a tile, of which keys [lo, hi) are visible. Stores the weights
+    // and returns the factor for the row's output so far.
     template <bool kMasked>
     static float update_softmax(const float* scores, int lo, int hi, float c, float& running_max, float* lane_sums,
                                 Packed* weights) {
@@ -218,10 +219,10 @@ struct Attention {
                 acc[r][j] = Simd::mul(Simd::set1(alpha[r]), Simd::load(out + r * head_dim + j * kWidth));
         const int64_t v_stride = head_dim * kPack;
         for (int token = begin; token < end;) {
-            const int group = token / kGroupTokens, slot = token % kGroupTokens;
-            const int count = smaller(kGroupTokens - slot, end - token);
-            const Elem* value = v[group] + slot * head_dim;
-            [[maybe_unused]] const Elem* next_value = next_v[group] + slot * head_dim;
+            const int group = token / kGroupTokens, in_block = token % kGroupTokens;
+            const int count = smaller(kGroupTokens - in_block, end - token);
+            const Elem* value = v[group] + in_block * head_dim;
+            [[maybe_unused]] const Elem* next_value = next_v[group] + in_block * head_dim;
             const Packed* weight = weights + token;
             for (int i = count / kPack; i > 0; --i, value += v_stride, next_value += v_stride, weight += kPack) {
                 typename E::Fragment row[NV];
@@ -335,7 +336,7 @@ struct Attention {
         }
     }
 
-    // The keys that some query of the task sees.
+    // The range of keys that some query of the task sees.
     static int visible_begin(const AttentionSpec& spec, const AttendTask& task) {
         return spec.first_visible(task.first_position);
     }
@@ -362,9 +363,9 @@ struct Attention {
             const auto* block =
                 reinterpret_cast<const Elem*>(task.kv.layer_block(task.table[position / spec.block_size])) +
                 task.kv_head * head_elements;
-            const int64_t slot = position % spec.block_size;
-            tile.k[group] = block + slot * kPack;
-            tile.v[group] = block + v_offset + slot * spec.head_dim;
+            const int64_t in_block = position % spec.block_size;
+            tile.k[group] = block + in_block * kPack;
+            tile.v[group] = block + v_offset + in_block * spec.head_dim;
         }
         for (int group = 0; group < kTileGroups; ++group) {
             if (group >= first && group <= last) continue;
@@ -406,7 +407,7 @@ struct Attention {
         for (int i = 0; i < rows * head_dim; i += kWidth) Simd::store(scratch.part.out + i, Simd::zero());
     }
 
-    // Keys [lo, hi) of one partition into scratch.part.
+    // Attends to keys [lo, hi) of one partition; the result goes to scratch.part.
     static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
                                  const AttendTask& next_task, Scratch& scratch) {
         const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);

@@ -1,6 +1,6 @@
 #pragma once
 
-// What comes before attention: RMSNorm of the heads, rotary embedding, KV write. Include after a simd_*.h.
+// The step before attention: RMSNorm of the heads, rotary embedding, KV write. Include after a simd_*.h.
 #include "attention_element.h"
 
 namespace swiftkv {
@@ -36,7 +36,7 @@ struct RopeWrite {
         for (int i = 0; i < n; i += kWidth) Simd::store(to + i, E::load(static_cast<const Elem*>(from) + i));
     }
 
-    // As transformers: in float32, rounded, then times the weight, rounded.
+    // Normalises as transformers does: in float32, rounded, then times the weight, rounded.
     static void normalise(float* x, const float* weight, int n, float eps) {
         V squares = Simd::zero();
         for (int i = 0; i < n; i += kWidth) squares = Simd::fma(Simd::load(x + i), Simd::load(x + i), squares);
@@ -46,7 +46,7 @@ struct RopeWrite {
                         E::round(Simd::mul(Simd::load(weight + i), E::round(Simd::mul(Simd::load(x + i), scale)))));
     }
 
-    // As transformers, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
+    // Rotates as transformers does, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
     static void rotate(const float* x, const Rotation& rotation, int n, float* y) {
         const int half = rotation.half;
         for (int i = 0; i < half; i += kWidth) {
@@ -77,11 +77,11 @@ struct RopeWrite {
                 __builtin_memcpy(to + t * kPack, rows + t * row_stride + d, kPack * sizeof(Elem));
     }
 
-    // [num_tokens][head_dim] -> [block_size / kPack][head_dim][kPack], from token `slot` on
-    static void write_values(const Elem* rows, int64_t row_stride, int num_tokens, int n, int slot, Elem* block) {
+    // [num_tokens][head_dim] -> [block_size / kPack][head_dim][kPack], from token `in_block` of the block on
+    static void write_values(const Elem* rows, int64_t row_stride, int num_tokens, int n, int in_block, Elem* block) {
         for (int t = 0; t < num_tokens;) {
             const Elem* row = rows + t * row_stride;
-            const int token = slot + t;
+            const int token = in_block + t;
             Elem* to = block + int64_t{token / kPack} * n * kPack;
             if constexpr (kPack == 2) {
                 if (token % 2 == 0 && t + 1 < num_tokens) {
@@ -119,8 +119,8 @@ struct RopeWrite {
             const Elem* k = rows + int64_t{spec.num_heads + head} * n;
             const Elem* v = k + int64_t{spec.num_kv_heads} * n;
             write_keys(k, row_stride, task.num_tokens, n, spec.block_size,
-                       block + head * head_elements + task.slot * kPack);
-            write_values(v, row_stride, task.num_tokens, n, task.slot,
+                       block + head * head_elements + task.offset_in_block * kPack);
+            write_values(v, row_stride, task.num_tokens, n, task.offset_in_block,
                          block + (spec.num_kv_heads + head) * head_elements);
         }
     }

@@ -5,7 +5,7 @@
 
 namespace swiftkv {
 
-// What becomes of a matrix product once its float32 sums are complete.
+// The last operation of a matrix product, on its complete float32 sums.
 enum class Epilogue : int {
     kStore = 0,     // out = sums
     kResidual = 1,  // out += sums

@@ -16,7 +16,7 @@ constexpr int64_t kMinRows = 64;  // of a tile, where there are many
 constexpr int64_t kMaxRows = 192;
 constexpr int64_t kMaxWidth = 64;  // of a panel
 
-// Sizes that were measured: a first-level cache of 32 to 48 KiB, a second-level cache of 1 to 2 MiB.
+// Measured sizes, for a first-level cache of 32 to 48 KiB, a second-level cache of 1 to 2 MiB.
 constexpr int64_t kStreamedRows = 96;         // with more, arithmetic takes longer than memory
 constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
 constexpr int64_t kReusedPiece = 256 << 10;
@@ -32,12 +32,12 @@ struct Activations {
     int64_t stride_bytes;
 };
 
-// A few microseconds of work per chunk of rows.
+// The number of rows in a chunk of a few microseconds of work.
 int64_t row_grain(int64_t row_elements) {
     return std::max<int64_t>(1, 16384 / row_elements);
 }
 
-// Normalised, widened to float32 or padded to what the kernel takes at a time, where the kernel asks for it.
+// Returns `x`, or a copy that is normalised, widened to float32 or padded to a multiple of `k_multiple` as required.
 Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm) {
     const GemmKernel& kernel = weights.kernel();
     const auto dtype = static_cast<int>(weights.dtype());
@@ -117,11 +117,11 @@ class Product {
     struct Schedule {
         int64_t rows;         // per tile
         int64_t piece_bytes;  // of a panel, which all rows use before the next piece is touched
-        int64_t ahead_bytes;  // what is fetched meanwhile
+        int64_t ahead_bytes;  // fetched meanwhile
     };
 
-    // Few rows: memory is what takes time; a piece passes through the first-level cache. Many rows: as many as fit stay
-    // in the second-level cache while the panels pass, and so does the piece.
+    // With few rows, memory takes the time; a piece passes through the first-level cache. With many, as many as fit
+    // stay in the second-level cache while the panels pass, and so does the piece.
     Schedule schedule() const {
         const int64_t block = kernel_.max_rows;
         const int64_t num_blocks = ceil_div(rows_, block);

@@ -2,7 +2,7 @@
 
 namespace {
 
-// Spelled out because gcc 12's intrinsics do not say that they read memory: it may drop the stores before them.
+// Written in assembly because gcc 12's intrinsics do not declare that they read memory: it may drop stores before them.
 struct Tiles {
     static void configure(const void* config) { asm volatile("ldtilecfg (%0)" : : "r"(config) : "memory"); }
     static void release() { asm volatile("tilerelease" : : : "memory"); }

@@ -10,7 +10,7 @@ struct TileState {
     char data[8][16][64] = {};
 };
 
-// The tile registers in software, as strict as the hardware: what would fault there traps here.
+// The tile registers in software, as strict as the hardware: a fault there is a trap here.
 struct Tiles {
     static inline thread_local TileState state;
 

@@ -24,8 +24,8 @@ static_assert(sizeof(TileConfig) == 64);
 
 thread_local int configured_rows = 0;
 
-// Up to 16 rows: sums in tiles 0 to 3, side by side, activations in 4, weights in 5.
-// More: sums in 0 and 1 (first 16 rows) and 2 and 3 (the others), activations in 4 and 5, weights in 6 and 7.
+// With up to 16 rows: sums in tiles 0 to 3, side by side, activations in 4, weights in 5.
+// With more: sums in 0 and 1 (first 16 rows) and 2 and 3 (the others), activations in 4 and 5, weights in 6 and 7.
 void configure(int rows) {
     if (rows == configured_rows) return;
     const bool two = rows > kTileRows;
@@ -92,7 +92,7 @@ void multiply_upper(const char* a, int64_t a_stride_bytes, const char* panel, in
     Tiles::store<3>(sums + 192, kSumsBytes);
 }
 
-// Half of the panel's columns.
+// Multiplies half of the panel's columns.
 void multiply_both(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, char* sums,
                    swiftkv::Prefetch ahead) {
     const char* a_lower = a + kTileRows * a_stride_bytes;

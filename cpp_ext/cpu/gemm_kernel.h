@@ -5,16 +5,16 @@
 
 namespace swiftkv {
 
-// What a kernel fetches on its way through a panel: memory `bytes` past the weights of each step of k.
+// The memory that a kernel prefetches on its way through a panel: `bytes` past the weights of each step of k.
 struct Prefetch {
     enum class Lines { kNone, kOne, kTwo, kAll };  // per step; kAll into the first-level cache, others into the second
     Lines lines = Lines::kNone;
     int64_t bytes = 0;
 };
 
-// How one instruction set multiplies. Weights of N outputs and K inputs are packed in panels of panel_width outputs; a
-// panel is [K / k_step][panel_width][k_step], zero where N ends and up to a multiple of k_multiple where K ends, and
-// panels follow one another.
+// The matrix kernel of one instruction set. Weights of N outputs and K inputs are packed in panels of panel_width
+// outputs; a panel is [K / k_step][panel_width][k_step], zero where N ends and up to a multiple of k_multiple where K
+// ends, and panels follow one another.
 struct GemmKernel {
     int panel_width;
     int k_step;

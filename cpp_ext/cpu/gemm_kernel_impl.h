@@ -3,7 +3,7 @@
 #include "gemm_kernel.h"
 
 // Include after a simd_*.h; all of it has internal linkage. A Product says how packed weights meet activations:
-//   Activation        what is broadcast, kSubSteps of them per step of k
+//   Activation        the type that is broadcast, kSubSteps of them per step of k
 //   kSubSteps         multiplications per packed vector
 //   kVectorBytes      packed bytes per vector of sums and step
 //   weights(p, sub)   -> vector          broadcast(p) -> vector          multiply_add(a, b, c) -> V

@@ -14,8 +14,8 @@
 
 namespace swiftkv {
 
-// A run of address space for the weights of several layers, so that huge pages cover their borders too. What is not
-// written takes no memory; all of it is given back with the last PackedLinear in it.
+// A run of address space for the weights of several layers, so that huge pages cover their borders too. Parts that
+// are not written take no memory; the whole run is given back with the last PackedLinear in it.
 class WeightArena {
   public:
     explicit WeightArena(int64_t bytes) : bytes_(bytes) {
@@ -36,7 +36,7 @@ class WeightArena {
         return taken;
     }
 
-    // From the arena of the last call if it is alive and has room, else from a new one.
+    // Takes bytes from the arena of the last call if it is alive and has room, else from a new one.
     static std::pair<std::shared_ptr<WeightArena>, char*> allocate(int64_t bytes) {
         static std::mutex mutex;
         static std::weak_ptr<WeightArena> last;

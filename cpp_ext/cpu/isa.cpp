@@ -22,7 +22,7 @@ constexpr std::array<std::pair<std::string_view, Isa>, 4> kNames{{
 
 constexpr std::string_view kEmulated = "amx_emulated";
 
-// The CPU has the tiles, the kernel saves them, and it lets this process use them.
+// Whether the CPU has the tiles, the kernel saves them, and it lets this process use them.
 bool amx_is_usable() {
     if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
     constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

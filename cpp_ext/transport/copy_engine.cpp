@@ -15,17 +15,17 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr int64_t kPortionBytes = 256 << 10;
-// What is written to a peer is not read here again. What is loaded is read next, by attention: it had better stay in
-// the caches, unless it is too much for them.
+// Bytes written to a peer are not read here again, so they bypass the caches. Loaded bytes are read next, by attention,
+// so they stay in the caches, unless they are too many.
 constexpr int64_t kMaxCachedLoadBytes = 16 << 20;
-constexpr int64_t kMinStreamingRowBytes = 1 << 10;
+constexpr int64_t kMinNonTemporalRowBytes = 1 << 10;
 
 double now_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// memcpy that leaves the destination out of the caches.
-void copy_streaming(std::byte* to, const std::byte* from, size_t n) {
+// Copies as memcpy does, with non-temporal stores, which leave the destination out of the caches.
+void copy_non_temporal(std::byte* to, const std::byte* from, size_t n) {
 #ifdef __SSE2__
     const size_t head = std::min(n, -reinterpret_cast<uintptr_t>(to) & 63);
     std::memcpy(to, from, head);
@@ -46,8 +46,8 @@ void copy_streaming(std::byte* to, const std::byte* from, size_t n) {
 #endif
 }
 
-// Streaming stores are not ordered by a mutex.
-void fence_streaming() {
+// A mutex does not order non-temporal stores; this fence does.
+void fence_non_temporal() {
 #ifdef __SSE2__
     _mm_sfence();
 #endif
@@ -188,7 +188,7 @@ CopyEngine::Phase CopyEngine::make_phase(const Runs& runs, int64_t layer, bool t
                  std::min(rows_per_piece, rows.count - begin), rows.width});
     }
     if (portion_bytes > 0) phase.ends.push_back(phase.pieces.size());
-    phase.streaming = to_peer || phase.num_bytes > kMaxCachedLoadBytes;
+    phase.non_temporal = to_peer || phase.num_bytes > kMaxCachedLoadBytes;
     return phase;
 }
 
@@ -223,7 +223,7 @@ void CopyEngine::end_phase(Job& job) {
     ++job.phase;
 }
 
-// Passes over what has nothing to copy, to the next phase that has.
+// Advances past phases that have nothing to copy, to the next one that has.
 void CopyEngine::advance() {
     bool any_done = false;
     while (!jobs_.empty()) {
@@ -246,18 +246,18 @@ void CopyEngine::advance() {
 void CopyEngine::copy(const Phase& phase, size_t portion) {
     for (size_t i = portion == 0 ? 0 : phase.ends[portion - 1]; i < phase.ends[portion]; ++i) {
         const Rows& rows = phase.pieces[i];
-        const bool streaming = phase.streaming && rows.width >= kMinStreamingRowBytes;
+        const bool non_temporal = phase.non_temporal && rows.width >= kMinNonTemporalRowBytes;
         for (int64_t row = 0; row < rows.count; ++row) {
             std::byte* to = rows.to + row * rows.to_pitch;
             const std::byte* from = rows.from + row * rows.from_pitch;
-            if (streaming) {
-                copy_streaming(to, from, static_cast<size_t>(rows.width));
+            if (non_temporal) {
+                copy_non_temporal(to, from, static_cast<size_t>(rows.width));
             } else {
                 std::memcpy(to, from, static_cast<size_t>(rows.width));
             }
         }
     }
-    if (phase.streaming) fence_streaming();
+    if (phase.non_temporal) fence_non_temporal();
 }
 
 }  // namespace swiftkv

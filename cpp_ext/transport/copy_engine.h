@@ -17,7 +17,7 @@
 namespace swiftkv {
 
 // A row of the scheduler's plan: `count` layer blocks of one link at layer 0, a 2-D copy. Offsets count from the first
-// byte of a pool. Staged: the local layer blocks lie side by side and serve every layer.
+// byte of a pool. Staged: the local layer blocks lie side by side, and every layer uses the same ones.
 struct Run {
     int64_t link;
     int64_t peer_offset_bytes;
@@ -33,7 +33,7 @@ struct Runs {
     int64_t block_bytes = 0;
 };
 
-// When a job began (CLOCK_MONOTONIC) and what its two directions took. Python reads these bytes as they are.
+// The start of a job (CLOCK_MONOTONIC) and the times of its two directions. Python reads these bytes as they are.
 struct JobTiming {
     int64_t ticket;
     double begin_s;
@@ -47,7 +47,7 @@ struct CopyError : std::runtime_error {
     explicit CopyError(const std::string& message, std::optional<int64_t> failed_link = std::nullopt)
         : std::runtime_error(message), link(failed_link) {}
 
-    std::optional<int64_t> link;  // that a run names which cannot be copied
+    std::optional<int64_t> link;  // the link of the run that cannot be copied
 };
 
 // Copies between the local pool and mapped peers: one FIFO lane of jobs on threads of its own. A job's rows may be
@@ -55,12 +55,12 @@ struct CopyError : std::runtime_error {
 // Every method may be called from any thread.
 class CopyEngine {
   public:
-    // Remembers the timings of the last `max_timings` jobs that nobody took.
+    // The engine remembers the timings of the last `max_timings` jobs until they are taken.
     CopyEngine(std::span<std::byte> local, int num_threads, size_t max_timings);
-    // Finishes what was submitted.
+    // Waits until all submitted jobs are done.
     ~CopyEngine();
 
-    // Both wait until no job is left, so that none refers to a mapping that goes.
+    // Both wait until no job is left, so that no job refers to a mapping that is removed.
     void set_space(int64_t link, std::span<std::byte> memory);
     void clear_space(int64_t link);
 
@@ -70,7 +70,7 @@ class CopyEngine {
 
     // Throws CopyError if the job failed (once), std::invalid_argument if there is no such ticket.
     void wait(int64_t ticket);
-    // Waits for all jobs and forgets which failed.
+    // Waits for all jobs, and forgets failures.
     void settle();
 
     std::vector<JobTiming> take_timings();
@@ -85,14 +85,14 @@ class CopyEngine {
         int64_t count;
         int64_t width;
     };
-    // One direction of a job, cut into portions that a thread takes at a time: portion i ends before piece ends[i].
+    // One direction of a job, divided into portions, each for one thread: portion i ends before piece ends[i].
     struct Phase {
         std::vector<Rows> pieces;
         std::vector<size_t> ends;
         size_t taken = 0;
         size_t done = 0;
         int64_t num_bytes = 0;
-        bool streaming = false;
+        bool non_temporal = false;
         double begin_s = 0;
     };
     struct Job {

@@ -33,6 +33,6 @@ class Observation:
 
     state: EngineState
     why: str | None
-    """Completes "the engine …"; `None` for one that is ready."""
+    """The rest of a sentence that begins "the engine …"; `None` for one that is ready."""
     progress_s: float
-    """When it last showed progress, on the monotonic clock."""
+    """The time of its last progress, on the monotonic clock."""

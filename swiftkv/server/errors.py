@@ -1,4 +1,4 @@
-"""Every error a client sees has OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape: every error a client sees is `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ErrorResponse(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """A request that is answered with an error: HTTP status, message, the field at fault, seconds to wait."""
+    """The answer to a request that fails: HTTP status, message, the field at fault, seconds to wait."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float = 0

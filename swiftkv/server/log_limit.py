@@ -1,4 +1,4 @@
-"""Limit how often clients' mistakes are logged: else a client makes the node write as fast as it can send."""
+"""Limit how often clients' mistakes are logged: otherwise a client could make the node write as fast as it sends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LogLimit(logging.Filter):
 
 
 def _kind(record: logging.LogRecord) -> tuple[object, ...]:
-    """The message before its arguments are filled in, and where the exception was raised: as many as the code has."""
+    """Return the message before its arguments are filled in, and the line of its exception: there are finitely many."""
     _, error, traceback = record.exc_info or (None, None, None)
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

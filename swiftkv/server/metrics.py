@@ -28,7 +28,7 @@ _TOKENS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """What is known of one sequence once it ended. Times in seconds; ``None`` where it ended before that point."""
+    """The figures of one sequence that has ended. Times in seconds; `None` if it ended before that point."""
 
     reason: str
     prompt_tokens: int
@@ -104,7 +104,7 @@ class GatewayMetrics:
         return ModelMetrics(self, name)
 
     def render(self, only_model: str | None = None) -> bytes:
-        """The text that Prometheus scrapes: of every model, or of one."""
+        """Return the text that Prometheus scrapes, for every model or for one."""
         if only_model is None:
             return generate_latest(self.registry)
         only = CollectorRegistry()
@@ -122,7 +122,7 @@ class GatewayMetrics:
 
 
 class ModelMetrics:
-    """The metrics of one model. ``observe_*`` are called by the model's engine client, and by nobody else."""
+    """The metrics of one model. Only the model's engine client calls its methods."""
 
     def __init__(self, metrics: GatewayMetrics, name: str) -> None:
         self.num_requests_running = metrics.num_requests_running.labels(name)
@@ -164,7 +164,7 @@ class ModelMetrics:
         )
 
     def observe_engine(self, stats: EngineStats) -> None:
-        """What the engine says of itself."""
+        """Take over the figures that the engine reports about itself."""
         self.num_requests_running.set(stats.num_running)
         self.num_requests_waiting.set(stats.num_waiting)
         self.kv_cache_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
@@ -221,7 +221,7 @@ class ModelMetrics:
 
 
 class _LayerStream(Collector):
-    """Histograms that engines keep themselves, as they last told them; one that is started again begins anew."""
+    """Histograms that engines keep, as last reported; those of a restarted engine begin anew."""
 
     def __init__(self) -> None:
         self._stats: dict[str, EngineStats] = {}
@@ -250,7 +250,7 @@ class _LayerStream(Collector):
 
 
 class _EngineStates(Collector):
-    """How engines did when metrics were last asked for."""
+    """The state of every engine at the last scrape."""
 
     def __init__(self) -> None:
         self._views: dict[str, EngineView] = {}
@@ -274,7 +274,7 @@ class _EngineStates(Collector):
 
 
 class _OneModel(Collector):
-    """A registry's metrics, less those of other models."""
+    """The metrics of one model in a registry."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry

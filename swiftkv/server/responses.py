@@ -1,6 +1,6 @@
 """The answers: OpenAI's objects with vLLM's extra fields, as structs that msgspec writes in a microsecond.
 
-A field that is ``UNSET`` is left out; ``None`` is written as ``null``, which OpenAI's clients expect in places.
+A field that is `UNSET` is left out; `None` is written as `null`, which OpenAI's clients expect in places.
 """
 
 from __future__ import annotations
@@ -165,22 +165,22 @@ class Health(Struct):
 class EngineView(Struct):
     state: str
     why: str | None
-    """Why it is in that state; null for one that is ready."""
+    """The reason for the state; null for an engine that is ready."""
     since_s: float
-    """Seconds since it came into that state."""
+    """Seconds since the engine entered the state."""
     in_flight: int
-    """Sequences that wait for it or run."""
+    """Sequences that wait or run."""
     progress_age_s: float | None
     """Seconds since its step loop last showed progress; null: there is no engine that could."""
     restarts: int
-    """Times it was started again since the node came up."""
+    """Number of restarts since the node came up."""
     pid: int | None
 
 
 class Readiness(Struct):
     status: Literal["ready"]
     models: dict[str, str]
-    """State by model."""
+    """Engine states by model."""
     engines: dict[str, EngineView]
 
 
@@ -194,7 +194,7 @@ class Version(Struct):
 
 
 class LinkView(Struct):
-    """What one KV group of a lender may lend to one of a borrower, as one of the two sees it."""
+    """One KV group of a lender paired with one of a borrower, as one of the two sees it."""
 
     lender: str
     lender_group: int
@@ -202,20 +202,20 @@ class LinkView(Struct):
     borrower_group: int
     peer_state: str
     heard_s_ago: float | None
-    """Seconds since the peer last said anything; null: it is not there."""
+    """Seconds since the last message of the peer; null: it is not there."""
     extent_bytes: int
     meu_w: int
     meu_m: int
     num_extents: int
     extents: dict[str, int]
-    """How many, by state."""
+    """Number of extents by state."""
     lent_bytes: int
     no_offer_s: float | None
-    """Seconds for which the lender offers nothing more, because its own requests needed blocks; null: it may."""
+    """Seconds for which the lender will offer nothing, because its own requests needed blocks; null: it may offer."""
 
 
 class ModelLending(Struct):
-    """A model's part in lending. ``error`` says why its coordinator is not heard; what only that knows is null then."""
+    """A model's part in lending. `error` says why its coordinator is silent; the fields it would fill are null."""
 
     model: str
     role: str
@@ -226,7 +226,7 @@ class ModelLending(Struct):
     lent_bytes: int | None
     borrowed_bytes: int | None
     recalls: dict[str, int] | None
-    """How often extents were asked back since the engine started, by reason."""
+    """Number of recalls since the engine started, by reason."""
     lends: list[LinkView]
     borrows: list[LinkView]
 
@@ -238,7 +238,7 @@ class LendingOverview(Struct):
 
 
 class BudgetChange(Struct):
-    """``recalled_bytes`` came home, or would in a dry run, for which ``took_s`` seconds were waited."""
+    """The outcome of a change: `recalled_bytes` came home within `took_s` seconds, or would in a dry run."""
 
     model: str
     dry_run: bool
@@ -249,7 +249,7 @@ class BudgetChange(Struct):
 
 
 class ExtentView(Struct):
-    """``owner`` is the model that may write to the extent now."""
+    """An extent; `owner` is the model that may write to it now."""
 
     extent: int
     state: str

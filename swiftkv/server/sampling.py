@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine is asked to do, with vLLM's defaults."""
+"""Turn the fields of a request into the sequences that the engine is asked for, with vLLM's defaults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MIN_TEMPERATURE = 0.01
 def sequence_requests(
     model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]]
 ) -> list[SequenceRequest]:
-    """``n`` sequences per prompt, those of one prompt next to each other. The first asks for the prompt's logprobs.
+    """Return `n` sequences per prompt, those of one prompt in a row; the first of them asks for the prompt's logprobs.
 
     Raises:
-        ApiError: 400 if a prompt or a field does not fit the model, or all of it is too much.
+        ApiError: 400 if a prompt or a field does not fit the model, or the whole request costs too much.
     """
     n = body.n or 1
     logprobs, prompt_logprobs = _num_logprobs(body)
@@ -50,6 +50,7 @@ def sequence_requests(
 
 
 def stop_rules(body: GenerationBody) -> StopRules:
+    """Return the rules by which the gateway ends a generation."""
     return StopRules(
         strings=StopStrings(body.stops),
         token_ids=frozenset(body.stop_token_ids or ()),
@@ -116,7 +117,7 @@ def _max_tokens(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_
 
 
 def _num_logprobs(body: CompletionBody | ChatBody) -> tuple[int | None, int | None]:
-    """How many logprobs the engine is to send per generated token, and per prompt token."""
+    """Return the number of logprobs that the engine shall send per generated token, and per prompt token."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "field 'prompt_logprobs' is not supported with 'stream'", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -153,7 +154,7 @@ def _check_vocabulary(model: ModelHandle, token_id: int, field: str) -> None:
 
 
 def _of_choice(sampling: SamplingParams, choice: int, prompt_logprobs: int | None) -> SamplingParams:
-    """Choices of one prompt must differ, and be the same again with the same seed; their prompt is looked at once."""
+    """Return the parameters of one choice: seeds differ, and only the first choice asks for prompt logprobs."""
     if choice == 0:
         return msgspec.structs.replace(sampling, prompt_logprobs=prompt_logprobs)
     if sampling.seed is None:
