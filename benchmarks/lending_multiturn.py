@@ -231,7 +231,7 @@ def run(scenario: Scenario, servers: list[Server], args: argparse.Namespace, tok
 
 
 def report(results: dict[str, list[list[dict[str, Any]]]]) -> tuple[str, dict[str, Any]]:
-    """`results[scenario][round]`: a summary of each server, swiftkv first. The table, and the ratios to the others."""
+    """Return the table and the ratios to the other servers, from the summaries `results[scenario][round]`."""
     rows, ratios = [], {}
     for label, rounds in results.items():
         for number, summary in enumerate(rounds[0]):

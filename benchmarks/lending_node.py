@@ -346,14 +346,14 @@ async def ask(target: Target, prompt: list[int], num_tokens: int) -> Answer:
 
 
 def time_per_output_token(answer: Answer) -> float:
-    """Seconds, of all tokens but the first."""
+    """Return the seconds per token, of all tokens but the first."""
     return (answer.latency_s - answer.ttft_s) / (answer.num_output_tokens - 1)
 
 
 def copy_rate(group: KVGroup, num_blocks: int, num_threads: int = 1) -> tuple[float, float]:
-    """Bytes a second of one layer's load and store in this machine, nothing else running: (load, store).
+    """Measure one layer's load and store in this machine, nothing else running; return (load, store) in bytes a second.
 
-    As the layer stream does it: blocks that lie one after the other in the peer's pool, slots side by side in ours.
+    The layer stream's copies: from consecutive blocks of the peer's pool to adjacent layer blocks of ours.
     """
     peer, own = Pool([(group, num_blocks)]), Pool([(group, -(-num_blocks // group.num_layers))])
     peer.tensor.fill_(1)
@@ -375,7 +375,7 @@ def copy_rate(group: KVGroup, num_blocks: int, num_threads: int = 1) -> tuple[fl
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest of `values` that at least `part` of them do not exceed; P99 of few is the largest."""
+    """Return the smallest value that at least `part` of `values` do not exceed; P99 of few values is the largest."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 

@@ -44,7 +44,7 @@ class Pipeline:
         threading.Thread(target=self._run, daemon=True).start()
 
     def generate(self, prompt: list[int], max_tokens: int) -> queue.Queue[int]:
-        """Tokens as they come; -1 ends them."""
+        """Start a generation, and return a queue of its tokens; -1 ends them."""
         tokens: queue.Queue[int] = queue.Queue()
         self._arrivals.put((prompt, max_tokens, tokens))
         return tokens

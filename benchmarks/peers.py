@@ -78,7 +78,7 @@ class Load:
 
 
 def prefill(num_tokens: int) -> Load:
-    """Prompt tokens a second, HTTP included."""
+    """Return a load that measures prompt tokens a second, HTTP included."""
 
     async def measure(session: Session, server: Server) -> float:
         answer = await session.ask(server, session.fresh(num_tokens), 1)
@@ -88,7 +88,7 @@ def prefill(num_tokens: int) -> Load:
 
 
 def decode(batch: int) -> Load:
-    """Tokens a second of `batch` streams together, while all of them decode and none is still in its prefill."""
+    """Return a load that measures tokens a second of `batch` streams together, while all of them decode."""
 
     async def measure(session: Session, server: Server) -> float:
         prompts = [session.fresh(NUM_DECODE_PROMPT) for _ in range(batch)]
@@ -102,7 +102,7 @@ def decode(batch: int) -> Load:
 
 
 def second_turn() -> Load:
-    """Time to first token where all but the last tokens of the prompt were seen before."""
+    """Return a load that measures the time to first token of a prompt that was seen but for its last tokens."""
 
     async def measure(session: Session, server: Server) -> float:
         history = session.fresh(NUM_HISTORY)
@@ -131,7 +131,7 @@ class Results:
         return statistics.median(self.values[load.key][server.name])
 
     def ratio(self, load: Load, ours: Server, theirs: Server) -> float:
-        """The median over rounds of ours / theirs, as measured: below 1 is better for times."""
+        """Return the median over rounds of ours / theirs; for times, below 1 is better."""
         pairs = zip(self.values[load.key][ours.name], self.values[load.key][theirs.name], strict=True)
         return statistics.median(mine / other for mine, other in pairs)
 

@@ -228,7 +228,7 @@ def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float) -> bool:
-    """Ask until it is true; whether it became so in time."""
+    """Poll `condition` until it is true, and return whether that happened in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
