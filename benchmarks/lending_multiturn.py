@@ -52,7 +52,7 @@ from swiftkv.bench.client import Answer, Target
 NAME = "small"
 POOL_GIB = 1
 LENT_MIB = 920  # of each neighbour: 1.8 GiB together, for all histories and what a turn adds
-SETTLE_S = 0.5  # what was held still does what it has to
+SETTLE_S = 0.5  # time for a continued process to do its overdue work
 VLLM_START_TIMEOUT_S = 900
 VLLM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")  # the second in the venv
 

@@ -141,7 +141,7 @@ class Master:
         async with httpx.AsyncClient(timeout=900) as client:
             if state == "decoding":
                 prompt = self._tokens.fresh(256)
-                await ask(target, prompt, 1)  # what decodes then has no prefill before it
+                await ask(target, prompt, 1)  # the decoding that follows has no prefill before it
                 load = asyncio.create_task(send(client, target, prompt, self._args.decoded))
                 await asyncio.sleep(self._args.warm_s)
             elif state == "prefilling":

@@ -108,7 +108,7 @@ MISTAKES = [
         "models: [{name: a/b, path: somewhere}]",
         "models[0].name: 'a/b' is not a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
     ),
-    # what is missing
+    # missing keys
     (
         "node: {max_bodies: 1MiB}\nmodels: [{name: a, path: b}]",
         "node.max_bodies: 1MiB is less than node.max_body (16MiB), so that the largest body never fits; raise it "
@@ -123,7 +123,7 @@ MISTAKES = [
     ("models: []", "models: [] is not a list of at least one model"),
     (ONE_MODEL % ", kv_cache: ", "models[0].kv_cache: null is not a mapping with the keys memory, block_size"),
     ("- chat", "the file holds ['chat']; it wants a mapping with the keys node and models"),
-    # what does not go together
+    # keys that exclude each other
     (
         "models: [{name: chat, path: a}, {name: chat, path: b}]",
         "models[1].name: 'chat' is taken by models[0].name; give each its own",

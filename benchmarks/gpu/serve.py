@@ -341,7 +341,7 @@ def stream_from(
 
     pool = CudaPool([(group, CAPPED_BLOCKS)], device)
     transport = PeerTransport(pool, io_backend)
-    # What an IPC handle would map; host memory that is pinned has an address that the device can read, too.
+    # An IPC handle would map the peer's pool at such an address; the device can also read pinned host memory.
     transport.mappings.add(0, peer.data_ptr(), peer.numel())
     streams = LayerStream(transport, [group])
     first_token_s: list[float] = []

@@ -114,7 +114,7 @@ class LendingEngine:
         self.held: list[set[int]] = [set() for _ in self.setup.borrow]
         self.recalled: list[set[int]] = [set() for _ in self.setup.borrow]
         self.lent: list[set[int]] = [set() for _ in self.setup.lend]
-        # What steps in progress may still reach although the lender died, with the last of them: its bytes are gone.
+        # Extents of dead lenders that steps in progress may still reach, with the last such step: the bytes are gone.
         self.orphaned: list[dict[int, int]] = [{} for _ in self.setup.borrow]
 
     def _note(self, event: str) -> None:

@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.plans)
     @rule(broken=st.integers(0, 20))
     def commit(self, broken: int) -> None:
-        # What was sampled becomes a prefix of later prompts: the next turn of a conversation.
+        # Sampled tokens become a prefix of later prompts: the next turn of a conversation.
         self.history.extend(list(r.tokens) for r in self.engine.requests.values())
         ids = self.engine.plans[0].request_ids.tolist()
         self.engine.commit({ids[broken]: -1} if broken < len(ids) else None)

@@ -171,7 +171,7 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
         assert list(together) == [[[0], [1]]] * 2
         with pytest.raises(EngineError, match="does not answer"):
             one.all_gather(torch.zeros(1))
-        with pytest.raises(EngineError):  # who comes too late knows it at once
+        with pytest.raises(EngineError):  # a rank that comes too late notices at once
             two.all_gather(torch.zeros(1))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("msgspec")  # what reads config.json needs it
+pytest.importorskip("msgspec")  # needed to read config.json
 pytest.importorskip("transformers")
 
 from swiftkv.kernels.dispatch import reference_ops

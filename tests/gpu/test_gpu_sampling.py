@@ -16,7 +16,7 @@ from tests.support.sampling import Filters, kept_probabilities, slot_params, uni
 
 pytestmark = pytest.mark.gpu
 
-ROUNDING = 2e-5  # of a sum of float32 weights; what a token's share of [0, 1) may be off by
+ROUNDING = 2e-5  # the relative error of a sum of float32 weights, and so of a token's share of [0, 1)
 VOCABULARIES = [1000, 32_000, 151_936, 262_144]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("msgspec")  # what reads config.json needs it
+pytest.importorskip("msgspec")  # needed to read config.json
 pytest.importorskip("transformers")
 
 from swiftkv.engine.rank_group import RankGroup

@@ -51,7 +51,7 @@ def assert_kept(logits: Tensor, filters: Filters) -> None:
     Those tokens are the least likely kept one, and the one after the likeliest dropped one.
     """
     p = kept_probabilities(logits, filters)
-    kept = torch.nonzero(p > 1e-4).flatten()  # what the numbers below can hit
+    kept = torch.nonzero(p > 1e-4).flatten()  # tokens that the numbers below can hit
     likeliest_out = int(logits.masked_fill(p > 0, -math.inf).argmax())
     chosen = {int(token) for token in kept[p[kept].argsort()[:2]]}
     chosen.add(int(kept[torch.searchsorted(kept, likeliest_out).clamp(max=len(kept) - 1)]))

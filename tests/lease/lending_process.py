@@ -184,7 +184,7 @@ class Admin:
 
     def __init__(self, address: str) -> None:
         self.request_ids = count(1)
-        self.answers: dict[int, ToAdmin] = {}  # that came and were not asked for yet
+        self.answers: dict[int, ToAdmin] = {}  # received and not yet asked for
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -247,7 +247,7 @@ class LendingProcess(Admin):
             [sys.executable, "-m", "tests.lease.lending_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # so that what is there to be read is seen by select
+            bufsize=0,  # so that select sees all unread output
         )
         self.write(msgspec.json.encode(self.setup))
 

@@ -72,7 +72,7 @@ class LinkMachine(RuleBasedStateMachine):
             names = tuple(extents.tolist()), tuple(epochs.tolist())
             self.wire.append(Message(kind, sender.incarnation, sender.peer, *names))
 
-    # What the two do.
+    # The actions of both sides.
 
     @precondition(lambda self: self.lender.peer is not None and self.lender.pool)
     @rule(which=st.lists(ANY, min_size=1, max_size=4))
@@ -105,7 +105,7 @@ class LinkMachine(RuleBasedStateMachine):
         self.borrower.draining -= set(extents.tolist())
         self.send("return", self.borrower, extents, self.borrower.ledger.give_back(extents))
 
-    # What happens to messages.
+    # The fate of messages.
 
     @precondition(lambda self: self.wire)
     @rule(which=ANY, again=st.booleans())

@@ -101,7 +101,7 @@ def test_a_borrower_drops_what_means_nothing_and_goes_on_borrowing() -> None:
     ):
         me = Identity.of_this_process("w")
         outside = Path(node.directory.name).parent / "outside"
-        lender.welcome(me, outside)  # whose file it would take away in the end
+        lender.welcome(me, outside)  # the pool's file there would be removed in the end
         named = (me.incarnation, lender.hello.sender)
         lender.send(Welcome(*named, lender.hello.attempt, me.pid, me.start_ticks, []))
         store_path = Path(node.directory.name, "store")

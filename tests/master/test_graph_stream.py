@@ -97,7 +97,7 @@ class Place:
         for number, group in enumerate(GROUPS):
             block, width = group.block_bytes, group.layer_block_bytes
             peer_base = PEER_BLOCKS * GROUPS[0].block_bytes if number else 0
-            # Of two consecutive blocks each, for runs of one or two.
+            # Pairs of consecutive blocks, for runs of one or two.
             theirs = [(link, peer_base + 2 * pair * block) for link in LINKS for pair in range(PEER_BLOCKS // 2)]
             source.shuffle(theirs)
             ours = source.sample(range(0, NUM_BLOCKS // 2, 2), NUM_BLOCKS // 4)

@@ -93,7 +93,7 @@ def test_scaling_stretches_the_context(tmp_path: Path, scaling: dict[str, Any], 
     [
         (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
         (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 256}, 256),
-        (LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096),  # what transformers takes it to be
+        (LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096),  # as transformers reads it
         (QWEN2_5 | {"use_sliding_window": True}, 128),
         (QWEN2_5 | {"use_sliding_window": True, "max_window_layers": 3}, None),
         (QWEN2_5 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),

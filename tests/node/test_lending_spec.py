@@ -92,7 +92,7 @@ def test_a_link_is_over_the_whole_pool_and_the_budget_is_the_plans(tmp_path: Pat
         (link,) = next(peer.links for peer in spec.borrowers if peer.name == room.borrower.name)
         assert link.num_extents == lender_plan.num_blocks // link.meu_w
         assert link.num_extents * link.extent_bytes <= lender_plan.pool_bytes
-        # What an even part of the budget holds is what the plan promised.
+        # An even part of the budget holds as much as the plan promised.
         assert spec.budget_bytes // 2 // link.extent_bytes == pair.num_extents > 0
     assert (told["lender"].budget_bytes, told["later"].budget_bytes) == (lender_plan.pool_bytes * 3 // 4, 0)
     assert (told["lender"].window_s, told["lender"].policy) == (10.0, "longest")

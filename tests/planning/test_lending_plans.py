@@ -83,7 +83,7 @@ def test_qwen3_32b_borrows_from_8b_and_14b(tmp_path: Path) -> None:
     # K_master = 5,120 blocks x 64 layers = 327,680; (327,680 - 23,800) / 64 = 4,748.1
     assert room.split(0) == (23800, 4748)
     assert room.sequence_tokens == (23800 + 4748) * 16
-    assert room.longest_context == 40960  # what the model was made for
+    assert room.longest_context == 40960  # the length the model was made for
     # 303,880 layer blocks are left for RC, 8 over 4,748 blocks: 9 more for LSC cost one of them, 9 fewer none.
     assert room.sequence_tokens_after(w8, 1) == room.sequence_tokens + 8 * 16
     assert room.sequence_tokens_after(w8, -1) == room.sequence_tokens - 9 * 16

@@ -105,7 +105,7 @@ def test_a_budget_lowered_recalls_and_one_raised_lends(lending_gateway: Gateway)
     budgets = lending_gateway.budgets["code"]
     assert budgets == [16 << 20, 16 << 20, POOL_BYTES // 2, 0, POOL_BYTES]
     assert patch(lending_gateway, f"{REFUSED_BUDGET_BYTES}B").status_code == 400
-    assert budgets[-1] == POOL_BYTES  # what is refused is not what the engine is started with next time
+    assert budgets[-1] == POOL_BYTES  # a refused budget is not used at the next start
     assert not lending_gateway.budgets["chat"]
     with lending_gateway.admin() as http:
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}

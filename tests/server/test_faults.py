@@ -151,7 +151,7 @@ def test_the_last_word_of_a_dead_engine_is_not_taken_for_its_successors(slow_gat
     slow_gateway.call(lambda: client.engine_down("ended with code 1"))
     slow_gateway.call(lambda: client.engine_up(last_word))
     assert client.state == "restarting"
-    # Nor is it when the successor is on its way, even one that got the same process id.
+    # It stays so while the successor is on its way, even one that got the same process id.
     slow_gateway.call(lambda: client.expect(last_word.incarnation + 1))
     slow_gateway.call(lambda: client.engine_up(last_word))
     assert client.state == "restarting"

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swiftkv.engine.messages import Durations, EngineStats
 from swiftkv.server.metrics import GatewayMetrics
 
-# What the dashboards that come with vLLM ask for.
+# The metrics of the dashboards that come with vLLM.
 DASHBOARD = {
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",

@@ -208,7 +208,8 @@ LONG_TRAILER = b"a: " + b"y" * (MAX_TRAILER_BYTES + 1000)
 def test_trailers_have_an_end(head: bytes, rest: bytes, status: bytes) -> None:
     async def run() -> bytes:
         async with serving() as server:
-            return await server.exchange([head, *in_pieces(rest)], pause_s=0.01)  # else one read has head and trailers
+            # In pieces, or one read would have head and trailers.
+            return await server.exchange([head, *in_pieces(rest)], pause_s=0.01)
 
     answer = asyncio.run(run())
     assert answer.startswith(b"HTTP/1.1 " + status)

@@ -38,8 +38,8 @@ def layer_moves(draw: st.DrawFn, max_width_bytes: int = 1 << 10) -> LayerMoves:
     counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
     staged = [draw(st.booleans()) for _ in counts]
     total = sum(counts)
-    # What is staged lies before our whole blocks; both sides have gaps between runs, and the peer's blocks begin where
-    # they like.
+    # Staged layer blocks lie before our whole blocks; both sides have gaps between runs, and the peer's blocks begin
+    # anywhere.
     num_staged = sum(count for count, is_staged in zip(counts, staged, strict=True) if is_staged)
     stage, ours, theirs = 0, num_staged * width, 16 * draw(st.integers(0, 7))
     rows = []

@@ -114,5 +114,5 @@ def test_what_is_wanted_now_counts_too() -> None:
 def test_algorithm_1_scale_down(longest_tokens: int, moved: tuple[int, int]) -> None:
     policy = LongestRequestPolicy(WINDOW_S)
     policy.observe(0, demand(0, longest=math.ceil(longest_tokens / 16)))
-    extents = max(0, 100 - policy.keep_blocks(0)) // 8  # what a lender makes of it
+    extents = max(0, 100 - policy.keep_blocks(0)) // 8  # the extents that a lender would lend
     assert (8 * extents, 5 * extents) == moved
