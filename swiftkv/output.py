@@ -22,7 +22,7 @@ class DetachedStream(io.TextIOBase):
     """
 
     def __init__(self, fd: int, patience_s: float) -> None:
-        """`patience_s`: `flush` waits at most so long for what was written; 0 does not wait."""
+        """Write to `fd`. `flush` waits at most `patience_s` for the text to get out; with 0 it does not wait."""
         self._fd = fd
         self._patience_s = patience_s
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
@@ -51,12 +51,12 @@ class DetachedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Wait for the thread, within limits: not at all after a wait in vain, until something gets through again."""
+        """Wait up to `patience_s` for the text to get out; after a wait in vain, not at all until some does."""
         if self._patience_s and not self._has_stalled:
             self.drain(self._patience_s)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what was written before is out, or until it has taken too long."""
+        """Wait up to `timeout_s` until all text written so far is out."""
         written = threading.Event()
         self._queue.put(written)
         self._has_stalled = not written.wait(timeout_s)
@@ -86,7 +86,7 @@ class DetachedStream(io.TextIOBase):
 def detach_output(patience_s: float = 0.0) -> None:
     """Make `sys.stdout` and `sys.stderr` of this process streams that never block and never raise.
 
-    Call it before logging is set up. `patience_s` is as for `DetachedStream`; what is left at exit gets a second.
+    Call it before logging is set up. `patience_s` is as for `DetachedStream`; text that is left at exit gets a second.
     """
     streams = [DetachedStream(fd, patience_s) for fd in (1, 2)]
     sys.stdout, sys.stderr = streams

@@ -21,7 +21,7 @@ _STOPPED_STATES = frozenset("Tt")  # by a signal, by a debugger
 
 
 def how_it_ended(returncode: int) -> str:
-    """Return how a process ended, as the rest of a sentence, from what `Popen.returncode` says."""
+    """Say how a process ended, as the rest of a sentence, from its `Popen.returncode`."""
     return f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
 
 

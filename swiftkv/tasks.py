@@ -23,7 +23,7 @@ class Tasks:
 
     @property
     def failure(self) -> asyncio.Future[None]:
-        """Done when a task has failed, with what it raised."""
+        """A future that is done when a task has failed, with the exception it raised."""
         return self._failure
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -33,7 +33,7 @@ class Tasks:
         return task
 
     async def close(self) -> None:
-        """Cancel those that still run."""
+        """Cancel the tasks that still run."""
         running = list(self._running)
         self._running.clear()
         for task in running:

@@ -1,4 +1,4 @@
-"""Judges from outside whether an engine process goes on: by the page it shares, its process, and its coordinator."""
+"""Judge from outside whether an engine process goes on: by the page it shares, its process, and its coordinator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Clock:
         self._last_s = time.monotonic()
 
     async def tick(self) -> _Interval:
-        """Wait for the rest of the interval, however long what was done since the last call took."""
+        """Wait for the rest of the interval since the last call."""
         await asyncio.sleep(max(0.0, self._last_s + self._interval_s - time.monotonic()))
         now_s = time.monotonic()
         elapsed_s, self._last_s = now_s - self._last_s, now_s
@@ -77,11 +77,11 @@ class EngineWatch:
 
     @property
     def is_unresponsive(self) -> bool:
-        """Whether others may be waiting for it in vain."""
+        """Whether other engines may be waiting for it in vain."""
         return self._idle_s >= 2 * _INTERVAL_S or self._unanswered_s > 0
 
     async def until_hung(self, waits_for_others: Callable[[], bool]) -> str:
-        """Look every second or so; when the step loop is hung, return that. It is not while it may wait for others."""
+        """Look every second or so, and return a reason once the step loop is hung. Waits for others do not count."""
         clock = _Clock(_INTERVAL_S if self._watchdog_s is None else min(_INTERVAL_S, self._watchdog_s / 8))
         while True:
             interval = await clock.tick()
@@ -98,7 +98,7 @@ class EngineWatch:
                 return f"made no progress for {self._hung_s:.0f} s and was ended"
 
     async def until_silent(self) -> str:
-        """Ask the coordinator every now and then; return how long it has not answered when that is too long."""
+        """Ask the coordinator now and then, and return a reason once it has been silent for too long."""
         assert self._coordinator is not None
         watchdog_s = self._watchdog_s
         interval_s = _PING_INTERVAL_S if watchdog_s is None else min(_PING_INTERVAL_S, watchdog_s / 4)
@@ -118,7 +118,7 @@ class EngineWatch:
                 self._owes_extents = any(link.counts.get("recalled") for link in state.borrows)
 
     def _count(self, sample: ProgressSample, interval: _Interval, waits_for_others: Callable[[], bool]) -> None:
-        """Add up the time without progress, and that of it for which the engine is to blame."""
+        """Add up the time without progress, and the part of it for which the engine is to blame."""
         if sample.ticks != self._ticks:
             self._ticks, self._progress_s = sample.ticks, interval.now_s
             self._idle_s = self._hung_s = 0.0
@@ -130,7 +130,7 @@ class EngineWatch:
             self._hung_s += interval.elapsed_s
 
     def _judge(self, sample: ProgressSample, is_stopped: bool, may_compute: bool) -> tuple[EngineState, str | None]:
-        """Return the state to show, and why. `may_compute`: the process uses a processor, and has not for too long."""
+        """Return the state to show, and the reason. `may_compute`: the process computes, and not for too long."""
         if is_stopped:
             return EngineState.STOPPED, "is stopped by a signal or a debugger"
         makes_no_progress = self._idle_s >= self._noticeable_s

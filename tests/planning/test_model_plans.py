@@ -104,8 +104,8 @@ def test_sizes_by_hand(tmp_path: Path) -> None:
     assert (planned.num_blocks, planned.block_bytes) == (10, TINY_BLOCK_BYTES)
     assert (planned.pool_bytes, planned.pool_tokens) == (10 * TINY_BLOCK_BYTES, 160)
     assert planned.weight_bytes == 2 * (2 * 1000 * 64 + 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128))
-    assert planned.max_model_len == planned.longest_context == 160  # the pool
-    assert plan(tmp_path, "path: tiny, kv_cache: {memory: 64MiB}").max_model_len == 512  # the model
+    assert planned.max_model_len == planned.longest_context == 160  # limited by the pool
+    assert plan(tmp_path, "path: tiny, kv_cache: {memory: 64MiB}").max_model_len == 512  # limited by the model
     assert plan(tmp_path, "path: tiny, max_model_len: 100").max_model_len == 100
 
 
