@@ -11,6 +11,8 @@ from swiftkv.server.log_limit import LogLimit
 
 SPARE_CONNECTIONS = 64
 """Connections beyond the limit that are kept for monitoring, one short request each."""
+FREE_BODY_BYTES = 32 << 10
+"""A body up to this size does not count: a place for it comes with its connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +45,40 @@ class Admission(Enum):
 
 
 class BodyBudget:
-    """The bytes that one request's body takes of the node's budget."""
+    """The bytes that one request's body takes of the node's budget.
 
-    __slots__ = ("_limits", "_num_bytes")
+    Large bodies may not shut out small ones: a body leaves as much room as it is long (at most an eighth of the
+    budget), and one of up to `FREE_BODY_BYTES` needs none, for connections are limited too.
+    """
 
-    def __init__(self, limits: NodeLimits) -> None:
+    __slots__ = ("_counted_bytes", "_declared_bytes", "_limits", "_received_bytes", "_uncounted_bytes")
+
+    def __init__(self, limits: NodeLimits, declared_bytes: int) -> None:
         self._limits = limits
-        self._num_bytes = 0
+        self._declared_bytes = declared_bytes
+        self._received_bytes = self._counted_bytes = self._uncounted_bytes = 0
 
     def take(self, num_bytes: int) -> bool:
         """Take so many more, or return `False` if the node has no room for them."""
-        if self._limits.body_bytes + num_bytes > self._limits.max_bodies:
+        self._received_bytes += num_bytes
+        self._uncounted_bytes += num_bytes
+        size_bytes = max(self._declared_bytes, self._received_bytes)
+        if size_bytes <= FREE_BODY_BYTES:
+            return True
+        limits = self._limits
+        others_bytes = limits.body_bytes - self._counted_bytes
+        room_bytes = limits.max_bodies - limits.body_bytes - self._uncounted_bytes
+        if room_bytes < (min(size_bytes, limits.max_bodies // 8) if others_bytes else 0):
             return False
-        self._limits.body_bytes += num_bytes
-        self._num_bytes += num_bytes
+        limits.body_bytes += self._uncounted_bytes
+        self._counted_bytes += self._uncounted_bytes
+        self._uncounted_bytes = 0
         return True
 
     def release(self) -> None:
         """Give everything back. May be called more than once."""
-        self._limits.body_bytes -= self._num_bytes
-        self._num_bytes = 0
+        self._limits.body_bytes -= self._counted_bytes
+        self._counted_bytes = 0
 
 
 @dataclass(slots=True)
@@ -71,7 +87,7 @@ class NodeLimits:
 
     max_connections: int = 4096
     max_bodies: int = 128 << 20
-    """Bytes of all request bodies together, from their arrival until their answers begin."""
+    """Bytes of all larger request bodies together, from their arrival until their answers begin."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     log: LogLimit = field(default_factory=LogLimit)
     num_connections: int = 0
@@ -90,9 +106,9 @@ class NodeLimits:
         self.num_connections -= 1
 
     @contextmanager
-    def body(self) -> Iterator[BodyBudget]:
-        """The part of one request, which is given back at the end at the latest."""
-        budget = BodyBudget(self)
+    def body(self, declared_bytes: int) -> Iterator[BodyBudget]:
+        """Yield the part of a request whose Content-Length is `declared_bytes` (0: unknown), and give it back."""
+        budget = BodyBudget(self, declared_bytes)
         try:
             yield budget
         finally:

@@ -125,7 +125,8 @@ class BodyLimitMiddleware:
             return
         message = f"the body is larger than {self.max_bytes} bytes"
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length) > self.max_bytes:
+        declared_bytes = int(length) if length.isascii() and length.isdigit() else 0
+        if declared_bytes > self.max_bytes:
             await ApiError(413, message, code="body_too_large").response()(scope, receive, send)
             return
         received_bytes = 0
@@ -146,5 +147,5 @@ class BodyLimitMiddleware:
             budget.release()
             await send(event)
 
-        with self._limits.body() as budget:
+        with self._limits.body(declared_bytes) as budget:
             await self.app(scope, limited_receive, releasing_send)
