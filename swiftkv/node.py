@@ -28,7 +28,7 @@ from swiftkv.latency import prefer_latency
 from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.planning.models import ModelPlan
 from swiftkv.planning.transports import lending_transports
-from swiftkv.processes import allow_open_files
+from swiftkv.processes import allow_open_files, share_one_heap
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
@@ -52,6 +52,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     Raises `ConfigError`, with nothing started, for a port that is taken, a key that is not set or a device that is not
     there; `EngineError` if a model does not come up.
     """
+    share_one_heap()
     open_standard_descriptors()
     config.node.check_access()
     check_devices(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -11,6 +12,27 @@ import time
 import pytest
 
 from swiftkv.processes import how_it_ended, read_vitals
+
+_COUNT_HEAPS = """
+import ctypes, sys, threading
+from swiftkv.processes import share_one_heap
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+if sys.argv[1] == "shared":
+    share_one_heap()
+all_there = threading.Barrier(4)
+def allocate():
+    libc.malloc(50_000)
+    all_there.wait()
+threads = [threading.Thread(target=allocate) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
+"""
 
 DEADLINE_S = 60.0
 
@@ -46,3 +68,10 @@ def test_a_stopped_process_is_told_from_one_that_computes() -> None:
         process.kill()
         process.wait()
     assert read_vitals(process.pid) is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")
+@pytest.mark.parametrize(("how", "is_one"), [("shared", True), ("as it is", False)])
+def test_threads_share_one_heap(how: str, is_one: bool) -> None:
+    ran = subprocess.run([sys.executable, "-c", _COUNT_HEAPS, how], capture_output=True, text=True, check=True)
+    assert (ran.stdout.count("<heap nr=") == 1) is is_one
