@@ -113,6 +113,7 @@ class Node:
         self._limits = limits
         self._sockets = sockets
         self._metrics = GatewayMetrics()
+        self._metrics.watch(limits)
         self._clients: list[EngineClient] = []
         environment = engine_environment(config)
         self._transports = lending_transports(config, plans)

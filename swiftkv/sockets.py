@@ -51,7 +51,25 @@ def ipc_directory() -> Iterator[Path]:
     """Make a directory of mode 0700 for this node's sockets, and remove it when the node ends.
 
     It is locked while in use; directories of nodes that were killed are not, and are removed here.
+
+    Raises `ConfigError` if there is no room for one, or no right to make it.
     """
+    try:
+        directory, lock = _make_ipc_directory()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"TMPDIR: cannot make a directory for the node's sockets: {reason}; make room, or set it to another place"
+        ) from None
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _make_ipc_directory() -> tuple[Path, int]:
+    """Return a new directory and the descriptor that holds its lock."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _LONGEST_TMPDIR:
         parent = Path("/tmp")
@@ -59,9 +77,4 @@ def ipc_directory() -> Iterator[Path]:
         remove_if_unlocked(stale)
     unlocked = Path(tempfile.mkdtemp(prefix=_IPC_PREFIX, dir=parent))
     lock = hold_lock(unlocked)
-    directory = unlocked.rename(unlocked.with_suffix(".ipc"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+    return unlocked.rename(unlocked.with_suffix(".ipc")), lock

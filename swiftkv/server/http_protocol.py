@@ -188,6 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._field_bytes = self._raw_bytes = self._window_bytes = 0
         is_spare = self._admission is Admission.SPARE
         if is_spare and self.url.partition(b"?")[0] not in MONITORING_PATHS:
+            self._limits.num_refused_connections += 1
             self._refuse(_NO_CONNECTION_LEFT)
             self._stop()
         super().on_headers_complete()

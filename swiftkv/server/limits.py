@@ -69,6 +69,7 @@ class BodyBudget:
         others_bytes = limits.body_bytes - self._counted_bytes
         room_bytes = limits.max_bodies - limits.body_bytes - self._uncounted_bytes
         if room_bytes < (min(size_bytes, limits.max_bodies // 8) if others_bytes else 0):
+            limits.num_refused_bodies += 1
             return False
         limits.body_bytes += self._uncounted_bytes
         self._counted_bytes += self._uncounted_bytes
@@ -91,11 +92,14 @@ class NodeLimits:
     deadlines: Deadlines = field(default_factory=Deadlines)
     log: LogLimit = field(default_factory=LogLimit)
     num_connections: int = 0
+    num_refused_connections: int = 0
     body_bytes: int = 0
+    num_refused_bodies: int = 0
 
     def admit(self) -> Admission:
         """Count a new connection, unless there is no place for it."""
         if self.num_connections >= self.max_connections + SPARE_CONNECTIONS:
+            self.num_refused_connections += 1
             return Admission.NONE
         self.num_connections += 1
         return Admission.REGULAR if self.num_connections <= self.max_connections else Admission.SPARE

@@ -8,12 +8,13 @@ from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
+from swiftkv.server.limits import NodeLimits
 from swiftkv.server.responses import EngineView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -99,6 +100,10 @@ class GatewayMetrics:
         self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Tokens generated", _TOKENS)
         self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens asked for", _TOKENS)
         self.request_n = self._histogram("vllm:request_params_n", "n asked for", (1, 2, 5, 10, 20, 50, 100))
+
+    def watch(self, limits: NodeLimits) -> None:
+        """Tell also how much of these limits is in use."""
+        self.registry.register(_Limits(limits))
 
     def for_model(self, name: str) -> ModelMetrics:
         return ModelMetrics(self, name)
@@ -273,6 +278,24 @@ class _EngineStates(Collector):
         return states, ages
 
 
+class _Limits(Collector):
+    """The use of the node's limits at the moment of a scrape: no model has a part of its own in it."""
+
+    def __init__(self, limits: NodeLimits) -> None:
+        self._limits = limits
+
+    def collect(self) -> Iterable[Metric]:
+        limits = self._limits
+        yield GaugeMetricFamily("swiftkv:http_connections", "Connections of clients", limits.num_connections)
+        yield GaugeMetricFamily("swiftkv:http_body_bytes", "Bytes of bodies that take room", limits.body_bytes)
+        refused = CounterMetricFamily(
+            "swiftkv:http_refused", "Connections and bodies that the node had no room for", labels=("limit",)
+        )
+        refused.add_metric(("max_connections",), limits.num_refused_connections)
+        refused.add_metric(("max_bodies",), limits.num_refused_bodies)
+        yield refused
+
+
 class _OneModel(Collector):
     """The metrics of one model in a registry."""
 
@@ -282,5 +305,5 @@ class _OneModel(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for metric in self._registry.collect():
-            metric.samples = [sample for sample in metric.samples if sample.labels["model_name"] == self._model]
+            metric.samples = [sample for sample in metric.samples if sample.labels.get("model_name") == self._model]
             yield metric

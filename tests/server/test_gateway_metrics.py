@@ -5,6 +5,7 @@ from echo_gateway import Gateway
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv.engine.messages import Durations, EngineStats
+from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 
 # The metrics of the dashboards that come with vLLM.
@@ -141,3 +142,22 @@ def test_where_kv_lies_and_what_streaming_it_takes() -> None:
 def test_status(gateway: Gateway, path: str) -> None:
     with gateway.http() as http:
         assert http.get(path).status_code == 200
+
+
+def test_limits_are_the_nodes_and_no_models() -> None:
+    limits = NodeLimits(max_connections=1, max_bodies=1 << 20)
+    metrics = GatewayMetrics()
+    metrics.watch(limits)
+    metrics.for_model("m").engine_came_up()
+    for _ in range(1 + SPARE_CONNECTIONS + 2):
+        limits.admit()
+    with limits.body(0) as budget:
+        assert budget.take(1 << 20)
+        with limits.body(0) as other:
+            assert not other.take(1 << 20)
+        value = metrics.registry.get_sample_value
+        assert value("swiftkv:http_connections") == 1 + SPARE_CONNECTIONS
+        assert value("swiftkv:http_refused_total", {"limit": "max_connections"}) == 2
+        assert value("swiftkv:http_body_bytes") == 1 << 20
+        assert value("swiftkv:http_refused_total", {"limit": "max_bodies"}) == 1
+    assert b"\nswiftkv:http_connections" not in metrics.render("m")
