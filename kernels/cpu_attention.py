@@ -116,26 +116,6 @@ def attention(
     return out
 
 
-def read_kv(
-    pool: torch.Tensor, spec: AttentionSpec, entry: int, layer: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of one block at one layer, `[block_size, num_kv_heads, head_dim]` each, copied.
-
-    For tests and debugging.
-    """
-    index = ~entry if entry < 0 else entry + layer
-    nbytes = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    k, v = pool[index * nbytes : (index + 1) * nbytes].view(dtype).view(2, -1)
-    heads, dims, tokens = spec.num_kv_heads, spec.head_dim, spec.block_size
-    if dtype == torch.bfloat16:
-        k = k.view(heads, dims // 2, tokens, 2).permute(2, 0, 1, 3)
-        v = v.view(heads, tokens // 2, dims, 2).permute(1, 3, 0, 2)
-    else:
-        k = k.view(heads, dims, tokens).permute(2, 0, 1)
-        v = v.view(heads, tokens, dims).permute(1, 0, 2)
-    return k.reshape(tokens, heads, dims).clone(), v.reshape(tokens, heads, dims).clone()
-
-
 @cache
 def _native_spec(spec: AttentionSpec, dtype: torch.dtype) -> _cpu.AttentionSpec:
     if spec.soft_cap:

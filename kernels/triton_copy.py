@@ -88,14 +88,14 @@ def move_blocks(
 
     pool uint8, flat: the whole of our own pool. packed: int64, lists of `pack_lists` on pool's device. `most_blocks`
     are as many as the list may have, for the grid: it may have more, which takes longer. The blocks of one call must
-    not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, spread over as many
-    multiprocessors), so that compute goes on beside them; 0: as many as the device holds at once.
+    not overlap. `max_programs`, for measurements and tests, bounds the programs that share the work (each up to 16
+    warps); 0: as many as the device holds at once.
     """
     if not most_blocks:
         return
     tile_bytes = _tile_bytes(width_bytes)
     num_warps = max(1, tile_bytes // (32 * _BYTES_PER_THREAD))
-    programs = max_programs or _multiprocessors(pool.device) * (_WARPS_PER_SM // num_warps)
+    programs = max_programs or _programs_at_once(pool.device, num_warps)
     _move[(min(programs, most_blocks * triton.cdiv(width_bytes, tile_bytes)),)](
         pool.view(torch.int32),
         packed,
@@ -112,30 +112,6 @@ def move_blocks(
     )
 
 
-def move_blocks_reference(
-    pool: Tensor,
-    peers: Mapping[int, Tensor],
-    runs: Int64Array,
-    width_bytes: int,
-    block_bytes: int,
-    layer: int,
-    to_peer: bool,
-) -> None:
-    """What `move_blocks` does, run by run in plain torch: `peers[link]` is that peer's pool, uint8 and flat."""
-    for link, peer_offset, local_offset, count, staged in runs.tolist():
-        theirs = _strided(peers[link], peer_offset + layer * width_bytes, count, block_bytes, width_bytes)
-        local_pitch = width_bytes if staged else block_bytes
-        ours = _strided(pool, local_offset + (0 if staged else layer * width_bytes), count, local_pitch, width_bytes)
-        if to_peer:
-            theirs.copy_(ours)
-        else:
-            ours.copy_(theirs)
-
-
-def _strided(memory: Tensor, offset: int, count: int, pitch: int, width: int) -> Tensor:
-    return memory[offset : offset + (count - 1) * pitch + width].as_strided((count, width), (pitch, 1))
-
-
 def _tile_bytes(width_bytes: int) -> int:
     """The largest power of two that divides `width_bytes`, where it is large enough to keep a program busy."""
     divisor = width_bytes & -width_bytes
@@ -145,9 +121,11 @@ def _tile_bytes(width_bytes: int) -> int:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    """1 without a GPU: programs of the interpreter run one after the other."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+def _programs_at_once(device: torch.device, num_warps: int) -> int:
+    """The programs of `num_warps` warps that the device holds; two in the interpreter, which runs one after another."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * (_WARPS_PER_SM // num_warps)
 
 
 @triton.jit(do_not_specialize=["index", "layer"])  # type: ignore[untyped-decorator]

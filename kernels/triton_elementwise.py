@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import INT32_MIN, key_offset, layer_block_index, layer_block_offset
+from swiftkv.kernels.triton_layout import NO_BLOCK_JIT, key_offset, layer_block_index, layer_block_offset
 
 _HEADS_TILE = 2048  # elements of q, k and v that one program turns and writes
 _SILU_TILE = 1024
@@ -35,17 +35,14 @@ class TokenBlocks(Protocol):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x `[..., K]` / sqrt(mean(x^2) + eps), rounded to the dtype, times weight `[K]`, rounded again."""
+    width = x.shape[-1]
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert weight.shape == (width,)
     out = torch.empty_like(x)
-    _launch_rms_norm(x, None, weight, eps, out)
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual `[..., K]` += x in place, rounded; then `rms_norm(residual, weight, eps)`."""
-    assert residual.shape == x.shape
-    assert residual.is_contiguous()
-    out = torch.empty_like(x)
-    _launch_rms_norm(x, residual, weight, eps, out)
+    if x.numel():
+        tile = triton.next_power_of_2(width)
+        _rms_norm[(x.numel() // width,)](x, weight, out, width, eps, TILE=tile, num_warps=_num_warps(tile))
     return out
 
 
@@ -58,12 +55,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         tile = min(_SILU_TILE, triton.next_power_of_2(width))
         _silu_and_mul[(num_rows, triton.cdiv(width, tile))](gate_up, out, width, TILE=tile, num_warps=_num_warps(tile))
     return out
-
-
-def rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-    """Turn x `[T, heads, head_dim]` in place, as `rope_write_kv` turns q: cos_sin float32 `[max_len, rotary_dim]`."""
-    _, num_heads, head_dim = x.shape
-    _launch_rope(x, cos_sin, None, None, 0.0, (num_heads, 0, head_dim, 1), positions, None, None, 0)
 
 
 def rope_write_kv(
@@ -85,62 +76,35 @@ def rope_write_kv(
     pool uint8, flat, from the group's first byte on. Rounds to the dtype where transformers does: cosines and sines,
     each product, their sum. Nothing is written for a token whose entry is `NO_BLOCK`.
     """
-    shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
-    layer_bytes = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * qkv.element_size()
-    kv = pool[: pool.numel() // layer_bytes * layer_bytes].view(qkv.dtype)
-    _launch_rope(qkv, cos_sin, q_norm, k_norm, eps, shape, batch.positions, batch.token_entries, kv, layer)
-
-
-def _launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
-    width = x.shape[-1]
-    assert weight.shape == (width,)
-    if x.numel():
-        tile = triton.next_power_of_2(width)
-        _rms_norm[(x.numel() // width,)](x, residual, weight, out, width, eps, TILE=tile, num_warps=_num_warps(tile))
-
-
-def _launch_rope(
-    x: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    shape: tuple[int, int, int, int],  # num_heads, num_kv_heads, head_dim, block_size
-    positions: Tensor,
-    entries: Tensor | None,
-    kv: Tensor | None,
-    layer: int,
-) -> None:
-    num_heads, num_kv_heads, head_dim, block_size = shape
-    rotary_dim = cos_sin.shape[1]
-    assert x.is_contiguous()
+    head_dim, rotary_dim = spec.head_dim, cos_sin.shape[1]
+    assert qkv.is_contiguous()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
     assert rotary_dim <= head_dim
     assert rotary_dim % 2 == 0
     assert (q_norm is None) == (k_norm is None), "a norm for both or for neither"
-    num_tokens, all_heads = x.shape[0], num_heads + 2 * num_kv_heads
+    num_tokens, all_heads = qkv.shape[0], spec.num_heads + 2 * spec.num_kv_heads
     if not num_tokens:
         return
+    layer_bytes = 2 * spec.num_kv_heads * spec.block_size * head_dim * qkv.element_size()
+    kv = pool[: pool.numel() // layer_bytes * layer_bytes].view(qkv.dtype)
     heads = min(triton.next_power_of_2(all_heads), max(1, _HEADS_TILE // triton.next_power_of_2(head_dim)))
     rest = head_dim - rotary_dim
     _rope_write_kv[(num_tokens, triton.cdiv(all_heads, heads))](
-        x,
+        qkv,
         cos_sin,
         q_norm,
         k_norm,
-        positions,
-        entries,
+        batch.positions,
+        batch.token_entries,
         kv,
         layer,
         eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_HEADS=spec.num_heads,
+        NUM_KV_HEADS=spec.num_kv_heads,
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=spec.block_size,
         HEADS=heads,
         HALF_TILE=triton.next_power_of_2(rotary_dim // 2),
         REST_TILE=triton.next_power_of_2(rest) if rest else 0,
@@ -155,7 +119,6 @@ def _num_warps(tile: int) -> int:
 @triton.jit
 def _rms_norm(
     x: tl.tensor,  # [rows, width]
-    residual: tl.tensor,  # [rows, width] or None
     weight: tl.tensor,  # [width]
     out: tl.tensor,  # [rows, width]
     width: tl.tensor,
@@ -167,11 +130,6 @@ def _rms_norm(
     mask = offsets < width
     dtype = out.dtype.element_ty
     wide = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
-    if residual is not None:
-        wide += tl.load(residual + start + offsets, mask=mask, other=0.0).to(tl.float32)
-        summed = wide.to(dtype)
-        tl.store(residual + start + offsets, summed, mask=mask)
-        wide = summed.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)).to(dtype).to(tl.float32)
     scale = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + start + offsets, (normed * scale).to(dtype), mask=mask)
@@ -218,8 +176,8 @@ def _rope_write_kv(
     q_norm: tl.tensor,  # [HEAD_DIM] or None, as k_norm
     k_norm: tl.tensor,
     positions: tl.tensor,  # [T]
-    entries: tl.tensor,  # [T], or None if there is no kv to write
-    kv: tl.tensor,  # [layer blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM] or None
+    entries: tl.tensor,  # [T]
+    kv: tl.tensor,  # [layer blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     layer: tl.tensor,
     eps: tl.tensor,
     NUM_HEADS: tl.constexpr,
@@ -267,14 +225,13 @@ def _rope_write_kv(
     tl.store(x + source + HALF + half, second, mask=is_query & half_mask)
     if REST_TILE:
         tl.store(x + source + rest_dims, rest, mask=is_query & rest_mask)
-    if kv is not None:
-        entry = tl.load(entries + token)
-        if entry != INT32_MIN:
-            block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            # Values follow keys as if they were further heads.
-            target = kv + block + key_offset(head - NUM_HEADS, position % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
-            is_new = exists & (head >= NUM_HEADS)
-            tl.store(target + half, first, mask=is_new & half_mask)
-            tl.store(target + HALF + half, second, mask=is_new & half_mask)
-            if REST_TILE:
-                tl.store(target + rest_dims, rest, mask=is_new & rest_mask)
+    entry = tl.load(entries + token)
+    if entry != NO_BLOCK_JIT:
+        block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        # Values follow keys as if they were further heads.
+        target = kv + block + key_offset(head - NUM_HEADS, position % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
+        is_new = exists & (head >= NUM_HEADS)
+        tl.store(target + half, first, mask=is_new & half_mask)
+        tl.store(target + HALF + half, second, mask=is_new & half_mask)
+        if REST_TILE:
+            tl.store(target + rest_dims, rest, mask=is_new & rest_mask)

@@ -14,19 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swiftkv._core import NO_BLOCK
 from swiftkv.kernels.attention_spec import AttentionSpec
 
-NO_BLOCK = -(2**31)
-"""Stands in a block table where no block is: no token that may be read or written belongs there."""
-
-INT32_MIN = tl.constexpr(NO_BLOCK)
+NO_BLOCK_JIT = tl.constexpr(NO_BLOCK)
 
 
 @triton.jit
 def layer_block_index(entry: tl.tensor, layer: tl.tensor) -> tl.tensor:
     """The layer block, int64, that a table entry names at `layer`: `entry + layer`, or `~entry` if it is negative.
 
-    Follow it only where `entry != INT32_MIN`.
+    Follow it only where `entry != NO_BLOCK_JIT`.
     """
     return tl.where(entry < 0, ~entry, entry + layer).to(tl.int64)
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from swiftkv._core import NO_BLOCK
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import NO_BLOCK
 
 _Int32Array = npt.NDArray[np.int32]
 

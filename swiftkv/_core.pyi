@@ -11,7 +11,7 @@ UInt8Array = npt.NDArray[np.uint8]
 Int64Array = npt.NDArray[np.int64]
 
 NO_BLOCK: Final[int]
-"""Block-table entry of a block that the sliding window has left behind; kernels never follow it."""
+"""The block-table entry where there is no block, as the sliding window leaves them behind; kernels never follow it."""
 
 def blake3(data: bytes) -> bytes:
     """BLAKE3 of `data`: 32 bytes."""

@@ -100,7 +100,6 @@ def kernels(num_tokens: int) -> list[tuple[str, Callable[[int], object], int]]:
 
     weight = torch.randn(HIDDEN, device="cuda").bfloat16()
     x, norm_bytes = tensors(HIDDEN, 2)
-    residual, add_norm_bytes = tensors(HIDDEN, 4)
     gate_up, silu_bytes = tensors(2 * INTERMEDIATE, 1)
     silu_bytes += silu_bytes // 2
     qkv, qkv_bytes = tensors((SPEC.num_heads + 2 * SPEC.num_kv_heads) * SPEC.head_dim, 2)
@@ -113,11 +112,6 @@ def kernels(num_tokens: int) -> list[tuple[str, Callable[[int], object], int]]:
     where = Block(positions, torch.randperm(num_blocks, device="cuda").int()[positions.long() // SPEC.block_size])
     return [
         ("rms_norm", lambda i: elementwise.rms_norm(x[i % len(x)], weight, EPS), norm_bytes),
-        (
-            "add_rms_norm",
-            lambda i: elementwise.add_rms_norm(x[i % len(x)], residual[i % len(residual)], weight, EPS),
-            add_norm_bytes,
-        ),
         ("silu_and_mul", lambda i: elementwise.silu_and_mul(gate_up[i % len(gate_up)]), silu_bytes),
         (
             "rope_write_kv",

@@ -63,13 +63,11 @@ class PeerTransport:
     coordinator, which sees the process end, has the scheduler drop them.
     """
 
-    def __init__(self, pool: DevicePool, io_backend: IoBackend = "kernel", max_programs: int = 0) -> None:
-        """`max_programs` bounds the share of the device that copy kernels take (`kernels.triton_copy`); 0: no bound."""
+    def __init__(self, pool: DevicePool, io_backend: IoBackend = "kernel") -> None:
         self.mappings = Mappings(pool.tensor)
         self.io_backend = io_backend
         self._pool = pool
         self._device = pool.tensor.device
-        self.max_programs = max_programs
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._lists: OrderedDict[int, tuple[Runs, torch.Tensor]] = OrderedDict()  # by id of the runs, kept alive here
         self._jobs: OrderedDict[Ticket, _Job] = OrderedDict()
@@ -183,9 +181,7 @@ class PeerTransport:
         if self.io_backend == "kernel":
             packed = self._packed(runs)
             num_blocks = int(runs.runs[:, 3].sum())
-            move_blocks(
-                self._pool.tensor, packed, 0, num_blocks, runs.width_bytes, layer, is_to_peer, self.max_programs
-            )
+            move_blocks(self._pool.tensor, packed, 0, num_blocks, runs.width_bytes, layer, is_to_peer)
         else:
             self.mappings.check(runs)
             self._copy_runs(runs, layer, is_to_peer)

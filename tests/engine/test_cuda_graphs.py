@@ -167,7 +167,7 @@ def test_steps_that_stream_are_the_eager_ones(tmp_path: Path) -> None:
     graphs = DecodeGraphs(model, CPU, num_entries=24)
     graphs.capture([3], UNLIMITED)
     for num_buffers, size, room_blocks in ((1, 3, 20), (2, 2, 30)):
-        stream = GraphStream(graphed.layer_stream, graphed.mappings, num_buffers, room_blocks, max_programs=2)
+        stream = GraphStream(graphed.layer_stream, graphed.mappings, num_buffers, room_blocks)
         graphs.capture([size], UNLIMITED, stream)
     assert [graphs.sizes(num_buffers) for num_buffers in range(3)] == [[3], [3], [2]]
     asked = [(1, [70, 20, 33]), (2, [40, 50]), (0, [30]), (2, [17]), (1, [5])]

@@ -8,6 +8,7 @@ import torch
 
 from swiftkv.kernels import triton_copy
 from swiftkv.kernels.host_copies import upload
+from tests.support.runs import move_blocks_reference
 
 LINKS = (0, 3)
 
@@ -46,7 +47,7 @@ def test_as_the_reference(width: int, max_programs: int, to_peer: bool) -> None:
     blocks = triton_copy.flatten_runs(runs, width, block, distances)
     packed = upload(triton_copy.pack_lists([blocks]), pool.device)
     for layer in range(num_layers):
-        triton_copy.move_blocks_reference(expected_pool, expected_peers, runs, width, block, layer, to_peer)
+        move_blocks_reference(expected_pool, expected_peers, runs, width, block, layer, to_peer)
         triton_copy.move_blocks(pool, packed, 0, len(blocks), width, layer, to_peer, max_programs)
     assert torch.equal(pool, expected_pool)
     for link, peer in peers.items():

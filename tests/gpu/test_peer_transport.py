@@ -21,10 +21,10 @@ from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
 from swiftkv.errors import TransferError
-from swiftkv.kernels.triton_copy import move_blocks_reference
 from swiftkv.transport.base import COPY_TIMING, PeerHandle, Runs
 from swiftkv.transport.peer import IoBackend, PeerTransport
 from swiftkv.transport.rendezvous import find_pool
+from tests.support.runs import move_blocks_reference
 
 GROUP = KVGroup((0, 1, 2), 2, 64, "bfloat16", 16)
 NUM_BLOCKS = 64

@@ -57,6 +57,23 @@ def make_spec(
     return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window)
 
 
+def read_kv(
+    pool: torch.Tensor, spec: AttentionSpec, entry: int, layer: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of one block at one layer, `[block_size, num_kv_heads, head_dim]` each, copied."""
+    index = ~entry if entry < 0 else entry + layer
+    nbytes = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    k, v = pool[index * nbytes : (index + 1) * nbytes].view(dtype).view(2, -1)
+    heads, dims, tokens = spec.num_kv_heads, spec.head_dim, spec.block_size
+    if dtype == torch.bfloat16:
+        k = k.view(heads, dims // 2, tokens, 2).permute(2, 0, 1, 3)
+        v = v.view(heads, tokens // 2, dims, 2).permute(1, 3, 0, 2)
+    else:
+        k = k.view(heads, dims, tokens).permute(2, 0, 1)
+        v = v.view(heads, tokens, dims).permute(1, 0, 2)
+    return k.reshape(tokens, heads, dims).clone(), v.reshape(tokens, heads, dims).clone()
+
+
 def make_sequence(spec: AttentionSpec, context_len: int, num_cached: int, dtype: torch.dtype) -> Sequence:
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     return Sequence((torch.randn(context_len, width) * 1.5).to(dtype), num_cached)
@@ -248,7 +265,7 @@ def test_writes_rotated_keys_and_values_and_nothing_else(dtype: torch.dtype, blo
     node.step([sequence.cut(21, 0)], [table], layer)
     node.step([sequence], [table], layer)
 
-    blocks = [cpu_attention.read_kv(node.pool, spec, entry, layer, dtype) for entry in table]
+    blocks = [read_kv(node.pool, spec, entry, layer, dtype) for entry in table]
     keys, values = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     _, k, v = split_qkv(sequence, spec, rope)
     assert same_bits(keys[:53], k)
@@ -274,10 +291,10 @@ def test_layout_of_a_layer_block() -> None:
     elements = torch.arange(2 * 32 * 2 * 32, dtype=torch.int16)
     head, dim, token = 1, 13, 21
     k_base, v_base = head * 32 * 32, (2 + head) * 32 * 32
-    k, v = cpu_attention.read_kv(elements.view(torch.uint8), spec, 0, 0, torch.bfloat16)
+    k, v = read_kv(elements.view(torch.uint8), spec, 0, 0, torch.bfloat16)
     assert k.view(torch.int16)[token, head, dim] == k_base + (dim // 2) * 64 + token * 2 + dim % 2
     assert v.view(torch.int16)[token, head, dim] == v_base + (token // 2) * 64 + dim * 2 + token % 2
-    k, v = cpu_attention.read_kv(elements.view(torch.uint8), spec, 0, 0, torch.float16)
+    k, v = read_kv(elements.view(torch.uint8), spec, 0, 0, torch.float16)
     assert k.view(torch.int16)[token, head, dim] == k_base + dim * 32 + token
     assert v.view(torch.int16)[token, head, dim] == v_base + token * 32 + dim
 

@@ -16,9 +16,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from swiftkv._core import NO_BLOCK
 from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
+from swiftkv.kernels.triton_layout import layer_blocks
 from swiftkv.kernels.triton_schedule import Tiling
 from tests.support.attention_steps import NUM_LAYERS, Step, make_step, relative_error
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from swiftkv.kernels import triton_copy
 from swiftkv.kernels.host_copies import upload
-from tests.support.runs import LayerMoves, layer_moves
+from tests.support.runs import LayerMoves, layer_moves, move_blocks_reference
 
 # Where triton is imported before the interpreter is switched on: compiled for a GPU that need not be there.
 COMPILE = """
@@ -56,7 +56,7 @@ def test_as_the_reference(moves: LayerMoves, max_programs: int, extra_blocks: in
     """One of the lists in the array is copied, and all of it, whatever grid was chosen."""
     pool, peers = moves.pools(torch.Generator().manual_seed(seed))
     expected_pool, expected_peers = pool.clone(), {link: peer.clone() for link, peer in peers.items()}
-    triton_copy.move_blocks_reference(
+    move_blocks_reference(
         expected_pool, expected_peers, moves.runs, moves.width_bytes, moves.block_bytes, moves.layer, moves.to_peer
     )
     move(moves, pool, peers, max_programs, extra_blocks if len(moves.runs) > 1 else abs(extra_blocks))
@@ -69,7 +69,7 @@ def test_the_reference_by_hand() -> None:
     """Layer 1, of 16 bytes, of the peer's blocks 1 and 2 goes to slots 0 and 1, of its block 0 to our block 2."""
     pool, peer = torch.zeros(4 * 32, dtype=torch.uint8), torch.arange(3 * 32, dtype=torch.uint8)
     runs = np.array([[5, 32, 0, 2, 1], [5, 0, 64, 1, 0]], np.int64)
-    triton_copy.move_blocks_reference(pool, {5: peer}, runs, 16, 32, layer=1, to_peer=False)
+    move_blocks_reference(pool, {5: peer}, runs, 16, 32, layer=1, to_peer=False)
     moved = {0: 48, 16: 80, 80: 16}  # ours: theirs
     expected = torch.zeros_like(pool)
     for ours, theirs in moved.items():

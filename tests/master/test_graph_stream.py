@@ -144,7 +144,7 @@ def test_every_byte_is_where_the_eager_step_leaves_it(num_buffers: int, seed: in
     """Large and small steps in turn, through the same lists: nothing of one is copied in the next."""
     source, buffers = random.Random(seed), max(1, num_buffers)
     with places(tmp_path, seed) as (eager, graph):
-        launches = GraphStream(graph.stream, graph.mappings, buffers, room_blocks=64, max_programs=2)
+        launches = GraphStream(graph.stream, graph.mappings, buffers, room_blocks=64)
         num_steps = 0
         for most in (3, 1, 0, 2):
             plan = eager.plan(source, num_buffers, most)
@@ -178,7 +178,7 @@ def assert_same_books(eager: LayerStream, graph: LayerStream) -> None:
 
 def test_a_step_that_is_too_long_changes_nothing(tmp_path: Path) -> None:
     with places(tmp_path, 0) as (eager, graph):
-        launches = GraphStream(graph.stream, graph.mappings, 1, room_blocks=3, max_programs=2)
+        launches = GraphStream(graph.stream, graph.mappings, 1, room_blocks=3)
         long, short = Plan(1), Plan(1)
         long.rows[0, "load", 0] = [[0, 0, 0, 4, 0]]
         short.rows[0, "load", 0] = [[0, 0, 0, 2, 0]]
@@ -194,7 +194,7 @@ def test_a_step_that_is_too_long_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused_before_anything_is_launched(tmp_path: Path) -> None:
     with places(tmp_path, 0) as (_, graph):
-        launches = GraphStream(graph.stream, graph.mappings, 1, room_blocks=8, max_programs=2)
+        launches = GraphStream(graph.stream, graph.mappings, 1, room_blocks=8)
         beyond = graph.peers[0].nbytes
         for row, message in (([9, 0, 0, 1, 0], "links"), ([0, beyond, 0, 1, 0], "outside")):
             with pytest.raises(TransferError, match=message):
@@ -204,7 +204,7 @@ def test_what_is_not_there_is_refused_before_anything_is_launched(tmp_path: Path
 def test_lenders_come_and_go_without_a_new_capture(tmp_path: Path) -> None:
     """Addresses are data: the link is attached to another pool between two steps."""
     with places(tmp_path, 0) as (_, graph):
-        launches = GraphStream(graph.stream, graph.mappings, 1, room_blocks=8, max_programs=2)
+        launches = GraphStream(graph.stream, graph.mappings, 1, room_blocks=8)
         width, block = GROUPS[0].layer_block_bytes, GROUPS[0].block_bytes
         plan = Plan(1, {(0, "load", 0): [[0, 0, 0, 1, 0]]})
         for link in (2, 5):

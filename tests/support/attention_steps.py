@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftkv.kernels import triton_attention, triton_reference
+from swiftkv._core import NO_BLOCK
+from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
+from swiftkv.kernels.triton_layout import layer_blocks
 from swiftkv.kernels.triton_schedule import Tiling
+from tests.support import attention_oracle
 
 NUM_LAYERS = 3
 
@@ -51,7 +53,7 @@ class Step:
         return triton_attention.attention(self.qkv, self.spec, batch, self.pool, self.layer, self.sinks)
 
     def expected(self) -> Tensor:
-        return triton_reference.attention(
+        return attention_oracle.attention(
             self.qkv,
             self.spec,
             self.query_starts,

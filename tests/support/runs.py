@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,3 +60,27 @@ def layer_moves(draw: st.DrawFn, max_width_bytes: int = 1 << 10) -> LayerMoves:
         pool_bytes=ours + total * 16,
         peer_bytes=theirs + 64,
     )
+
+
+def move_blocks_reference(
+    pool: torch.Tensor,
+    peers: Mapping[int, torch.Tensor],
+    runs: npt.NDArray[np.int64],
+    width_bytes: int,
+    block_bytes: int,
+    layer: int,
+    to_peer: bool,
+) -> None:
+    """Do what `triton_copy.move_blocks` does, run by run in plain torch: `peers[link]` is that peer's pool, uint8."""
+    for link, peer_offset, local_offset, count, staged in runs.tolist():
+        theirs = _strided(peers[link], peer_offset + layer * width_bytes, count, block_bytes, width_bytes)
+        local_pitch = width_bytes if staged else block_bytes
+        ours = _strided(pool, local_offset + (0 if staged else layer * width_bytes), count, local_pitch, width_bytes)
+        if to_peer:
+            theirs.copy_(ours)
+        else:
+            ours.copy_(theirs)
+
+
+def _strided(memory: torch.Tensor, offset: int, count: int, pitch: int, width: int) -> torch.Tensor:
+    return memory[offset : offset + (count - 1) * pitch + width].as_strided((count, width), (pitch, 1))

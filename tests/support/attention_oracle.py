@@ -1,6 +1,7 @@
-"""Attention over the GPU's layout of KV in float64: what `kernels/triton_attention.py` is compared with.
+"""Attention over the Triton kernels' layout of KV in float64: the oracle of `kernels/triton_attention.py`.
 
-Plain torch, written to be read, not to be fast; `kernels/reference.py` has everything else.
+It is not `kernels/reference.py` because it reads the very pool that the kernels read, in their layout, and because a
+context of a million tokens must fit: it computes a bounded number of scores at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def attention(
     layer: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The arguments of `prepare_batch` and of `attention` -> float64 `[num_tokens, num_heads * head_dim]`."""
+    """Take what `prepare_batch` and `attention` take, and return float64 `[num_tokens, num_heads * head_dim]`."""
     out = torch.empty((len(qkv), spec.num_heads, spec.head_dim), dtype=torch.float64, device=qkv.device)
     queries = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]
     sequences = zip(
@@ -42,7 +43,7 @@ def attention(
             positions = torch.arange(context_len - (end - first), context_len - (end - last), device=qkv.device)
             first_key = max(0, int(positions[0]) + 1 - spec.window) if spec.window else 0
             for head in range(spec.num_kv_heads):
-                keys, values = gather(pool, spec, entries, layer, head, first_key, int(positions[-1]) + 1, qkv.dtype)
+                keys, values = _gather(pool, spec, entries, layer, head, first_key, int(positions[-1]) + 1, qkv.dtype)
                 heads = slice(head * group, (head + 1) * group)
                 sink = None if sinks is None else sinks[heads]
                 out[first:last, heads] = _attend(
@@ -51,10 +52,10 @@ def attention(
     return out.flatten(1)
 
 
-def gather(
+def _gather(
     pool: Tensor, spec: AttentionSpec, entries: Tensor, layer: int, head: int, begin: int, end: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of kv head `head` for positions `[begin, end)`, `[end - begin, head_dim]` each."""
+    """Return keys and values of kv head `head` for positions `[begin, end)`, `[end - begin, head_dim]` each."""
     positions = torch.arange(begin, end, device=pool.device)
     entry = entries[positions // spec.block_size]
     index = torch.where(entry < 0, ~entry, entry + layer)
