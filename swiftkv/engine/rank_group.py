@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swiftkv.errors import EngineError
-from swiftkv.transport.rendezvous import is_proof, new_secret, open_store, proof
+from swiftkv.transport.rendezvous import gloo_group, is_proof, new_secret, open_store, proof
 
 _CONNECT_TIMEOUT_S = 300.0  # ranks start together, on a machine that may be busy
 _LOAD_TIMEOUT_S = 3600.0  # who started the engine has a limit of its own
@@ -36,11 +36,14 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         with _gone_is_an_engine_error():
             store = open_store(store_path, _CONNECT_TIMEOUT_S)
             if rank == 0:
                 store.set(_SECRET_KEY, new_secret())
-            self._group = (_nccl if device.type == "cuda" else _gloo)(store, rank, size, device)
+            connect = _nccl_group if device.type == "cuda" else gloo_group
+            self._group = connect(store, rank, size, _CONNECT_TIMEOUT_S)
             secret = store.get(_SECRET_KEY).decode()
         self._prove(secret)
         self._bound_waits(_LOAD_TIMEOUT_S)
@@ -53,6 +56,7 @@ class RankGroup:
     def all_gather(self, part: Tensor) -> Tensor:
         gathered = part.new_empty((self.size, *part.shape))
         with _gone_is_an_engine_error():
+            # The public `allgather` takes a list of tensors, and copies them once more.
             self._group._allgather_base(gathered.view(-1), part.view(-1)).wait()
         return gathered
 
@@ -80,24 +84,15 @@ class RankGroup:
                 raise EngineError(f"who connected as rank {other} of this engine is not")
 
     def _bound_waits(self, timeout_s: float) -> None:
+        # Private because older torch has no public `set_timeout`, and NCCL ignores the time-out of a single call.
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
 
-def _gloo(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs know nothing of it
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._threads = 2  # with one, a message takes 2 ms
-    options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
-    return gloo(store, rank, size, options)
-
-
-def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Any:
+def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(device)
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+    options._timeout = timedelta(seconds=timeout_s)  # torch.distributed itself sets it so: it has no public name
     return nccl(store, rank, size, options)
 
 

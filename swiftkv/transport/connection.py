@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from swiftkv.errors import TransferError
 from swiftkv.transport.base import Int64Array, PeerHandle
-from swiftkv.transport.rendezvous import PROOF_BYTES, is_proof, open_store, proof
+from swiftkv.transport.rendezvous import PROOF_BYTES, gloo_group, is_proof, open_store, proof
 from swiftkv.transport.rows import Rows
 
 BORROWER, LENDER = 0, 1
@@ -35,12 +33,8 @@ class Connection:
 
     def __init__(self, peer: PeerHandle, rank: int, connect_timeout_s: float, deadline_s: float) -> None:
         """Raises `RuntimeError` if nobody connects in time, `TransferError` if who does has not read `peer`'s file."""
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs know nothing of it
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._threads = 2  # with one, a message takes 2 ms
-        options._timeout = timedelta(seconds=connect_timeout_s)
-        self._group = gloo(open_store(Path(peer.store_path), connect_timeout_s), rank, 2, options)
+        store = open_store(Path(peer.store_path), connect_timeout_s)
+        self._group = gloo_group(store, rank, 2, connect_timeout_s)
         self._rank = rank
         self._peer = 1 - rank
         self._deadline = timedelta(seconds=connect_timeout_s)

@@ -41,6 +41,16 @@ def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
     return store
 
 
+def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """Connect as `rank` of `size` through `store`: a gloo group over the loopback interface, of no default group.
+
+    `timeout_s` bounds how long it connects, and how long a collective waits. Raises `RuntimeError` if nobody comes.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo has no argument for it that is public
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs are out of date
+    return gloo(store, rank, size, timedelta(seconds=timeout_s))
+
+
 def publish_pool(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
     """The lender's side: say where `pool` is to whoever looks at `store_path`. Returns what the borrower will find.
 

@@ -7,19 +7,17 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from torch.distributed import ProcessGroupGloo
 
 from swiftkv.engine.messages import EXIT_LOAD_FAILED
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.ranks import ReceivedStep, pack_step, unpack_step
 from swiftkv.errors import EngineError
-from swiftkv.transport.rendezvous import PROOF_BYTES, open_store
+from swiftkv.transport.rendezvous import PROOF_BYTES, gloo_group, open_store
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.engine.test_parity import BLOCK_BYTES, ONE_SEQUENCE_BLOCKS, greedy, mixed_prompts
 from tests.support.checkpoints import make_checkpoint
@@ -177,12 +175,9 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
 
 def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
     """Any process that speaks gloo may connect to a rank's port on the loopback interface."""
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     with ThreadPoolExecutor(1) as threads:
         honest = threads.submit(join, tmp_path / "group", 0)
-        impostor = gloo(open_store(tmp_path / "group", TIMEOUT_S), 1, 2, options)
+        impostor = gloo_group(open_store(tmp_path / "group", TIMEOUT_S), 1, 2, TIMEOUT_S)
         parts = torch.zeros(2, PROOF_BYTES, dtype=torch.uint8)
         impostor.alltoall_base(torch.empty_like(parts), parts, [], []).wait()
         with pytest.raises(EngineError, match="who connected as rank 1 of this engine is not"):
