@@ -22,7 +22,6 @@ from types import FrameType
 from typing import IO, Any
 
 import httpx
-import openai
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -33,6 +32,11 @@ from swiftkv.config import Config, ModelConfig, format_size, load_config
 from swiftkv.errors import ConfigError, EngineError
 from swiftkv.planning.models import ModelPlan
 from swiftkv.planning.node import plan_node
+
+try:
+    import openai
+except ModuleNotFoundError:
+    raise SystemExit("the demo talks through the openai client: pip install 'swiftkv[demo]'") from None
 
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2

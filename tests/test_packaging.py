@@ -1,0 +1,43 @@
+"""What the package imports is declared, so that it also runs where nothing else brought it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def imported(file: Path) -> set[str]:
+    """Return the top-level modules that `file` imports anywhere."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules.add(node.module.partition(".")[0])
+    return modules - sys.stdlib_module_names - {"swiftkv"}
+
+
+def normalised(requirements: list[str]) -> set[str]:
+    """Return the names of the distributions that `requirements` ask for."""
+    return {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
+
+
+@pytest.mark.parametrize("extra", ["", "demo"])
+def test_every_import_is_a_declared_dependency(extra: str) -> None:
+    """`swiftkv.demo` alone may need its extra."""
+    declared = normalised(PROJECT["dependencies"] + PROJECT["optional-dependencies"].get(extra, []))
+    files = {*(ROOT / "swiftkv").rglob("*.py"), *(ROOT / "kernels").glob("*.py")}
+    files = {ROOT / "swiftkv" / "demo.py"} if extra == "demo" else files - {ROOT / "swiftkv" / "demo.py"}
+    distributions = packages_distributions()
+    for module in set().union(*map(imported, files)):
+        names = {name.lower().replace("_", "-") for name in distributions[module]}
+        assert names & declared, f"{module} comes with {names}: add it to the dependencies in pyproject.toml"
