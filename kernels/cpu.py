@@ -2,7 +2,7 @@
 
 Activations are contiguous CPU tensors of the weights' dtype: float32, bfloat16 or float16. A row of a result depends
 only on its own row of the input, bit for bit: neither the other rows of the batch nor the number of threads matter.
-Sums are kept in float32. ``kernels/reference.py`` has the same functions in plain torch.
+Sums are kept in float32. `kernels/reference.py` has the same functions in plain torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pack_linear(
 ) -> PackedLinear:
     """Copy weights [N_i, K] into the layout that this CPU's kernels read, as one layer of sum(N_i) outputs.
 
-    `interleave` is for (gate, up) of equal size: :func:`norm_gate_up_silu` needs it and nothing else takes it.
+    `interleave` is for (gate, up) of equal size: `norm_gate_up_silu` needs it and nothing else takes it.
 
     Raises:
         ValueError: the weights differ in K or dtype, or the dtype has no kernel.

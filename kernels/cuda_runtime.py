@@ -1,7 +1,8 @@
 """The few calls of the CUDA runtime that torch does not offer: allocations of their own, IPC handles, 2-D copies.
 
 They act on torch's current device, in the context that torch uses, through the runtime library that torch has loaded.
-Addresses are plain integers. A handle can be opened only in another process than the one that made it.
+NVIDIA's `cuda.bindings` would be a package to keep at torch's version of CUDA, for seven functions. Addresses are plain
+integers. A handle can be opened only in another process than the one that made it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from swiftkv.arithmetic import ceil_div
+
 IPC_HANDLE_BYTES = 64
 
 _GRANULARITY_BYTES = 2 << 20  # the runtime cuts smaller allocations out of blocks that they share, also with peers
@@ -22,7 +25,7 @@ _MEMCPY_DEFAULT = 4  # the runtime sees from the addresses where they lie
 
 
 class CudaRuntimeError(RuntimeError):
-    """A call of the CUDA runtime failed: its name, CUDA's name for the error, and what it means."""
+    """A failed call of the CUDA runtime: its name, CUDA's name for the error, and what that means."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -33,12 +36,12 @@ class DeviceMemory:
     """One `cudaMalloc` of its own, so that an IPC handle names its first byte; freed with the last tensor over it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Zeros. Raises `CudaRuntimeError` if the device has no `nbytes` bytes left."""
+        """Allocate zeros. Raises `CudaRuntimeError` if the device has no `nbytes` bytes left."""
         self.nbytes = nbytes
         self.device = device
         address = ctypes.c_void_p()
         with torch.cuda.device(device):
-            allocated = -(-nbytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
+            allocated = ceil_div(nbytes, _GRANULARITY_BYTES) * _GRANULARITY_BYTES
             _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(allocated))
             self.address = int(address.value or 0)
             weakref.finalize(self, _free, self.address, device).atexit = False  # the driver frees what a process leaves
@@ -50,13 +53,13 @@ class DeviceMemory:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def tensor(self) -> Tensor:
-        """uint8 `[nbytes]`, a view that keeps the memory."""
+        """Return the memory as uint8 `[nbytes]`, a view that keeps it allocated."""
         tensor = torch.as_tensor(self, device=self.device)
         assert tensor.data_ptr() == self.address, "torch copied instead of viewing"
         return tensor
 
     def ipc_handle(self) -> bytes:
-        """`IPC_HANDLE_BYTES` bytes with which another process opens this memory."""
+        """Return the `IPC_HANDLE_BYTES` bytes with which another process opens this memory."""
         handle = _IpcHandle()
         with torch.cuda.device(self.device):
             _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.address))
@@ -67,7 +70,7 @@ def open_ipc_handle(handle: bytes, device: torch.device) -> int:
     """Map another process's memory for use on `device`, with peer access if it lies on another; returns the address.
 
     Opening a handle again gives the same address; each call needs a `close_ipc_handle`.
-    Raises `CudaRuntimeError`: that process is gone, or the devices cannot reach each other.
+    Raises `CudaRuntimeError` if that process is gone, or the devices cannot reach each other.
     """
     assert len(handle) == IPC_HANDLE_BYTES
     address = ctypes.c_void_p()
@@ -82,7 +85,7 @@ def open_ipc_handle(handle: bytes, device: torch.device) -> int:
 
 
 def close_ipc_handle(address: int, device: torch.device) -> None:
-    """Unmap what `open_ipc_handle` mapped. No copy may be using it."""
+    """Unmap memory that `open_ipc_handle` mapped. No copy may be using it."""
     with torch.cuda.device(device):
         _call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
 
@@ -113,14 +116,14 @@ def _call(name: str, *arguments: object) -> None:
     runtime = _runtime()
     code = getattr(runtime, name)(*arguments)
     if code != 0:
-        runtime.cudaGetLastError()  # or torch would blame its own next launch
+        runtime.cudaGetLastError()  # otherwise torch would blame its own next launch
         error = runtime.cudaGetErrorName(code).decode()
         raise CudaRuntimeError(f"{name}: {error}: {runtime.cudaGetErrorString(code).decode()}")
 
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """The library that torch has loaded already: dlopen finds it again by its name."""
+    """Return the library that torch has loaded already: dlopen finds it again by its name."""
     assert torch.version.cuda is not None, "this torch has no CUDA"
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
     for name in ("cudaGetErrorName", "cudaGetErrorString"):

@@ -56,7 +56,7 @@ def pack_linear(
 ) -> PackedLinear:
     """Weights [N_i, K], biases [N_i] or None -> one layer of sum(N_i) outputs, where the weights are.
 
-    `interleave` is for (gate, up) of equal size: :func:`norm_gate_up_silu` needs it and nothing else takes it.
+    `interleave` is for (gate, up) of equal size: `norm_gate_up_silu` needs it and nothing else takes it.
 
     Raises:
         ValueError: the weights differ in K or dtype, or gate and up in size.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from swiftkv._core import NO_BLOCK
+from swiftkv.arithmetic import ceil_div
 from swiftkv.kernels.attention_spec import AttentionSpec
 
 _Int32Array = npt.NDArray[np.int32]
@@ -178,7 +179,7 @@ def _tiles(spec: AttentionSpec, tiling: Tiling, sequences: _Sequences) -> _Int32
     """[P, TILE_FIELDS]; tiles that look back on most keys come first, so that the last ones to run are short."""
     group = spec.num_heads // spec.num_kv_heads
     rows = np.where(sequences.num_new > 1, sequences.num_new * group, 0)
-    counts = -(-rows // tiling.rows)
+    counts = ceil_div(rows, tiling.rows)
     of = np.repeat(np.arange(len(counts)), counts)
     first_row = _ranges(counts) * tiling.rows
     num_new, num_cached = sequences.num_new[of], (sequences.context_lens - sequences.num_new)[of]
@@ -196,10 +197,10 @@ def _splits(
     """Splits [N, SPLIT_FIELDS] of about one length, N no more than `_target_splits`, and starts [S + 1]."""
     is_decode, context_lens = sequences.num_new == 1, sequences.context_lens
     first = np.maximum(context_lens - spec.window, 0) // tiling.keys if spec.window else np.zeros_like(context_lens)
-    tiles = np.where(is_decode, -(-context_lens // tiling.keys) - first, 0)
+    tiles = np.where(is_decode, ceil_div(context_lens, tiling.keys) - first, 0)
     target = _target_splits(spec, int(is_decode.sum()), num_sms)
-    length = max(-(-int(tiles.sum()) // target), _MIN_SPLIT_TILES)
-    while (counts := np.where(is_decode, np.maximum(-(-tiles // length), 1), 0)).sum() > target:
+    length = max(ceil_div(int(tiles.sum()), target), _MIN_SPLIT_TILES)
+    while (counts := np.where(is_decode, np.maximum(ceil_div(tiles, length), 1), 0)).sum() > target:
         length += max(1, length // 16)
     of = np.repeat(np.arange(len(counts)), counts)
     rank, parts, span = _ranges(counts), counts[of], tiles[of].astype(np.int64)
@@ -226,7 +227,7 @@ def _allocate(
     shapes: dict[str, tuple[int, ...]], prefill: Tiling, decode: Tiling, device: torch.device
 ) -> AttentionBatch:
     sizes = [int(np.prod(shape)) for shape in shapes.values()]
-    offsets = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
+    offsets = np.cumsum([0, *(ceil_div(size, _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
     buffer = torch.empty(offsets[-1], dtype=torch.int32, device=device)
     views = {
         name: buffer[offset : offset + size].view(shape)

@@ -1,8 +1,8 @@
 """Model directories in Hugging Face format, made here: a trained tokenizer, a chat template, random weights.
 
-Everything that serves or tests a model needs one that a machine without network can have. ``make`` gives a
-random-weight model of any supported architecture; the parts (``train_tokenizer``, ``save``) also serve the training
-of the demo models in ``checkpoints/``.
+Everything that serves or tests a model needs one that a machine without network can have. `make` gives a
+random-weight model of any supported architecture; the parts (`train_tokenizer`, `save`) also serve the training
+of the demo models in `checkpoints/`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Shapes by size; ``small`` is Qwen3-0.6B's with a smaller vocabulary, which is what the benchmarks compare on.
+# Shapes by size; `small` is Qwen3-0.6B's with a smaller vocabulary, which is what the benchmarks compare on.
 _SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 128,
@@ -77,7 +77,7 @@ def standard_library_files(*, with_tests: bool = False) -> list[Path]:
 
 
 def read_texts(paths: Iterable[Path]) -> Iterator[str]:
-    """The texts of those ``paths`` that are UTF-8."""
+    """The texts of those `paths` that are UTF-8."""
     for path in paths:
         try:
             yield path.read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer (``PreTrainedTokenizerFast``) with ChatML's special tokens and template."""
+    """A byte-level BPE tokenizer (`PreTrainedTokenizerFast`) with ChatML's special tokens and template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -118,9 +118,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def save(model: Any, tokenizer: Any, directory: Path, **generation: Any) -> None:
-    """Writes model and tokenizer to ``directory`` so that readers older than transformers 5 read them too.
+    """Writes model and tokenizer to `directory` so that readers older than transformers 5 read them too.
 
-    ``generation`` goes into generation_config.json beside the end-of-sequence ids.
+    `generation` goes into generation_config.json beside the end-of-sequence ids.
     """
     from transformers import GenerationConfig
 
@@ -139,16 +139,16 @@ def save(model: Any, tokenizer: Any, directory: Path, **generation: Any) -> None
 
 
 def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -> Path:
-    """Writes a bfloat16 random-weight model of ``arch`` with a tokenizer trained on the standard library.
+    """Writes a bfloat16 random-weight model of `arch` with a tokenizer trained on the standard library.
 
     Args:
         arch: the architecture; its defaults apart from the shape are the published models'.
-        size: ``tiny`` (3 layers, 0.6 M parameters, for tests) or ``small`` (28 layers, 0.47 B, for benchmarks).
+        size: `tiny` (3 layers, 0.6 M parameters, for tests) or `small` (28 layers, 0.47 B, for benchmarks).
         directory: empty, or made if it does not exist.
         seed: of the weights.
 
     Raises:
-        CheckpointError: an unknown ``arch`` or ``size``, or a directory that holds something or cannot be made.
+        CheckpointError: an unknown `arch` or `size`, or a directory that holds something or cannot be made.
     """
     if arch not in get_args(Architecture):
         raise CheckpointError(f"arch: {arch!r} is not one of {', '.join(get_args(Architecture))}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
 
+from swiftkv.arithmetic import ceil_div
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of every dtype that a model can be served in."""
 
@@ -147,13 +149,13 @@ def extent_between(lender_block_bytes: int, borrower_block_bytes: int) -> Extent
     exact = of_lender_blocks(math.lcm(lender_block_bytes, borrower_block_bytes) // lender_block_bytes)
     if exact.num_bytes <= MAX_EXACT_EXTENT_BLOCKS * larger_bytes:
         return exact
-    candidates = (of_lender_blocks(-(-n * larger_bytes // lender_block_bytes)) for n in count(1))
+    candidates = (of_lender_blocks(ceil_div(n * larger_bytes, lender_block_bytes)) for n in count(1))
     return next(extent for extent in candidates if extent.waste < MAX_EXTENT_WASTE)
 
 
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens of one sequence."""
-    return -(-num_tokens // block_size)
+    return ceil_div(num_tokens, block_size)
 
 
 def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layers: int) -> tuple[int, int]:

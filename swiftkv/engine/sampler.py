@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.logprobs import token_logprobs
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
@@ -239,7 +240,7 @@ class Sampler:
     ) -> npt.NDArray[np.int32]:
         """Draws for a few rows [R, vocab], each at its uniform number; `largest [R]` of each row is finite."""
         row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
-        num_blocks = -(-self._vocab_size // _BLOCK)
+        num_blocks = ceil_div(self._vocab_size, _BLOCK)
         weights = logits.new_full((len(logits), num_blocks * _BLOCK), -math.inf)
         torch.sub(logits, largest.unsqueeze(1), out=weights[:, : self._vocab_size])
         weights.div_(self._temperature[row_slots].unsqueeze(1)).exp_()  # the likeliest token weighs 1

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -51,7 +52,7 @@ class MappedWeights:
     def forget(self, name: str) -> None:
         """Stop counting the bytes of tensor `name` as this process's: whoever reads it again reads the file again."""
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        begin = ceil_div(tensor.data_ptr(), mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if length > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)

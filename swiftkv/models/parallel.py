@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.kernels.dispatch import Ops, PackedLinear
 from swiftkv.models.config import DecoderConfig
 
@@ -73,12 +74,13 @@ class RankSlices:
     def of(cls, config: DecoderConfig, rank: int, num_ranks: int) -> RankSlices:
         """`config` is the whole model's; `config.of_rank(num_ranks)` has said that it can be divided."""
         part = config.of_rank(num_ranks)
+        vocab_part = ceil_div(config.vocab_size, num_ranks)
         first_kv_head = rank * config.num_kv_heads // num_ranks
         return cls(
             q=_slice(rank * part.num_heads * config.head_dim, part.num_heads * config.head_dim),
             kv=_slice(first_kv_head * config.head_dim, part.num_kv_heads * config.head_dim),
             mlp=_slice(rank * part.intermediate_size, part.intermediate_size),
-            vocab=_slice(rank * -(-config.vocab_size // num_ranks), -(-config.vocab_size // num_ranks)),
+            vocab=_slice(rank * vocab_part, vocab_part),
         )
 
 

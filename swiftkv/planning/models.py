@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.geometry import DTYPE_BYTES, KVGroup, blocks_in_pool, pool_bytes_for_tokens
 from swiftkv.config import Config, ModelConfig, format_size
 from swiftkv.errors import CheckpointError, ConfigError
@@ -126,5 +127,5 @@ def _num_parameters(decoder: DecoderConfig, num_ranks: int) -> int:
     mlp = 3 * hidden * part.intermediate_size
     embedding = decoder.vocab_size * hidden  # on every rank
     is_head_too = decoder.tie_word_embeddings and num_ranks == 1
-    lm_head = 0 if is_head_too else -(-decoder.vocab_size // num_ranks) * hidden
+    lm_head = 0 if is_head_too else ceil_div(decoder.vocab_size, num_ranks) * hidden
     return decoder.num_layers * (attention + mlp) + embedding + lm_head

@@ -1,4 +1,4 @@
-"""From a stream of token ids to a stream of text: whole characters only, and never a part of a stop string."""
+"""Turns token ids into text as they come: whole characters only, and never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
-# What a decode looks back on: enough for a decoder to treat a token as the middle of a text, and not as its start.
+# A decode looks back on so many tokens: enough for a decoder to take a token for the middle of a text, not its start.
 _CONTEXT_TOKENS = 4
 _WINDOW_TOKENS = 12
 # An unfinished UTF-8 character is at most 3 bytes, and a broken byte decodes to one replacement character.
@@ -19,19 +19,22 @@ class Detokenizer:
     """Incremental decoder of one sequence, primed with the end of its prompt.
 
     Text is held back while it ends inside a character. Bytes that can never become one come out as U+FFFD.
+
+    `tokenizers.decoders.DecodeStream` will not do: while bytes are broken or special tokens are left out it shows
+    nothing and takes quadratic time, and it raises an error where a run of byte tokens breaks after a character.
     """
 
     def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._window = self._end_of(prompt_ids)
-        # Where in the window a character ended. Vocabularies with byte tokens decode a run of bytes as one: a window
-        # that began inside a character would spoil the whole run.
+        # The places in the window at which a character ended. Vocabularies with byte tokens decode a run of bytes as
+        # one: a window that began inside a character would spoil the whole run.
         self._boundaries = [0, len(self._window)]
         self._emitted_chars = len(self._decode(self._window).rstrip(REPLACEMENT))
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take further tokens; the text that is now certain."""
+        """Take further tokens and return the text that is now certain."""
         return "".join(map(self._push, token_ids))
 
     def _push(self, token_id: int) -> str:
@@ -139,10 +142,10 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, new_text: str, *, watch: bool = True) -> str:
-        """Take further text; the part that can be shown. ``matched`` is set once a stop string is complete.
+        """Take further text and return the part that can be shown; set `matched` once a stop string is complete.
 
-        Of several in the same piece, the one that begins first counts, and of those the shortest. ``watch=False`` lets
-        text through unexamined (``min_tokens`` is not reached).
+        Of several in the same piece, the one that begins first counts, and of those the shortest. `watch=False` lets
+        text through unexamined (`min_tokens` is not reached).
         """
         if not self._stops or not watch:
             return new_text
@@ -161,6 +164,6 @@ class StopMatcher:
         return text[:num_shown]
 
     def flush(self) -> str:
-        """The sequence ended without the stop string: what was held back is ordinary text."""
+        """Return the text that was held back: the sequence ended without a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template. Whoever has much to encode calls it from a thread, not from the event loop."""
+"""A model's tokenizer and chat template. Long texts are encoded on a thread, not on the event loop."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # typ
 class Tokenizer:
     """The tokenizer of one checkpoint.
 
-    ``backend`` is the Rust tokenizer, for incremental decoding.
+    `backend` is the Rust tokenizer, for incremental decoding.
     """
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, *, split_special_tokens: bool = False) -> None:
-        """``split_special_tokens``: special tokens in the content of messages are text, and make no roles.
+        """Wrap a fast tokenizer. With `split_special_tokens`, special tokens in messages are text and make no roles.
 
         Raises:
             CheckpointError: this tokenizer cannot do that.
@@ -69,7 +69,7 @@ class Tokenizer:
         return cls(tokenizer, split_special_tokens=split_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``."""
+        """Return the token ids of `text`."""
         return self._ids(self.backend, text, add_special_tokens)
 
     def encode_chat(
@@ -79,7 +79,7 @@ class Tokenizer:
 
         Raises:
             ApiError: 400 if there is no template, the template refuses the messages, or it makes more than
-                ``max_chars`` of them.
+                `max_chars` of them.
         """
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
@@ -95,11 +95,11 @@ class Tokenizer:
         )
 
     def max_chars(self, max_tokens: int) -> int:
-        """Return the most characters that ``max_tokens`` tokens can stand for."""
+        """Return the most characters that `max_tokens` tokens can stand for."""
         return max_tokens * self._max_chars_per_token
 
     def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str) -> None:
-        """Refuse a text that cannot come to ``max_tokens`` tokens or fewer, without tokenizing it.
+        """Refuse a text that cannot come to `max_tokens` tokens or fewer, without tokenizing it.
 
         Raises:
             ApiError: 400.
@@ -108,11 +108,11 @@ class Tokenizer:
             raise _too_long(num_chars, self.max_chars(max_tokens), field)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids``, special tokens included."""
+        """Return the text of `token_ids`, special tokens included."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each token."""
+        """Return the vocabulary's own spelling of each token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def _check_plain_backend(self) -> None:
@@ -170,12 +170,12 @@ class Tokenizer:
         return ids
 
     def _token_text(self, token_id: int) -> str:
-        """What one token reads as on its own: U+FFFD where it is a part of a character."""
+        """Return the text of one token alone: U+FFFD where it is a part of a character."""
         text: str = self.backend.decode([token_id], skip_special_tokens=False)
         return text
 
     def _token_bytes(self, token_id: int) -> list[int]:
-        """The bytes of one token, exact for byte-level vocabularies also where they are a part of a character."""
+        """Return the bytes of one token, exact in byte-level vocabularies even where they are a part of a character."""
         if self._byte_level:
             chars = self.backend.id_to_token(token_id) or ""
             if all(char in _BYTE_OF_CHAR for char in chars):
@@ -189,7 +189,7 @@ def _is_byte_level(backend: Backend) -> bool:
 
 
 def _split_special(backend: Backend) -> Backend:
-    """Return a copy of ``backend`` for which special tokens in a text are characters like any others."""
+    """Return a copy of `backend` for which special tokens in a text are characters like any others."""
     copy = Backend.from_str(backend.to_str())
     copy.encode_special_tokens = True
     return copy

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from swiftkv._core import Scheduler
 from swiftkv._lease import LenderLedger
+from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import TransferError
 from swiftkv.lease.messages import (
     Accept,
@@ -340,7 +341,7 @@ class Lender:
         missing = short_blocks - sum(link.ledger.recalled * link.geometry.meu_w for link in links)
         counts: dict[int, int] = {}
         for link in sorted(links, key=lambda link: link.asked_for * link.geometry.meu_w, reverse=True):
-            count = min(link.asked_for, -(-missing // link.geometry.meu_w))
+            count = min(link.asked_for, ceil_div(missing, link.geometry.meu_w))
             if count > 0:
                 counts[link.number] = count
                 missing -= count * link.geometry.meu_w
@@ -385,7 +386,7 @@ class Lender:
         over = {link.number: link.asked_for - targets[link.number] for link in self._links}
         counts = {}
         for link in sorted(self._links, key=lambda link: over[link.number] * link.geometry.extent_bytes, reverse=True):
-            count = min(over[link.number], -(-excess_bytes // link.geometry.extent_bytes))
+            count = min(over[link.number], ceil_div(excess_bytes, link.geometry.extent_bytes))
             if count > 0:
                 counts[link.number] = count
                 excess_bytes -= count * link.geometry.extent_bytes
