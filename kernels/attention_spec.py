@@ -1,4 +1,4 @@
-"""What every implementation of attention has to know about the layers of one KV group."""
+"""The shape of attention in the layers of one KV group, which every implementation obeys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Arrays between the host and a device, in order on its current stream: nobody waits. Pinned memory is kept by torch
-until it is copied. Where the device is the host, these are views."""
+"""Copies between the host and a device, in order on its current stream, that do not block the host.
+
+Torch keeps pinned memory until it is copied. Where the device is the host, these are views.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from torch import Tensor
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` as it is now, on `device`."""
+    """Return `array` as it is now, on `device`."""
     return _staged(array, device).to(device, non_blocking=True)
 
 
 def write(array: npt.NDArray[Any], target: Tensor) -> None:
-    """`array` [N] as it is now into the first N elements of `target`."""
+    """Copy `array` [N] as it is now into the first N elements of `target`."""
     target[: len(array)].copy_(_staged(array, target.device), non_blocking=True)
 
 
 def download(tensor: Tensor) -> Tensor:
-    """`tensor` on the host: valid when its device has come so far."""
+    """Return `tensor` on the host, valid once its device has come so far."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -44,7 +44,7 @@ def attention(
     layer: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the step's queries over their sequences' KV -> `[num_tokens, num_heads * head_dim]`.
+    """Attend causally from the step's queries to their sequences' KV -> `[num_tokens, num_heads * head_dim]`.
 
     qkv bfloat16 or float16 `[num_tokens, (num_heads + 2 num_kv_heads) * head_dim]`, rotated; pool uint8, flat, from
     the KV group's first byte on, 16-byte aligned. sinks `[num_heads]`: scores of a key with a value of zero that every
@@ -124,7 +124,7 @@ def _padded_dim(spec: AttentionSpec) -> int:
 
 
 def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
-    """What the kernels that read keys are compiled for, and how they run."""
+    """Return the constants and options that the kernels that read keys are compiled with."""
     return {
         "SOFT_CAP": spec.soft_cap > 0,
         "WINDOW": spec.window,
@@ -142,7 +142,7 @@ def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
 
 
 def _scales(spec: AttentionSpec) -> tuple[float, float]:
-    """What query · key is multiplied by before the cap, and after it: then exp2 of it is the weight."""
+    """Return the factors of query · key before the cap and after it, after which exp2 gives the weight."""
     if spec.soft_cap:
         return spec.scale / spec.soft_cap, spec.soft_cap * _LOG2_E
     return 1.0, spec.scale * _LOG2_E
@@ -170,7 +170,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """One tile of (token, head) rows of one kv head; the keys all rows see are taken without a mask."""
+    """Compute one tile of (token, head) rows of one kv head; keys that all rows see are taken without a mask."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     kv_head = tl.program_id(0)
     tile = tiles + TILE_FIELDS * tl.program_id(1)
@@ -219,7 +219,7 @@ def _prefill_kernel(
     )  # fmt: skip
     if sinks is not None:
         weighted, row_sum = _add_sinks(weighted, row_sum, row_max, tl.load(sinks + heads).to(tl.float32))
-    result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # of rows that are not there: 0
+    result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # 0 in rows that are not there
     out_offsets = tokens * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
     tl.store(out + out_offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=present)
 
@@ -247,7 +247,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """One split of one sequence's keys, for the heads of one kv head; the result itself if it is the only split."""
+    """Compute one split of one sequence's keys for the heads of one kv head: the result itself if there is no other."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -304,7 +304,7 @@ def _combine_kernel(
     PADDED_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """One head of one sequence: the splits' results, weighted by what their keys' weights sum to."""
+    """Add up one head's results over the splits of one sequence, each weighted by the sum of its keys' weights."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(split_starts + sequence)
     end = tl.load(split_starts + sequence + 1)
@@ -364,28 +364,28 @@ def _attend(
     PADDED_DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tl.tensor:
-    """Goes on with the softmax over the tiles of keys from `begin` (whose tile it starts) to `end`.
+    """Continue the softmax over the tiles of keys from `begin` (whose tile it starts) to `end`.
 
     weighted [ROWS, PADDED_DIM]: sum of weights times values; row_sum [ROWS]: of weights; row_max [ROWS]: the largest
     score, to which weights are relative. Table entries are fetched one tile ahead, so that keys never wait for them.
     Only keys of `[first_key, end_key)` have blocks. query_positions: None if all queries see all of those.
     `rectangles`: the pool as [rows, HEAD_DIM] for the tensor memory accelerator; a tile is then part of one block.
     """
-    slots = tl.arange(0, KEYS)
+    steps = tl.arange(0, KEYS)
     dims = tl.arange(0, PADDED_DIM)
-    ahead = begin + slots if rectangles is None else begin
+    ahead = begin + steps if rectangles is None else begin
     entry = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end_key, other=0)
     for start in tl.range(begin, end, KEYS):
-        positions = start + slots
+        positions = start + steps
         exists = (positions >= first_key) & (positions < end_key)
         index = layer_block_index(entry, layer)
         entry = tl.load(table + (ahead + KEYS) // BLOCK_SIZE, mask=ahead + KEYS < end_key, other=0)
         ahead += KEYS
         if rectangles is None:
-            slot = positions % BLOCK_SIZE
+            offset = positions % BLOCK_SIZE
             block = layer_block_offset(index, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            key_offsets = block + key_offset(kv_head, slot, BLOCK_SIZE, HEAD_DIM)
-            value_offsets = block + value_offset(kv_head, slot, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            key_offsets = block + key_offset(kv_head, offset, BLOCK_SIZE, HEAD_DIM)
+            value_offsets = block + value_offset(kv_head, offset, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
             k = _load_rows(kv, key_offsets, exists, dims, MASKED, HEAD_DIM, PADDED_DIM)
         else:
             row = index.to(tl.int32) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_head * BLOCK_SIZE + start % BLOCK_SIZE
@@ -427,7 +427,7 @@ def _load_rows(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """[KEYS, PADDED_DIM]; zeros, not garbage, where nothing is: zero times NaN is NaN."""
+    """Return [KEYS, PADDED_DIM] with zeros where nothing is, not garbage: zero times NaN is NaN."""
     pointers = kv + offsets[:, None] + dims[None, :]
     if MASKED:
         return tl.load(pointers, mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -438,7 +438,7 @@ def _load_rows(
 
 @triton.jit
 def _add_sinks(weighted: tl.tensor, row_sum: tl.tensor, row_max: tl.tensor, sink: tl.tensor) -> tl.tensor:
-    """One more key per row, with score `sink` [ROWS] and no value."""
+    """Count one more key in each row, with score `sink` [ROWS] and no value."""
     sink *= _LOG2_E_JIT
     larger = tl.maximum(row_max, sink)
     correction = tl.exp2(row_max - larger)

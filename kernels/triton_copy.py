@@ -21,14 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 VECTOR_BYTES = 16
-"""What one thread moves at a time; widths, pitches, offsets and distances are multiples of it."""
+"""The bytes that one thread moves at a time; widths, pitches, offsets and distances are multiples of it."""
 
 HEADER_FIELDS = 2
-"""Of a list, at the begin of the packed lists: where its first block is described, as an index, and how many it has."""
+"""The header of a list, at the begin of the packed lists: the index of its first block, and how many it has."""
 BLOCK_FIELDS = 3
-"""Of a block in a list, in units of `VECTOR_BYTES`: peer address of layer 0 and local address of layer 0, both as
-distances from the first byte of our pool, and how far apart the local addresses of two layers are (0 for a layer-stream
-slot)."""
+"""The fields of a block in a list, in units of `VECTOR_BYTES`: the peer and the local address of layer 0, as distances
+from the first byte of our pool, and how far apart the local addresses of two layers are (0 if staged)."""
 
 _WORDS_PER_VECTOR = VECTOR_BYTES // 4
 _MAX_TILE_BYTES = 32 << 10
@@ -39,7 +38,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def flatten_runs(runs: Int64Array, width_bytes: int, block_bytes: int, peer_distances: Mapping[int, int]) -> Int64Array:
-    """The list of the layer blocks that `runs` name: int64 `[N, BLOCK_FIELDS]`.
+    """Return the list of the layer blocks that `runs` name, int64 `[N, BLOCK_FIELDS]`.
 
     A run, `[R, 5]`, is (link, peer_offset_bytes, local_offset_bytes, count, staged): blocks of `block_bytes` on the
     peer's side; on ours too, or packed layer blocks of `width_bytes` if staged. `peer_distances[link]` is the address
@@ -68,7 +67,7 @@ def flatten_runs(runs: Int64Array, width_bytes: int, block_bytes: int, peer_dist
 
 
 def pack_lists(lists: Sequence[Int64Array]) -> Int64Array:
-    """Lists of `flatten_runs` as one array, int64 `[K * HEADER_FIELDS + N * BLOCK_FIELDS]`: headers, then blocks."""
+    """Join lists of `flatten_runs`, int64 `[K * HEADER_FIELDS + N * BLOCK_FIELDS]`: headers, then blocks."""
     counts = np.array([len(blocks) for blocks in lists], np.int64)
     starts = HEADER_FIELDS * len(lists) + BLOCK_FIELDS * (np.cumsum(counts) - counts)
     return np.concatenate([np.stack((starts, counts), axis=1).ravel(), *(blocks.ravel() for blocks in lists)])
@@ -113,7 +112,7 @@ def move_blocks(
 
 
 def _tile_bytes(width_bytes: int) -> int:
-    """The largest power of two that divides `width_bytes`, where it is large enough to keep a program busy."""
+    """Return the largest power of two that divides `width_bytes`, where it is large enough to keep a program busy."""
     divisor = width_bytes & -width_bytes
     if divisor >= 4 << 10:
         return min(divisor, _MAX_TILE_BYTES)
@@ -122,7 +121,7 @@ def _tile_bytes(width_bytes: int) -> int:
 
 @cache
 def _programs_at_once(device: torch.device, num_warps: int) -> int:
-    """The programs of `num_warps` warps that the device holds; two in the interpreter, which runs one after another."""
+    """Return how many programs of `num_warps` warps the device holds; two in the interpreter, for it has no device."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * (_WARPS_PER_SM // num_warps)

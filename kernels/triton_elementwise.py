@@ -1,4 +1,4 @@
-"""What a decoder does between its matrix products, on a GPU: RMSNorm, SiLU, rotary embedding and the write of new KV.
+"""The work of a decoder between its matrix products, on a GPU: RMSNorm, SiLU, rotary embedding, writing new KV.
 
 Each is bound by memory: one launch reads every operand once and writes every result once. Sums and products are float32
 and are rounded to the tensors' dtype where a model in that dtype would store them; a row of a result depends on its own
@@ -25,7 +25,7 @@ _ELEMENTS_PER_THREAD = 8  # 16 bytes of a 2-byte dtype
 
 
 class TokenBlocks(Protocol):
-    """Where each of a step's tokens belongs. int32 `[T]`."""
+    """The position and the block table entry of each of a step's tokens, int32 `[T]`."""
 
     @property
     def positions(self) -> Tensor: ...
@@ -34,7 +34,7 @@ class TokenBlocks(Protocol):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x `[..., K]` / sqrt(mean(x^2) + eps), rounded to the dtype, times weight `[K]`, rounded again."""
+    """Return x `[..., K]` / sqrt(mean(x^2) + eps), rounded to the dtype, times weight `[K]`, rounded again."""
     width = x.shape[-1]
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, rounded once: gate_up `[T, 2 * N]`, gates first -> `[T, N]`."""
+    """Return silu(gate) * up, rounded once: gate_up `[T, 2 * N]`, gates first -> `[T, N]`."""
     assert gate_up.is_contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, width))
@@ -162,7 +162,7 @@ def _norm_heads(
     is_query: tl.tensor,
     dtype: tl.tensor,
 ) -> tl.tensor:
-    """x [heads, dims] times scale [heads, 1], rounded to `dtype`, times the head's norm weights, rounded."""
+    """Multiply x [heads, dims] by scale [heads, 1], round to `dtype`, multiply by the norm's weights, and round."""
     weight = tl.where(
         is_query, tl.load(q_norm + dims, mask=mask, other=0.0), tl.load(k_norm + dims, mask=mask, other=0.0)
     )

@@ -1,4 +1,4 @@
-"""Where keys and values lie in a pool that the Triton kernels read and write.
+"""The layout of keys and values in a pool that the Triton kernels read and write.
 
 A layer block holds `block_size` tokens of one layer: `[2 (keys, values), num_kv_heads, block_size, head_dim]`, in the
 model's dtype. What one head of a block needs is contiguous, so a tile of keys is a few long runs of bytes, and with
@@ -22,7 +22,7 @@ NO_BLOCK_JIT = tl.constexpr(NO_BLOCK)
 
 @triton.jit
 def layer_block_index(entry: tl.tensor, layer: tl.tensor) -> tl.tensor:
-    """The layer block, int64, that a table entry names at `layer`: `entry + layer`, or `~entry` if it is negative.
+    """Return the layer block, int64, that a table entry names at `layer`: `entry + layer`, `~entry` if negative.
 
     Follow it only where `entry != NO_BLOCK_JIT`.
     """
@@ -33,26 +33,26 @@ def layer_block_index(entry: tl.tensor, layer: tl.tensor) -> tl.tensor:
 def layer_block_offset(
     index: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> tl.tensor:
-    """The first element of layer block `index`, int64."""
+    """Return the first element of layer block `index`, int64."""
     return index * (2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
 
 
 @triton.jit
-def key_offset(head: tl.tensor, slot: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
-    """Of kv head `head`'s key of the token in `slot` (position % block_size), within its layer block."""
-    return (head * BLOCK_SIZE + slot) * HEAD_DIM
+def key_offset(head: tl.tensor, offset: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
+    """Return where in a layer block kv head `head`'s key of the token at `offset` (position % block_size) begins."""
+    return (head * BLOCK_SIZE + offset) * HEAD_DIM
 
 
 @triton.jit
 def value_offset(
-    head: tl.tensor, slot: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+    head: tl.tensor, offset: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Of kv head `head`'s value of the token in `slot`, within its layer block."""
-    return ((NUM_KV_HEADS + head) * BLOCK_SIZE + slot) * HEAD_DIM
+    """Return where in a layer block kv head `head`'s value of the token at `offset` begins."""
+    return ((NUM_KV_HEADS + head) * BLOCK_SIZE + offset) * HEAD_DIM
 
 
 def layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """The pool, uint8 and flat, as layer blocks `[N, 2, num_kv_heads, block_size, head_dim]`, a view."""
+    """Return the pool, uint8 and flat, as layer blocks `[N, 2, num_kv_heads, block_size, head_dim]`, a view."""
     nbytes = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * dtype.itemsize
     whole = pool[: pool.numel() // nbytes * nbytes]
     return whole.view(dtype).view(-1, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)

@@ -20,13 +20,13 @@ RUNS_TILE = 128
 """Runs that a program holds at a time."""
 
 LOWEST_KEY = tl.constexpr(-2139095041)
-"""Of minus infinity."""
+"""The key of minus infinity."""
 
 _STATISTICS_TILE = 64
 
 
 def run_statistics(logits: Tensor, temperature: Tensor | None, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of every run of `RUN_TOKENS` tokens: the largest logit, and the sum of weights beside it; float32 `[R, runs]`."""
+    """Return each run's largest logit and its sum of weights, float32 `[R, runs]` each."""
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     num_rows, vocab_size = logits.shape
@@ -50,14 +50,14 @@ def run_statistics(logits: Tensor, temperature: Tensor | None, slots: Tensor | N
 
 @triton.jit
 def key_of(x: tl.tensor) -> tl.tensor:
-    """int32 that orders as the float32 does, NaN apart."""
+    """Return an int32 that orders as the float32 does, NaN apart."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
-    """The float32 of a key."""
+    """Return the float32 that has this key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -70,7 +70,7 @@ def inverse(temperature: tl.tensor) -> tl.tensor:
 def load_runs(
     logits: tl.tensor, runs: tl.tensor, mask: tl.tensor, vocab_size: tl.tensor, RUN: tl.constexpr
 ) -> tl.tensor:
-    """The logits [runs, RUN] of some runs, their token ids, and which of these are tokens."""
+    """Return the logits [runs, RUN] of some runs, their token ids, and a mask of the ids that are tokens."""
     tokens = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
     mask = mask[:, None] & (tokens < vocab_size)
     return tl.load(logits + tokens, mask=mask, other=float("-inf")), tokens, mask
@@ -112,7 +112,7 @@ def list_largest_runs(
     ALL_RUNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """List, in order, the runs that have all tokens from some key on: at most TILE of them. How many, and the key."""
+    """List, in order, the runs with all tokens from some key on, at most TILE; return their number and the key."""
     runs = tl.arange(0, ALL_RUNS)
     exists = runs < num_runs
     keys = tl.where(exists, key_of(maxima), LOWEST_KEY)
@@ -181,7 +181,7 @@ def measure(
     RUN: tl.constexpr,
     BY_WEIGHT: tl.constexpr,
 ) -> tl.tensor:
-    """How many tokens of the listed runs are at `key` or above, or what those of `min_weight` or more weigh."""
+    """Count the tokens of the listed runs at `key` or above, or weigh those of `min_weight` or more."""
     total = tl.zeros((), tl.float64)
     for start in range(0, num_listed, TILE):
         keys, value = _count_tokens(
@@ -207,7 +207,7 @@ def find_edge(
     RUN: tl.constexpr,
     BY_WEIGHT: tl.constexpr,
 ) -> tl.tensor:
-    """The largest key in [low, high) from which on there is as much as `target` (`measure`), or low; int64."""
+    """Return the largest key in [low, high) from which on there is as much as `target` (`measure`), or low; int64."""
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         first, second, third = low + step, low + 2 * step, low + 3 * step

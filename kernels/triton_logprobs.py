@@ -25,7 +25,7 @@ from swiftkv.kernels.triton_logits import (
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of tokens under the raw distribution, and its likeliest tokens, the likeliest first; equals by id."""
+    """Log-probabilities of tokens, and the likeliest tokens of each row, the likeliest first; equals by id."""
 
     logprobs: Tensor  # float32 [N]
     ranks: Tensor  # int32 [N], 1: no token is likelier
@@ -34,7 +34,7 @@ class Logprobs:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Of `token_ids` int32 `[N]` under `logits` float32 `[N, vocab]`, as the model gave them. Two launches."""
+    """Return the log-probabilities of `token_ids` int32 `[N]` under the model's own `logits` float32 `[N, vocab]`."""
     num_rows, vocab_size = logits.shape
     num_top = min(num_top, vocab_size)
     device = logits.device

@@ -1,4 +1,4 @@
-"""What requests change about their logits before a token is drawn, on a GPU: logit bias, minimum tokens, penalties.
+"""Edits of requests to their logits before a token is drawn, on a GPU: logit bias, minimum tokens, penalties.
 
 The meaning is that of `swiftkv/engine/sampler.py`: edits first, then penalties.
 """

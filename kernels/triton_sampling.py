@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU, without sorting a vocabulary and without waiting for the device.
+"""Draws tokens from logits on a GPU, without sorting a vocabulary and without waiting for the device.
 
 The stages and their meaning are those of `swiftkv/engine/sampler.py` (which are vLLM's): raw log-probabilities; minimum
 tokens, logit bias and penalties; temperature; min_p, top_k and top_p, where equal logits stay or go together; the draw,
@@ -39,7 +39,7 @@ from swiftkv.kernels.triton_logits import (
 
 @dataclass(frozen=True, slots=True)
 class SlotParams:
-    """What the request in each row slot asks for; `[num_slots]`, written when it takes the slot."""
+    """The sampling parameters of the request in each slot, `[num_slots]`, written when it takes the slot."""
 
     temperature: Tensor  # float32, 0: greedy
     top_k: Tensor  # int32, vocab_size: all
@@ -53,7 +53,7 @@ class SlotParams:
 
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> SlotParams:
-        """Every slot greedy."""
+        """Return parameters with which every slot is greedy."""
 
         def full(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_slots,), value, dtype=dtype, device=device)
@@ -78,7 +78,7 @@ class Draw:
 
 
 def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor) -> Draw:
-    """One token per row of `logits` float32 `[R, vocab]`, for the requests in `slots` int32 `[R]`.
+    """Draw one token per row of `logits` float32 `[R, vocab]`, for the requests in `slots` int32 `[R]`.
 
     `positions` int32 `[R]` are those that the sampled tokens will have. Two launches.
     """
@@ -118,7 +118,7 @@ def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor)
 
 @triton.jit
 def _first_above(weights: tl.tensor, target: tl.tensor, N: tl.constexpr) -> tl.tensor:
-    """Where the running sum of `weights` [N] passes `target`, at most where it ends; and what is left of `target`."""
+    """Return where the running sum of `weights` [N] passes `target`, or ends, and what is left of `target` there."""
     index = tl.arange(0, N)
     running = tl.cumsum(weights, 0)
     last = tl.min(tl.where(running == tl.max(running), index, N))
@@ -135,7 +135,7 @@ def _mix64(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """float64 in [0, 1): SplitMix64, as `uniforms` of the CPU's sampler."""
+    """Return a float64 in [0, 1) by SplitMix64, as `uniforms` of the CPU's sampler does."""
     seed = seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15
     mixed = _mix64(_mix64(seed) + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
     return (mixed >> 12).to(tl.float64) * (2.0**-52)
@@ -159,7 +159,7 @@ def _draw(
     TILE: tl.constexpr,
     RUN: tl.constexpr,
 ) -> tl.tensor:
-    """The token at `uniform` of the distribution that the filters leave."""
+    """Return the token at `uniform` of the distribution that the filters leave."""
     all_runs = tl.arange(0, ALL_RUNS)
     sums = tl.load(run_sums + all_runs, mask=all_runs < num_runs, other=0.0)
     sums = tl.where(sums == 0.0, 0.0, sums * tl.exp((maxima - largest) * scale)).to(tl.float64)

@@ -1,4 +1,4 @@
-"""Who computes what in one step's attention on a GPU, decided on the host from the scheduler's arrays.
+"""The work list of one step's attention on a GPU, made on the host from the scheduler's arrays.
 
 Two kinds of work. A sequence with several new tokens is cut into tiles of queries; a sequence with one new token is cut
 into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short ones do. Both
@@ -32,7 +32,7 @@ _MIN_SPLIT_TILES = 2  # of keys: below this a split's result costs more to combi
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one kernel is cut and compiled."""
+    """The tile sizes of one kernel, and the options that it is compiled with."""
 
     rows: int  # of queries times heads that share a kv head
     keys: int
@@ -63,15 +63,15 @@ class AttentionBatch:
 
 
 TILE_FIELDS = 8
-"""Of a tile: sequence, first row (new token * heads per kv head + head), new tokens, tokens in the cache, first entry
-of the table, first token in the batch."""
+"""The fields of a tile: sequence, first row (new token * heads per kv head + head), new tokens, tokens in the cache,
+first entry of the table, first token in the batch."""
 SPLIT_FIELDS = 8
-"""Of a split: sequence, first and end tile of keys, context length, first entry of the table, token in the batch,
-whether it is the sequence's only one."""
+"""The fields of a split: sequence, first and end tile of keys, context length, first entry of the table, token in the
+batch, whether it is the sequence's only one."""
 
 
 def prefill_tiling(spec: AttentionSpec) -> Tiling:
-    """Two warpgroups of 64 rows each, the tile of one `wgmma`, so that one's softmax hides behind the other's product.
+    """Choose two warpgroups of 64 rows each, the tile of one `wgmma`: one's softmax hides behind the other's product.
 
     Keys per tile: what registers hold beside the accumulators. The tensor memory accelerator, which fetches parts of
     one block, needs fewer of them for addresses, so with it a tile of 128-wide heads can be twice as long.
@@ -86,7 +86,7 @@ def prefill_tiling(spec: AttentionSpec) -> Tiling:
 
 
 def decode_tiling(spec: AttentionSpec) -> Tiling:
-    """Bound by memory: what counts is bytes in flight, two tiles of 32 KiB per program and three programs on an SM."""
+    """Keep many bytes in flight, for memory is the bound: two tiles of 32 KiB a program, three programs on an SM."""
     rows = max(16, _padded(spec.num_heads // spec.num_kv_heads))
     width = max(64, _padded(spec.head_dim))
     return Tiling(rows, 8192 // width, num_warps=4 if rows <= 64 else 8, num_stages=3)
@@ -104,7 +104,7 @@ def prepare_batch(
     into: AttentionBatch | None = None,
     tilings: tuple[Tiling, Tiling] | None = None,
 ) -> AttentionBatch:
-    """Made once per step and KV group, from the plan's arrays: int32, contiguous, on the host.
+    """Make the schedule of one step and KV group from the plan's arrays: int32, contiguous, on the host.
 
     positions `[num_tokens]`, query_starts `[num_seqs + 1]`, context_lens `[num_seqs]` with the new tokens counted,
     block_table: the sequences' entries one after the other, table_starts `[num_seqs + 1]`. An entry is the layer block
@@ -145,7 +145,7 @@ def prepare_batch(
 def decode_buffers(
     spec: AttentionSpec, num_seqs: int, num_entries: int, device: torch.device | str | None = None
 ) -> AttentionBatch:
-    """Tensors for any step of at most `num_seqs` sequences, one new token each, with `num_entries` blocks in all.
+    """Allocate for any step of at most `num_seqs` sequences, one new token each, with `num_entries` blocks in all.
 
     For CUDA graphs: `attention` over it runs the same grid whatever `prepare_batch(..., into=)` wrote there last. Rows
     of sequences that a step does not have come out as zeros.
@@ -167,7 +167,7 @@ def decode_buffers(
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    """int32 [S] each, but for `query_starts` [S + 1]."""
+    """The sequences of a step: int32 [S] each, but for `query_starts` [S + 1]."""
 
     query_starts: _Int32Array
     num_new: _Int32Array
@@ -176,7 +176,7 @@ class _Sequences:
 
 
 def _tiles(spec: AttentionSpec, tiling: Tiling, sequences: _Sequences) -> _Int32Array:
-    """[P, TILE_FIELDS]; tiles that look back on most keys come first, so that the last ones to run are short."""
+    """Return tiles [P, TILE_FIELDS], those that look back on most keys first, so that the last to run are short."""
     group = spec.num_heads // spec.num_kv_heads
     rows = np.where(sequences.num_new > 1, sequences.num_new * group, 0)
     counts = ceil_div(rows, tiling.rows)
@@ -194,7 +194,7 @@ def _tiles(spec: AttentionSpec, tiling: Tiling, sequences: _Sequences) -> _Int32
 def _splits(
     spec: AttentionSpec, tiling: Tiling, sequences: _Sequences, num_sms: int
 ) -> tuple[_Int32Array, _Int32Array]:
-    """Splits [N, SPLIT_FIELDS] of about one length, N no more than `_target_splits`, and starts [S + 1]."""
+    """Return splits [N, SPLIT_FIELDS] of about one length, N no more than `_target_splits`, and starts [S + 1]."""
     is_decode, context_lens = sequences.num_new == 1, sequences.context_lens
     first = np.maximum(context_lens - spec.window, 0) // tiling.keys if spec.window else np.zeros_like(context_lens)
     tiles = np.where(is_decode, ceil_div(context_lens, tiling.keys) - first, 0)
@@ -217,7 +217,7 @@ def _records(fields: Sequence[npt.NDArray[Any]], size: int) -> _Int32Array:
 
 
 def _ranges(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """[2, 3] -> [0, 1, 0, 1, 2]."""
+    """Join the ranges of `counts`: [2, 3] -> [0, 1, 0, 1, 2]."""
     starts = counts.cumsum(dtype=np.int64) - counts
     ranges: npt.NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) - np.repeat(starts, counts)
     return ranges
@@ -237,9 +237,9 @@ def _allocate(
 
 
 def _fill(batch: AttentionBatch, arrays: dict[str, _Int32Array]) -> AttentionBatch:
-    """Through one host buffer, pinned so that the copy does not wait, no longer than the table, which comes last.
+    """Copy the arrays to the device through one pinned host buffer that ends with the table, without waiting.
 
-    What the other arrays leave free says 'none', but for positions, which are looked up whatever they mean.
+    Room that an array leaves free is filled with -1, "none", but for positions, which the kernels look up in any case.
     """
     used = batch.block_table.storage_offset() + arrays["block_table"].size
     staging = torch.empty(used, dtype=torch.int32, pin_memory=batch.buffer.device.type == "cuda")
@@ -255,7 +255,7 @@ def _fill(batch: AttentionBatch, arrays: dict[str, _Int32Array]) -> AttentionBat
 
 
 def _target_splits(spec: AttentionSpec, num_seqs: int, num_sms: int) -> int:
-    """At most: as many as run at once, or several rounds of them where the sequences alone are more than that."""
+    """Return the most splits: as many as run at once, or several rounds of them where the sequences are more."""
     at_once = max(1, _DECODE_PROGRAMS_PER_SM * num_sms // spec.num_kv_heads)
     return at_once if num_seqs <= at_once else max(_ROUNDS * at_once, num_seqs)
 
@@ -272,7 +272,7 @@ def _num_sms(device: torch.device | str | None) -> int:
 
 @cache
 def _num_sms_of(device: torch.device) -> int:
-    """132, an H100's, where there is no GPU: what the interpreter then checks is what runs there."""
+    """Return 132, an H100's, where there is no GPU, so that the interpreter checks the schedule that runs there."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

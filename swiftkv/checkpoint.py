@@ -68,7 +68,7 @@ _TOKENIZER_CORPUS_BYTES = {"tiny": 1 << 20, "small": 64 << 20}
 
 
 def standard_library_files(*, with_tests: bool = False) -> list[Path]:
-    """The Python standard library's source files, sorted."""
+    """Return the Python standard library's source files, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__", "lib2to3", "idlelib", "turtledemo", "ensurepip"}
     if not with_tests:
@@ -77,7 +77,7 @@ def standard_library_files(*, with_tests: bool = False) -> list[Path]:
 
 
 def read_texts(paths: Iterable[Path]) -> Iterator[str]:
-    """The texts of those `paths` that are UTF-8."""
+    """Yield the texts of those `paths` that are UTF-8."""
     for path in paths:
         try:
             yield path.read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer (`PreTrainedTokenizerFast`) with ChatML's special tokens and template."""
+    """Train a byte-level BPE tokenizer (`PreTrainedTokenizerFast`) with ChatML's special tokens and template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -118,7 +118,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def save(model: Any, tokenizer: Any, directory: Path, **generation: Any) -> None:
-    """Writes model and tokenizer to `directory` so that readers older than transformers 5 read them too.
+    """Write model and tokenizer to `directory` so that readers older than transformers 5 read them too.
 
     `generation` goes into generation_config.json beside the end-of-sequence ids.
     """
@@ -139,7 +139,7 @@ def save(model: Any, tokenizer: Any, directory: Path, **generation: Any) -> None
 
 
 def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -> Path:
-    """Writes a bfloat16 random-weight model of `arch` with a tokenizer trained on the standard library.
+    """Write a bfloat16 random-weight model of `arch` with a tokenizer trained on the standard library.
 
     Args:
         arch: the architecture; its defaults apart from the shape are the published models'.

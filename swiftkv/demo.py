@@ -71,7 +71,7 @@ Messages = list[Any]  # as the chat API takes them
 
 @dataclass(frozen=True)
 class Turn:
-    """One question and what the server made of it."""
+    """One question, its answer and the figures of both."""
 
     asked: str
     answer: str
@@ -82,12 +82,12 @@ class Turn:
 
 
 class TooLongError(EngineError):
-    """The prompt is longer than the model takes."""
+    """A prompt that is longer than the model takes."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request of the long conversation, or of somebody beside it."""
+    """One request of the long conversation, or of another user beside it."""
 
     who: str
     messages: Messages
@@ -96,7 +96,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Pool:
-    """Blocks of a model that borrows, with KV in them and in all; its own without the layer-stream cache."""
+    """Counts of a borrower's blocks, those with KV and all; its own without the layer-stream cache."""
 
     in_own: int
     own: int
@@ -106,7 +106,7 @@ class Pool:
 
 
 class Node:
-    """How to reach a node that serves `config`."""
+    """A running node that serves `config`, as a client sees it."""
 
     def __init__(self, config: Config) -> None:
         ports = [config.node.port, *(model.endpoint.port for model in config.models if model.endpoint)]
@@ -125,7 +125,7 @@ class Node:
         return openai.OpenAI(base_url=self.base_url(model), api_key=self._api_key, max_retries=0, timeout=120)
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether the node serves, and how far each model is."""
+        """Return whether the node serves, and how far each model is."""
         try:
             response = httpx.get(f"{self.url}/ready", timeout=5)
             models = response.json().get("models") or {}
@@ -134,7 +134,7 @@ class Node:
         return response.is_success, ", ".join(f"{name} {state}" for name, state in models.items())
 
     def pages(self, model: ModelConfig, sizes: Sequence[int]) -> list[str]:
-        """Text of the standard library, cut by the model's tokenizer to so many tokens each."""
+        """Return pages of the standard library's text, cut by the model's tokenizer to so many tokens each."""
         files = sorted(Path(os.__file__).parent.glob("*.py"))
         text = "".join(file.read_text("utf-8") for file in files)[: 16 * sum(sizes)]
         url = f"{self.url}/models/{model.name}"
@@ -159,7 +159,7 @@ class Node:
         return Pool(total(*holding), total("total") - stream, in_borrowed, in_borrowed + total("borrowed_free"), stream)
 
     def loans(self, model: ModelConfig) -> dict[str, int]:
-        """Bytes that `model` borrows, by lender."""
+        """Return the bytes that `model` borrows, by lender."""
         models = {entry["model"]: entry for entry in self.admin("GET", "lending")["models"]}
         loans: dict[str, int] = {}
         for link in models[model.name]["borrows"]:
@@ -177,7 +177,7 @@ class Node:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 if every answer came and lending changed none, 1 if not, 2 for a mistake in the file."""
+    """Return the exit code: 0 if every answer came and lending changed none, 1 if not, 2 for a mistake in the file."""
     parser = argparse.ArgumentParser(prog="python -m swiftkv.demo", description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/embedded.yaml"))
     args = parser.parse_args(argv)
@@ -217,7 +217,7 @@ def _run(path: Path, console: Console) -> int:
 
 @contextlib.contextmanager
 def _serving(path: Path, config: Config, console: Console, *options: str) -> Iterator[Node]:
-    """A node that serves the file, until the end of the block."""
+    """Run a node that serves the file, until the end of the block."""
     node = Node(config)
     names = ", ".join(model.name for model in config.models)
     with (
@@ -243,7 +243,7 @@ def _serving(path: Path, config: Config, console: Console, *options: str) -> Ite
 
 @contextlib.contextmanager
 def _process(command: list[str], log: IO[str], shutdown_timeout_s: float) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is gone at the end."""
+    """Run a process that is gone at the end of the block."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process
@@ -257,7 +257,7 @@ def _process(command: list[str], log: IO[str], shutdown_timeout_s: float) -> Ite
 
 
 def _converse(node: Node, model: ModelConfig, console: Console) -> list[Turn]:
-    """One conversation with `model`, shown as it goes."""
+    """Hold one conversation with `model`, shown as it goes."""
     is_code = model.name == "code"
     table = Table(title=f"{model.name} at {node.base_url(model)}", title_justify="left", show_lines=True, expand=True)
     for heading in ("prompt tokens", "from cache", "first token"):
@@ -282,7 +282,7 @@ def _converse(node: Node, model: ModelConfig, console: Console) -> list[Turn]:
 
 
 def _outgrow(node: Node, model: ModelConfig, plan: ModelPlan, console: Console) -> list[Exchange]:
-    """A conversation that grows beyond the model's own pool; somebody else comes in between."""
+    """Hold a conversation that grows beyond the model's own pool, with another user in between."""
     loans = node.loans(model)
     lenders = ", ".join(loans)
     borrowed = ", ".join(f"{format_size(num_bytes)} from {name}" for name, num_bytes in loans.items())
@@ -325,7 +325,7 @@ def _outgrow(node: Node, model: ModelConfig, plan: ModelPlan, console: Console) 
 
 
 def _change_budget(node: Node, model: ModelConfig, last: Exchange, console: Console) -> int:
-    """Takes memory back while an answer comes, and gives it again. Returns how many answers that changed: 0 or 1."""
+    """Take memory back while an answer comes, and give it again; return how many answers that changed: 0 or 1."""
     lender = max(node.loans(model).items(), key=lambda loan: loan[1])[0]
     state = next(entry for entry in node.admin("GET", "lending")["models"] if entry["model"] == lender)
     changes = []
@@ -351,7 +351,7 @@ def _change_budget(node: Node, model: ModelConfig, last: Exchange, console: Cons
 
 
 def _compare(path: Path, model: ModelConfig, exchanges: Sequence[Exchange], console: Console) -> int:
-    """The same requests with lending off. Returns how many answers differ."""
+    """Repeat the requests with lending off, and return how many answers differ."""
     console.print(f"The same with lending off (swiftkv serve {path} --no-lending):\n")
     table = Table(title=f"{model.name}, lending on / off", title_justify="left")
     table.add_column("turn")
@@ -418,7 +418,7 @@ def _continue_program(client: openai.OpenAI, model: str, turns: Sequence[Turn], 
 
 
 def _read_turn(asked: str, stream: Any, start_s: float, after_first: Callable[[], None] | None = None) -> Turn:
-    """The stream's text, with the time to its first piece and the usage at its end."""
+    """Return the streamed text, with the time to its first piece and the usage at its end."""
     answer, ttft_s, usage = "", 0.0, None
     for event in stream:
         usage = event.usage or usage

@@ -1,1 +1,1 @@
-"""Load for a server that speaks OpenAI's HTTP, and what came of it."""
+"""A load generator for servers that speak OpenAI's HTTP, and its report."""

@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, and when each part of the answer came."""
+"""One streamed request to an OpenAI-compatible server, with the time at which each part of the answer came."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what every one of them carries."""
+    """The server that requests go to, and the fields that every one of them carries."""
 
     url: str
     """All of it: http://127.0.0.1:8000/v1/completions"""
@@ -29,7 +29,7 @@ class Target:
 
 @dataclass
 class Answer:
-    """What came back. Times are `time.perf_counter()`'s, in seconds; `error` is empty if all went well."""
+    """The answer to one request. Times are `time.perf_counter()`'s, in seconds; `error` is empty if all went well."""
 
     start_s: float = 0.0
     ttft_s: float = 0.0
@@ -50,7 +50,7 @@ class Answer:
 
 
 def request_body(target: Target, prompt: Prompt | Messages, output_len: int | None) -> dict[str, Any]:
-    """The JSON of one request."""
+    """Return the JSON of one request."""
     body: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
     if target.is_chat:
         body["messages"] = prompt if not isinstance(prompt, str) else [{"role": "user", "content": prompt}]

@@ -1,4 +1,4 @@
-"""What to ask: conversations of one turn or more, under the names that `vllm bench serve` gives its datasets."""
+"""Conversations of one turn or more to ask, under the names that `vllm bench serve` gives its datasets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Prompt = list[int] | str
 
 
 class DatasetError(ValueError):
-    """A dataset that cannot be had: the message names the flag and what would be right."""
+    """A dataset that cannot be had; the message names the flag and the fix."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn adds to its conversation, and how many tokens to ask for (None: the server's default)."""
+    """The text that one turn adds to its conversation, and the tokens to ask for (None: the server's default)."""
 
     prompt: Prompt
     output_len: int | None
@@ -30,7 +30,7 @@ Conversation = tuple[Turn, ...]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where random token ids come from.
+    """A source of random token ids.
 
     Byte and special tokens have the lowest ids in every tokenizer we know; the ids above them are words, so a random
     prompt decodes to text, which chat endpoints need.
@@ -40,7 +40,7 @@ class Tokens:
     special_ids: frozenset[int] = frozenset()
 
     def random(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` ids."""
+        """Return `count` ids."""
         low = min(300, self.vocab_size // 2)
         ids = rng.integers(low, self.vocab_size, count)
         clash = np.isin(ids, list(self.special_ids))
@@ -57,7 +57,7 @@ def random_prompts(
     prefix_len: int,
     range_ratio: float,
 ) -> list[Conversation]:
-    """Random ids: `prefix_len` that all share, then about `input_len` of their own.
+    """Draw random ids: `prefix_len` that all share, then about `input_len` of their own.
 
     Lengths are uniform in [len * (1 - range_ratio), len * (1 + range_ratio)].
     """
@@ -86,7 +86,7 @@ def prefix_repetition(
     num_prefixes: int,
     output_len: int,
 ) -> list[Conversation]:
-    """A few prefixes, each with many suffixes, shuffled."""
+    """Draw a few prefixes, each with many suffixes, shuffled."""
     if not 1 <= num_prefixes <= num_prompts:
         raise DatasetError(
             f"--prefix-repetition-num-prefixes: {num_prefixes} is not from 1 to --num-prompts ({num_prompts})"
@@ -108,7 +108,7 @@ def multi_turn(
     turn_len: int,
     output_len: int,
 ) -> list[Conversation]:
-    """Conversations that grow: `first_len` tokens, then `turn_len` more after each answer."""
+    """Draw conversations that grow: `first_len` tokens, then `turn_len` more after each answer."""
     if num_turns < 1:
         raise DatasetError(f"--multi-turn-num-turns: {num_turns} is not at least 1")
     return [
@@ -120,7 +120,7 @@ def multi_turn(
 def sharegpt(
     path: Path, tokenizer: Any, rng: np.random.Generator, num_prompts: int, *, output_len: int | None
 ) -> list[Conversation]:
-    """First question and length of the first answer of each conversation of a ShareGPT file, shuffled."""
+    """Return the first question and the length of its answer of each conversation of a ShareGPT file, shuffled."""
     entries = [entry for entry in _read_json(path) if len(entry.get("conversations") or ()) >= 2]
     chosen: list[Conversation] = []
     for i in rng.permutation(len(entries)):
@@ -143,7 +143,7 @@ def custom(
     chat_template: bool,
     shuffle: bool,
 ) -> list[Conversation]:
-    """The `prompt` of each line of a JSONL file, with the line's `output_tokens` where `output_len` is not given."""
+    """Return the `prompt` of each line of a JSONL file, with its `output_tokens` where `output_len` is not given."""
     lines = list(_read_jsonl(path))
     order = rng.permutation(len(lines)) if shuffle else range(len(lines))
     chosen: list[Conversation] = []

@@ -28,7 +28,7 @@ def summarize(
     percentiles: Sequence[float],
     goodput_ms: dict[str, float],
 ) -> dict[str, Any]:
-    """What `vllm bench serve` writes for the same answers, and the prompt tokens that came from the cache."""
+    """Return the keys that `vllm bench serve` writes for the same answers, and the prompt tokens from the cache."""
     good = [answer for answer in answers if not answer.error]
     total_input = sum(answer.num_prompt_tokens for answer in good)
     total_output = sum(answer.num_output_tokens for answer in good)
@@ -80,7 +80,7 @@ def table(
     request_rate: float,
     max_concurrency: int | None,
 ) -> str:
-    """`result` as `vllm bench serve` prints it."""
+    """Return `result` as the table that `vllm bench serve` prints."""
     rows: list[tuple[str, int | float]] = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),
@@ -130,7 +130,7 @@ def _is_good(answer: Answer, goodput_ms: dict[str, float]) -> bool:
 
 
 def _peak_tokens_per_s(answers: Sequence[Answer]) -> float:
-    """Most pieces of text in any one second since the first request."""
+    """Return the most pieces of text in any one second since the first request."""
     if not answers:
         return 0.0
     begin_s = min(answer.start_s for answer in answers)

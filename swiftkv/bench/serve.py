@@ -42,7 +42,7 @@ class UsageError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark that `argv` asks for; 0 if every request was answered, 1 if one was not, 2 for a mistake."""
+    """Run the benchmark that `argv` asks for; return 0 if every request was answered, 1 if not, 2 for a mistake."""
     args = make_parser().parse_args(argv)
     try:
         result = asyncio.run(run(args))
@@ -90,7 +90,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_conversations(args: argparse.Namespace, root: str | None) -> tuple[list[Conversation], str | None]:
-    """The dataset that `args` names, and the tokenizer it was made with; `root` is where the server has its model."""
+    """Return the dataset that `args` names, and its tokenizer; `root` is where the server has its model."""
     tokenizer_id = None if args.skip_tokenizer_init else args.tokenizer or root or args.model
     name, rng, count = args.dataset_name, np.random.default_rng(args.seed), args.num_prompts
     is_chat = args.backend == "openai-chat"
@@ -163,7 +163,7 @@ def _made(args: argparse.Namespace, tokens: Tokens, rng: np.random.Generator) ->
 
 
 def arrival_times_s(count: int, request_rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """When each of `count` requests is sent, from 0; gaps are gamma-distributed, exponential where burstiness is 1.
+    """Return when each of `count` requests is sent, from 0; gaps follow a gamma distribution of that burstiness.
 
     The whole is scaled to take `count / request_rate`, so that two seeds offer the same load.
     """
@@ -221,7 +221,7 @@ def _with_history(history: list[Any], prompt: Prompt, target: Target) -> Prompt 
 
 
 def _after(asked: Prompt | Messages, answer: Answer, target: Target) -> list[Any]:
-    """What the next turn's prompt begins with."""
+    """Return the beginning of the next turn's prompt."""
     if target.is_chat:
         return [*asked, {"role": "assistant", "content": answer.text}]
     return [*asked, *answer.token_ids]
@@ -359,7 +359,7 @@ def _first_given(*values: int | None) -> Any:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of `vllm bench serve` that concern serving text, with its names and defaults."""
+    """Return a parser of the flags of `vllm bench serve` that concern serving text, with its names and defaults."""
     parser = argparse.ArgumentParser(
         prog="swiftkv bench serve",
         usage="swiftkv bench serve [options]",
