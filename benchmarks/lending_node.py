@@ -166,7 +166,7 @@ class Node:
         return next(room.lent_bytes for room in plan_lending(self.plans) if room.borrower.name == master)
 
     def wait_until_borrowed(self, master: str, num_bytes: int) -> None:
-        """Until `master` holds exactly so much."""
+        """Wait until `master` has borrowed exactly `num_bytes`."""
         deadline_s = time.monotonic() + _LEND_TIMEOUT_S
         while (borrowed := self.lending(master)["borrowed_bytes"]) != num_bytes:
             if time.monotonic() > deadline_s:

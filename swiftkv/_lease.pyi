@@ -1,4 +1,4 @@
-"""Who holds which extent: the lender's table of a link and the borrower's replica of it (C++).
+"""Ledgers of extents and their holders: the lender's table of a link and the borrower's replica of it (C++).
 
 Extents are int32, epochs uint32, arrays one-dimensional; extents and epochs that belong together have one length.
 Messages may come late, reordered and more than once: what is not of the current lease of an extent is ignored.
@@ -21,14 +21,14 @@ class LenderLedger:
     def num_extents(self) -> int: ...
     @property
     def home(self) -> int:
-        """How many extents are home: nobody else writes to them."""
+        """The number of extents at home, to which only the lender writes."""
     @property
     def offered(self) -> int: ...
     @property
     def lent(self) -> int: ...
     @property
     def recalled(self) -> int:
-        """How many are asked back, and the borrower's still."""
+        """The number of extents that are recalled and still the borrower's."""
     def offer(self, extents: Int32Array) -> UInt32Array:
         """Offer extents; returns the epoch of each. Raises ValueError, and changes nothing, unless all are home."""
 
@@ -56,12 +56,12 @@ class BorrowerLedger:
     def num_extents(self) -> int: ...
     @property
     def none(self) -> int:
-        """How many extents are not to be touched."""
+        """The number of extents that the borrower must not touch."""
     @property
     def held(self) -> int: ...
     @property
     def recalled(self) -> int:
-        """How many are asked back and not yet given back."""
+        """The number of extents that are recalled and not yet given back."""
     def on_offer(self, extents: Int32Array, epochs: UInt32Array) -> tuple[Int32Array, Int32Array, UInt32Array]:
         """Returns the extents that are held from now on, and the (extents, epochs) to accept: those and repetitions.
 

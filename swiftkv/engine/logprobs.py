@@ -13,13 +13,13 @@ from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 
 _LOGITS_BYTES = 64 << 20
-"""How much float32 logits may be alive at once for the sake of prompt logprobs."""
+"""The most bytes of float32 logits that prompt logprobs may hold at once."""
 
 
 def token_logprobs(
     logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Of `token_ids [N]` under `logits [N, vocab]`, with the `top_counts[i]` likeliest tokens of row i."""
+    """Return logprobs of `token_ids` [N] under `logits` [N, vocab], and the `top_counts[i]` likeliest of row i."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, torch.from_numpy(token_ids).to(logits.device, torch.int64).unsqueeze(1))  # [N, 1]
     ranks = (logprobs > chosen).sum(-1) + 1

@@ -23,7 +23,7 @@ RUNTIME_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What an engine takes of its device besides KV, in bytes."""
+    """The bytes of its device that an engine uses besides KV."""
 
     weights_bytes: int
     activation_bytes: int  # the most that the largest step needs beyond the weights
@@ -72,9 +72,9 @@ def kv_bytes_on_device(memory: int | Fraction, device_bytes: int, use: DeviceUse
 
 
 def measure_use(device: torch.device, largest_step: Callable[[], None], graph_bytes: int = 0) -> DeviceUse:
-    """What this process has on `device` now (weights), and the most that `largest_step` takes on top of it.
+    """Measure the memory of this process on `device` now (weights), and the most that `largest_step` adds to it.
 
-    To be called once, when the weights are loaded and before there is a pool. What other processes take does not count.
+    Call it once, when the weights are loaded and before there is a pool. The memory of other processes does not count.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

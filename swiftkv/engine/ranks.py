@@ -102,7 +102,7 @@ def pack_step(step: StepArrays) -> Step:
 
 
 def unpack_step(step: Step) -> ReceivedStep:
-    """Views of the message."""
+    """Return the step's arrays as views of the message."""
     return ReceivedStep(
         _unpack(step.token_ids),
         _unpack(step.positions),
@@ -166,7 +166,7 @@ class Follower:
             group.begin(_deadline_s(config))
 
     def run(self) -> None:
-        """Until this process ends, with `EXIT_GAVE_UP` if another rank has gone or does not answer."""
+        """Follow rank 0's orders. The process ends with `EXIT_GAVE_UP` if another rank is gone or does not answer."""
         decoder = msgspec.msgpack.Decoder(Order)
         hidden = torch.empty(0)
         with _giving_up():
@@ -262,7 +262,7 @@ def _deadline_s(config: EngineConfig) -> float:
 
 
 def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """What rank `rank` is told: GPUs of an engine follow each other."""
+    """Return the configuration of rank `rank`. The ranks of an engine use consecutive GPUs."""
     kind, _, first = config.device.partition(":")
     device = f"{kind}:{int(first) + rank}" if first else kind
     return msgspec.structs.replace(config, rank=rank, device=device)

@@ -1,4 +1,4 @@
-"""Which tokens the requests in the row slots have had: what penalties go by."""
+"""Counts of the tokens that the requests in the row slots have had, on which penalties are based."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftkv.kernels.host_copies import upload
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """Of a request that was preempted."""
+    """The counts of a request that was preempted."""
 
     outputs: Tensor  # int32 [vocab]
     in_prompt: Tensor  # bool [vocab]

@@ -56,7 +56,7 @@ def _llama3(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    """As llama3, with a ramp that is linear in the dimension (https://arxiv.org/abs/2309.00071, section 3.2)."""
+    """Scale like llama3, with a ramp linear in the dimension (https://arxiv.org/abs/2309.00071, section 3.2)."""
 
     def dimension_that_turns(times: float) -> float:
         wavelength = rope.original_max_position_embeddings / times

@@ -1,4 +1,4 @@
-"""Which transports the engines of a node lend over."""
+"""The choice of the transports that the engines of a node lend over."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def admin_router(lending: NodeLending) -> APIRouter:
 
     @router.get("/lending", responses=documented("LendingOverview"))
     async def show_lending() -> Response:
-        """What every model lends and borrows now."""
+        """Show what every model lends and borrows now."""
         return json_response(await lending.overview())
 
     @router.patch(
@@ -44,7 +44,7 @@ def admin_router(lending: NodeLending) -> APIRouter:
 
     @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
     async def show_pool(model: Name) -> Response:
-        """Every extent of a model's links, its owner and epoch, and how many blocks of its pool are in which state."""
+        """Show every extent of a model's links, its owner and epoch, and the blocks of its pool by state."""
         pool = await lending.pool(model)
         # A large pool lent by small extents has a million of them.
         return Response(await asyncio.to_thread(msgspec.json.encode, pool), media_type="application/json")

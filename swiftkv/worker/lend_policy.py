@@ -14,7 +14,7 @@ _BUCKETS = 16
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one KV group was asked for since the last look, in blocks."""
+    """The demand for one KV group since the last look, in blocks."""
 
     total_peak: int  # the most that running and waiting requests wanted together
     longest: int  # of the longest single request
