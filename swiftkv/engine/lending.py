@@ -17,6 +17,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.coordinator import Coordinator
 from swiftkv.lease.messages import LendingSpec, LinkGeometry
 from swiftkv.lease.process import Identity
+from swiftkv.lease.wire import Wire
 from swiftkv.master.borrower import Borrower
 from swiftkv.master.layer_stream import CopyKind
 from swiftkv.transport.base import PeerHandle, Transport, TwoSidedTransport
@@ -46,14 +47,14 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
     return Scheduler(
         group_specs,
         config.block_size,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_model_len,
-        config.enable_prefix_caching,
-        config.enable_chunked_prefill,
-        lend_links,
-        borrow_links,
-        spec.stream_buffers if spec else 2,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        lend_links=lend_links,
+        borrow_links=borrow_links,
+        stream_buffers=spec.stream_buffers if spec else 2,
     )
 
 
@@ -71,20 +72,26 @@ class Lending:
         self._runner = runner
         self._scheduler = scheduler
         self._transport: Transport | None = None
+        self._wire: Wire | None = None
+        self._borrower: Borrower | None = None
         self._coordinator: Coordinator | None = None
         if config.lending is not None:
-            deadline_s = config.watchdog_s / _DEADLINES_PER_WATCHDOG
-            self._coordinator = self._start(config.name, config.lending, deadline_s, context)
+            self._start(config, config.lending, context)
 
     def before_step(self, finish_steps: Callable[[], None]) -> None:
-        """Between steps, and before the engine waits. `finish_steps` commits those that are in progress."""
+        """Between steps, and before the engine waits. `finish_steps` commits those that are in progress.
+
+        Raises `RuntimeError` if a defect ended the coordinator's thread.
+        """
         if self._coordinator is not None:
-            self._coordinator.apply_pending(finish_steps)
+            self._coordinator.check()
+        if self._borrower is not None:
+            self._borrower.apply_pending(finish_steps)
 
     def demand_changed(self) -> None:
         """Requests came, grew or went: what is lent may be needed here."""
-        if self._coordinator is not None and self._scheduler.is_short():
-            self._coordinator.wake()
+        if self._wire is not None and self._scheduler.is_short():
+            self._wire.wake()
 
     def transfer_failed(self, plan: StepPlan, links: Sequence[int] = ()) -> None:
         """Copies of this step over `links` did not arrive; if there are none, it is not known over which.
@@ -92,45 +99,76 @@ class Lending:
         The step does not count, and those lenders are attached anew.
         """
         assert self._coordinator is not None
+        assert self._borrower is not None
         self._scheduler.abandon()
-        self._coordinator.give_up(links or links_of(plan, len(self._runner.group_specs)))
+        self._coordinator.wait_for(self._borrower.give_up(links or links_of(plan, len(self._runner.group_specs))))
 
     def close(self) -> None:
         if self._coordinator is not None:
             self._coordinator.close()
+        if self._borrower is not None:
+            self._borrower.close()
+        if self._wire is not None:
+            self._wire.close()
         if self._transport is not None:
             self._transport.close()
         os.close(self.wake_fd)
 
-    def _start(
-        self, name: str, spec: LendingSpec, deadline_s: float, context: zmq.Context[zmq.Socket[bytes]]
-    ) -> Coordinator:
-        """`deadline_s` bounds each wait for a peer in the middle of a copy."""
-        me = Identity.of_this_process(name)
+    def _start(self, config: EngineConfig, spec: LendingSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        me = Identity.of_this_process(config.name)
+        deadline_s = config.watchdog_s / _DEADLINES_PER_WATCHDOG  # of each wait for a peer in the middle of a copy
+        wire = self._wire = Wire(context, spec.leases_address, spec.lenders)
+        lender = self._open_lender(me, spec, wire, deadline_s=deadline_s) if spec.borrowers else None
+        self._borrower = self._open_borrower(me, spec, wire, deadline_s=deadline_s) if spec.lenders else None
+        self._coordinator = Coordinator(
+            config.name,
+            wire,
+            self._scheduler,
+            pool_bytes=self._runner.pool.nbytes,
+            lender=lender,
+            borrower=self._borrower,
+            on_end=self._wake,
+        )
+        self._coordinator.start()
+
+    def _open_lender(self, me: Identity, spec: LendingSpec, wire: Wire, *, deadline_s: float) -> Lender:
         pool = self._runner.pool
-        lender = borrower = None
-        if spec.borrowers:
-            check_links([link for peer in spec.borrowers for link in peer.links], pool.regions)
+        check_links([link for peer in spec.borrowers for link in peer.links], pool.regions)
 
-            def serve_link(store_path: str) -> threading.Thread | None:
-                published = publish_pool(Path(store_path), pool)
-                return serve_p2p(pool, published, deadline_s=deadline_s) if spec.transport == "p2p" else None
+        def serve_link(store_path: str) -> threading.Thread | None:
+            published = publish_pool(Path(store_path), pool)
+            return serve_p2p(pool, published, deadline_s=deadline_s) if spec.transport == "p2p" else None
 
-            lender = Lender(me, spec, self._scheduler, pool.nbytes, serve_link, self._wake)
-        if spec.lenders:
-            transport = self._transport = open_transport(
-                spec.transport, pool, io_backend=spec.io_backend, deadline_s=deadline_s
-            )
-            self._runner.stream_through(transport)
+        return Lender(
+            me,
+            spec,
+            wire,
+            scheduler=self._scheduler,
+            pool_bytes=pool.nbytes,
+            serve_link=serve_link,
+            wake_engine=self._wake,
+        )
 
-            def find(store_path: str) -> PeerHandle:
-                peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)
-                return transport.meet(peer) if isinstance(transport, TwoSidedTransport) else peer
+    def _open_borrower(self, me: Identity, spec: LendingSpec, wire: Wire, *, deadline_s: float) -> Borrower:
+        transport = self._transport = open_transport(
+            spec.transport, self._runner.pool, io_backend=spec.io_backend, deadline_s=deadline_s
+        )
+        self._runner.stream_through(transport)
 
-            borrower = Borrower(me, spec, self._scheduler, find, transport.attach, transport.detach, self._wake)
-        coordinator = Coordinator(name, spec, context, self._scheduler, pool.nbytes, lender, borrower, self._wake)
-        coordinator.start()
-        return coordinator
+        def find(store_path: str) -> PeerHandle:
+            peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)
+            return transport.meet(peer) if isinstance(transport, TwoSidedTransport) else peer
+
+        return Borrower(
+            me,
+            spec,
+            wire,
+            scheduler=self._scheduler,
+            find=find,
+            attach=transport.attach,
+            detach=transport.detach,
+            wake_engine=self._wake,
+        )
 
     def _wake(self) -> None:
         os.eventfd_write(self.wake_fd, 1)

@@ -208,14 +208,14 @@ class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=
 
     request_id: int
     name: str
-    budget_bytes: int
     pool_bytes: int
-    lends: list[LinkState]
-    borrows: list[LinkState]
     groups: list[GroupBlocks]
-    recalls_total: dict[str, int]  # by reason: budget, demand, share
-    recall_seconds: Histogram  # from asking until the last of the extents is home
-    messages_dropped_total: int = 0  # that could not be read, or named what there is not
+    messages_dropped_total: int  # that could not be read, or named what there is not
+    budget_bytes: int = 0
+    lends: list[LinkState] = []
+    borrows: list[LinkState] = []
+    recalls_total: dict[str, int] = {}  # by reason: budget, demand, share
+    recall_seconds: Histogram = Histogram([], [], 0, 0.0)  # from asking until the last of the extents is home
 
 
 FromBorrower = Hello | Attached | Detached | Accept | Return | Heartbeat

@@ -1,9 +1,10 @@
-"""The sockets of one coordinator. They belong to its thread."""
+"""The sockets of one coordinator, and all else that its thread waits for."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -26,14 +27,14 @@ _DROP_LOG_INTERVAL_S = 10.0
 _log = logging.getLogger(__name__)
 
 Route = bytes
-"""Whoever connected to our ROUTER: a borrower or the gateway; a new one for every connection."""
+"""A connection to our ROUTER, of a borrower or of the gateway."""
 
 
 class Wire:
-    """A ROUTER for those who borrow from us and for the gateway, a DEALER to each lender, and the ends of processes.
+    """A ROUTER for borrowers and the gateway, a DEALER to each lender, the ends of processes, and `wake`.
 
     Nothing is queued for a peer that is not connected. No queue has a bound of its own: the protocol bounds what one
-    side says before the other answers.
+    side says before the other answers. Only one thread at a time may call it, but for `wake`, which any thread may.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, lenders: Sequence[PeerSpec]) -> None:
@@ -49,11 +50,13 @@ class Wire:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.bind(address)
         self._dealers = [self._connect(peer) for peer in lenders]
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller.register(self._wakeup, zmq.POLLIN)
         self.dropped_total = 0
         self._drop_log_due_s = 0.0
 
     def send(self, route: Route, message: FromLender | ToAdmin) -> None:
-        """To a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
+        """Send to a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
         try:
             self._router.send_multipart([route, self._encoder.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -61,9 +64,12 @@ class Wire:
                 raise
 
     def send_to_lender(self, index: int, message: FromBorrower) -> None:
-        """Nothing is sent while the lender's coordinator does not listen."""
+        """Send to a lender; drop the message while its coordinator does not listen."""
         with contextlib.suppress(zmq.Again):
             self._dealers[index].send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def lender_name(self, index: int) -> str:
+        return self._lenders[index].name
 
     def reconnect(self, index: int) -> None:
         """Forget what the lender said and what it has not read."""
@@ -71,12 +77,12 @@ class Wire:
         self._dealers[index].close(linger=0)
         self._dealers[index] = self._connect(self._lenders[index])
 
-    def watch_fd(self, fd: int) -> None:
-        """`wait` ends when there is something to be read."""
-        self._poller.register(fd, zmq.POLLIN)
+    def wake(self) -> None:
+        """End the `wait` that is in progress, or else the next one; from any thread."""
+        os.eventfd_write(self._wakeup, 1)
 
     def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:
-        """`on_exit` is called once, in `wait`, when the process is gone; the file descriptor is closed then."""
+        """Call `on_exit` once, in `wait`, when the process is gone, and close its file descriptor."""
         self._poller.register(process.fd, zmq.POLLIN)
 
         def exited() -> None:
@@ -90,15 +96,22 @@ class Wire:
         del self._exits[process.fd]
         process.close()
 
-    def wait(self, timeout_s: float) -> None:
-        """Until something has come, or a process is gone. Ends come first: what the dead said then counts no more."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has come, or a process is gone; return whether `wake` was called.
+
+        Ends of processes come first: what the dead said then counts no more.
+        """
         ready = self._poller.poll(max(0, int(timeout_s * 1000) + 1))
         for source, _ in ready:
             if isinstance(source, int) and (exited := self._exits.get(source)):
                 exited()
+        try:
+            return os.eventfd_read(self._wakeup) > 0
+        except BlockingIOError:
+            return False
 
     def received(self) -> Iterator[tuple[Route, FromBorrower | FromAdmin]]:
-        """What borrowers and the gateway said; what cannot be read is dropped."""
+        """Yield what borrowers and the gateway said; drop what cannot be read."""
         while True:
             try:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -112,6 +125,7 @@ class Wire:
             yield route, message
 
     def received_from_lenders(self) -> Iterator[tuple[int, FromLender]]:
+        """Yield what lenders said, with the index of each; drop what cannot be read."""
         for index in range(len(self._dealers)):
             while True:
                 try:
@@ -138,6 +152,7 @@ class Wire:
         for fd in list(self._exits):
             del self._exits[fd]
             PeerProcess(fd).close()
+        os.close(self._wakeup)
 
     def _connect(self, peer: PeerSpec) -> zmq.Socket[bytes]:
         dealer = self._socket(zmq.DEALER)

@@ -1,4 +1,4 @@
-"""The borrower's half of the coordinator: takes what lenders offer, gives back what they recall, and survives them.
+"""The borrower's side of leases: takes what lenders offer, gives back what they recall, and survives them.
 
 All of it runs in the coordinator's thread, but for `apply_pending` and `give_up`, which are the engine's, and for what
 may have to wait for a lender, which has threads of its own.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from swiftkv._core import Scheduler
@@ -29,6 +30,7 @@ from swiftkv.lease.messages import (
     Heartbeat,
     Hello,
     LendingSpec,
+    LendingState,
     LinkGeometry,
     LinkState,
     MalformedMessage,
@@ -107,6 +109,8 @@ class Borrower:
         self,
         me: Identity,
         spec: LendingSpec,
+        wire: Wire,
+        *,
         scheduler: Scheduler,
         find: Callable[[str], PeerHandle],
         attach: Callable[[int, PeerHandle], None],
@@ -124,8 +128,7 @@ class Borrower:
         self._attach = attach
         self._detach = detach
         self._wake_engine = wake_engine
-        self._wake: Callable[[], None]
-        self._wire: Wire
+        self._wire = wire
         self._peers = _peers(spec)
         self._links = [link for peer in self._peers for link in peer.links]
         self._peer_at = [peer for peer in self._peers for _ in peer.links]  # by link number
@@ -137,16 +140,18 @@ class Borrower:
         self._given_up: deque[tuple[Sequence[int], threading.Event]] = deque()
         self._is_draining = False
 
-    def start(self, wire: Wire, wake: Callable[[], None]) -> None:
-        self._wire = wire
-        self._wake = wake
-
     def close(self) -> None:
+        """Wait until nothing calls `Wire.wake` any more; after the coordinator's thread has ended."""
         self._finders.shutdown()
 
     # In the engine's thread.
 
     def apply_pending(self, finish_steps: Callable[[], None]) -> None:
+        """Attach and detach lenders' pools, before each `schedule()` and before the engine waits for messages.
+
+        `finish_steps` commits all steps in progress, and is called first: a lender that is back may offer at once what
+        such a step still has of its former life.
+        """
         if self._orders:
             finish_steps()
         while self._orders:
@@ -155,15 +160,21 @@ class Borrower:
                 self._detach_all(self._peers[order])
             else:
                 self._outcomes.append((order, self._try_to_attach(order)))
-                self._wake()
+                self._wire.wake()
         if self._is_draining:  # the step before may have drained it
-            self._wake()
+            self._wire.wake()
 
     def give_up(self, links: Sequence[int]) -> threading.Event:
+        """Let go of the lenders of these links, over which copies failed; return what is set when it is done.
+
+        Call it after `transport.settle()` and `scheduler.abandon()`. What was borrowed from these lenders is lost, and
+        they are attached anew in a while.
+        """
         for peer in {self._peer_at[link].index: self._peer_at[link] for link in links}.values():
             self._detach_all(peer)
         done = threading.Event()
         self._given_up.append((links, done))
+        self._wire.wake()
         return done
 
     def _try_to_attach(self, order: _Attachment) -> str | None:
@@ -182,7 +193,7 @@ class Borrower:
 
     # In the coordinator's thread.
 
-    def tick(self, now_s: float) -> float:
+    def tick(self, now_s: float, woken: bool) -> float:
         while self._given_up:
             links, done = self._given_up.popleft()
             for index in {self._peer_at[link].index for link in links}:
@@ -205,15 +216,16 @@ class Borrower:
             return now_s + _DRAIN_POLL_S
         return min((peer.hello_due_s for peer in self._peers if peer.welcome is None), default=float("inf"))
 
-    def link_states(self, with_extents: bool) -> list[LinkState]:
+    def describe(self, state: LendingState, with_extents: bool) -> LendingState:
         now_s = time.monotonic()
-        return [_link_state(peer, link, now_s, with_extents) for peer in self._peers for link in peer.links]
+        links = [_link_state(peer, link, now_s, with_extents) for peer in self._peers for link in peer.links]
+        return msgspec.structs.replace(state, borrows=links)
 
-    def on_message(self, lender: int, message: FromLender) -> None:
-        """Raises `MalformedMessage` for one that names what there is not; it has changed nothing then."""
+    def on_message(self, sender: int, message: FromLender) -> None:
+        """`sender` is the index of the lender."""
         if message.receiver != self._me.incarnation:
             return
-        peer = self._peers[lender]
+        peer = self._peers[sender]
         if isinstance(message, Welcome):
             self._on_welcome(peer, message)
             return
@@ -223,7 +235,7 @@ class Borrower:
         if isinstance(message, Heartbeat):
             peer.reported = reported_extents(message, peer.spec.links)
             borrowed = [link.borrowed for link in peer.links]
-            self._wire.send_to_lender(lender, Heartbeat(self._me.incarnation, peer.incarnation, borrowed))
+            self._wire.send_to_lender(sender, Heartbeat(self._me.incarnation, peer.incarnation, borrowed))
             return
         extents, epochs = named_leases(message, peer.spec.links)
         link = peer.links[message.link]
@@ -262,7 +274,7 @@ class Borrower:
         peer.state = "attaching"
         found = self._finders.submit(self._find_all, welcome.store_paths)
         self._searches.append(_Attachment(peer.index, peer.attempt, welcome.store_paths, found))
-        found.add_done_callback(lambda _: self._wake())
+        found.add_done_callback(lambda _: self._wire.wake())
 
     def _find_all(self, store_paths: Sequence[str]) -> list[PeerHandle]:
         return [self._find(path) for path in store_paths]

@@ -1,4 +1,4 @@
-"""The lender's half of the coordinator: who gets how much, what is asked back, and what ends with a borrower.
+"""The lender's side of leases: who gets how much, what is asked back, and what ends with a borrower.
 
 Everything here runs in the coordinator's thread.
 """
@@ -14,6 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from swiftkv._core import Scheduler
 from swiftkv._lease import LenderLedger
 from swiftkv.arithmetic import ceil_div
@@ -26,8 +28,8 @@ from swiftkv.lease.messages import (
     FromBorrower,
     Heartbeat,
     Hello,
-    Histogram,
     LendingSpec,
+    LendingState,
     LinkGeometry,
     LinkState,
     Offer,
@@ -133,6 +135,8 @@ class Lender:
         self,
         me: Identity,
         spec: LendingSpec,
+        wire: Wire,
+        *,
         scheduler: Scheduler,
         pool_bytes: int,
         serve_link: Callable[[str], threading.Thread | None],
@@ -149,7 +153,7 @@ class Lender:
         self._pool_bytes = pool_bytes
         self._serve_link = serve_link
         self._wake_engine = wake_engine
-        self._wire: Wire
+        self._wire = wire
         self._peers = {peer.spec.name: peer for peer in _peers(spec)}
         self._links = [link for peer in self._peers.values() for link in peer.links]
         self._peer_at = [peer for peer in self._peers.values() for _ in peer.links]  # by link number
@@ -164,20 +168,9 @@ class Lender:
         self.budget_bytes = min(spec.budget_bytes, pool_bytes)
 
     @property
-    def recalls_total(self) -> dict[str, int]:
-        return dict(self._recalls.total)
-
-    @property
-    def recall_seconds(self) -> Histogram:
-        return self._recalls.seconds
-
-    @property
     def lent_bytes(self) -> int:
-        """Of all extents that are not home."""
+        """The bytes of all extents that are not home."""
         return sum(link.away_bytes for link in self._links)
-
-    def start(self, wire: Wire) -> None:
-        self._wire = wire
 
     def tick(self, now_s: float, woken: bool) -> float:
         if woken or now_s >= self._demand_due_s:
@@ -193,21 +186,29 @@ class Lender:
             now_s + _END_POLL_S if any(peer.is_ending for peer in self._peers.values()) else float("inf"),
         )
 
-    def link_states(self, with_extents: bool) -> list[LinkState]:
+    def describe(self, state: LendingState, with_extents: bool) -> LendingState:
         now_s = time.monotonic()
-        return [
-            _link_state(peer, link, now_s, self._no_offer_before_s[link.geometry.lender_group], with_extents)
-            for peer in self._peers.values()
-            for link in peer.links
-        ]
+        return msgspec.structs.replace(
+            state,
+            budget_bytes=self.budget_bytes,
+            lends=[
+                _link_state(peer, link, now_s, self._no_offer_before_s[link.geometry.lender_group], with_extents)
+                for peer in self._peers.values()
+                for link in peer.links
+            ],
+            recalls_total=dict(self._recalls.total),
+            recall_seconds=self._recalls.seconds,
+        )
 
     # What borrowers say.
 
-    def on_message(self, route: Route, message: FromBorrower) -> None:
-        """Raises `MalformedMessage` for one that names what there is not; it has changed nothing then."""
+    def on_message(self, sender: Route, message: FromBorrower | SetBudget) -> None:
         now_s = time.monotonic()
+        if isinstance(message, SetBudget):
+            self._set_budget(sender, message, now_s)
+            return
         if isinstance(message, Hello):
-            self._on_hello(route, message)
+            self._on_hello(sender, message)
             return
         peer = self._peer_of(message)
         if peer is None:
@@ -349,8 +350,7 @@ class Lender:
 
     # Budget.
 
-    def set_budget(self, route: Route, request: SetBudget) -> None:
-        now_s = time.monotonic()
+    def _set_budget(self, route: Route, request: SetBudget, now_s: float) -> None:
         refused = self._why_not(request.budget_bytes)
         if refused is not None:
             self._wire.send(route, self._budget_set(request, 0, 0.0, refused))

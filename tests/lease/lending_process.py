@@ -38,6 +38,7 @@ from swiftkv.lease.messages import (
     ToAdmin,
 )
 from swiftkv.lease.process import Identity
+from swiftkv.lease.wire import Wire
 from swiftkv.master.borrower import Borrower
 from swiftkv.transport.base import PeerHandle
 from swiftkv.worker.lender import Lender
@@ -101,13 +102,38 @@ class EngineWithoutModel:
             stream_buffers=spec.stream_buffers,
         )
         me = Identity.of_this_process(setup.name)
-        lender = borrower = None
+        self.wire = Wire(zmq.Context(), spec.leases_address, spec.lenders)
+        lender = None
+        self.borrower: Borrower | None = None
         if spec.borrowers:
-            lender = Lender(me, spec, self.scheduler, setup.pool_bytes, serve_link, self.wake)
+            lender = Lender(
+                me,
+                spec,
+                self.wire,
+                scheduler=self.scheduler,
+                pool_bytes=setup.pool_bytes,
+                serve_link=serve_link,
+                wake_engine=self.wake,
+            )
         if spec.lenders:
-            borrower = Borrower(me, spec, self.scheduler, self.find, self.attach, self.detach, self.wake)
+            self.borrower = Borrower(
+                me,
+                spec,
+                self.wire,
+                scheduler=self.scheduler,
+                find=self.find,
+                attach=self.attach,
+                detach=self.detach,
+                wake_engine=self.wake,
+            )
         self.coordinator = Coordinator(
-            setup.name, spec, zmq.Context(), self.scheduler, setup.pool_bytes, lender, borrower, self.wake
+            setup.name,
+            self.wire,
+            self.scheduler,
+            pool_bytes=setup.pool_bytes,
+            lender=lender,
+            borrower=self.borrower,
+            on_end=self.wake,
         )
         self.next_id = 1
 
@@ -147,12 +173,15 @@ class EngineWithoutModel:
                 *lines, unread = (unread + read).split(b"\n")
                 for line in lines:
                     self.obey(**json.loads(line))
-            self.coordinator.apply_pending(lambda: None)  # each is committed when it is computed
+            self.coordinator.check()
+            if self.borrower is not None:
+                self.borrower.apply_pending(lambda: None)  # each step is committed when it is computed
             busy = self.step()
 
     def obey(self, command: str, **args: Any) -> None:
         if command == "give_up":
-            self.coordinator.give_up(args["links"])
+            assert self.borrower is not None
+            self.coordinator.wait_for(self.borrower.give_up(args["links"]))
             return
         assert command == "add"
         none = np.zeros(0, np.int32)
@@ -160,7 +189,7 @@ class EngineWithoutModel:
             prompt = np.full(args["tokens"], self.next_id, np.int32)
             self.scheduler.add_request(self.next_id, prompt, args["max_tokens"], args["max_tokens"], none, b"", False)
             self.next_id += 1
-        self.coordinator.wake()
+        self.wire.wake()
 
     def step(self) -> bool:
         plan = self.scheduler.schedule()

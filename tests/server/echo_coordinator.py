@@ -99,6 +99,7 @@ class EchoCoordinator:
             lends=[link] if self.lends else [],
             borrows=[] if self.lends else [link],
             groups=[blocks],
+            messages_dropped_total=0,
             recalls_total={"budget": self.recalls, "demand": 0} if self.lends else {},
             recall_seconds=Histogram([0.1, 1.0], [0, 3], 4, 7.5) if self.lends else Histogram([], [], 0, 0.0),
         )

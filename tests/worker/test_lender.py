@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from swiftkv._core import GroupSpec, Link, Scheduler
-from swiftkv.lease.messages import Attached, Hello, ToAdmin, Welcome
+from swiftkv.lease.messages import Attached, Hello, LendingState, ToAdmin, Welcome
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.lease.wire import Wire
 from swiftkv.transport.rendezvous import publish_pool
@@ -21,6 +21,7 @@ from tests.lease.lending_process import TIMEOUT_S, Admin, EngineWithoutModel, No
 from tests.support.lender import pool_of
 
 ALL = 16  # extents of a lender of 48 blocks, 3 in each
+NOTHING_KNOWN = LendingState(request_id=0, name="w", pool_bytes=0, groups=[], messages_dropped_total=0)
 
 
 def test_a_budget_that_falls_recalls_the_difference_and_one_that_rises_is_offered() -> None:
@@ -206,9 +207,16 @@ def test_what_the_dead_said_last_does_not_make_them_attached() -> None:
     with Node(start=[]) as node, zmq.Context() as context:
         spec, me = node.setups["w"].lending, Identity.of_this_process("w")
         scheduler = Scheduler([GroupSpec(2, 48)], 16, 4, 512, 512, lend_links=[Link(0, ALL, 3)])
-        lender = Lender(me, spec, scheduler, node.pool_bytes, lambda _: None, lambda: None)
         wire = Wire(context, spec.leases_address, [])
-        lender.start(wire)
+        lender = Lender(
+            me,
+            spec,
+            wire,
+            scheduler=scheduler,
+            pool_bytes=node.pool_bytes,
+            serve_link=lambda _: None,
+            wake_engine=lambda: None,
+        )
         borrower = subprocess.Popen(["sleep", "infinity"])
         lender.on_message(b"m", Hello("m", 7, 1, borrower.pid, start_ticks(borrower.pid), [node.link]))
         borrower.kill()
@@ -217,5 +225,5 @@ def test_what_the_dead_said_last_does_not_make_them_attached() -> None:
         lender.on_message(b"m", Attached(7, me.incarnation, 1))
         for now_s in (1.0, 2.0):
             lender.tick(now_s, woken=False)
-        assert lender.link_states(with_extents=False)[0].counts["home"] == ALL
+        assert lender.describe(NOTHING_KNOWN, with_extents=False).lends[0].counts["home"] == ALL
         wire.close()
