@@ -7,12 +7,12 @@ wrong with a request is answered by `RequestError`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
+from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import LendingSpec
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -29,7 +29,7 @@ scheduler and engine."""
 DURATION_BOUNDS_S = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
-"""Upper bounds of the buckets of `Durations`, in seconds."""
+"""Upper bounds of the buckets of an engine's histograms, in seconds."""
 
 EXIT_LOAD_FAILED = 3
 """Exit code of an engine whose model cannot be loaded: starting it again would not help."""
@@ -124,17 +124,6 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: list[float]
 
 
-class Durations(msgspec.Struct, array_like=True):
-    """A histogram: `counts[i]` were longer than bound `i - 1` of DURATION_BOUNDS_S and not longer than bound `i`."""
-
-    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
-    sum_s: float = 0.0
-
-    def add(self, duration_s: float) -> None:
-        self.counts[bisect_left(DURATION_BOUNDS_S, duration_s)] += 1
-        self.sum_s += duration_s
-
-
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """Totals count from the start of the engine. Blocks are of all KV groups together."""
 
@@ -153,9 +142,9 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_hit_tokens_peer_total: int = 0  # of `prefix_hit_tokens_total`, those that were found in borrowed blocks
     kv_tokens_local: int = 0  # tokens whose KV, in use or cached, lies in the engine's own pool
     kv_tokens_peer: int = 0  # and in borrowed blocks
-    layer_stream_load: Durations | None = None  # once per step that streams: time that copies to and from lenders took,
-    layer_stream_store: Durations | None = None
-    layer_stream_exposed: Durations | None = None  # and the part of both that no computing hid
+    layer_stream_load: Histogram | None = None  # once per step that streams: time that copies to and from lenders took,
+    layer_stream_store: Histogram | None = None
+    layer_stream_exposed: Histogram | None = None  # and the part of both that no computing hid
     cuda_graph_hits_total: int | None = None  # decode steps that a CUDA graph held; None: there are no graphs
     cuda_graph_misses_total: int | None = None  # and those that ran eagerly
 

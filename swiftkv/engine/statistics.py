@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from swiftkv._core import Scheduler
-from swiftkv.engine.messages import Durations, EngineConfig, EngineStats
+from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineConfig, EngineStats
 from swiftkv.engine.runner import ModelRunner
+from swiftkv.histogram import Histogram
 
 
 class EngineStatistics:
@@ -17,7 +18,7 @@ class EngineStatistics:
         self._steps_total = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
-        self._load, self._store, self._exposed = Durations(), Durations(), Durations()
+        self._load, self._store, self._exposed = (Histogram(DURATION_BOUNDS_S) for _ in range(3))
 
     def count_step(self, num_prompt_tokens: int, num_generated_tokens: int) -> None:
         self._steps_total += 1

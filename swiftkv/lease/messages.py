@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import numpy as np
 
+from swiftkv.histogram import Histogram
+
 if TYPE_CHECKING:
     from swiftkv._lease import Int32Array, UInt32Array
 
@@ -194,15 +196,6 @@ class GroupBlocks(msgspec.Struct, frozen=True):
     staging_layer_blocks: int
 
 
-class Histogram(msgspec.Struct, array_like=True, frozen=True):
-    """Cumulative, as Prometheus has it: `counts[i]` were at most `bounds[i]`."""
-
-    bounds: list[float]
-    counts: list[int]
-    count: int
-    sum: float
-
-
 class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=True):
     """Answers `ShowLending`. Counters are since the start of the engine."""
 
@@ -215,7 +208,7 @@ class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=
     lends: list[LinkState] = []
     borrows: list[LinkState] = []
     recalls_total: dict[str, int] = {}  # by reason: budget, demand, share
-    recall_seconds: Histogram = Histogram([], [], 0, 0.0)  # from asking until the last of the extents is home
+    recall_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram(()))  # from asking to all being home
 
 
 FromBorrower = Hello | Attached | Detached | Accept | Return | Heartbeat

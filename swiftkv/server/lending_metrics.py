@@ -1,12 +1,13 @@
-"""What coordinators last told about lending, for Prometheus."""
+"""The metrics of lending, from what coordinators last told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import LendingState, LinkState
 
 
@@ -48,9 +49,7 @@ class LendingMetrics(Collector):
                 borrowed.add_metric((model, peer, model), num_bytes)
             if state.lends:
                 budget.add_metric((model,), state.budget_bytes)
-                recalled = state.recall_seconds
-                totals = (*recalled.counts, recalled.count)
-                add_histogram(durations, model, recalled.bounds, totals, recalled.sum)
+                add_histogram(durations, model, state.recall_seconds)
             for reason, total in state.recalls_total.items():
                 recalls.add_metric((model, reason), total)
         return lent, borrowed, budget, recalls, durations, dropped
@@ -63,9 +62,6 @@ def _by_peer(links: Iterable[LinkState]) -> Iterator[tuple[str, int]]:
     yield from totals.items()
 
 
-def add_histogram(
-    family: HistogramMetricFamily, model: str, bounds: Sequence[float], totals: Iterable[int], summed: float
-) -> None:
-    """`totals`: how many were at most each bound, and in the end how many there were."""
-    buckets = [(str(bound), total) for bound, total in zip((*bounds, "+Inf"), totals, strict=True)]
-    family.add_metric((model,), buckets, summed)
+def add_histogram(family: HistogramMetricFamily, model: str, histogram: Histogram) -> None:
+    bounds = (*map(str, histogram.bounds_s), "+Inf")
+    family.add_metric((model,), list(zip(bounds, histogram.cumulative(), strict=True)), histogram.sum_s)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats
+from swiftkv.engine.messages import EngineStats
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
@@ -250,7 +249,7 @@ class _LayerStream(Collector):
                 (exposed, stats.layer_stream_exposed),
             ):
                 if durations is not None:
-                    add_histogram(family, model, DURATION_BOUNDS_S, accumulate(durations.counts), durations.sum_s)
+                    add_histogram(family, model, durations)
         return load, store, exposed
 
 

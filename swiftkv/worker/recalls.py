@@ -1,15 +1,14 @@
-"""Extents that were asked back, and whether they came home: by whom they are waited for and how long it took."""
+"""Keeps track of extents that were asked back, until the last of each batch is home."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swiftkv.lease.messages import Histogram
+from swiftkv.histogram import Histogram
 
 if TYPE_CHECKING:
     from swiftkv._lease import Int32Array
@@ -27,19 +26,18 @@ class Batch:
 
 
 class Recalls:
-    """Counts batches home: O(1) per extent."""
+    """Counts the extents of each batch that are not home yet, in O(1) per extent."""
 
     def __init__(self, num_extents: Sequence[int]) -> None:
-        """`num_extents`: of each link."""
+        """`num_extents` has an entry for each link."""
         self._serial_of = [np.zeros(n, np.int64) for n in num_extents]  # of the batch; 0: not asked back
         self._last_serial = 0
         self._open: dict[int, Batch] = {}
-        self._bucket_counts = [0] * (len(RECALL_SECONDS_BOUNDS) + 1)
-        self._sum_s = 0.0
+        self.seconds = Histogram(RECALL_SECONDS_BOUNDS)  # from asking until the last extent of a batch is home
         self.total: dict[str, int] = {}  # batches by reason
 
     def begin(self, reason: str, now_s: float) -> tuple[int, Batch]:
-        """A new batch and its number."""
+        """Return the number of a new batch, and the batch."""
         self._last_serial += 1
         self._open[self._last_serial] = Batch(now_s)
         self.total[reason] = self.total.get(reason, 0) + 1
@@ -51,7 +49,7 @@ class Recalls:
         self._open[serial].num_bytes += len(extents) * extent_bytes
 
     def came_home(self, link: int, extents: Int32Array, now_s: float) -> None:
-        """Asked back or not."""
+        """Count extents that were returned, whether they were asked back or not."""
         serials, counts = np.unique(self._serial_of[link][extents], return_counts=True)
         self._serial_of[link][extents] = 0
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
@@ -61,10 +59,4 @@ class Recalls:
             batch.missing -= count
             if batch.missing == 0:
                 del self._open[serial]
-                self._bucket_counts[bisect.bisect_left(RECALL_SECONDS_BOUNDS, now_s - batch.begun_s)] += 1
-                self._sum_s += now_s - batch.begun_s
-
-    @property
-    def seconds(self) -> Histogram:
-        cumulative = np.cumsum(self._bucket_counts).tolist()
-        return Histogram(list(RECALL_SECONDS_BOUNDS), cumulative[:-1], cumulative[-1], self._sum_s)
+                self.seconds.add(now_s - batch.begun_s)

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import zmq
 
+from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import (
     BudgetSet,
     FromAdmin,
     GroupBlocks,
-    Histogram,
     LendingState,
     LinkGeometry,
     LinkState,
@@ -101,5 +101,5 @@ class EchoCoordinator:
             groups=[blocks],
             messages_dropped_total=0,
             recalls_total={"budget": self.recalls, "demand": 0} if self.lends else {},
-            recall_seconds=Histogram([0.1, 1.0], [0, 3], 4, 7.5) if self.lends else Histogram([], [], 0, 0.0),
+            recall_seconds=Histogram((0.1, 1.0), [0, 3, 1], 7.5) if self.lends else Histogram(()),
         )

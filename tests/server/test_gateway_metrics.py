@@ -4,7 +4,8 @@ import pytest
 from echo_gateway import Gateway
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv.engine.messages import Durations, EngineStats
+from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats
+from swiftkv.histogram import Histogram
 from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 
@@ -113,7 +114,7 @@ def test_graphs_are_counted_where_there_are_any() -> None:
 def test_where_kv_lies_and_what_streaming_it_takes() -> None:
     metrics = GatewayMetrics()
     model, other = metrics.for_model("m"), metrics.for_model("other")
-    load, exposed = Durations(), Durations()
+    load, exposed = Histogram(DURATION_BOUNDS_S), Histogram(DURATION_BOUNDS_S)
     for duration_s in (0.001, 0.0011, 0.2, 99.0):
         load.add(duration_s)
     exposed.add(0.0)
