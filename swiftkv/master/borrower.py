@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from swiftkv._core import Scheduler
-from swiftkv._lease import BorrowerLedger
 from swiftkv.errors import SwiftkvError
 from swiftkv.lease.messages import (
     Accept,
@@ -31,10 +30,7 @@ from swiftkv.lease.messages import (
     Hello,
     LendingSpec,
     LendingState,
-    LinkGeometry,
-    LinkState,
     MalformedMessage,
-    PeerSpec,
     Recall,
     Return,
     Welcome,
@@ -43,6 +39,7 @@ from swiftkv.lease.messages import (
 )
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Wire
+from swiftkv.master.lenders import BorrowLink, LenderPeer, lenders_of, link_state
 from swiftkv.transport.base import PeerHandle
 from swiftkv.transport.rendezvous import withdraw_pool
 
@@ -54,37 +51,6 @@ _ATTACH_RETRY_S = 1.0
 _DRAIN_POLL_S = 0.002  # what a step forgets leaves when it is planned, long before it is over
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    number: int  # of our borrow links
-    index: int  # of those with this lender
-    geometry: LinkGeometry
-    ledger: BorrowerLedger
-
-    @property
-    def borrowed(self) -> int:
-        return self.ledger.held + self.ledger.recalled
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A lender, there or not. `process` is set while it is known to live, `welcome` from its Welcome until the memory
-    has to be attached anew."""
-
-    spec: PeerSpec
-    index: int
-    links: list[_Link]
-    process: PeerProcess | None = None
-    incarnation: int = 0
-    attempt: int = 1
-    welcome: Welcome | None = None
-    is_attached: bool = False
-    state: str = "not there"
-    hello_due_s: float = 0.0
-    heard_s: float = 0.0
-    reported: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +95,10 @@ class Borrower:
         self._detach = detach
         self._wake_engine = wake_engine
         self._wire = wire
-        self._peers = _peers(spec)
+        self._peers = lenders_of(spec)
         self._links = [link for peer in self._peers for link in peer.links]
         self._peer_at = [peer for peer in self._peers for _ in peer.links]  # by link number
-        # For each lender, and for the one before it, which may have died in the middle.
+        # Two threads for each lender: one may still wait for the process before, which died in the middle.
         self._finders = ThreadPoolExecutor(2 * len(self._peers), "attach")
         self._searches: list[_Attachment] = []
         self._orders: deque[_Attachment | int] = deque()  # a number: the lender to detach
@@ -187,7 +153,7 @@ class Borrower:
             return str(error)
         return None
 
-    def _detach_all(self, peer: _Peer) -> None:
+    def _detach_all(self, peer: LenderPeer) -> None:
         for link in peer.links:
             self._detach(link.number)
 
@@ -218,7 +184,11 @@ class Borrower:
 
     def describe(self, state: LendingState, with_extents: bool) -> LendingState:
         now_s = time.monotonic()
-        links = [_link_state(peer, link, now_s, with_extents) for peer in self._peers for link in peer.links]
+        links = [
+            link_state(peer, link, now_s=now_s, with_extents=with_extents)
+            for peer in self._peers
+            for link in peer.links
+        ]
         return msgspec.structs.replace(state, borrows=links)
 
     def on_message(self, sender: int, message: FromLender) -> None:
@@ -244,12 +214,12 @@ class Borrower:
         else:
             self._on_offer(peer, link, extents, epochs)
 
-    def _say_hello(self, peer: _Peer) -> None:
+    def _say_hello(self, peer: LenderPeer) -> None:
         me = self._me
         hello = Hello(me.name, me.incarnation, peer.attempt, me.pid, me.start_ticks, peer.spec.links)
         self._wire.send_to_lender(peer.index, hello)
 
-    def _on_welcome(self, peer: _Peer, welcome: Welcome) -> None:
+    def _on_welcome(self, peer: LenderPeer, welcome: Welcome) -> None:
         if peer.welcome is not None or welcome.attempt != peer.attempt:
             return
         if welcome.refused is not None:
@@ -311,14 +281,14 @@ class Borrower:
         _log.info("attached to the pool of %s", peer.spec.name)
         self._wire.send_to_lender(peer.index, Attached(self._me.incarnation, peer.incarnation, peer.attempt))
 
-    def _attach_anew(self, peer: _Peer, hello_due_s: float, state: str) -> None:
+    def _attach_anew(self, peer: LenderPeer, hello_due_s: float, state: str) -> None:
         peer.attempt += 1
         peer.welcome = None
         peer.is_attached = False
         peer.state = state
         peer.hello_due_s = hello_due_s
 
-    def _on_exit(self, peer: _Peer) -> None:
+    def _on_exit(self, peer: LenderPeer) -> None:
         """What it lent is lost; what a step in flight reads from it is still mapped until the engine detaches it."""
         _log.warning("%s has gone with what it lent", peer.spec.name)
         for link in peer.links:
@@ -331,7 +301,7 @@ class Borrower:
         peer.process = None
         peer.reported = []
 
-    def _let_go(self, peer: _Peer, now_s: float) -> None:
+    def _let_go(self, peer: LenderPeer, now_s: float) -> None:
         """Nothing of ours is in flight, and the pool is detached: the lender may have it all back."""
         if not peer.is_attached:
             return
@@ -341,7 +311,7 @@ class Borrower:
         self._wire.send_to_lender(peer.index, Detached(self._me.incarnation, peer.incarnation))
         self._attach_anew(peer, now_s + _ATTACH_RETRY_S, "a transfer failed")
 
-    def _on_offer(self, peer: _Peer, link: _Link, extents: Int32Array, epochs: UInt32Array) -> None:
+    def _on_offer(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         taken, accepted, accepted_epochs = link.ledger.on_offer(extents, epochs)
         if not peer.is_attached:  # offered before the lender knew
             self._return(peer, link, taken, link.ledger.give_back(taken))
@@ -353,7 +323,7 @@ class Borrower:
             names = (accepted.tobytes(), accepted_epochs.tobytes())
             self._wire.send_to_lender(peer.index, Accept(self._me.incarnation, peer.incarnation, link.index, *names))
 
-    def _on_recall(self, peer: _Peer, link: _Link, extents: Int32Array, epochs: UInt32Array) -> None:
+    def _on_recall(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         to_drain, returned, returned_epochs = link.ledger.on_recall(extents, epochs)
         self._return(peer, link, returned, returned_epochs)
         if len(to_drain):
@@ -363,41 +333,12 @@ class Borrower:
                 self._is_draining = True
                 self._wake_engine()
 
-    def _give_back_drained(self, link: _Link) -> None:
+    def _give_back_drained(self, link: BorrowLink) -> None:
         drained = self._scheduler.take_returned(link.number)
         if len(drained):
             self._return(self._peer_at[link.number], link, drained, link.ledger.give_back(drained))
 
-    def _return(self, peer: _Peer, link: _Link, extents: Int32Array, epochs: UInt32Array) -> None:
+    def _return(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         if len(extents):
             names = (extents.tobytes(), epochs.tobytes())
             self._wire.send_to_lender(peer.index, Return(self._me.incarnation, peer.incarnation, link.index, *names))
-
-
-def _peers(spec: LendingSpec) -> list[_Peer]:
-    peers = []
-    number = 0
-    for lender, peer in enumerate(spec.lenders):
-        links = []
-        for index, geometry in enumerate(peer.links):
-            links.append(_Link(number, index, geometry, BorrowerLedger(geometry.num_extents)))
-            number += 1
-        peers.append(_Peer(peer, lender, links))
-    return peers
-
-
-def _link_state(peer: _Peer, link: _Link, now_s: float, with_extents: bool) -> LinkState:
-    ledger = link.ledger
-    states, epochs = ledger.table() if with_extents else (None, None)
-    is_there = peer.process is not None
-    return LinkState(
-        peer=peer.spec.name,
-        peer_state=peer.state,
-        geometry=link.geometry,
-        counts={"none": ledger.none, "held": ledger.held, "recalled": ledger.recalled},
-        num_bytes=link.borrowed * link.geometry.extent_bytes,
-        heard_s_ago=now_s - peer.heard_s if is_there else None,
-        peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
-        states=None if states is None else states.tobytes(),
-        epochs=None if epochs is None else epochs.tobytes(),
-    )

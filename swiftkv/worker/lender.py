@@ -8,17 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from swiftkv._core import Scheduler
-from swiftkv._lease import LenderLedger
-from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import TransferError
 from swiftkv.lease.messages import (
     Accept,
@@ -30,10 +27,7 @@ from swiftkv.lease.messages import (
     Hello,
     LendingSpec,
     LendingState,
-    LinkGeometry,
-    LinkState,
     Offer,
-    PeerSpec,
     Recall,
     Return,
     SetBudget,
@@ -44,7 +38,9 @@ from swiftkv.lease.messages import (
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Route, Wire
 from swiftkv.transport.rendezvous import withdraw_pool
-from swiftkv.worker.lend_policy import Demand, LendPolicy, LongestRequestPolicy, TotalDemandPolicy
+from swiftkv.worker.borrowers import BorrowerPeer, LendLink, borrowers_of, link_state
+from swiftkv.worker.division import Division
+from swiftkv.worker.lend_policy import Demand
 from swiftkv.worker.recalls import Batch, Recalls
 
 if TYPE_CHECKING:
@@ -56,60 +52,6 @@ _INTERVALS_PER_WINDOW = 20
 _END_POLL_S = 0.02
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    number: int  # of our lend links
-    index: int  # of those with this borrower
-    geometry: LinkGeometry
-    ledger: LenderLedger
-    share: Fraction  # of what its borrower gets
-
-    @property
-    def asked_for(self) -> int:
-        """Extents that are neither home nor on their way."""
-        return self.ledger.offered + self.ledger.lent
-
-    @property
-    def away(self) -> int:
-        """Extents that are not home."""
-        return self.asked_for + self.ledger.recalled
-
-    @property
-    def away_bytes(self) -> int:
-        return self.away * self.geometry.extent_bytes
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A borrower, there or not. `process` is set from its Hello until it is gone and its leases have ended."""
-
-    spec: PeerSpec
-    links: list[_Link]
-    process: PeerProcess | None = None
-    incarnation: int = 0
-    route: Route = b""
-    welcome: Welcome | None = None
-    refusal: str | None = None  # why the pool could not be published; it is tried again when the borrower asks again
-    is_attached: bool = False
-    is_ending: bool = False  # its leases end when nothing serves it any more
-    is_gone: bool = False
-    servers: list[threading.Thread] = field(default_factory=list)
-    heard_s: float = 0.0
-    heartbeat_due_s: float = 0.0
-    is_asked: bool = False  # a heartbeat that it has not answered
-    reported: list[int] = field(default_factory=list)
-
-    @property
-    def state(self) -> str:
-        if self.is_ending:
-            return "its last transfers are ending"
-        if self.process is None:
-            return "not there"
-        if self.is_attached:
-            return "attached"
-        return self.refusal or "not attached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +96,12 @@ class Lender:
         self._serve_link = serve_link
         self._wake_engine = wake_engine
         self._wire = wire
-        self._peers = {peer.spec.name: peer for peer in _peers(spec)}
+        self._peers = {peer.spec.name: peer for peer in borrowers_of(spec)}
         self._links = [link for peer in self._peers.values() for link in peer.links]
         self._peer_at = [peer for peer in self._peers.values() for _ in peer.links]  # by link number
         self._recalls = Recalls([link.geometry.num_extents for link in self._links])
         group_stats = scheduler.stats().groups
-        policy = {"total": TotalDemandPolicy, "longest": LongestRequestPolicy}[spec.policy]
-        self._policies: list[LendPolicy] = [policy(spec.window_s) for _ in group_stats]
-        self._group_blocks = [group.total for group in group_stats]
+        self._division = Division(spec, list(self._peers.values()), [group.total for group in group_stats])
         self._no_offer_before_s = [0.0] * len(group_stats)
         self._demand_due_s = 0.0
         self._waiting: list[_BudgetRequest] = []
@@ -192,7 +132,13 @@ class Lender:
             state,
             budget_bytes=self.budget_bytes,
             lends=[
-                _link_state(peer, link, now_s, self._no_offer_before_s[link.geometry.lender_group], with_extents)
+                link_state(
+                    peer,
+                    link,
+                    now_s=now_s,
+                    no_offer_before_s=self._no_offer_before_s[link.geometry.lender_group],
+                    with_extents=with_extents,
+                )
                 for peer in self._peers.values()
                 for link in peer.links
             ],
@@ -236,7 +182,7 @@ class Lender:
                 peer.reported = reported_extents(message, peer.spec.links)
                 peer.is_asked = False
 
-    def _peer_of(self, message: Attached | Detached | Accept | Return | Heartbeat) -> _Peer | None:
+    def _peer_of(self, message: Attached | Detached | Accept | Return | Heartbeat) -> BorrowerPeer | None:
         """None for a stranger, and for one whose leases end whatever it says."""
         if message.receiver != self._me.incarnation:
             return None
@@ -278,7 +224,7 @@ class Lender:
             peer.welcome = self._welcome(hello, store_paths)
         self._wire.send(route, peer.welcome)
 
-    def _refuse(self, peer: _Peer, hello: Hello, reason: str) -> None:
+    def _refuse(self, peer: BorrowerPeer, hello: Hello, reason: str) -> None:
         """The borrower asks again in a while; what it is asked to attach then has names of its own."""
         if reason != peer.refusal:
             _log.warning("%s cannot be lent to: %s", peer.spec.name, reason)
@@ -289,7 +235,7 @@ class Lender:
         me = self._me
         return Welcome(me.incarnation, hello.sender, hello.attempt, me.pid, me.start_ticks, store_paths, refused)
 
-    def _publish(self, peer: _Peer, hello: Hello, link: _Link) -> str:
+    def _publish(self, peer: BorrowerPeer, hello: Hello, link: LendLink) -> str:
         name = f"{self._me.incarnation:016x}-{hello.sender:016x}-{hello.attempt}-{link.index}"
         store_path = str(self._rendezvous / name)
         server = self._serve_link(store_path)
@@ -299,12 +245,12 @@ class Lender:
 
     # How the leases of a borrower end.
 
-    def _on_exit(self, peer: _Peer) -> None:
+    def _on_exit(self, peer: BorrowerPeer) -> None:
         _log.warning("%s has gone; its leases end", peer.spec.name)
         peer.is_gone = peer.is_ending = True
         peer.is_attached = False
 
-    def _end_leases(self, peer: _Peer, now_s: float) -> None:
+    def _end_leases(self, peer: BorrowerPeer, now_s: float) -> None:
         """A thread that serves the borrower may still write what it sent before it died; then nobody does."""
         peer.servers = [server for server in peer.servers if server.is_alive()]
         if not peer.is_ending or peer.servers:
@@ -316,7 +262,7 @@ class Lender:
         for link in peer.links:
             self._take_home(link, link.ledger.peer_died(), now_s)
 
-    def _ask_for_life(self, peer: _Peer, now_s: float) -> None:
+    def _ask_for_life(self, peer: BorrowerPeer, now_s: float) -> None:
         """One heartbeat at a time: nothing piles up before a borrower that is stopped."""
         if peer.is_attached and now_s >= peer.heartbeat_due_s:
             peer.heartbeat_due_s = now_s + _HEARTBEAT_S
@@ -330,23 +276,11 @@ class Lender:
     def _look_at_demand(self, now_s: float) -> None:
         self._demand_due_s = now_s + self._interval_s
         demands = self._scheduler.take_demand()
-        for group, (policy, seen) in enumerate(zip(self._policies, demands, strict=True)):
-            policy.observe(now_s, Demand(seen.total_peak, seen.longest, seen.total_now, seen.shortfall))
+        for group, seen in enumerate(demands):
+            self._division.observe(now_s, group, Demand(seen.total_peak, seen.longest, seen.total_now, seen.shortfall))
             if seen.shortfall > 0:
-                self._recall_for_demand(group, seen.shortfall, now_s)
-
-    def _recall_for_demand(self, group: int, short_blocks: int, now_s: float) -> None:
-        """From whoever has most, what is not on its way already."""
-        self._no_offer_before_s[group] = now_s + self._window_s
-        links = self._links_of(group)
-        missing = short_blocks - sum(link.ledger.recalled * link.geometry.meu_w for link in links)
-        counts: dict[int, int] = {}
-        for link in sorted(links, key=lambda link: link.asked_for * link.geometry.meu_w, reverse=True):
-            count = min(link.asked_for, ceil_div(missing, link.geometry.meu_w))
-            if count > 0:
-                counts[link.number] = count
-                missing -= count * link.geometry.meu_w
-        self._recall("demand", counts, now_s)
+                self._no_offer_before_s[group] = now_s + self._window_s
+                self._recall("demand", self._division.short_of(group, seen.shortfall), now_s)
 
     # Budget.
 
@@ -355,7 +289,7 @@ class Lender:
         if refused is not None:
             self._wire.send(route, self._budget_set(request, 0, 0.0, refused))
             return
-        counts = self._over_budget(request.budget_bytes)
+        counts = self._division.over_budget(request.budget_bytes)
         if request.dry_run:
             num_bytes = sum(n * self._links[number].geometry.extent_bytes for number, n in counts.items())
             self._wire.send(route, self._budget_set(request, num_bytes, 0.0))
@@ -379,19 +313,6 @@ class Lender:
         budget_bytes = self.budget_bytes if refused else request.budget_bytes
         return BudgetSet(request.request_id, budget_bytes, self.lent_bytes, recalled_bytes, took_s, refused)
 
-    def _over_budget(self, budget_bytes: int) -> dict[int, int]:
-        """Extents to recall by link, so that what is lent falls to the budget: from those furthest above their part."""
-        targets = self._targets(budget_bytes)
-        excess_bytes = sum(link.asked_for * link.geometry.extent_bytes for link in self._links) - budget_bytes
-        over = {link.number: link.asked_for - targets[link.number] for link in self._links}
-        counts = {}
-        for link in sorted(self._links, key=lambda link: over[link.number] * link.geometry.extent_bytes, reverse=True):
-            count = min(over[link.number], ceil_div(excess_bytes, link.geometry.extent_bytes))
-            if count > 0:
-                counts[link.number] = count
-                excess_bytes -= count * link.geometry.extent_bytes
-        return counts
-
     def _answer_budget_requests(self, now_s: float) -> None:
         """Each when its own recall is home; the last, whose budget is in force, when no earlier one is owed either."""
         waiting = []
@@ -405,46 +326,23 @@ class Lender:
             self._wire.send(entry.route, self._budget_set(entry.request, num_bytes, now_s - entry.begun_s))
         self._waiting = waiting
 
-    # Targets, offers and recalls.
-
-    def _targets(self, budget_bytes: int) -> list[int]:
-        """Extents by link: an even part of the budget for each borrower that is attached."""
-        attached = [peer for peer in self._peers.values() if peer.is_attached]
-        targets = [0] * len(self._links)
-        for peer in attached:
-            for link in peer.links:
-                part = budget_bytes * link.share // (len(attached) * link.geometry.extent_bytes)
-                targets[link.number] = min(part, link.geometry.num_extents)
-        return targets
-
-    def _lendable_targets(self, now_s: float) -> list[int]:
-        """The same, cut down in proportion where the policy keeps more of a KV group for the engine's own requests."""
-        targets = self._targets(self.budget_bytes)
-        for group in range(len(self._policies)):
-            links = self._links_of(group)
-            wanted = sum(targets[link.number] * link.geometry.meu_w for link in links)
-            lendable = self._lendable_blocks(group, now_s)
-            if wanted > lendable:
-                for link in links:
-                    targets[link.number] = targets[link.number] * lendable // wanted
-        return targets
-
-    def _lendable_blocks(self, group: int, now_s: float) -> int:
-        return max(0, self._group_blocks[group] - self._policies[group].keep_blocks(now_s))
+    # Offers and recalls.
 
     def _make_room_for_all(self, now_s: float) -> None:
         """A borrower came: those before it give up what is its part."""
-        targets = self._lendable_targets(now_s)
+        targets = self._division.lendable_targets(self.budget_bytes, now_s)
         self._recall("share", {link.number: link.asked_for - targets[link.number] for link in self._links}, now_s)
 
     def _offer(self, now_s: float) -> None:
-        targets = self._lendable_targets(now_s)
+        targets = self._division.lendable_targets(self.budget_bytes, now_s)
         room_bytes = self.budget_bytes - self.lent_bytes
-        for group in range(len(self._policies)):
+        for group in range(len(self._no_offer_before_s)):
             if now_s < self._no_offer_before_s[group]:
                 continue
-            links = self._links_of(group)
-            blocks = self._lendable_blocks(group, now_s) - sum(link.away * link.geometry.meu_w for link in links)
+            links = self._division.links_of(group)
+            blocks = self._division.lendable_blocks(group, now_s) - sum(
+                link.away * link.geometry.meu_w for link in links
+            )
             for link in links:
                 geometry = link.geometry
                 count = min(
@@ -455,7 +353,7 @@ class Lender:
                     blocks -= count * geometry.meu_w
                     room_bytes -= count * geometry.extent_bytes
 
-    def _offer_over(self, link: _Link, count: int) -> int:
+    def _offer_over(self, link: LendLink, count: int) -> int:
         """Returns how many extents there were to offer."""
         extents = self._scheduler.lend(link.number, count)
         if len(extents):
@@ -480,43 +378,8 @@ class Lender:
             self._wire.send(peer.route, Recall(self._me.incarnation, peer.incarnation, link.index, *names))
         return batch
 
-    def _take_home(self, link: _Link, extents: Int32Array, now_s: float) -> None:
+    def _take_home(self, link: LendLink, extents: Int32Array, now_s: float) -> None:
         if len(extents):
             self._scheduler.take_back(link.number, extents)
             self._recalls.came_home(link.number, extents, now_s)
             self._wake_engine()
-
-    def _links_of(self, group: int) -> list[_Link]:
-        return [link for link in self._links if link.geometry.lender_group == group]
-
-
-def _peers(spec: LendingSpec) -> Iterable[_Peer]:
-    number = 0
-    for peer in spec.borrowers:
-        # A token needs a slot in each of the borrower's KV groups, so what a lender's group gives is divided among
-        # them by the bytes of their blocks.
-        weights = [Fraction(link.num_extents * link.extent_bytes**2, link.meu_m) for link in peer.links]
-        links = []
-        for index, (geometry, weight) in enumerate(zip(peer.links, weights, strict=True)):
-            share = weight / sum(weights)
-            links.append(_Link(number, index, geometry, LenderLedger(geometry.num_extents), share))
-            number += 1
-        yield _Peer(peer, links)
-
-
-def _link_state(peer: _Peer, link: _Link, now_s: float, no_offer_before_s: float, with_extents: bool) -> LinkState:
-    ledger = link.ledger
-    states, epochs = ledger.table() if with_extents else (None, None)
-    is_there = peer.process is not None and not peer.is_ending
-    return LinkState(
-        peer=peer.spec.name,
-        peer_state=peer.state,
-        geometry=link.geometry,
-        counts={state: getattr(ledger, state) for state in ("home", "offered", "lent", "recalled")},
-        num_bytes=link.away_bytes,
-        heard_s_ago=now_s - peer.heard_s if is_there else None,
-        peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
-        states=None if states is None else states.tobytes(),
-        epochs=None if epochs is None else epochs.tobytes(),
-        no_offer_s=no_offer_before_s - now_s if no_offer_before_s > now_s else None,
-    )
