@@ -23,6 +23,7 @@ from swiftkv._core import GroupSpec, StepPlan
 from swiftkv.engine.engine import Engine
 from swiftkv.engine.messages import AddRequest, EngineConfig, SamplingParams
 from swiftkv.models.batch import ModelInput
+from swiftkv.units import PoolBytes
 
 
 class ZeroModel:
@@ -62,7 +63,7 @@ def main() -> None:
     outputs, from_engine = _pair(context, "inproc://outputs")
     max_model_len = args.context + args.steps + 64
     num_blocks = args.seqs * (max_model_len // 16 + 2)
-    config = EngineConfig("bench", "", "", "", 0, max_model_len, max_num_seqs=args.seqs)
+    config = EngineConfig("bench", "", "", "", PoolBytes(0), max_model_len, max_num_seqs=args.seqs)
     model: Any = ZeroModel(num_blocks, args.seqs)
     engine = Engine(config, model, requests, outputs, context)
     rng = np.random.default_rng(0)

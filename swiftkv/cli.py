@@ -219,7 +219,8 @@ def lending_set(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be recalled.")] = False,
 ) -> None:
     """Set the most that WORKER lends, until the node stops. What it lends beyond that comes back before this ends."""
-    from swiftkv.config import BUDGET_FORMS, format_size, parse_budget
+    from swiftkv.config import BUDGET_FORMS
+    from swiftkv.units import format_size, parse_budget
 
     try:
         parse_budget(budget)
@@ -263,7 +264,7 @@ def _print_overview(overview: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from swiftkv.config import format_size
+    from swiftkv.units import format_size
 
     def size(num_bytes: int | None) -> str:
         return "-" if num_bytes is None else format_size(num_bytes)

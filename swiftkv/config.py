@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -27,94 +23,17 @@ from pydantic import (
 )
 
 from swiftkv.errors import ConfigError
-
-_SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]+)")
-
-
-def _parse_unit(text: object, units: dict[str, float]) -> float:
-    match = _NUMBER_WITH_UNIT.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None or match[2] not in units:
-        raise ValueError(text)
-    number = float(match[1]) * units[match[2]]
-    if math.isinf(number):
-        raise ValueError(text)
-    return number
-
-
-def parse_size(value: object) -> int:
-    """Bytes from `256MiB`, `1.5GiB` or a plain integer. Raises `ValueError`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return int(_parse_unit(value, dict(_SIZE_UNITS)))
-
-
-def parse_duration(value: object) -> float:
-    """Seconds from `60s`, `500ms`, `2m` or `1h`. Raises `ValueError`."""
-    return _parse_unit(value, _DURATION_UNITS_S)
-
-
-def _parse_limit(value: object) -> float | None:
-    """Seconds from a duration; `None` from `off` and 0, for no limit. Raises `ValueError`."""
-    if value is False or value in ("off", "0") or (type(value) is int and value == 0):
-        return None
-    return (float(value) if isinstance(value, float) else parse_duration(value)) or None
-
-
-def _parse_percentage(text: str) -> Fraction:
-    """`75%` as 3/4. Raises `ValueError`, also beyond 100 %."""
-    # 29 % is 29/100: in binary it is a little less, and rounding down would lose an extent.
-    part = Fraction(_parse_unit(text, {"%": 1.0})).limit_denominator(1_000_000) / 100
-    if part > 1:
-        raise ValueError(text)
-    return part
-
-
-def parse_memory(value: object) -> int | Fraction:
-    """Bytes of a pool from `512MiB` or an integer, or from `60%` the part of a GPU that a whole engine may take.
-
-    Raises `ValueError`.
-    """
-    is_part = isinstance(value, Fraction) or (isinstance(value, str) and value.rstrip().endswith("%"))
-    memory = value if isinstance(value, Fraction) else _parse_percentage(str(value)) if is_part else parse_size(value)
-    if memory <= 0:
-        raise ValueError(value)
-    return memory
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The most that a worker may lend: a part of its pool (0 to 1), or bytes."""
-
-    amount: Fraction | int
-
-    def bytes_of(self, pool_bytes: int) -> int:
-        """In a pool of that size; more than the pool if that many bytes are asked for."""
-        return self.amount if isinstance(self.amount, int) else int(self.amount * pool_bytes)
-
-    def __str__(self) -> str:
-        return format_size(self.amount) if isinstance(self.amount, int) else f"{float(100 * self.amount):g}%"
-
-
-def parse_budget(value: object) -> Budget:
-    """`75%`, `128MiB` or 0; any other number must say its unit. Raises `ValueError`."""
-    if isinstance(value, Budget):
-        return value
-    if value == "0" or (type(value) is int and value == 0):
-        return Budget(0)
-    if isinstance(value, str) and value.rstrip().endswith("%"):
-        return Budget(_parse_percentage(value))
-    return Budget(int(_parse_unit(value, dict(_SIZE_UNITS))))
-
-
-def format_size(num_bytes: int) -> str:
-    """`268435456` as `256MiB`: the largest unit, two decimals at most, in the form that `parse_size` reads."""
-    for unit, unit_bytes in reversed(_SIZE_UNITS.items()):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.2f}".rstrip("0").rstrip(".") + unit
-    return f"{num_bytes}B"
-
+from swiftkv.units import (
+    Budget,
+    PoolBytes,
+    PoolMemory,
+    format_size,
+    parse_budget,
+    parse_duration,
+    parse_limit,
+    parse_memory,
+    parse_size,
+)
 
 # A field's description finishes the sentence "'x' is not ...": it is what every message about the field says is right.
 _SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
@@ -129,7 +48,7 @@ _SWITCH = {"on": True, "off": False}
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
-Limit = Annotated[float | None, BeforeValidator(_parse_limit)]
+Limit = Annotated[float | None, BeforeValidator(parse_limit)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -268,7 +187,7 @@ def _key_in(option: str, variable: str | None) -> str | None:
 class KVCacheConfig(_Section):
     """The pool of one engine."""
 
-    memory: Annotated[int | Fraction, PlainValidator(parse_memory)] = Field(512 << 20, description=_MEMORY)
+    memory: Annotated[PoolMemory, PlainValidator(parse_memory)] = Field(PoolBytes(512 << 20), description=_MEMORY)
     block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
 
 
@@ -315,7 +234,7 @@ class ModelConfig(_Section):
 
     @property
     def last_gpu(self) -> int:
-        """Of its ranks, which have one each from `device` on; -1 on the CPU."""
+        """The last GPU index that this model uses, one for each rank from `device` on; -1 on the CPU."""
         return -1 if self.device == "cpu" else int(self.device.removeprefix("cuda:")) + self.tensor_parallel_size - 1
 
 
@@ -375,15 +294,15 @@ class Config(_Section):
         memory, on_gpu = model.kv_cache.memory, model.device != "cpu"
         if on_gpu and model.dtype == "float32":
             yield "dtype: float32 is not served on a GPU; write bfloat16 or float16"
-        if isinstance(memory, int):
-            budget_bytes = model.lending.budget.bytes_of(memory) if model.lending else 0
-            if budget_bytes > memory:
+        if isinstance(memory, PoolBytes):
+            budget_bytes = model.lending.budget.bytes_of(memory.num_bytes) if model.lending else 0
+            if budget_bytes > memory.num_bytes:
                 yield (
-                    f"lending.budget: {format_size(budget_bytes)} is more than kv_cache.memory "
-                    f"({format_size(memory)}); lower it or write 100%"
+                    f"lending.budget: {format_size(budget_bytes)} is more than kv_cache.memory ({memory}); lower it or "
+                    "write 100%"
                 )
             return
-        key = f"kv_cache.memory: {Budget(memory)}"
+        key = f"kv_cache.memory: {memory}"
         if not on_gpu:
             yield (
                 f"{key} is a part of a GPU, and this model runs on the CPU, whose memory other programs share; write a "

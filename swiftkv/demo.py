@@ -28,10 +28,11 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftkv.admin_key import find_admin_key
-from swiftkv.config import Config, ModelConfig, format_size, load_config
+from swiftkv.config import Config, ModelConfig, load_config
 from swiftkv.errors import ConfigError, EngineError
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import SizedPlan
 from swiftkv.planning.node import plan_node
+from swiftkv.units import format_size
 
 try:
     import openai
@@ -201,7 +202,8 @@ def _run(path: Path, console: Console) -> int:
     plans = plan_node(config, need_weights=True)
     # The model, if there is one, that borrows and takes longer sequences than its own pool holds.
     pairs = zip(config.models, plans, strict=True)
-    borrower = next(((model, plan) for model, plan in pairs if plan.max_model_len > plan.pool_tokens), None)
+    sized = ((model, plan) for model, plan in pairs if isinstance(plan, SizedPlan))
+    borrower = next(((model, plan) for model, plan in sized if plan.max_model_len > plan.pool_tokens), None)
     exchanges: list[Exchange] = []
     num_changed = 0
     with _serving(path, config, console) as node:
@@ -281,7 +283,7 @@ def _converse(node: Node, model: ModelConfig, console: Console) -> list[Turn]:
     return turns
 
 
-def _outgrow(node: Node, model: ModelConfig, plan: ModelPlan, console: Console) -> list[Exchange]:
+def _outgrow(node: Node, model: ModelConfig, plan: SizedPlan, console: Console) -> list[Exchange]:
     """Hold a conversation that grows beyond the model's own pool, with another user in between."""
     loans = node.loans(model)
     lenders = ", ".join(loans)

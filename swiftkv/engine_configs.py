@@ -55,8 +55,7 @@ def _engine_config(
         path=str(plan.checkpoint.directory),
         requests_address=f"{address}.requests",
         outputs_address=f"{address}.outputs",
-        kv_bytes=plan.pool_bytes,
-        device_part=None if plan.device_part is None else str(plan.device_part),
+        memory=plan.memory,
         enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1,  # sums of ranks are not captured
         # On the CPU the host computes itself: there is nothing that it could plan beside.
         async_scheduling=model.device != "cpu" if model.async_scheduling is None else model.async_scheduling,

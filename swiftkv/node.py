@@ -21,12 +21,12 @@ import uvloop
 
 from swiftkv import __version__
 from swiftkv.admin_key import generated_admin_key
-from swiftkv.config import Config, format_size
+from swiftkv.config import Config
 from swiftkv.devices import check_devices
 from swiftkv.engine_configs import compile_engines, why_not_lend
 from swiftkv.latency import prefer_latency
 from swiftkv.output import detach_output, open_standard_descriptors
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.transports import lending_transports
 from swiftkv.processes import allow_open_files, share_one_heap
 from swiftkv.server.client import EngineClient
@@ -37,6 +37,7 @@ from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.sockets import BACKLOG, ipc_directory, listen
 from swiftkv.supervisor import EngineSupervisor
 from swiftkv.tasks import Tasks
+from swiftkv.units import format_size
 
 if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle
@@ -133,7 +134,7 @@ class Node:
                 LendingMember(
                     name=plan.name,
                     role=plan.role,
-                    pool_bytes=plan.pool_bytes,
+                    pool_bytes=plan.pool_bytes if isinstance(plan, SizedPlan) else 0,
                     block_bytes=plan.block_bytes,
                     why_not_lend=why_not_lend(config, plan, lending),
                     engine=client,

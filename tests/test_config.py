@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.config import Budget, format_size, load_config, parse_budget, parse_config, parse_size
+from swiftkv.config import load_config, parse_config
 from swiftkv.errors import ConfigError
+from swiftkv.units import Budget, PoolBytes, format_size, parse_budget, parse_size
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
@@ -208,7 +209,7 @@ def test_defaults_for_everything_but_name_and_path() -> None:
     assert (model.role, model.device, model.dtype) == ("worker", "cpu", "bfloat16")
     assert model.threads >= 1
     assert (model.max_model_len, model.max_num_seqs, model.max_num_batched_tokens) == (None, 64, 2048)
-    assert (model.kv_cache.memory, model.kv_cache.block_size) == (512 << 20, 16)
+    assert (model.kv_cache.memory, model.kv_cache.block_size) == (PoolBytes(512 << 20), 16)
     assert model.lending is None
     lending = config.node.lending
     assert (lending.enabled, lending.transport, lending.stream_buffers, lending.max_wait) == (True, "auto", 2, 30.0)
@@ -240,7 +241,7 @@ def test_units() -> None:
         }
     )
     model = config.models[0]
-    assert model.kv_cache.memory == 3 << 29
+    assert model.kv_cache.memory == PoolBytes(3 << 29)
     assert model.lending is not None
     assert (model.lending.budget, model.lending.window) == (Budget(Fraction(3, 4)), 120.0)
     assert model.lending.policy == "total"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,11 +37,10 @@ def size_pool(config: EngineConfig, model: DenseDecoder, groups: Sequence[KVGrou
     use = measure_use(
         device, lambda: run_largest_step(config, model, groups, device), 0 if config.enforce_eager else GRAPH_BYTES
     )
-    memory = config.kv_bytes if config.device_part is None else Fraction(config.device_part)
     # What lenders have may hold a part of the longest sequence; the runner looks at that.
     wanted_tokens = config.block_size if config.lending is not None else config.max_model_len
     device_bytes = torch.cuda.get_device_properties(device).total_memory
-    kv_bytes = kv_bytes_on_device(memory, device_bytes, use, pool_bytes_for_tokens(wanted_tokens, groups))
+    kv_bytes = kv_bytes_on_device(config.memory, device_bytes, use, pool_bytes_for_tokens(wanted_tokens, groups))
     log.info("%s: %s + KV %.2f GiB of %.2f GiB", device, use, kv_bytes / 2**30, device_bytes / 2**30)
     return kv_bytes
 

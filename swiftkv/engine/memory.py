@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 
 from swiftkv.errors import ConfigError
+from swiftkv.units import DeviceShare, PoolMemory
 
 GRAPH_BYTES = 1 << 30
 """Allowed to the CUDA graphs of an engine."""
@@ -41,34 +41,41 @@ class DeviceUse:
         )
 
 
-def kv_bytes_on_device(memory: int | Fraction, device_bytes: int, use: DeviceUse, minimum_bytes: int) -> int:
-    """Bytes for the pool. `memory` is these bytes, or the part of the device, up to 1, that the whole engine may take.
+def kv_bytes_on_host(memory: PoolMemory) -> int:
+    """Return the bytes of a pool in host memory. Raises `ConfigError` for a part of a GPU."""
+    if isinstance(memory, DeviceShare):
+        raise ConfigError(f"kv_cache.memory: {memory} is a part of a GPU, and this engine has none")
+    return memory.num_bytes
+
+
+def kv_bytes_on_device(memory: PoolMemory, device_bytes: int, use: DeviceUse, minimum_bytes: int) -> int:
+    """Return the bytes of a pool on a device of `device_bytes`.
 
     Raises `ConfigError`, with the sum, if the engine does not fit or the pool would be less than `minimum_bytes`.
     """
-    if isinstance(memory, Fraction):
-        if not 0 < memory <= 1:
-            raise ConfigError(
-                f"kv_cache.memory: a part of the device is more than 0 and at most 1, not {float(memory)}"
-            )
-        share_bytes = math.floor(memory * device_bytes)
+    if isinstance(memory, DeviceShare):
+        part = memory.part
+        if not 0 < part <= 1:
+            raise ConfigError(f"kv_cache.memory: a part of the device is more than 0 and at most 1, not {float(part)}")
+        share_bytes = math.floor(part * device_bytes)
         kv_bytes = share_bytes - use.total_bytes
         if kv_bytes < minimum_bytes:
             raise ConfigError(
-                f"kv_cache.memory: {float(memory):.0%} of {_gib(device_bytes)} is {_gib(share_bytes)}; minus {use} "
+                f"kv_cache.memory: {float(part):.0%} of {_gib(device_bytes)} is {_gib(share_bytes)}; minus {use} "
                 f"leaves {_gib(kv_bytes)} for KV, and one sequence of max_model_len needs {_gib(minimum_bytes)}"
             )
         return kv_bytes
-    if memory < minimum_bytes:
+    kv_bytes = memory.num_bytes
+    if kv_bytes < minimum_bytes:
         raise ConfigError(
-            f"kv_cache.memory: one sequence of max_model_len needs {_gib(minimum_bytes)}, not {_gib(memory)}"
+            f"kv_cache.memory: one sequence of max_model_len needs {_gib(minimum_bytes)}, not {_gib(kv_bytes)}"
         )
-    if memory + use.total_bytes > device_bytes:
+    if kv_bytes + use.total_bytes > device_bytes:
         raise ConfigError(
-            f"kv_cache.memory: KV {_gib(memory)} + {use} = {_gib(memory + use.total_bytes)}, and the device has "
+            f"kv_cache.memory: KV {_gib(kv_bytes)} + {use} = {_gib(kv_bytes + use.total_bytes)}, and the device has "
             f"{_gib(device_bytes)}"
         )
-    return memory
+    return kv_bytes
 
 
 def measure_use(device: torch.device, largest_step: Callable[[], None], graph_bytes: int = 0) -> DeviceUse:

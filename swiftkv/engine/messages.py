@@ -14,6 +14,7 @@ import msgspec
 
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import LendingSpec
+from swiftkv.units import PoolMemory
 
 MAX_MESSAGE_BYTES = 256 << 20
 """ZMQ_MAXMSGSIZE of both sockets; the largest real message is the prompt logprobs of a long prompt."""
@@ -42,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str  # directory in Hugging Face format
     requests_address: str  # ipc://…: the gateway binds PUSH here, the engine connects PULL
     outputs_address: str  # ipc://…: the gateway binds PULL here, the engine connects PUSH
-    kv_bytes: int  # the whole pool; of each rank
+    memory: PoolMemory  # of the pool
     max_model_len: int
     device: str = "cpu"  # cuda:N for rank 0 means cuda:N+1 for rank 1
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
@@ -52,7 +53,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    device_part: str | None = None  # such as 3/5: of a GPU, for the whole engine; kv_bytes then says nothing
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
     lending: LendingSpec | None = None  # None: lends and borrows nothing

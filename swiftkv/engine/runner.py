@@ -23,6 +23,7 @@ from swiftkv.cache.geometry import (
 )
 from swiftkv.cache.pool import Pool
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
+from swiftkv.engine.memory import kv_bytes_on_host
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.host_copies import upload
@@ -33,6 +34,7 @@ from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
 from swiftkv.models.parallel import ALONE, Communicator
 from swiftkv.transport.base import Transport
+from swiftkv.units import PoolBytes
 
 if TYPE_CHECKING:
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseInputs
@@ -49,8 +51,8 @@ class ModelRunner:
         path = Path(config.path)
         model_config = DecoderConfig.from_pretrained(path)
         groups = model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
-        if config.device_part is None:
-            _check_room(config, groups, config.kv_bytes)
+        if isinstance(config.memory, PoolBytes):
+            _check_room(config, groups, config.memory.num_bytes)
         self.vocab_size = model_config.vocab_size
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
@@ -58,7 +60,6 @@ class ModelRunner:
         """Of each row slot, what was sampled for it last: whoever samples writes it, in order with the steps."""
         self._config = config
         self._communicator = communicator
-        kv_bytes = config.kv_bytes
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self.device)
@@ -79,6 +80,8 @@ class ModelRunner:
                     kv_bytes = size_pool(config, self._model, groups, self.device)
                     kv_bytes = int(communicator.all_gather(torch.tensor([kv_bytes], device=self.device)).min())
                 _check_room(config, groups, kv_bytes)
+            else:
+                kv_bytes = kv_bytes_on_host(config.memory)
         self.num_blocks = blocks_in_pool(kv_bytes, groups)
         self.pool = allocate_pool([(group, self.num_blocks) for group in groups], self.device, config.name)
         self.group_specs = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from swiftkv.cache.geometry import Extent, extent_between, split_pool
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import ModelPlan, SizedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +18,9 @@ class LendingPair:
     their groups by the bytes that a token takes in each.
     """
 
-    lender: ModelPlan
+    lender: SizedPlan
     lender_group: int  # index into `lender.groups`
-    borrower: ModelPlan
+    borrower: SizedPlan
     borrower_group: int
     share: Fraction
     extent: Extent
@@ -68,7 +68,7 @@ class BorrowerRoom:
     With one layer-stream buffer: where two fit, the scheduler takes two, which shortens no context.
     """
 
-    borrower: ModelPlan
+    borrower: SizedPlan
     pairs: tuple[LendingPair, ...]
 
     def borrowed_blocks(self, group: int) -> int:
@@ -103,7 +103,7 @@ class BorrowerRoom:
     def lent_bytes(self) -> int:
         return sum(pair.lent_bytes for pair in self.pairs)
 
-    def beside(self, *lenders: ModelPlan) -> BorrowerRoom:
+    def beside(self, *lenders: SizedPlan) -> BorrowerRoom:
         """Return the room with these lenders alone."""
         return replace(self, pairs=tuple(pair for pair in self.pairs if pair.lender in lenders))
 
@@ -122,7 +122,7 @@ def plan_lending(plans: Sequence[ModelPlan]) -> tuple[BorrowerRoom, ...]:
     A worker's budget is divided evenly among these masters. Pools of a size that is not known yet lend and borrow
     nothing.
     """
-    planned = [plan for plan in plans if plan.num_blocks]
+    planned = [plan for plan in plans if isinstance(plan, SizedPlan)]
     rooms = []
     for master in planned:
         beside = [plan for plan in planned if plan.on_gpu == master.on_gpu]
@@ -139,7 +139,7 @@ def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
     return [pair for room in plan_lending(plans) for pair in room.pairs if pair.can_lend]
 
 
-def _pairs(lender: ModelPlan, borrower: ModelPlan, num_borrowers: int) -> list[LendingPair]:
+def _pairs(lender: SizedPlan, borrower: SizedPlan, num_borrowers: int) -> list[LendingPair]:
     pairs = []
     for i, lent in enumerate(lender.groups):
         for j, borrowed in enumerate(borrower.groups):
@@ -158,6 +158,6 @@ def _pairs(lender: ModelPlan, borrower: ModelPlan, num_borrowers: int) -> list[L
     return pairs
 
 
-def _part(plan: ModelPlan, group: int) -> Fraction:
+def _part(plan: SizedPlan, group: int) -> Fraction:
     """Return the part of a model's KV bytes that one of its KV groups has; a token needs a place in each."""
     return Fraction(plan.groups[group].block_bytes, plan.block_bytes)

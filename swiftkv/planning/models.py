@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
 from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.geometry import DTYPE_BYTES, KVGroup, blocks_in_pool, pool_bytes_for_tokens
-from swiftkv.config import Config, ModelConfig, format_size
+from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
 from swiftkv.models.config import DecoderConfig
+from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """One model's sizes. Bytes are exact; `pool_bytes` is what is mapped, at most what the YAML allows.
-
-    Bytes are of one rank, as are `groups`: each has as many blocks of its own heads.
-    """
+    """What is known of one model before it starts. Bytes are exact, and of one rank, as are `groups`."""
 
     name: str
     role: str
@@ -28,14 +26,13 @@ class ModelPlan:
     dtype: str
     groups: tuple[KVGroup, ...]
     weight_bytes: int
-    num_blocks: int  # of each group
+    memory: PoolMemory
     max_model_len: int
     max_context_len: int  # that the model was made for
     vocab_size: int
-    budget_bytes: int | None  # the most that it lends at first; None: it cannot lend
+    budget_bytes: int | None = None  # the most that it lends at first; None: it cannot lend
     tensor_parallel_size: int = 1  # ranks
     device: str = "cpu"
-    device_part: Fraction | None = None  # of the device, for the whole engine: `num_blocks` is 0, known once it runs
 
     @property
     def on_gpu(self) -> bool:
@@ -53,8 +50,16 @@ class ModelPlan:
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedPlan(ModelPlan):
+    """The plan of a model whose pool is configured in bytes, so that its size is known before it starts."""
+
+    num_blocks: int  # of each group
+
     @property
     def pool_bytes(self) -> int:
+        """The bytes that are mapped, at most what the YAML allows."""
         return self.num_blocks * self.block_bytes
 
     @property
@@ -63,7 +68,7 @@ class ModelPlan:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest sequence that the pool and the model allow."""
+        """The tokens of the longest sequence that the pool and the model allow."""
         return min(self.pool_tokens, self.max_context_len)
 
     @property
@@ -73,7 +78,7 @@ class ModelPlan:
 
 
 def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelPlan:
-    """The model by itself. Raises `ConfigError` that begins with the key below the model."""
+    """Size a model by itself. Raises `ConfigError` that begins with the key below the model."""
     try:
         checkpoint = locate_checkpoint(model.path, config.directory, need_weights, model.revision)
         decoder = DecoderConfig.from_pretrained(checkpoint.directory)
@@ -82,11 +87,8 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
     num_ranks = model.tensor_parallel_size
     groups = decoder.of_rank(num_ranks).kv_groups(model.kv_cache.block_size, model.dtype)
     memory = model.kv_cache.memory
-    num_blocks = blocks_in_pool(memory, groups) if isinstance(memory, int) else 0
     if model.max_model_len is not None:
         decoder.check_max_model_len(model.max_model_len)
-    if isinstance(memory, int) and num_blocks == 0:
-        raise pool_too_small(model, memory, groups, 0)
     plan = ModelPlan(
         name=model.name,
         role=model.role,
@@ -95,27 +97,36 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         dtype=model.dtype,
         groups=groups,
         weight_bytes=_num_parameters(decoder, num_ranks) * DTYPE_BYTES[model.dtype],
-        num_blocks=num_blocks,
+        memory=memory,
         max_model_len=model.max_model_len or decoder.max_context_len,
         max_context_len=decoder.max_context_len,
         vocab_size=decoder.vocab_size,
-        budget_bytes=None,
         tensor_parallel_size=num_ranks,
         device=model.device,
-        device_part=None if isinstance(memory, int) else memory,
     )
-    if model.lending is None or not config.node.lending.enabled:
+    if isinstance(memory, DeviceShare):
         return plan
+    return _with_pool(plan, model, memory, lends=model.lending is not None and config.node.lending.enabled)
+
+
+def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes, *, lends: bool) -> SizedPlan:
+    num_blocks = blocks_in_pool(memory.num_bytes, plan.groups)
+    if num_blocks == 0:
+        raise pool_too_small(model, plan.groups, 0)
+    known = {field.name: getattr(plan, field.name) for field in fields(ModelPlan)}
+    sized = SizedPlan(**{**known, "memory": PoolBytes(num_blocks * plan.block_bytes)}, num_blocks=num_blocks)
+    if not lends or model.lending is None:
+        return sized
     # What YAML allows may be more than the pool by less than a block.
-    budget_bytes = min(model.lending.budget.bytes_of(plan.pool_bytes), plan.pool_bytes)
-    return replace(plan, budget_bytes=budget_bytes)
+    return replace(sized, budget_bytes=min(model.lending.budget.bytes_of(sized.pool_bytes), sized.pool_bytes))
 
 
-def pool_too_small(model: ModelConfig, memory: int, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:
+def pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:
+    """Return the mistake of a pool that holds `pool_tokens`, too few for one sequence."""
     wanted = model.max_model_len or model.kv_cache.block_size
     needed = pool_bytes_for_tokens(wanted, groups)
     return ConfigError(
-        f"kv_cache.memory: {format_size(memory)} holds {pool_tokens} tokens, one sequence of "
+        f"kv_cache.memory: {model.kv_cache.memory} holds {pool_tokens} tokens, one sequence of "
         f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"
     )
 

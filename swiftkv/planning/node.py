@@ -7,7 +7,7 @@ from dataclasses import replace
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import ConfigError
 from swiftkv.planning.lending import BorrowerRoom, plan_lending
-from swiftkv.planning.models import ModelPlan, plan_model, pool_too_small
+from swiftkv.planning.models import ModelPlan, SizedPlan, plan_model, pool_too_small
 
 
 def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
@@ -25,25 +25,27 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     rooms = {room.borrower.name: room for room in plan_lending(plans)}
-    for i, model in enumerate(config.models):
-        try:
-            plans[i] = _with_max_model_len(plans[i], model, rooms.get(model.name) or BorrowerRoom(plans[i], ()))
-        except ConfigError as error:
-            mistakes.append(f"models[{i}].{error}")
+    for i, (plan, model) in enumerate(zip(plans, config.models, strict=True)):
+        if isinstance(plan, SizedPlan):  # of the others the engine finds out what fits
+            try:
+                plans[i] = _with_max_model_len(plan, model, rooms.get(plan.name) or BorrowerRoom(plan, ()))
+            except ConfigError as error:
+                mistakes.append(f"models[{i}].{error}")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return tuple(plans)
 
 
-def _with_max_model_len(plan: ModelPlan, model: ModelConfig, room: BorrowerRoom) -> ModelPlan:
-    """`plan` with what fits in its pool and in what the configured budgets promise it; see `plan_model`."""
-    asked, memory = model.max_model_len, model.kv_cache.memory
-    if not isinstance(memory, int):  # the engine finds out
-        return plan
+def _with_max_model_len(plan: SizedPlan, model: ModelConfig, room: BorrowerRoom) -> SizedPlan:
+    """Return `plan` with the length that fits in its pool and in what the configured budgets promise it.
+
+    Raises `ConfigError` that begins with the key below the model.
+    """
+    asked = model.max_model_len
     if asked is None or asked <= room.sequence_tokens:
         return replace(plan, max_model_len=asked or room.longest_context)
     if not room.lent_bytes:
-        raise pool_too_small(model, memory, plan.groups, plan.pool_tokens)
+        raise pool_too_small(model, plan.groups, plan.pool_tokens)
     lenders = ", ".join(dict.fromkeys(pair.lender.name for pair in room.pairs if pair.num_extents))
     raise ConfigError(
         f"max_model_len: {asked} is more than the {room.sequence_tokens} tokens that fit: kv_cache.memory holds "

@@ -8,8 +8,9 @@ from typing import Any
 
 from swiftkv.config import Config
 from swiftkv.planning.lending import BorrowerRoom, LendingPair
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.transports import describe_transports
+from swiftkv.units import DeviceShare
 
 
 def plan_as_dict(config: Config, plans: Sequence[ModelPlan], rooms: Sequence[BorrowerRoom]) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def model_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "name": plan.name,
         "role": plan.role,
         "device": plan.device,
-        "device_part": None if plan.device_part is None else float(plan.device_part),
+        "device_part": float(plan.memory.part) if isinstance(plan.memory, DeviceShare) else None,
         "checkpoint": str(plan.checkpoint.directory),
         "tensor_parallel_size": plan.tensor_parallel_size,
         "architecture": plan.architecture,
@@ -39,12 +40,12 @@ def model_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "weight_bytes": plan.weight_bytes,
         "kv_groups": groups,
         "block_size": plan.block_size,
-        "num_blocks": plan.num_blocks,
+        "num_blocks": plan.num_blocks if isinstance(plan, SizedPlan) else 0,
         "block_bytes": plan.block_bytes,
         "bytes_per_token": plan.bytes_per_token,
-        "pool_bytes": plan.pool_bytes,
-        "pool_tokens": plan.pool_tokens,
-        "longest_context": plan.longest_context,
+        "pool_bytes": plan.pool_bytes if isinstance(plan, SizedPlan) else 0,
+        "pool_tokens": plan.pool_tokens if isinstance(plan, SizedPlan) else 0,
+        "longest_context": plan.longest_context if isinstance(plan, SizedPlan) else 0,
         "max_model_len": plan.max_model_len,
         "max_context_len": plan.max_context_len,
         "lending_budget_bytes": plan.budget_bytes,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from swiftkv.config import Config, format_size
+from swiftkv.config import Config
 from swiftkv.planning.lending import BorrowerRoom, LendingPair
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.transports import describe_transports
+from swiftkv.units import DeviceShare, format_size
 
 
 def print_plan(config: Config, plans: Sequence[ModelPlan], rooms: Sequence[BorrowerRoom]) -> None:
@@ -50,32 +51,33 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "weights": [f"{format_size(p.weight_bytes)} {p.dtype}" for p in plans],
         **({"device": [p.device for p in plans]} if any(p.on_gpu for p in plans) else {}),
         "KV cache": [_pool_size(p) for p in plans],
-        "blocks": [_once_known(p, f"{p.num_blocks:,} of {p.block_size} tokens") for p in plans],
+        "blocks": [_once_known(p, lambda p: f"{p.num_blocks:,} of {p.block_size} tokens") for p in plans],
         "block": [format_size(p.block_bytes) for p in plans],
         "layer block": [" + ".join(format_size(group.layer_block_bytes) for group in p.groups) for p in plans],
         "layers": [" + ".join(str(group.num_layers) for group in p.groups) for p in plans],
         "KV per token": [format_size(p.bytes_per_token) for p in plans],
-        "tokens cached": [_once_known(p, f"{p.pool_tokens:,}") for p in plans],
-        "longest context": [_once_known(p, f"{p.longest_context:,}") for p in plans],
+        "tokens cached": [_once_known(p, lambda p: f"{p.pool_tokens:,}") for p in plans],
+        "longest context": [_once_known(p, lambda p: f"{p.longest_context:,}") for p in plans],
         "max_model_len": [f"{p.max_model_len:,}" for p in plans],
     }
     for label, cells in rows.items():
         table.add_row(label, *cells)
     console = Console()
     console.print(table)
-    total_bytes = sum(p.tensor_parallel_size * (p.pool_bytes + p.weight_bytes) for p in plans)
+    pool_bytes = sum(p.tensor_parallel_size * p.pool_bytes for p in plans if isinstance(p, SizedPlan))
+    total_bytes = pool_bytes + sum(p.tensor_parallel_size * p.weight_bytes for p in plans)
     console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
 
 
-def _once_known(plan: ModelPlan, cell: str) -> str:
-    return cell if plan.device_part is None else "known at start"
+def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:
+    return cell(plan) if isinstance(plan, SizedPlan) else "known at start"
 
 
 def _pool_size(plan: ModelPlan) -> str:
-    """A part of a GPU is what weights and activations leave of it, which the engine measures."""
-    if plan.device_part is None:
-        return format_size(plan.pool_bytes)
-    return f"rest of {float(plan.device_part):.0%} of {plan.device}"
+    """Return the size of a pool; of a part of a GPU it is what weights and activations leave."""
+    if isinstance(plan.memory, DeviceShare):
+        return f"rest of {float(plan.memory.part):.0%} of {plan.device}"
+    return str(plan.memory)
 
 
 def _print_rooms(rooms: Sequence[BorrowerRoom]) -> None:

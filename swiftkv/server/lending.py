@@ -13,7 +13,6 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from swiftkv.config import Budget, format_size
 from swiftkv.lease.messages import (
     MAX_LEASE_MESSAGE_BYTES,
     BudgetSet,
@@ -36,6 +35,7 @@ from swiftkv.server.responses import (
     ModelLending,
     PoolView,
 )
+from swiftkv.units import Budget, format_size
 
 LENDER_STATES = ("home", "offered", "lent", "recalled")
 BORROWER_STATES = ("none", "held", "recalled")

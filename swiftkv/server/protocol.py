@@ -24,9 +24,10 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from swiftkv.config import BUDGET_FORMS, Budget, parse_budget
+from swiftkv.config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
 from swiftkv.server.price import LIMITS
+from swiftkv.units import Budget, parse_budget
 
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
 INT32_MAX = 2**31 - 1

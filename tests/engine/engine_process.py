@@ -32,6 +32,7 @@ from swiftkv.engine.messages import (
     TokenLogprobs,
     unpack_prompt_logprobs,
 )
+from swiftkv.units import PoolBytes
 
 TIMEOUT_S = 120.0
 
@@ -55,10 +56,10 @@ class Answer:
 class EngineClient:
     """The gateway's end of an engine's sockets, and the configuration with which an engine meets it there."""
 
-    def __init__(self, checkpoint: Path, **options: object) -> None:
+    def __init__(self, checkpoint: Path, kv_bytes: int = 64 << 20, **options: object) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="swiftkv-test-")
         addresses = [f"ipc://{self._directory.name}/{name}" for name in ("requests", "outputs")]
-        defaults: dict[str, object] = {"dtype": "float32", "kv_bytes": 64 << 20, "max_model_len": 512}
+        defaults: dict[str, object] = {"dtype": "float32", "memory": PoolBytes(kv_bytes), "max_model_len": 512}
         self.config = msgspec.convert(
             {
                 "name": "tiny",

@@ -19,6 +19,7 @@ from swiftkv.models.config import DecoderConfig
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.loader import MappedWeights
 from swiftkv.transport.shm import ShmTransport
+from swiftkv.units import PoolBytes
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -48,7 +49,7 @@ def test_it_has_all_tokens_and_all_rows(
     make_checkpoint(tmp_path, "qwen3")
     decoder_config = DecoderConfig.from_pretrained(tmp_path)
     config = EngineConfig(
-        "tiny", str(tmp_path), "", "", 0, max_model_len, dtype="float32", max_num_seqs=7,
+        "tiny", str(tmp_path), "", "", PoolBytes(0), max_model_len, dtype="float32", max_num_seqs=7,
         max_num_batched_tokens=max_num_batched_tokens,
     )  # fmt: skip
     weights = MappedWeights(tmp_path)
@@ -67,7 +68,9 @@ def test_graphs_stream_only_where_kernels_reach_the_peers(tmp_path: Path) -> Non
     decoder = DenseDecoder(decoder_config, MappedWeights(tmp_path), torch.float32, "cpu", 64, ops=reference_ops())
     graphs = DecodeGraphs(DenseDecode(decoder, pool.tensor, torch.zeros(1, dtype=torch.int32)), torch.device("cpu"))
     lending = LendingSpec("", [], [], 0, 60.0, "total", "shm", 2, "", 30.0)
-    config = EngineConfig("tiny", str(tmp_path), "", "", 0, 64, dtype="float32", max_num_seqs=1, lending=lending)
+    config = EngineConfig(
+        "tiny", str(tmp_path), "", "", PoolBytes(0), 64, dtype="float32", max_num_seqs=1, lending=lending
+    )
     transport = ShmTransport(pool)
     capture_streaming(config, graphs, LayerStream(transport, groups), transport)
     assert graphs.sizes(1) == graphs.sizes(2) == []

@@ -52,7 +52,7 @@ def test_ready_says_what_the_engine_is(engine: EngineProcess) -> None:
     assert engine.ready.vocab_size == SHAPE["vocab_size"]
     assert engine.ready.eos_token_ids == [SHAPE["eos_token_id"]]
     layer_block_bytes = 2 * 16 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 4
-    assert engine.ready.num_blocks == engine.config.kv_bytes // (layer_block_bytes * SHAPE["num_hidden_layers"])
+    assert engine.ready.num_blocks == engine.config.memory.num_bytes // (layer_block_bytes * SHAPE["num_hidden_layers"])
 
 
 def test_an_answer_ends_at_its_length_and_at_that_of_the_model(engine: EngineProcess) -> None:

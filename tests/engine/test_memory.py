@@ -10,22 +10,23 @@ from hypothesis import strategies as st
 
 from swiftkv.engine.memory import DeviceUse, kv_bytes_on_device
 from swiftkv.errors import ConfigError
+from swiftkv.units import DeviceShare, PoolBytes
 
 GIB = 1 << 30
 USE = DeviceUse(weights_bytes=16 * GIB, activation_bytes=2 * GIB, graph_bytes=GIB, runtime_bytes=GIB)
 
 
 def test_bytes_are_what_was_asked_for() -> None:
-    assert kv_bytes_on_device(60 * GIB, 80 * GIB, USE, GIB) == 60 * GIB
+    assert kv_bytes_on_device(PoolBytes(60 * GIB), 80 * GIB, USE, GIB) == 60 * GIB
 
 
 def test_a_fraction_is_of_the_device_and_for_the_whole_engine() -> None:
-    assert kv_bytes_on_device(Fraction(1, 2), 80 * GIB, USE, GIB) == 20 * GIB
+    assert kv_bytes_on_device(DeviceShare.of(Fraction(1, 2)), 80 * GIB, USE, GIB) == 20 * GIB
 
 
 def test_bytes_that_do_not_fit_show_the_sum() -> None:
     with pytest.raises(ConfigError) as caught:
-        kv_bytes_on_device(60 * GIB + 1, 80 * GIB, USE, GIB)
+        kv_bytes_on_device(PoolBytes(60 * GIB + 1), 80 * GIB, USE, GIB)
     assert str(caught.value) == (
         "kv_cache.memory: KV 60.00 GiB + weights 16.00 GiB + activations 2.00 GiB + CUDA graphs 1.00 GiB + "
         "runtime 1.00 GiB = 80.00 GiB, and the device has 80.00 GiB"
@@ -34,7 +35,7 @@ def test_bytes_that_do_not_fit_show_the_sum() -> None:
 
 def test_a_fraction_that_leaves_too_little_shows_what_it_leaves() -> None:
     with pytest.raises(ConfigError) as caught:
-        kv_bytes_on_device(Fraction(1, 5), 80 * GIB, USE, 3 * GIB)
+        kv_bytes_on_device(DeviceShare.of(Fraction(1, 5)), 80 * GIB, USE, 3 * GIB)
     assert str(caught.value) == (
         "kv_cache.memory: 20% of 80.00 GiB is 16.00 GiB; minus weights 16.00 GiB + activations 2.00 GiB + CUDA graphs "
         "1.00 GiB + runtime 1.00 GiB leaves -4.00 GiB for KV, and one sequence of max_model_len needs 3.00 GiB"
@@ -43,13 +44,13 @@ def test_a_fraction_that_leaves_too_little_shows_what_it_leaves() -> None:
 
 def test_too_little_for_one_sequence() -> None:
     with pytest.raises(ConfigError, match=r"needs 3\.00 GiB, not 2\.00 GiB"):
-        kv_bytes_on_device(2 * GIB, 80 * GIB, USE, 3 * GIB)
+        kv_bytes_on_device(PoolBytes(2 * GIB), 80 * GIB, USE, 3 * GIB)
 
 
 @pytest.mark.parametrize("memory", [Fraction(0), Fraction(-1, 2), Fraction(11, 10)])
 def test_a_fraction_is_a_part(memory: Fraction) -> None:
     with pytest.raises(ConfigError, match="part of the device"):
-        kv_bytes_on_device(memory, 80 * GIB, USE, 0)
+        kv_bytes_on_device(DeviceShare.of(memory), 80 * GIB, USE, 0)
 
 
 @given(
@@ -62,7 +63,7 @@ def test_engines_whose_parts_add_up_fit_the_device(shares: list[Fraction], devic
     taken = 0
     for share in shares:
         try:
-            taken += kv_bytes_on_device(share / total, device_bytes, use, 1) + use.total_bytes
+            taken += kv_bytes_on_device(DeviceShare.of(share / total), device_bytes, use, 1) + use.total_bytes
         except ConfigError:
             return
     assert device_bytes - len(shares) < taken <= device_bytes

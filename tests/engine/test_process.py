@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
+from swiftkv.units import PoolBytes
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.support.checkpoints import make_checkpoint
 
@@ -69,7 +70,7 @@ def test_it_does_not_outlive_its_parent(checkpoint: Path, tmp_path: Path) -> Non
         path=str(checkpoint),
         requests_address=f"ipc://{tmp_path}/requests",
         outputs_address=f"ipc://{tmp_path}/outputs",
-        kv_bytes=8 << 20,
+        memory=PoolBytes(8 << 20),
         max_model_len=128,
     )
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -12,6 +12,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.models.config import DecoderConfig
+from swiftkv.units import PoolBytes
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -22,7 +23,7 @@ def test_max_model_len_must_fit_in_the_pool_and_in_what_can_be_lent(tmp_path: Pa
     link = LinkGeometry(0, 0, 1, 3, 3 * group.block_bytes, 4, 0)
     lending = LendingSpec("", [PeerSpec("lender", "", [link])], [], 0, 60.0, "total", "shm", 2, "", 30.0)
     blocks = 12 + (8 * group.num_layers - 12) // group.num_layers
-    alone = EngineConfig("m", str(tmp_path), "", "", 8 * group.block_bytes, 8 * 16, dtype="float32")
+    alone = EngineConfig("m", str(tmp_path), "", "", PoolBytes(8 * group.block_bytes), 8 * 16, dtype="float32")
     beside = msgspec.structs.replace(alone, lending=lending, max_model_len=blocks * 16)
     for fits in (alone, beside):
         assert ModelRunner(fits).num_blocks == 8

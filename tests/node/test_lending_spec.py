@@ -19,7 +19,7 @@ from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine_configs import compile_engines, link_geometry
 from swiftkv.lease.messages import LendingSpec
 from swiftkv.planning.lending import plan_lending
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import SizedPlan
 from swiftkv.planning.node import plan_node
 from swiftkv.planning.transports import lending_transports
 
@@ -40,7 +40,7 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-def planned(tmp_path: Path, models: list[dict[str, Any]], **node: Any) -> tuple[Config, tuple[ModelPlan, ...]]:
+def planned(tmp_path: Path, models: list[dict[str, Any]], **node: Any) -> tuple[Config, tuple[SizedPlan, ...]]:
     for num_layers in (2, 3, 4):
         directory = tmp_path / f"layers{num_layers}"
         directory.mkdir(exist_ok=True)
@@ -49,10 +49,11 @@ def planned(tmp_path: Path, models: list[dict[str, Any]], **node: Any) -> tuple[
     models = [{"kv_cache": {"memory": "1MiB"}, **model} for model in models]
     file.write_text(yaml.safe_dump({"node": node, "models": models}))
     config = load_config(file)
-    return config, plan_node(config, need_weights=False)
+    plans = plan_node(config, need_weights=False)
+    return config, tuple(plan for plan in plans if isinstance(plan, SizedPlan))
 
 
-def compiled(config: Config, plans: tuple[ModelPlan, ...]) -> tuple[EngineConfig, ...]:
+def compiled(config: Config, plans: tuple[SizedPlan, ...]) -> tuple[EngineConfig, ...]:
     return compile_engines(config, plans, lending_transports(config, plans), Path("/run/ipc"))
 
 

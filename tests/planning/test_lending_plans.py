@@ -16,16 +16,17 @@ from swiftkv.config import load_config
 from swiftkv.errors import ConfigError
 from swiftkv.hub import Checkpoint
 from swiftkv.planning.lending import BorrowerRoom, plan_lending
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_node
 from swiftkv.planning.report import lending_as_dict
+from swiftkv.units import PoolBytes
 from tests.planning.test_model_plans import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
 
 
-def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction | None = None) -> ModelPlan:
+def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction | None = None) -> SizedPlan:
     """Make a model whose layer block has 2 KiB."""
     pool_bytes = num_layers * num_blocks * 2048
-    return ModelPlan(
+    return SizedPlan(
         name=name,
         role=role,
         checkpoint=Checkpoint(Path(name), name),
@@ -33,6 +34,7 @@ def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fracti
         dtype="bfloat16",
         groups=(KVGroup(tuple(range(num_layers)), 1, 32, "bfloat16", 16),),
         weight_bytes=0,
+        memory=PoolBytes(pool_bytes),
         num_blocks=num_blocks,
         max_model_len=16,
         max_context_len=1_000_000_000,
@@ -47,7 +49,9 @@ def planned(tmp_path: Path, *models_yaml: str, node_yaml: str = "") -> tuple[Mod
     make(tmp_path / "tiny", TINY)
     file = tmp_path / "node.yaml"
     file.write_text(f"node: {{{node_yaml}}}\nmodels: [{', '.join(f'{{{text}}}' for text in models_yaml)}]")
-    return plan_node(load_config(file), need_weights=False)
+    plans = plan_node(load_config(file), need_weights=False)
+    assert all(isinstance(plan, SizedPlan) for plan in plans)
+    return plans
 
 
 def rooms(tmp_path: Path, *models_yaml: str) -> tuple[BorrowerRoom, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import pytest
 from swiftkv.config import load_config
 from swiftkv.errors import ConfigError
 from swiftkv.planning.lending import plan_lending
-from swiftkv.planning.models import ModelPlan
+from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_node
 from swiftkv.planning.report import model_as_dict
+from swiftkv.units import DeviceShare
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -74,10 +74,12 @@ def make(directory: Path, hf_config: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(hf_config))
 
 
-def plan(tmp_path: Path, model_yaml: str, need_weights: bool = False) -> ModelPlan:
+def plan(tmp_path: Path, model_yaml: str, need_weights: bool = False) -> SizedPlan:
     file = tmp_path / "node.yaml"
     file.write_text(f"models: [{{name: m, {model_yaml}}}]")
-    return plan_node(load_config(file), need_weights)[0]
+    (planned,) = plan_node(load_config(file), need_weights)
+    assert isinstance(planned, SizedPlan)
+    return planned
 
 
 def mistake(tmp_path: Path, model_yaml: str, need_weights: bool = False) -> str:
@@ -232,9 +234,10 @@ def test_a_part_of_a_gpu_is_planned_without_a_pool_and_without_lending(tmp_path:
         "  - {name: master, path: tiny, role: master, device: 'cuda:0', kv_cache: {memory: 1MiB}}\n"
     )
     part, master = plan_node(load_config(tmp_path / "node.yaml"), need_weights=False)
-    assert (part.num_blocks, part.max_model_len, part.device_part) == (0, 512, Fraction(3, 8))
+    assert (type(part), part.max_model_len, part.memory) == (ModelPlan, 512, DeviceShare(3, 8))
     assert model_as_dict(part)["device_part"] == 0.375
-    assert (master.num_blocks, master.device_part) == ((1 << 20) // TINY_BLOCK_BYTES, None)
+    assert isinstance(master, SizedPlan)
+    assert master.num_blocks == (1 << 20) // TINY_BLOCK_BYTES
     assert plan_lending((part, master)) == ()
 
 
