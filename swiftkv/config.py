@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -23,6 +21,7 @@ from pydantic import (
 )
 
 from swiftkv.errors import ConfigError
+from swiftkv.mistakes import describe_mistakes, show
 from swiftkv.units import (
     Budget,
     PoolBytes,
@@ -346,11 +345,11 @@ def load_config(path: Path, **node_overrides: object) -> Config:
 def parse_config(raw: object) -> Config:
     """Check what a YAML file holds. Raises `ConfigError` whose message has one line per mistake."""
     if not isinstance(raw, dict):
-        raise ConfigError(f"the file holds {_show(raw)}; it wants a mapping with the keys node and models")
+        raise ConfigError(f"the file holds {show(raw)}; it wants a mapping with the keys node and models")
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(mistake) for mistake in error.errors())) from None
+        raise ConfigError(describe_mistakes(error, Config)) from None
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -372,55 +371,3 @@ def _yaml_mistake(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"{mark.line + 1}:{mark.column + 1}: " if mark else " "
     return f"{where}{error.problem or 'not YAML'}"
-
-
-def _describe(mistake: Any) -> str:
-    location = mistake["loc"]
-    if mistake["type"] == "value_error" and not location:
-        return str(mistake["ctx"]["error"])
-    key = _key_path(location)
-    if mistake["type"] == "extra_forbidden":
-        known = list(_section_at(location[:-1]).model_fields)
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        return f"{key}: unknown key; " + (f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}")
-    if mistake["type"] == "missing":
-        return f"{key}: missing; write {_description_at(location)}"
-    return f"{key}: {_show(mistake['input'])} is not {_description_at(location)}"
-
-
-def _key_path(location: Sequence[int | str]) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return text.removeprefix(".")
-
-
-def _section_at(location: Sequence[int | str]) -> type[BaseModel]:
-    section: type[BaseModel] = Config
-    for part in location:
-        if isinstance(part, str):
-            inner = _section_of(section.model_fields[part].annotation)
-            assert inner is not None
-            section = inner
-    return section
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((section for arg in get_args(annotation) if (section := _section_of(arg))), None)
-
-
-def _description_at(location: Sequence[int | str]) -> str:
-    if isinstance(location[-1], int):
-        return "a mapping with the keys of a model"
-    field = _section_at(location[:-1]).model_fields[location[-1]]
-    section = _section_of(field.annotation)
-    description = field.description or "right"
-    if description.endswith("a mapping") and section is not None:
-        return f"{description} with the keys {', '.join(section.model_fields)}"
-    return description
-
-
-def _show(value: object) -> str:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 60
-    return "null" if value is None else short.repr(value)

@@ -26,7 +26,20 @@ LAYERS = [
     {"kernels"},
     {"_core", "_lease", "_cpu", "_transport"},
     {"config", "hub"},
-    {"arithmetic", "errors", "histogram", "latency", "locks", "output", "processes", "progress", "tasks", "units", "__init__"},
+    {
+        "arithmetic",
+        "errors",
+        "histogram",
+        "latency",
+        "locks",
+        "mistakes",
+        "output",
+        "processes",
+        "progress",
+        "tasks",
+        "units",
+        "__init__",
+    },
 ]
 ONLY_THESE_MODULES = {
     ("server", "engine"): {"engine.messages"},

@@ -106,19 +106,19 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
     )
     if isinstance(memory, DeviceShare):
         return plan
-    return _with_pool(plan, model, memory, lends=model.lending is not None and config.node.lending.enabled)
+    sized = _with_pool(plan, model, memory)
+    if model.lending is None or not config.node.lending.enabled:
+        return sized
+    # What YAML allows may be more than the pool by less than a block.
+    return replace(sized, budget_bytes=min(model.lending.budget.bytes_of(sized.pool_bytes), sized.pool_bytes))
 
 
-def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes, *, lends: bool) -> SizedPlan:
+def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes) -> SizedPlan:
     num_blocks = blocks_in_pool(memory.num_bytes, plan.groups)
     if num_blocks == 0:
         raise pool_too_small(model, plan.groups, 0)
     known = {field.name: getattr(plan, field.name) for field in fields(ModelPlan)}
-    sized = SizedPlan(**{**known, "memory": PoolBytes(num_blocks * plan.block_bytes)}, num_blocks=num_blocks)
-    if not lends or model.lending is None:
-        return sized
-    # What YAML allows may be more than the pool by less than a block.
-    return replace(sized, budget_bytes=min(model.lending.budget.bytes_of(sized.pool_bytes), sized.pool_bytes))
+    return SizedPlan(**{**known, "memory": PoolBytes(num_blocks * plan.block_bytes)}, num_blocks=num_blocks)
 
 
 def pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:

@@ -1,0 +1,68 @@
+"""Turns what pydantic finds wrong in a file into lines that name the key and say what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+def describe_mistakes(error: ValidationError, root: type[BaseModel]) -> str:
+    """Return one line for each mistake. `root` is the type of the whole file; its fields' descriptions are quoted."""
+    return "\n".join(_describe(mistake, root) for mistake in error.errors())
+
+
+def _describe(mistake: Any, root: type[BaseModel]) -> str:
+    location = mistake["loc"]
+    if mistake["type"] == "value_error" and not location:
+        return str(mistake["ctx"]["error"])
+    key = _key_path(location)
+    if mistake["type"] == "extra_forbidden":
+        known = list(_section_at(location[:-1], root).model_fields)
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        return f"{key}: unknown key; " + (f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}")
+    if mistake["type"] == "missing":
+        return f"{key}: missing; write {_description_at(location, root)}"
+    return f"{key}: {show(mistake['input'])} is not {_description_at(location, root)}"
+
+
+def _key_path(location: Sequence[int | str]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".")
+
+
+def _section_at(location: Sequence[int | str], root: type[BaseModel]) -> type[BaseModel]:
+    section = root
+    for part in location:
+        if isinstance(part, str):
+            inner = _section_of(section.model_fields[part].annotation)
+            assert inner is not None
+            section = inner
+    return section
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((section for arg in get_args(annotation) if (section := _section_of(arg))), None)
+
+
+def _description_at(location: Sequence[int | str], root: type[BaseModel]) -> str:
+    if isinstance(location[-1], int):
+        return "a mapping with the keys of a model"
+    field = _section_at(location[:-1], root).model_fields[location[-1]]
+    section = _section_of(field.annotation)
+    description = field.description or "right"
+    if description.endswith("a mapping") and section is not None:
+        return f"{description} with the keys {', '.join(section.model_fields)}"
+    return description
+
+
+def show(value: object) -> str:
+    """Return a value as a user would recognise it, cut to a line."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 60
+    return "null" if value is None else short.repr(value)
