@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from swiftkv.engine.logit_edits import LogitEdits
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 from swiftkv.engine.sampler import GREEDY_BELOW, Outcome, Sampled
@@ -26,15 +27,6 @@ from swiftkv.kernels.triton_sampling import SlotParams, sample
 _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4
 
 _Int32Array = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Edits:
-    """What one request changes about its logits at every step: each token once."""
-
-    token_ids: _Int32Array  # [n]
-    biases: npt.NDArray[np.float32]  # [n]
-    min_positions: _Int32Array  # [n] the token is forbidden before; 0: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +68,7 @@ class DeviceSampler:
         self._params = SlotParams.empty(max_num_seqs, vocab_size, device)
         self._flags = np.zeros(max_num_seqs, np.uint8)
         self._logprob_counts = np.zeros(max_num_seqs, np.int32)
-        self._edits: dict[int, _Edits] = {}  # by slot
+        self._edits: dict[int, LogitEdits] = {}  # by slot
         self._counts = TokenCounts(max_num_seqs, vocab_size, device)
         slot = torch.zeros(1, dtype=torch.int32, device=device)
         sample(torch.zeros(1, vocab_size, device=device), self._params, slot, slot)  # compiled before anybody waits
@@ -90,7 +82,10 @@ class DeviceSampler:
         params.seeds[slot] = int(np.uint64(request.seed).astype(np.int64))
         self._logprob_counts[slot] = asked.logprobs or 0
         self._flags[slot] = _LOGPROBS * (asked.logprobs is not None)
-        self._seat_edits(slot, request)
+        self._edits.pop(slot, None)
+        if (edits := LogitEdits.of(request)) is not None:
+            self._flags[slot] |= _EDITED
+            self._edits[slot] = edits
         has_penalties = self._counts.seat(slot, request)
         params.is_penalised[slot] = has_penalties
         if has_penalties:
@@ -141,21 +136,6 @@ class DeviceSampler:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return found.entries()
-
-    def _seat_edits(self, slot: int, request: Request) -> None:
-        self._edits.pop(slot, None)
-        bias = request.sampling.logit_bias or {}
-        stops = request.stop_token_ids.tolist() if request.sampling.min_tokens else []
-        tokens = sorted({*bias, *stops})
-        if not tokens:
-            return
-        first_position = len(request.prompt) + request.sampling.min_tokens
-        self._flags[slot] |= _EDITED
-        self._edits[slot] = _Edits(
-            np.array(tokens, np.int32),
-            np.array([bias.get(token, 0.0) for token in tokens], np.float32),
-            np.where(np.isin(tokens, stops), first_position, 0).astype(np.int32),
-        )
 
     def _edit(self, logits: Tensor, slots: _Int32Array, positions: Tensor) -> None:
         rows = np.flatnonzero(self._flags[slots] & _EDITED)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from swiftkv.arithmetic import ceil_div
+from swiftkv.engine.logit_edits import LogitEdits
 from swiftkv.engine.logprobs import token_logprobs
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
@@ -84,16 +85,6 @@ def open_sampler(kernels: str, vocab_size: int, last_token_ids: torch.Tensor) ->
     return Sampler(vocab_size, last_token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Edits:
-    """What one request changes about its logits at every step."""
-
-    bias_ids: torch.Tensor  # int64 [n]
-    bias_values: torch.Tensor  # float32 [n]
-    stop_ids: torch.Tensor  # int64 [m], not to be sampled before `min_position`
-    min_position: int
-
-
 class Sampler:
     """A `TokenSampler` in plain torch."""
 
@@ -106,7 +97,7 @@ class Sampler:
         self._flags = np.zeros(max_num_seqs, np.uint8)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._logprob_counts = np.zeros(max_num_seqs, np.int32)
-        self._edits: dict[int, _Edits] = {}  # by slot
+        self._edits: dict[int, LogitEdits] = {}  # by slot
         self._temperature = torch.ones(max_num_seqs, device=device)
         self._min_p = [0.0] * max_num_seqs
         self._top_k = [vocab_size] * max_num_seqs
@@ -130,7 +121,10 @@ class Sampler:
         self._min_p[slot] = params.min_p
         self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         self._top_p[slot] = params.top_p
-        self._seat_edits(slot, request)
+        self._edits.pop(slot, None)
+        if (edits := LogitEdits.of(request)) is not None:
+            self._flags[slot] |= _EDITED
+            self._edits[slot] = edits
         self._flags[slot] |= _PENALISED * self._counts.seat(slot, request)
         self._presence[slot] = params.presence_penalty
         self._frequency[slot] = params.frequency_penalty
@@ -195,20 +189,6 @@ class Sampler:
         entries = token_logprobs(raw_logits, token_ids[asked], self._logprob_counts[slots[asked]].tolist())
         return Sampled(token_ids, dict(zip(asked.tolist(), entries, strict=True)), broken)
 
-    def _seat_edits(self, slot: int, request: Request) -> None:
-        self._edits.pop(slot, None)
-        params = request.sampling
-        bias = params.logit_bias or {}
-        if not bias and not params.min_tokens:
-            return
-        self._flags[slot] |= _EDITED
-        self._edits[slot] = _Edits(
-            bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=self._device),
-            bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
-            stop_ids=torch.from_numpy(request.stop_token_ids).to(self._device, torch.int64),
-            min_position=len(request.prompt) + params.min_tokens,
-        )
-
     def _edit(
         self,
         logits: torch.Tensor,
@@ -218,9 +198,10 @@ class Sampler:
     ) -> None:
         for row in rows.tolist():
             edits = self._edits[int(slots[row])]
-            if positions[row] < edits.min_position:
-                logits[row, edits.stop_ids] = -math.inf
-            logits[row, edits.bias_ids] += edits.bias_values
+            token_ids = torch.from_numpy(edits.token_ids).to(self._device, torch.int64)
+            is_early = torch.from_numpy(positions[row] < edits.min_positions).to(self._device)
+            biased = logits[row, token_ids] + torch.from_numpy(edits.biases).to(self._device)
+            logits[row, token_ids] = biased.masked_fill(is_early, -math.inf)
 
     def _penalised(self, logits: torch.Tensor, slots: npt.NDArray[np.int32]) -> torch.Tensor:
         row_slots = torch.from_numpy(slots).to(self._device, torch.int64)

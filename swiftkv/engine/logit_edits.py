@@ -1,0 +1,34 @@
+"""The edits of one request to its logits, the same at every step: logit bias, and stop tokens that come too early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """The tokens that a request edits, each once, in order."""
+
+    token_ids: npt.NDArray[np.int32]  # [n]
+    biases: npt.NDArray[np.float32]  # [n]
+    min_positions: npt.NDArray[np.int32]  # [n] the token is forbidden before; 0: never
+
+    @classmethod
+    def of(cls, request: Request) -> LogitEdits | None:
+        """Return the edits that `request` asks for, or `None` if it asks for none."""
+        bias = request.sampling.logit_bias or {}
+        stops = request.stop_token_ids.tolist() if request.sampling.min_tokens else []
+        tokens = sorted({*bias, *stops})
+        if not tokens:
+            return None
+        first_position = len(request.prompt) + request.sampling.min_tokens
+        return cls(
+            np.array(tokens, np.int32),
+            np.array([bias.get(token, 0.0) for token in tokens], np.float32),
+            np.where(np.isin(tokens, stops), first_position, 0).astype(np.int32),
+        )
