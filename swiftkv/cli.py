@@ -240,7 +240,7 @@ def lending_set(
 
 
 def _ask_admin(method: str, url: str, path: str, admin_key_env: str, body: object = None) -> dict[str, Any]:
-    """What `/admin/PATH` answers. Whatever goes wrong is a line on stderr and exit code 1."""
+    """Return the answer of `/admin/PATH`. A failure is a line on stderr and exit code 1."""
     import httpx
 
     key = os.environ.get(admin_key_env) or find_admin_key(url)

@@ -1,4 +1,4 @@
-"""What the package imports is declared, so that it also runs where nothing else brought it."""
+"""The package declares everything it imports, so that it also runs where nothing else brought it."""
 
 from __future__ import annotations
 

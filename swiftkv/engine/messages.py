@@ -1,8 +1,8 @@
-"""What the gateway and an engine say to each other: msgspec structs, as MessagePack over ZeroMQ.
+"""The messages between the gateway and an engine: msgspec structs, as MessagePack over ZeroMQ.
 
 Arrays of numbers travel as little-endian bytes, so that neither side touches tokens one by one:
-`np.frombuffer(message.token_ids, np.int32)`. The engine trusts the framing, never the values: whatever is
-wrong with a request is answered by `RequestError`.
+`np.frombuffer(message.token_ids, np.int32)`. The engine trusts the framing, never the values: a mistake in
+a request is answered by `RequestError`.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """What one step brought: one entry of the three arrays per sampled token.
+    """The outcome of one step: one entry of the three arrays per sampled token.
 
-    `stats` comes at most every 100 ms while the engine is busy, and always when it falls idle, so the last that
-    arrived is right for an engine at rest. A message may consist of stats alone.
+    `stats` comes at most every 100 ms while the engine is busy, and always when it falls idle, so the last stats
+    are right for an engine at rest. A message may consist of stats alone.
     """
 
     request_ids: bytes  # uint64

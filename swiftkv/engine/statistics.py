@@ -1,4 +1,4 @@
-"""What an engine tells of itself, added up from its start."""
+"""The figures that an engine reports about itself, added up from its start."""
 
 from __future__ import annotations
 

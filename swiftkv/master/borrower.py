@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Attachment:
-    """Of all links of one lender; `store_paths` in their order, and where its pools are, for each link too."""
+    """An attempt to attach one lender, with the path and the place of its pool for each link, in their order."""
 
     lender: int
     attempt: int
@@ -289,7 +289,7 @@ class Borrower:
         peer.hello_due_s = hello_due_s
 
     def _on_exit(self, peer: LenderPeer) -> None:
-        """What it lent is lost; what a step in flight reads from it is still mapped until the engine detaches it."""
+        """Give up the extents of a dead lender. The engine detaches its pool once no step needs it."""
         _log.warning("%s has gone with what it lent", peer.spec.name)
         for link in peer.links:
             self._scheduler.lose(link.number)

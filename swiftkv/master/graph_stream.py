@@ -40,8 +40,8 @@ it costs to launch a layer eagerly, a tenth of one, is not seen beside that.
 
 _MOMENTS = 6
 _LOAD_BEGAN, _SPILLED, _LOADED, _STORE_BEGAN, _STORED, _ARRIVED = range(_MOMENTS)
-"""Of a layer: when its copies began and ended, and when computing came to where it needs them; `_ARRIVED` of the row
-behind the last layer's: at the end of the step."""
+"""The moments noted for a layer: when its copies began and ended, and when computing came to need them. In the row
+after the last layer's, `_ARRIVED` is the end of the step."""
 
 
 class GraphStream:
@@ -101,7 +101,7 @@ class GraphStream:
         self._lane.so_far()()
 
     def launched(self) -> None:
-        """What `fill` wrote was launched on the current stream."""
+        """Register the step that `fill` wrote, after its launch on the current stream."""
         times = torch.empty(self._times.shape, dtype=torch.int64, pin_memory=self._times.device.type == "cuda")
         times.copy_(self._times, non_blocking=True)  # the next replay is behind this
         self._layer_stream.launched(ReplayedStep(self._filled, times.view(-1, _MOMENTS)))
@@ -148,12 +148,12 @@ class GraphStream:
 
     @property
     def _lists_per_group(self) -> int:
-        """The spill, and by buffer the loads and the stores."""
+        """One list for spills, and for each buffer one for loads and one for stores."""
         return 1 + 2 * self.num_buffers
 
 
 class _Lane:
-    """Where copies run one after the other: a stream beside the one that computes. On the CPU everything is in line."""
+    """A CUDA stream for copies beside the one that computes. On the CPU everything runs in line."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -161,7 +161,7 @@ class _Lane:
 
     @contextmanager
     def behind_computing(self) -> Iterator[None]:
-        """What is launched within runs here, after all that the current stream was asked for so far."""
+        """Launch copies within this block on the lane, after everything launched on the current CUDA stream so far."""
         if self._stream is None:
             yield
             return
@@ -170,7 +170,7 @@ class _Lane:
             yield
 
     def so_far(self) -> Callable[[], None]:
-        """What makes the stream that is current then wait for all that was launched here until now."""
+        """Return a callable that makes the current CUDA stream wait for everything launched on this lane so far."""
         if self._stream is None:
             return lambda: None
         event = self._stream.record_event()

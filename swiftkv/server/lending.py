@@ -143,7 +143,7 @@ class NodeLending:
                 member.coordinator.close()
 
     async def overview(self) -> LendingOverview:
-        """Of every model; one that does not answer in time is shown as such."""
+        """Show lending for every model; one that does not answer in time is shown as such."""
         models = await asyncio.gather(*(self._model_lending(member) for member in self._members.values()))
         return LendingOverview(self._enabled, self._transport, models)
 
