@@ -1,8 +1,8 @@
-"""Layers of a decoder on the CPU: linear layers over packed weights, RMSNorm, embedding.
+"""The `Ops` of the CPU: linear layers over packed weights, RMSNorm and embedding here, attention in `cpu_attention`.
 
 Activations are contiguous CPU tensors of the weights' dtype: float32, bfloat16 or float16. A row of a result depends
 only on its own row of the input, bit for bit: neither the other rows of the batch nor the number of threads matter.
-Sums are kept in float32. `kernels/reference.py` has the same functions in plain torch.
+Sums are kept in float32.
 """
 
 from __future__ import annotations
@@ -14,20 +14,27 @@ from torch import Tensor
 
 from swiftkv import _cpu
 from swiftkv._cpu import PackedLinear
+from swiftkv.kernels.cpu_attention import attention, prepare_batch, rope_write_kv
 from swiftkv.kernels.reference import biases_of
 
 __all__ = [
     "PackedLinear",
+    "attention",
     "embed",
     "linear",
     "linear_residual",
     "logits",
+    "name",
     "norm_gate_up_silu",
     "norm_linear",
     "pack_linear",
+    "prepare_batch",
     "rms_norm",
+    "rope_write_kv",
     "set_num_threads",
 ]
+
+name = "cpu"
 
 _DTYPES = {
     torch.float32: _cpu.DType.F32,
@@ -45,12 +52,9 @@ def set_num_threads(n: int) -> None:
 def pack_linear(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
 ) -> PackedLinear:
-    """Copy weights [N_i, K] into the layout that this CPU's kernels read, as one layer of sum(N_i) outputs.
+    """Copy weights [N_i, K] into the layout that this CPU's kernels read.
 
-    `interleave` is for (gate, up) of equal size: `norm_gate_up_silu` needs it and nothing else takes it.
-
-    Raises:
-        ValueError: the weights differ in K or dtype, or the dtype has no kernel.
+    Raises `ValueError` if the weights differ in K or dtype, or the dtype has no kernel.
     """
     biases = biases_of(weights, biases)
     in_features, dtype = weights[0].shape[1], weights[0].dtype
@@ -65,40 +69,40 @@ def pack_linear(
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:
-    """x [M, K] @ w.T + bias -> [M, N]."""
+    """Return x [M, K] @ w.T + bias, [M, N]."""
     out = x.new_empty((x.shape[0], w.out_features))
     _multiply(x, w, None, 0.0, _cpu.Epilogue.STORE, out)
     return out
 
 
 def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
-    """residual [M, N] += x [M, K] @ w.T + bias in place, rounded once after the float32 sum."""
+    """Add x [M, K] @ w.T + bias to `residual` [M, N] in place, rounded once after the float32 sum."""
     _multiply(x, w, None, 0.0, _cpu.Epilogue.RESIDUAL, residual)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """linear(rms_norm(x [M, K], norm_weight [K], eps), w) -> [M, N]."""
+    """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
     out = x.new_empty((x.shape[0], w.out_features))
     _multiply(x, w, norm_weight, eps, _cpu.Epilogue.STORE, out)
     return out
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """gate, up = linear(rms_norm(x [M, K], norm_weight [K], eps), w); silu(gate) * up -> [M, N / 2]. All in float32."""
+    """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x, norm_weight, eps, w); all in float32."""
     out = x.new_empty((x.shape[0], w.out_features // 2))
     _multiply(x, w, norm_weight, eps, _cpu.Epilogue.SILU_MUL, out)
     return out
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
-    """x [M, K] @ w.T + bias -> float32 [M, N]."""
+    """Return x [M, K] @ w.T + bias in float32, [M, N]."""
     out = torch.empty((x.shape[0], w.out_features), dtype=torch.float32)
     _multiply(x, w, None, 0.0, _cpu.Epilogue.STORE, out)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [M, K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K] -> [M, K]."""
+    """Return x [M, K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K]."""
     rows, k = x.shape
     _check(x, x.dtype, (rows, k), "x")
     _check(weight, x.dtype, (k,), "weight")
@@ -108,11 +112,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of table [V, K] for token_ids int32 [T] -> [T, K].
-
-    Raises:
-        IndexError: a token id is outside [0, V).
-    """
+    """Return rows of table [V, K] for token_ids int32 [T], [T, K]. Raises `IndexError` for an id outside [0, V)."""
     vocab_size, k = table.shape
     _check(token_ids, torch.int32, (token_ids.numel(),), "token_ids")
     _check(table, table.dtype, (vocab_size, k), "table")
@@ -151,7 +151,7 @@ def _multiply(
 
 
 def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
-    """The C++ side sees only an address: a mismatch here would be a wild read."""
+    """Raise `ValueError` for a tensor that C++, which sees only an address, would read or write wildly."""
     if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
         raise ValueError(
             f"{name}: got {x.dtype} {tuple(x.shape)}, contiguous={x.is_contiguous()}; need contiguous {dtype} {shape}"

@@ -39,13 +39,11 @@ def prepare_batch(
     context_lens: torch.Tensor,
     block_table: torch.Tensor,
     table_starts: torch.Tensor,
+    *,
+    device: torch.device | str | None = None,
 ) -> AttentionBatch:
-    """Made once per step and KV group, from the plan's arrays, all int32 and contiguous.
-
-    positions `[num_tokens]`, query_starts `[num_seqs + 1]`, context_lens `[num_seqs]` with the new tokens counted,
-    block_table: the sequences' entries one after the other, table_starts `[num_seqs + 1]`. An entry is the layer block
-    of layer 0, or negative: `~entry` is the layer block of every layer. Entries that no query sees are not read.
-    """
+    """Prepare a step's attention as `Ops.prepare_batch` says: views of the arguments, nothing is copied."""
+    assert device is None or torch.device(device).type == "cpu"
     tensors = (positions, query_starts, context_lens, block_table, table_starts)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
     native = _cpu.AttentionBatch(
@@ -70,12 +68,10 @@ def rope_write_kv(
     pool: torch.Tensor,
     layer: int,
 ) -> None:
-    """Normalise and rotate q and k in place, and write k and v to the sequences' layer blocks.
+    """Normalise and rotate q and k in place, and write k and v to the sequences' layer blocks (`Ops.rope_write_kv`).
 
-    qkv `[num_tokens, (num_heads + 2 num_kv_heads) * head_dim]`; cos_sin float32 `[max_len, rotary_dim]`: cosines, then
-    sines; the first `rotary_dim` dimensions of a head are turned, one half against the other; q_norm and k_norm
-    `[head_dim]` in qkv's dtype, for an RMSNorm of each head, or None; pool uint8, flat, from the group's first byte on.
-    Rounds to the dtype where transformers does.
+    The first `rotary_dim` dimensions of a head are turned, one half against the other. Rounds to the dtype where
+    transformers does.
     """
     assert qkv.is_contiguous()
     assert cos_sin.is_contiguous()
@@ -103,11 +99,7 @@ def attention(
     layer: int,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the step's queries over their sequences' KV, `[num_tokens, num_heads * head_dim]`.
-
-    Call after `rope_write_kv` of the same layer. Prompts' chunks and single decoded tokens may be mixed.
-    Raises `ValueError` for sinks and for a cap, which these kernels do not have.
-    """
+    """Return causal attention of the step's queries over their sequences' KV (`Ops.attention`)."""
     if sinks is not None:
         raise ValueError("the CPU's attention kernels have no sinks: run the model with SWIFTKV_OPS=reference")
     assert qkv.is_contiguous()

@@ -1,4 +1,4 @@
-"""Every kernel in plain torch, for any dtype and device: what the fast ones are compared with.
+"""The `Ops` in plain torch, for any dtype and device: the results that fast kernels are compared with.
 
 Written to be read. Sums are kept in float32, or in float64 for float64 tensors; results are rounded to the tensors'
 dtype where a model in that dtype would store them. Unlike the fast kernels these are not batch-invariant to the bit:
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
+
+name = "reference"
 
 
 def set_num_threads(n: int) -> None:
@@ -54,12 +56,9 @@ class PackedLinear:
 def pack_linear(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
 ) -> PackedLinear:
-    """Weights [N_i, K], biases [N_i] or None -> one layer of sum(N_i) outputs, where the weights are.
+    """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs, where the weights are.
 
-    `interleave` is for (gate, up) of equal size: `norm_gate_up_silu` needs it and nothing else takes it.
-
-    Raises:
-        ValueError: the weights differ in K or dtype, or gate and up in size.
+    Raises `ValueError` if the weights differ in K or dtype, or gate and up in size.
     """
     biases = biases_of(weights, biases)
     if interleave and (len(weights) != 2 or weights[0].shape != weights[1].shape):
@@ -73,7 +72,7 @@ def pack_linear(
 
 
 def biases_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
-    """A bias or None for each of the weights that are to be packed together; raises `ValueError` if they cannot be."""
+    """Return a bias or None for each of the weights to pack together. Raises `ValueError` if they cannot be packed."""
     biases = [None] * len(weights) if biases is None else biases
     if not weights or len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights and {len(biases)} biases: give one bias or None for each weight")
@@ -83,44 +82,44 @@ def biases_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None)
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:
-    """x [M, K] @ w.T + bias -> [M, N]."""
+    """Return x [M, K] @ w.T + bias, [M, N]."""
     assert not w.interleaved
     return _multiply(x, w).to(x.dtype)
 
 
 def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
-    """residual [M, N] += x [M, K] @ w.T + bias in place, rounded once after the sum."""
+    """Add x [M, K] @ w.T + bias to `residual` [M, N] in place, rounded once after the sum."""
     assert not w.interleaved
     residual.copy_(_multiply(x, w) + residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K], rounded again."""
+    """Return x [..., K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K], rounded again."""
     wide = x.to(_accumulator(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """linear(rms_norm(x [M, K], norm_weight [K], eps), w) -> [M, N]."""
+    """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """gate, up = linear(rms_norm(x [M, K], norm_weight [K], eps), w); silu(gate) * up -> [M, N / 2], rounded once."""
+    """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x, norm_weight, eps, w); rounded once."""
     assert w.interleaved
     gate, up = _multiply(rms_norm(x, norm_weight, eps), w).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
-    """x [M, K] @ w.T + bias -> [M, N] in float32 (float64 for float64)."""
+    """Return x [M, K] @ w.T + bias in float32 (float64 for float64), [M, N]."""
     assert not w.interleaved
     return _multiply(x, w)
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of table [V, K] for token_ids int32 [T] -> [T, K]. Raises `IndexError` for an id outside [0, V)."""
+    """Return rows of table [V, K] for token_ids int32 [T], [T, K]. Raises `IndexError` for an id outside [0, V)."""
     return F.embedding(token_ids, table)
 
 
@@ -145,11 +144,7 @@ def prepare_batch(
     *,
     device: torch.device | str | None = None,
 ) -> AttentionBatch:
-    """What attention needs to know about a step's tokens, once for all layers of a KV group.
-
-    int32: positions [T], query_starts [S + 1], context_lens [S], block_table [number of entries], table_starts [S + 1].
-    The result is on `device`, by default where the arguments are.
-    """
+    """Prepare a step's attention as `Ops.prepare_batch` says, on `device` or else where the arguments are."""
     positions, block_table, table_starts = positions.long(), block_table.long(), table_starts.long()
     sequence = torch.repeat_interleave(query_starts.long().diff())  # [T]
     starts = table_starts.tolist()
@@ -173,11 +168,7 @@ def rope_write_kv(
     pool: Tensor,
     layer: int,
 ) -> None:
-    """RMSNorm the heads of q and k (where norms [head_dim] are given) and turn them, write k and v to the pool.
-
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: q is changed in place. cos_sin float32 [max_len, head_dim], as
-    `cos_sin_table` makes it. pool uint8, flat, from the KV group's first byte on.
-    """
+    """Normalise and rotate q and k, and write k and v to the sequences' layer blocks (`Ops.rope_write_kv`)."""
     q, k, v = _split_heads(qkv, spec)
     cos, sin = cos_sin[batch.positions].to(_accumulator(qkv.dtype)).chunk(2, dim=-1)  # [T, head_dim / 2] each
     q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin))
@@ -196,11 +187,7 @@ def attention(
     layer: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q in qkv [T, ...] over each sequence's KV in the pool -> [T, num_heads * head_dim].
-
-    sinks [num_heads]: each head's score for one further key that every query sees and whose value is zero (gpt-oss);
-    it is neither scaled nor capped.
-    """
+    """Return causal attention of the step's queries over their sequences' KV (`Ops.attention`)."""
     q, _, _ = _split_heads(qkv, spec)
     layer_blocks = _layer_blocks(pool, spec, qkv.dtype)
     out = torch.empty_like(q)

@@ -1,7 +1,7 @@
-"""Layers of a decoder on a GPU: torch's matrix products (cuBLAS), and Triton kernels for all that lies between.
+"""The `Ops` of GPUs: torch's matrix products (cuBLAS), and Triton kernels for all that lies between.
 
-Activations are contiguous CUDA tensors of the weights' dtype, bfloat16 or float16. `kernels/reference.py` has the same
-functions in plain torch. They differ where a matrix product's result is stored before the next stage takes it up: it is
+Activations are contiguous CUDA tensors of the weights' dtype, bfloat16 or float16. Results differ from those of
+`kernels/reference.py` where a matrix product's result is stored before the next stage takes it up: it is
 rounded to the dtype there, as transformers' models round it.
 """
 
@@ -22,6 +22,7 @@ __all__ = [
     "linear",
     "linear_residual",
     "logits",
+    "name",
     "norm_gate_up_silu",
     "norm_linear",
     "pack_linear",
@@ -31,19 +32,21 @@ __all__ = [
     "set_num_threads",
 ]
 
+name = "triton"
+
 
 def set_num_threads(n: int) -> None:
-    """A GPU shares its work between its multiprocessors by itself."""
+    """Do nothing: a GPU shares its work between its multiprocessors by itself."""
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:
-    """x [M, K] @ w.T + bias -> [M, N]."""
+    """Return x [M, K] @ w.T + bias, [M, N]."""
     assert not w.interleaved
     return F.linear(x, w.weight, w.bias)
 
 
 def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
-    """residual [M, N] += x [M, K] @ w.T + bias in place; rounded once, and once more if there is a bias."""
+    """Add x [M, K] @ w.T + bias to `residual` [M, N] in place; rounded once, and once more if there is a bias."""
     assert not w.interleaved
     if w.bias is not None:
         residual += w.bias
@@ -51,18 +54,18 @@ def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """linear(rms_norm(x [M, K], norm_weight [K], eps), w) -> [M, N]."""
+    """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """gate, up = linear(rms_norm(x [M, K], norm_weight [K], eps), w), rounded; silu(gate) * up -> [M, N / 2]."""
+    """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x, norm_weight, eps, w), rounded to the dtype."""
     assert w.interleaved
     return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), w.weight, w.bias))
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
-    """x [M, K] @ w.T + bias -> float32 [M, N], the sums as they were kept."""
+    """Return x [M, K] @ w.T + bias in float32, [M, N], the sums as they were kept."""
     assert not w.interleaved
     if x.dtype == torch.float32:
         return F.linear(x, w.weight, w.bias)
@@ -71,5 +74,5 @@ def logits(x: Tensor, w: PackedLinear) -> Tensor:
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of table [V, K] for token_ids int32 [T], on the host too -> [T, K]. Ids outside [0, V) end the process."""
+    """Return rows of table [V, K] for token_ids int32 [T], which may be on the host; an id outside [0, V) is fatal."""
     return F.embedding(token_ids.to(table.device, non_blocking=True), table)

@@ -39,8 +39,9 @@ from machine import Machine, measure, median_seconds, print_table, write_json
 
 from swiftkv.cache.geometry import KVGroup, split_pool
 from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.models.decoder import Decoder
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 from swiftkv.models.stream import NO_STREAM
 
 SHAPE: dict[str, Any] = {
@@ -88,11 +89,14 @@ class RandomWeights(MappedWeights):
         pass
 
 
-def make_decoder(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, max_len: int) -> DenseDecoder:
+def make_decoder(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, max_len: int) -> Decoder:
+    return load_decoder(make_config(shape), RandomWeights(device, dtype), dtype, device, max_len, BLOCK_SIZE)
+
+
+def make_config(shape: dict[str, Any]) -> DecoderConfig:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape))
-        config = DecoderConfig.from_pretrained(Path(directory))
-    return DenseDecoder(config, RandomWeights(device, dtype), dtype, device, max_len, BLOCK_SIZE)
+        return read_config(Path(directory))
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
@@ -223,25 +227,25 @@ def streamed_decode(group: KVGroup, num_seqs: int, own: int, borrowed: int, num_
     )
 
 
-def forward(decoder: DenseDecoder, pool: torch.Tensor, step: Step, stream: Any = NO_STREAM) -> torch.Tensor:
+def forward(decoder: Decoder, pool: torch.Tensor, step: Step, stream: Any = NO_STREAM) -> torch.Tensor:
     from swiftkv.models.batch import ModelInput
 
-    return decoder.forward(ModelInput.from_plan(step), pool, stream)
+    return decoder.forward(ModelInput.from_plan(step), [pool], stream)
 
 
 def bench_model(machine: Machine, device: torch.device) -> list[dict[str, object]]:
-    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DecoderSteps
 
     decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
-    config, num_layers = decoder.config, decoder.config.num_layers
-    (group,) = config.kv_groups(BLOCK_SIZE, "bfloat16")
+    config = make_config(SHAPE)
+    (group,) = decoder.kv_groups
     batch, context = DECODE
     num_blocks = max(batch * context, max(PREFILLS)) // BLOCK_SIZE
     pool = torch.zeros(num_blocks * group.block_bytes, dtype=torch.uint8, device=device)
     pool.view(torch.bfloat16).normal_()
-    graphs = DecodeGraphs(DenseDecode(decoder, pool, torch.zeros(1, dtype=torch.int32, device=device)), device)
+    graphs = DecodeGraphs(DecoderSteps(decoder, [pool], torch.zeros(1, dtype=torch.int32, device=device)), device)
     graphs.capture([batch], 1 << 33)
-    decode = local_step(num_layers, [(context - 1, 1)] * batch)
+    decode = local_step(group.num_layers, [(context - 1, 1)] * batch)
 
     def decode_once(_: int) -> None:
         hidden = graphs.run(decode)
@@ -251,7 +255,7 @@ def bench_model(machine: Machine, device: torch.device) -> list[dict[str, object
     floor_s = decode_bytes(config, batch, context) / machine.copy_bytes_per_s
     rows: list[dict[str, object]] = [_row(f"decode {batch} x {context}", median_seconds(decode_once), floor_s)]
     for num_new in PREFILLS:
-        step = local_step(num_layers, [(0, num_new)])
+        step = local_step(group.num_layers, [(0, num_new)])
 
         def prefill_once(_: int, step: Step = step) -> None:
             decoder.logits(forward(decoder, pool, step)[-1:])
@@ -285,9 +289,7 @@ def transformers_calls(
     config = AutoConfig.for_model(shape["model_type"], **values)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(shape))
-        decoder = DecoderConfig.from_pretrained(Path(directory))
+    decoder = make_config(shape)
     batch, context = decode
     cache = StaticCache(config=config, max_cache_len=context)
     one = torch.zeros((batch, 1), dtype=torch.long, device=device)
@@ -316,7 +318,7 @@ def transformers_calls(
 
 def bench_lending(_: Machine, device: torch.device) -> list[dict[str, object]]:
     decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
-    (group,) = decoder.config.kv_groups(BLOCK_SIZE, "bfloat16")
+    (group,) = decoder.kv_groups
     most = max(CACHED) // BLOCK_SIZE
     own = CAPPED_BLOCKS * group.num_layers  # layer blocks
     assert -(-NEW_TOKENS // BLOCK_SIZE) * group.num_layers + 2 * most <= own, "two buffers do not fit"
@@ -332,7 +334,7 @@ def bench_lending(_: Machine, device: torch.device) -> list[dict[str, object]]:
 
 
 def stream_from(
-    decoder: DenseDecoder, group: KVGroup, device: torch.device, peer: torch.Tensor, io_backend: Any, name: str
+    decoder: Decoder, group: KVGroup, device: torch.device, peer: torch.Tensor, io_backend: Any, name: str
 ) -> dict[str, object]:
     """Steps over prompts of every length: their time, and what of it the copies were not hidden in."""
     from swiftkv.cache.cuda_pool import CudaPool
@@ -374,20 +376,22 @@ def stream_from(
 
 def bench_decoding(_: Machine, device: torch.device) -> list[dict[str, object]]:
     from swiftkv.cache.cuda_pool import CudaPool
-    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DecoderSteps
     from swiftkv.master.graph_stream import GraphStream
     from swiftkv.master.layer_stream import LayerStream
     from swiftkv.transport.peer import PeerTransport
 
     decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
-    (group,) = decoder.config.kv_groups(BLOCK_SIZE, "bfloat16")
+    (group,) = decoder.kv_groups
     num_seqs, own, borrowed = STREAMED_DECODE
     pool = CudaPool([(group, num_seqs * (own + borrowed))], device)
     peer = torch.zeros(num_seqs * borrowed * group.block_bytes, dtype=torch.uint8, device=device)
     transport = PeerTransport(pool)
     transport.mappings.add(0, peer.data_ptr(), peer.numel())
     streams = LayerStream(transport, [group])
-    graphs = DecodeGraphs(DenseDecode(decoder, pool.tensor, torch.zeros(1, dtype=torch.int32, device=device)), device)
+    graphs = DecodeGraphs(
+        DecoderSteps(decoder, [pool.tensor], torch.zeros(1, dtype=torch.int32, device=device)), device
+    )
     graphs.capture([num_seqs], 1 << 33)
     for num_buffers in (1, 2):
         graphs.capture([num_seqs], 1 << 33, GraphStream(streams, transport.mappings, num_buffers))

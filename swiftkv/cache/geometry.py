@@ -1,4 +1,7 @@
-"""Sizes of blocks and pools, in bytes: the paper's equations on integers, no torch and no memory touched."""
+"""The geometry of KV: groups of layers, blocks, pools and extents, in bytes. Imports no torch, touches no memory.
+
+Planning, pools, kernels, the core and lending all read it here. The equations are those of the paper, on integers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
+from typing import Literal
 
 from swiftkv.arithmetic import ceil_div
 
@@ -23,6 +27,10 @@ MAX_EXTENT_WASTE = Fraction(1, 100)
 """An extent that is not the least common multiple wastes less than this part of itself."""
 
 
+KVKind = Literal["full", "window", "recurrent"]
+"""What a layer keeps: all keys and values, those of the last tokens, or (reserved) a state of fixed size."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """The layers of one model that share one attention kind, and the shape of their KV.
@@ -32,19 +40,26 @@ class KVGroup:
 
     layers: tuple[int, ...]
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys
     dtype: str  # a key of DTYPE_BYTES
     block_size: int  # tokens per block
-    window: int = 0  # tokens a layer looks back on; 0: all of them
+    kind: KVKind = "full"
+    window: int = 0  # tokens a layer looks back on if it is of kind window
+    v_head_dim: int | None = None  # of values; None: that of keys
 
     def __post_init__(self) -> None:
         assert self.layers
         assert self.num_kv_heads > 0
         assert self.head_dim > 0
+        assert self.value_head_dim > 0
         assert self.dtype in DTYPE_BYTES
         assert self.block_size > 0
         assert self.block_size % BLOCK_SIZE_MULTIPLE == 0
-        assert self.window >= 0
+        assert (self.window > 0) == (self.kind == "window")
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def num_layers(self) -> int:
@@ -53,7 +68,8 @@ class KVGroup:
     @property
     def layer_block_bytes(self) -> int:
         """`M_block`: keys and values of `block_size` tokens in one layer (paper Eq. 1)."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        dims = self.num_kv_heads * (self.head_dim + self.value_head_dim)
+        return self.block_size * dims * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:

@@ -32,7 +32,7 @@ from swiftkv.models.stream import NO_STREAM, KVStream
 
 if TYPE_CHECKING:
     from swiftkv.master.graph_stream import GraphStream
-    from swiftkv.models.dense import DenseDecoder
+    from swiftkv.models.decoder import Decoder
 
 MAX_TABLE_ENTRIES = 64 << 10
 """Blocks of one step that a graph has room for. More context than that makes launches the smallest of its costs."""
@@ -63,46 +63,52 @@ class DecodePlan(StepArrays, StepCopies, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DenseInputs:
+class DecodeInputs:
     """Tensors of one batch size, on the device."""
 
     token_ids: Tensor  # int32 [num_seqs]
-    attention: tuple[AttentionBatch, ...]  # one per block table
+    attention: tuple[tuple[AttentionBatch, ...], ...]  # for each layer-stream buffer, for each KV group
 
 
-class DenseDecode:
-    """A dense decoder with Triton's attention as a `DecodeModel`."""
+class DecoderSteps:
+    """The decode steps of a `Decoder` with Triton's attention, as a `DecodeModel`."""
 
-    def __init__(self, model: DenseDecoder, pool: Tensor, last_token_ids: Tensor) -> None:
-        """`pool` is the uint8 pool, flat, on the model's device; `last_token_ids` int32 [max_num_seqs] are the tokens
-        that steps name by row slot."""
+    def __init__(self, model: Decoder, regions: Sequence[Tensor], last_token_ids: Tensor) -> None:
+        """`regions` are the KV groups' parts of the pool, uint8, flat, on the model's device; `last_token_ids` int32
+        [max_num_seqs] are the tokens that steps name by row slot."""
         self._model = model
-        self._pool = pool
+        self._regions = tuple(regions)
         self._last_token_ids = last_token_ids
 
-    def inputs(self, num_seqs: int, num_entries: int, num_tables: int) -> DenseInputs:
-        device = self._pool.device
-        return DenseInputs(
+    def inputs(self, num_seqs: int, num_entries: int, num_tables: int) -> DecodeInputs:
+        device = self._last_token_ids.device
+        return DecodeInputs(
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
-            tuple(decode_buffers(self._model.spec, num_seqs, num_entries, device) for _ in range(num_tables)),
+            tuple(
+                tuple(decode_buffers(spec, num_seqs, num_entries, device) for spec in self._model.specs)
+                for _ in range(num_tables)
+            ),
         )
 
-    def fill(self, step: StepArrays, inputs: DenseInputs) -> None:
+    def fill(self, step: StepArrays, inputs: DecodeInputs) -> None:
         fill_token_ids(step, inputs.token_ids)
-        for tables, batch in zip(step.stream_tables, inputs.attention, strict=True):
-            prepare_batch(
-                self._model.spec,
-                torch.from_numpy(step.positions),
-                torch.from_numpy(step.query_starts),
-                torch.from_numpy(step.context_lens),
-                torch.from_numpy(tables[0]),
-                torch.from_numpy(step.table_starts[0]),
-                into=batch,
-            )
+        positions = torch.from_numpy(step.positions)
+        query_starts, context_lens = torch.from_numpy(step.query_starts), torch.from_numpy(step.context_lens)
+        for tables, batches in zip(step.stream_tables, inputs.attention, strict=True):
+            for spec, table, starts, batch in zip(self._model.specs, tables, step.table_starts, batches, strict=True):
+                prepare_batch(
+                    spec,
+                    positions,
+                    query_starts,
+                    context_lens,
+                    torch.from_numpy(table),
+                    torch.from_numpy(starts),
+                    into=batch,
+                )
 
-    def run(self, inputs: DenseInputs, stream: KVStream) -> Tensor:
+    def run(self, inputs: DecodeInputs, stream: KVStream) -> Tensor:
         token_ids = fill_in_sampled(inputs.token_ids, self._last_token_ids)
-        return self._model.run_layers(token_ids, inputs.attention, self._pool, stream)
+        return self._model.run_layers(token_ids, inputs.attention, self._regions, stream)
 
 
 def fill_token_ids(step: StepArrays, token_ids: Tensor) -> None:

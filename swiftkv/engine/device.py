@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from swiftkv.cache.geometry import KVGroup, blocks_for_tokens, pool_bytes_for_tokens
+from swiftkv.cache.geometry import blocks_for_tokens, pool_bytes_for_tokens
 from swiftkv.engine.memory import GRAPH_BYTES, kv_bytes_on_device, measure_use
 from swiftkv.kernels.host_copies import upload
 from swiftkv.models.batch import ModelInput
@@ -16,10 +16,10 @@ from swiftkv.models.batch import ModelInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseInputs
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DecodeInputs
     from swiftkv.engine.messages import EngineConfig
     from swiftkv.master.layer_stream import LayerStream
-    from swiftkv.models.dense import DenseDecoder
+    from swiftkv.models.decoder import Decoder
     from swiftkv.transport.base import Transport
 
 MAX_STREAMING_GRAPHS = 24
@@ -29,62 +29,64 @@ long to capture, and rows that stand for no sequence cost little beside what str
 log = logging.getLogger(__name__)
 
 
-def size_pool(config: EngineConfig, model: DenseDecoder, groups: Sequence[KVGroup], device: torch.device) -> int:
+def size_pool(config: EngineConfig, model: Decoder, device: torch.device) -> int:
     """Bytes for the pool of an engine that has loaded its weights and has no pool yet, in inference mode.
 
     Raises `ConfigError`, with the sum, if they do not fit.
     """
     use = measure_use(
-        device, lambda: run_largest_step(config, model, groups, device), 0 if config.enforce_eager else GRAPH_BYTES
+        device, lambda: run_largest_step(config, model, device), 0 if config.enforce_eager else GRAPH_BYTES
     )
     # What lenders have may hold a part of the longest sequence; the runner looks at that.
     wanted_tokens = config.block_size if config.lending is not None else config.max_model_len
     device_bytes = torch.cuda.get_device_properties(device).total_memory
-    kv_bytes = kv_bytes_on_device(config.memory, device_bytes, use, pool_bytes_for_tokens(wanted_tokens, groups))
+    minimum_bytes = pool_bytes_for_tokens(wanted_tokens, model.kv_groups)
+    kv_bytes = kv_bytes_on_device(config.memory, device_bytes, use, minimum_bytes)
     log.info("%s: %s + KV %.2f GiB of %.2f GiB", device, use, kv_bytes / 2**30, device_bytes / 2**30)
     return kv_bytes
 
 
-def run_largest_step(
-    config: EngineConfig, model: DenseDecoder, groups: Sequence[KVGroup], device: torch.device
-) -> None:
-    """A step of as many tokens as one may have, and the logits of as many rows; every block is the same garbage."""
+def run_largest_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
+    """Run the largest step that may come, and its logits; every block of its sequences is the same garbage."""
     lengths = [config.max_model_len] * (config.max_num_batched_tokens // config.max_model_len)
     lengths += [rest] if (rest := config.max_num_batched_tokens % config.max_model_len) else []
     counts = [blocks_for_tokens(length, config.block_size) for length in lengths]
-    tables = tuple(torch.full((sum(counts),), ~0, dtype=torch.int32) for _ in groups)
+    tables = tuple(torch.full((sum(counts),), ~0, dtype=torch.int32) for _ in model.kv_groups)
     batch = ModelInput(
         token_ids=upload(np.zeros(sum(lengths), np.int32), device),
         positions=torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]),
         query_starts=_offsets(lengths),
         context_lens=torch.tensor(lengths, dtype=torch.int32),
         stream_tables=(tables,),
-        table_starts=tuple(_offsets(counts) for _ in groups),
+        table_starts=tuple(_offsets(counts) for _ in model.kv_groups),
     )
-    pool = torch.zeros(max(group.layer_block_bytes for group in groups), dtype=torch.uint8, device=device)
-    hidden = model.forward(batch, pool)
+    block_bytes = max(group.layer_block_bytes for group in model.kv_groups)
+    pool = torch.zeros(block_bytes, dtype=torch.uint8, device=device)
+    hidden = model.forward(batch, [pool[: group.layer_block_bytes] for group in model.kv_groups])
     num_rows = min(config.max_num_seqs, len(hidden))
     logits = model.logits(hidden[:num_rows])
     logits.index_select(0, torch.arange(num_rows, device=device))  # sampling keeps them as they were beside the edited
 
 
 def capture_graphs(
-    config: EngineConfig, model: DenseDecoder, pool: torch.Tensor, last_token_ids: torch.Tensor
-) -> DecodeGraphs[DenseInputs] | None:
-    """Of decode steps that copy nothing, in inference mode, within `GRAPH_BYTES`; None if the configuration wants
-    none."""
+    config: EngineConfig, model: Decoder, regions: Sequence[torch.Tensor], last_token_ids: torch.Tensor
+) -> DecodeGraphs[DecodeInputs] | None:
+    """Capture decode steps that copy nothing, in inference mode, within `GRAPH_BYTES`.
+
+    Returns `None` if the configuration wants no graphs.
+    """
     if config.enforce_eager:
         return None
-    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode, graph_sizes
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DecoderSteps, graph_sizes
 
-    graphs = DecodeGraphs(DenseDecode(model, pool, last_token_ids), pool.device)
+    graphs = DecodeGraphs(DecoderSteps(model, regions, last_token_ids), last_token_ids.device)
     graphs.capture(graph_sizes(config.max_num_seqs), GRAPH_BYTES)
     log.info("%d CUDA graphs of decode steps, %.2f GiB", len(graphs.sizes()), graphs.nbytes / 2**30)
     return graphs
 
 
 def capture_streaming(
-    config: EngineConfig, graphs: DecodeGraphs[DenseInputs], layer_stream: LayerStream, transport: Transport
+    config: EngineConfig, graphs: DecodeGraphs[DecodeInputs], layer_stream: LayerStream, transport: Transport
 ) -> None:
     """Of decode steps that copy borrowed KV over `transport`, in inference mode, in what is left of `GRAPH_BYTES`.
 

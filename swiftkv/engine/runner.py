@@ -29,15 +29,14 @@ from swiftkv.errors import ConfigError
 from swiftkv.kernels.host_copies import upload
 from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import ModelInput, fill_in_sampled
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.parallel import ALONE, Communicator
+from swiftkv.models.registry import read_config
 from swiftkv.transport.base import Transport
 from swiftkv.units import PoolBytes
 
 if TYPE_CHECKING:
-    from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseInputs
+    from swiftkv.engine.cuda_graphs import DecodeGraphs, DecodeInputs
 
 
 class ModelRunner:
@@ -49,7 +48,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, communicator: Communicator = ALONE) -> None:
         """With other ranks in `communicator`: this rank's part of the weights, and the KV of its heads."""
         path = Path(config.path)
-        model_config = DecoderConfig.from_pretrained(path)
+        model_config = read_config(path)
         groups = model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
         if isinstance(config.memory, PoolBytes):
             _check_room(config, groups, config.memory.num_bytes)
@@ -64,7 +63,7 @@ class ModelRunner:
         if on_gpu:
             torch.cuda.set_device(self.device)
         with _out_of_memory_is_a_mistake(self.device):
-            self._model = DenseDecoder(
+            self._model = load_decoder(
                 model_config,
                 MappedWeights(path),
                 getattr(torch, config.dtype),
@@ -77,7 +76,7 @@ class ModelRunner:
             self._model.ops.set_num_threads(config.threads)
             if on_gpu:
                 with torch.inference_mode():
-                    kv_bytes = size_pool(config, self._model, groups, self.device)
+                    kv_bytes = size_pool(config, self._model, self.device)
                     kv_bytes = int(communicator.all_gather(torch.tensor([kv_bytes], device=self.device)).min())
                 _check_room(config, groups, kv_bytes)
             else:
@@ -88,10 +87,11 @@ class ModelRunner:
             GroupSpec(g.num_layers, self.num_blocks, g.window, g.layer_block_bytes, region.base_offset_bytes)
             for g, region in zip(groups, self.pool.regions, strict=True)
         ]
-        self.decode_graphs: DecodeGraphs[DenseInputs] | None = None
+        self._regions = [self.pool.region_tensor(index).flatten() for index in range(len(groups))]
+        self.decode_graphs: DecodeGraphs[DecodeInputs] | None = None
         if on_gpu and self.kernels == "triton" and communicator.size == 1:  # sums of several ranks cannot be captured
             with torch.inference_mode():
-                self.decode_graphs = capture_graphs(config, self._model, self.pool.tensor, self.last_token_ids)
+                self.decode_graphs = capture_graphs(config, self._model, self._regions, self.last_token_ids)
         self.layer_stream: LayerStream | None = None
         self._groups = groups
         if isinstance(self.pool, Pool):
@@ -125,9 +125,9 @@ class ModelRunner:
         if plan.has_unknown_tokens:
             batch = replace(batch, token_ids=fill_in_sampled(batch.token_ids, self.last_token_ids))
         if self.layer_stream is None:
-            return self._model.forward(batch, self.pool.tensor)
+            return self._model.forward(batch, self._regions)
         with self.layer_stream.step(plan) as stream:
-            return self._model.forward(batch, self.pool.tensor, stream)
+            return self._model.forward(batch, self._regions, stream)
 
     def mark(self) -> Callable[[], None]:
         """What waits until all that was asked for so far is computed and copied."""

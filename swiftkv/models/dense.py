@@ -1,208 +1,198 @@
-"""The dense decoder: Qwen3, Qwen2, Llama and Mistral are one stack of layers that differ in what is present."""
+"""Qwen3, Qwen2, Llama and Mistral: one stack of dense layers that differ in what is present. Imports no torch.
+
+A step embeds its tokens; every layer then adds attention and a gated MLP (`models/parts.py`) to their hidden states, in
+the loop of `models/decoder.py`; the head turns hidden states into logits. This file says which numbers of `config.json`
+and which tensors of the checkpoint make such a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.dispatch import Ops, PackedLinear, select_ops
-from swiftkv.models.batch import ModelInput
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.errors import ConfigError
 from swiftkv.models.config import DecoderConfig
-from swiftkv.models.loader import MappedWeights
-from swiftkv.models.parallel import ALONE, Communicator, RankSlices, parallel_ops
-from swiftkv.models.rope import cos_sin_table
-from swiftkv.models.stream import NO_STREAM, KVStream
-from swiftkv.progress import PROGRESS
+from swiftkv.models.decoder import KVPlace, Layer, LayeredDecoder, LayerStack, attention_spec, kv_places
+from swiftkv.models.hf_config import HFConfig, read_eos_token_ids, read_json, read_rope
+from swiftkv.models.parts import Attention, GatedMlp
+from swiftkv.models.weights import RankSlices, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swiftkv.models.loader import Packer
+    from swiftkv.models.parallel import Ranks
+
+_HEAD_DIM_MULTIPLE, _MAX_HEAD_DIM = 16, 256  # of the attention kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """The weights of one layer, packed for the kernels; sizes are those of a rank's part."""
-
-    attention_norm: Tensor  # [hidden_size]
-    qkv: PackedLinear  # hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    attention_out: PackedLinear  # num_heads * head_dim -> hidden_size
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: PackedLinear  # hidden_size -> 2 * intermediate_size
-    down: PackedLinear  # intermediate_size -> hidden_size
+class _Biases:
+    qkv: bool
+    attention_out: bool
+    mlp: bool
 
 
-class DenseDecoder:
-    """Weights and forward pass of one model on one device."""
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """The traits that the name of an architecture implies beyond the numbers in `config.json`."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: MappedWeights,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_model_len: int,
-        block_size: int = 16,
-        ops: Ops | None = None,
-        communicator: Communicator = ALONE,
-    ) -> None:
-        """Pack `weights` one matrix at a time: at its peak this takes little more than the packed copy.
+    biases: Callable[[HFConfig], _Biases]
+    sliding_window: Callable[[HFConfig], int | None] = lambda raw: None
+    qk_norm: bool = False
+    head_dim: int | None = None  # where config.json does not say; None: hidden_size / num_attention_heads
 
-        With other ranks in `communicator`, it is this rank's part of them; `self.config` is the shape of that part.
 
-        Raises `CheckpointError` for a tensor that is missing or of the wrong shape, `ConfigError` if `max_model_len`
-        is more than the model can do.
-        """
-        config.check_max_model_len(max_model_len)
-        whole, config = config, config.of_rank(communicator.size)
-        self.config = config
-        self.ops = parallel_ops(ops or select_ops(device), communicator, config.vocab_size)
-        self.spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            scale=config.head_dim**-0.5,
+def _window_of_some_layers(raw: HFConfig) -> int | None:
+    if not raw.use_sliding_window:
+        return None
+    sliding = raw.max_window_layers < raw.num_hidden_layers
+    if raw.layer_types is not None:
+        sliding = "sliding_attention" in raw.layer_types
+    return raw.sliding_window if sliding else None
+
+
+_TRAITS = {
+    "Qwen3ForCausalLM": _Traits(
+        biases=lambda raw: _Biases(raw.attention_bias, raw.attention_bias, False),
+        sliding_window=_window_of_some_layers,
+        qk_norm=True,
+        head_dim=128,
+    ),
+    "Qwen2ForCausalLM": _Traits(biases=lambda raw: _Biases(True, False, False), sliding_window=_window_of_some_layers),
+    "LlamaForCausalLM": _Traits(biases=lambda raw: _Biases(raw.attention_bias, raw.attention_bias, raw.mlp_bias)),
+    "MistralForCausalLM": _Traits(
+        biases=lambda raw: _Biases(False, False, False), sliding_window=lambda raw: raw.sliding_window
+    ),
+}
+
+
+class DenseDecoder(LayeredDecoder):
+    """A `Decoder` of pre-normalised layers, each rotary attention and a gated MLP."""
+
+    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
+        specs = tuple(attention_spec(group, config.num_heads) for group in groups)
+        cos_sin = packer.cos_sin(config.rope, config.head_dim)
+        stack = LayerStack(
+            layers=tuple(_layer(config, place, cos_sin, packer, ranks) for place in kv_places(groups, specs)),
+            embedding=packer.tensor("model.embed_tokens.weight"),
+            final_norm=packer.vector("model.norm.weight"),
+            norm_eps=config.rms_norm_eps,
+            lm_head=packer.linear("lm_head"),
         )
-        self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(device)
-        part = RankSlices.of(whole, communicator.rank, communicator.size)
-        packer = _Packer(whole, part, communicator.rank == 0, weights, dtype, torch.device(device), self.ops)
-        self._layers = tuple(packer.layer(index) for index in range(config.num_layers))
-        self._final_norm = packer.vector("model.norm.weight", config.hidden_size)
-        self._embedding = packer.embedding()
-        self._lm_head = packer.lm_head()
+        super().__init__(groups, specs, stack, ranks, packer.device)
 
-    @torch.inference_mode()
-    def forward(self, batch: ModelInput, pool: Tensor, stream: KVStream = NO_STREAM) -> Tensor:
-        """Hidden states [T, hidden_size] before the final norm; writes the KV of the batch's tokens.
-
-        `pool` is the uint8 pool, flat; the model's only KV group begins at its first byte. `stream` brings and
-        takes the KV that is not in there; what it raises passes through.
-        """
-        return self.run_layers(batch.token_ids, self.prepare(batch), pool, stream)
-
-    def prepare(self, batch: ModelInput) -> tuple[Any, ...]:
-        """What attention needs to know about the step, in the form that this model's kernels take: one for each
-        layer-stream buffer, for its layers find their blocks through a table of their own."""
-        return tuple(
-            self.ops.prepare_batch(
-                self.spec, batch.positions, batch.query_starts, batch.context_lens, tables[0], batch.table_starts[0]
+    @staticmethod
+    def read_config(architecture: str, directory: Path) -> DecoderConfig:
+        file = directory / "config.json"
+        raw, traits = read_json(file, HFConfig), _TRAITS[architecture]
+        if raw.hidden_act != "silu":
+            raise ConfigError(f"{file}: hidden_act: {raw.hidden_act!r} is not supported, only 'silu' is")
+        if raw.quantization_config is not None:
+            raise ConfigError(f"{file}: quantization_config: quantized weights are not supported, use the originals")
+        num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+        head_dim = raw.head_dim or traits.head_dim or raw.hidden_size // raw.num_attention_heads
+        if raw.num_attention_heads % num_kv_heads:
+            raise ConfigError(
+                f"{file}: num_key_value_heads: {num_kv_heads} does not divide the {raw.num_attention_heads} heads"
             )
-            for tables in batch.stream_tables
+        if head_dim % _HEAD_DIM_MULTIPLE or head_dim > _MAX_HEAD_DIM:
+            raise ConfigError(
+                f"{file}: head_dim: {head_dim} is not supported, multiples of {_HEAD_DIM_MULTIPLE} up to "
+                f"{_MAX_HEAD_DIM} are"
+            )
+        biases = traits.biases(raw)
+        return DecoderConfig(
+            architecture=architecture,
+            vocab_size=raw.vocab_size,
+            hidden_size=raw.hidden_size,
+            num_layers=raw.num_hidden_layers,
+            num_heads=raw.num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=raw.intermediate_size,
+            rms_norm_eps=raw.rms_norm_eps,
+            tie_word_embeddings=raw.tie_word_embeddings,
+            qkv_bias=biases.qkv,
+            attention_out_bias=biases.attention_out,
+            mlp_bias=biases.mlp,
+            qk_norm=traits.qk_norm,
+            rope=read_rope(file, raw),
+            max_position_embeddings=raw.max_position_embeddings,
+            sliding_window=traits.sliding_window(raw),
+            eos_token_ids=read_eos_token_ids(directory, raw),
         )
 
-    @torch.inference_mode()
-    def run_layers(
-        self, token_ids: Tensor, attention_batches: Sequence[Any], pool: Tensor, stream: KVStream = NO_STREAM
-    ) -> Tensor:
-        """`forward` from where the host has nothing left to decide; token_ids int32 [T], on the model's device."""
-        ops, spec, eps = self.ops, self.spec, self.config.rms_norm_eps
-        hidden = ops.embed(token_ids, self._embedding)  # [T, hidden_size]
-        for index, layer in enumerate(self._layers):
-            where = attention_batches[index % len(attention_batches)]
-            qkv = ops.norm_linear(hidden, layer.attention_norm, eps, layer.qkv)
-            stream.before_write(index)
-            ops.rope_write_kv(qkv, self._cos_sin, layer.q_norm, layer.k_norm, eps, spec, where, pool, index)
-            stream.after_write(index)
-            attended = ops.attention(qkv, spec, where, pool, index)  # [T, num_heads * head_dim]
-            stream.after_attention(index)
-            ops.linear_residual(attended, layer.attention_out, hidden)
-            activated = ops.norm_gate_up_silu(hidden, layer.mlp_norm, eps, layer.gate_up)  # [T, intermediate_size]
-            ops.linear_residual(activated, layer.down, hidden)
-            PROGRESS.tick()
-        return hidden
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [R, vocab_size] for rows [R, hidden_size] of what `forward` returned."""
-        normed = self.ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
-        return self.ops.logits(normed, self._lm_head)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packer:
-    """Knows the checkpoint's names, and turns a rank's part of its tensors into the kernels' form."""
-
-    config: DecoderConfig  # of the whole model
-    part: RankSlices
-    is_first_rank: bool
-    weights: MappedWeights
-    dtype: torch.dtype
-    device: torch.device
-    ops: Ops
-
-    def layer(self, index: int) -> Layer:
-        config, part, prefix = self.config, self.part, f"model.layers.{index}"
-        hidden, mlp = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention = f"{prefix}.self_attn"
-        qk_norm = config.qk_norm
-        return Layer(
-            attention_norm=self.vector(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._by_rows(
-                {
-                    f"{attention}.q_proj": (q_size, part.q),
-                    f"{attention}.k_proj": (kv_size, part.kv),
-                    f"{attention}.v_proj": (kv_size, part.kv),
-                },
-                hidden,
-                config.qkv_bias,
+    @staticmethod
+    def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
+        embedding = (config.vocab_size, config.hidden_size)
+        weights = {
+            "model.embed_tokens.weight": Weight(embedding),
+            "model.norm.weight": Weight((config.hidden_size,)),
+            "lm_head.weight": Weight(
+                embedding, (part.vocab,), "model.embed_tokens.weight" if config.tie_word_embeddings else None
             ),
-            q_norm=self.vector(f"{attention}.q_norm.weight", config.head_dim) if qk_norm else None,
-            k_norm=self.vector(f"{attention}.k_norm.weight", config.head_dim) if qk_norm else None,
-            attention_out=self._by_columns(f"{attention}.o_proj", (hidden, q_size), part.q, config.attention_out_bias),
-            mlp_norm=self.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._by_rows(
-                {f"{prefix}.mlp.gate_proj": (mlp, part.mlp), f"{prefix}.mlp.up_proj": (mlp, part.mlp)},
-                hidden,
-                config.mlp_bias,
-                interleave=True,
-            ),
-            down=self._by_columns(f"{prefix}.mlp.down_proj", (hidden, mlp), part.mlp, config.mlp_bias),
-        )
+        }
+        for index in range(config.num_layers):
+            weights |= _layer_weights(config, part, f"model.layers.{index}")
+        return weights
 
-    def embedding(self) -> Tensor:
-        """[vocab_size, hidden_size]: the mapped file itself where dtype and device are the same."""
-        return self._tensor("model.embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
 
-    def lm_head(self) -> PackedLinear:
-        """Of this rank's part of the vocabulary; what that has behind the last token is zeros."""
-        config, rows = self.config, self.part.vocab
-        name = f"{'model.embed_tokens' if config.tie_word_embeddings else 'lm_head'}.weight"
-        weight = self._tensor(name, (config.vocab_size, config.hidden_size), rows)
-        missing = rows.stop - rows.start - len(weight)
-        packed = self.ops.pack_linear([F.pad(weight, (0, 0, 0, missing)) if missing else weight], [None])
-        self.weights.forget(name)
-        return packed
+def _layer_weights(config: DecoderConfig, part: RankSlices, prefix: str) -> dict[str, Weight]:
+    hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    attention = f"{prefix}.self_attn"
+    weights = {
+        f"{prefix}.input_layernorm.weight": Weight((hidden,)),
+        f"{prefix}.post_attention_layernorm.weight": Weight((hidden,)),
+    }
+    if config.qk_norm:
+        weights |= {f"{attention}.{name}.weight": Weight((head_dim,)) for name in ("q_norm", "k_norm")}
+    by_rows = {
+        f"{attention}.q_proj": (q_size, part.q, config.qkv_bias),
+        f"{attention}.k_proj": (kv_size, part.kv, config.qkv_bias),
+        f"{attention}.v_proj": (kv_size, part.kv, config.qkv_bias),
+        f"{prefix}.mlp.gate_proj": (mlp, part.mlp, config.mlp_bias),
+        f"{prefix}.mlp.up_proj": (mlp, part.mlp, config.mlp_bias),
+    }
+    for module, (size, rows, has_bias) in by_rows.items():
+        weights[f"{module}.weight"] = Weight((size, hidden), (rows,))
+        if has_bias:
+            weights[f"{module}.bias"] = Weight((size,), (rows,))
+    by_columns = {
+        f"{attention}.o_proj": (q_size, part.q, config.attention_out_bias),
+        f"{prefix}.mlp.down_proj": (mlp, part.mlp, config.mlp_bias),
+    }
+    for module, (size, columns, has_bias) in by_columns.items():
+        weights[f"{module}.weight"] = Weight((hidden, size), (slice(0, hidden), columns))
+        if has_bias and part.rank == 0:  # the sum over all ranks has it once
+            weights[f"{module}.bias"] = Weight((hidden,))
+    return weights
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """[size], a copy: a view would keep the file mapped."""
-        return self._tensor(name, (size,)).clone()
 
-    def _by_rows(
-        self, modules: dict[str, tuple[int, slice]], in_features: int, bias: bool, interleave: bool = False
-    ) -> PackedLinear:
-        """Modules of the checkpoint, each with its output size and this rank's outputs, packed as one."""
-        packed = self.ops.pack_linear(
-            [self._tensor(f"{name}.weight", (size, in_features), rows) for name, (size, rows) in modules.items()],
-            [self._tensor(f"{name}.bias", (size,), rows) if bias else None for name, (size, rows) in modules.items()],
-            interleave,
-        )
-        for name in modules:
-            self.weights.forget(f"{name}.weight")
-        return packed
-
-    def _by_columns(self, name: str, shape: tuple[int, int], columns: slice, bias: bool) -> PackedLinear:
-        """One module with this rank's inputs. The sum over all ranks has the bias once."""
-        weight = self._tensor(f"{name}.weight", shape, slice(None), columns)
-        has_bias = bias and self.is_first_rank
-        packed = self.ops.pack_linear([weight], [self._tensor(f"{name}.bias", shape[:1]) if has_bias else None])
-        self.weights.forget(f"{name}.weight")
-        return packed
-
-    def _tensor(self, name: str, shape: tuple[int, ...], *part: slice) -> Tensor:
-        """A part of tensor `name`, of which the file has `shape`: only that part is read."""
-        return self.weights.get(name, shape)[part].to(device=self.device, dtype=self.dtype)
+def _layer(config: DecoderConfig, place: KVPlace, cos_sin: Tensor, packer: Packer, ranks: Ranks) -> Layer:
+    prefix = f"model.layers.{place.layer}"
+    attention = f"{prefix}.self_attn"
+    return Layer(
+        Attention(
+            place=place,
+            ranks=ranks,
+            cos_sin=cos_sin,
+            norm=packer.vector(f"{prefix}.input_layernorm.weight"),
+            norm_eps=config.rms_norm_eps,
+            qkv=packer.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            q_norm=packer.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            k_norm=packer.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            out=packer.linear(f"{attention}.o_proj"),
+        ),
+        GatedMlp(
+            ranks=ranks,
+            norm=packer.vector(f"{prefix}.post_attention_layernorm.weight"),
+            norm_eps=config.rms_norm_eps,
+            gate_up=packer.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", interleave=True),
+            down=packer.linear(f"{prefix}.mlp.down_proj"),
+        ),
+    )

@@ -1,19 +1,30 @@
-"""Weights of a Hugging Face directory, mapped: a tensor's bytes are read when something reads them."""
+"""Loads decoders from Hugging Face directories. Files are mapped: a tensor is read from disk when it is used."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError
+from swiftkv.kernels.dispatch import select_ops
+from swiftkv.kernels.ops import AnyOps, PackedLinear
+from swiftkv.models.config import DecoderConfig, RopeConfig
+from swiftkv.models.decoder import Decoder
+from swiftkv.models.parallel import ALONE, Communicator, Ranks
+from swiftkv.models.registry import DECODERS
+from swiftkv.models.rope import cos_sin_table
+from swiftkv.models.weights import RankSlices, Weight
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -36,7 +47,7 @@ class MappedWeights:
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
+        """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(f"{self.directory}: tensor {name} is in no *.safetensors file")
@@ -56,6 +67,74 @@ class MappedWeights:
         length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if length > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Turns the weights that a decoder declares into the form that its kernels read, where they read it."""
+
+    weights: Mapping[str, Weight]
+    files: MappedWeights
+    ops: AnyOps
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+    def linear(self, *modules: str, interleave: bool = False) -> PackedLinear:
+        """Pack modules of the checkpoint, with the biases that are declared, as one linear layer."""
+        names = [f"{module}.weight" for module in modules]
+        packed: PackedLinear = self.ops.pack_linear(
+            [self.tensor(name) for name in names],
+            [self.tensor(f"{module}.bias") if f"{module}.bias" in self.weights else None for module in modules],
+            interleave,
+        )
+        for name in names:
+            self.files.forget(self.weights[name].stored_as or name)
+        return packed
+
+    def tensor(self, name: str) -> Tensor:
+        """Return this rank's part of a tensor: the mapped file itself where dtype and device are the same."""
+        weight = self.weights[name]
+        stored = self.files.get(weight.stored_as or name, weight.shape)[weight.part]
+        here = stored.to(device=self.device, dtype=self.dtype)
+        missing = weight.part_shape[0] - len(here)
+        return F.pad(here, (0, 0, 0, missing)) if missing else here
+
+    def vector(self, name: str) -> Tensor:
+        """Return a copy of a tensor: a view would keep the file mapped."""
+        return self.tensor(name).clone()
+
+    def cos_sin(self, rope: RopeConfig, head_dim: int) -> Tensor:
+        """Return the rotary table of `cos_sin_table` for every position that the model serves."""
+        return cos_sin_table(rope, head_dim, self.max_model_len).to(self.device)
+
+
+def load_decoder(
+    config: DecoderConfig,
+    files: MappedWeights,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_model_len: int,
+    block_size: int = 16,
+    ops: AnyOps | None = None,
+    communicator: Communicator = ALONE,
+) -> Decoder:
+    """Load a model, or this rank's part of one. At its peak this takes little more memory than the packed weights.
+
+    Raises `CheckpointError` for a tensor that is missing or of the wrong shape, `ConfigError` if `max_model_len` is
+    more than the model can do.
+    """
+    config.check_max_model_len(max_model_len)
+    kind, device = DECODERS[config.architecture], torch.device(device)
+    weights = kind.weights(config, RankSlices.of(config, communicator.rank, communicator.size))
+    ops = select_ops(device) if ops is None else ops
+    part = config.of_rank(communicator.size)
+    return kind(
+        part,
+        part.kv_groups(block_size, str(dtype).removeprefix("torch.")),
+        Packer(weights, files, ops, dtype, device, max_model_len),
+        Ranks(ops, communicator, config.vocab_size),
+    )
 
 
 class _Index(msgspec.Struct):

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
-from swiftkv.arithmetic import ceil_div
-from swiftkv.cache.geometry import DTYPE_BYTES, KVGroup, blocks_in_pool, pool_bytes_for_tokens
+from swiftkv.cache.geometry import KVGroup, blocks_in_pool, pool_bytes_for_tokens
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.registry import read_config, weight_bytes
 from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
 
 
@@ -81,7 +80,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
     """Size a model by itself. Raises `ConfigError` that begins with the key below the model."""
     try:
         checkpoint = locate_checkpoint(model.path, config.directory, need_weights, model.revision)
-        decoder = DecoderConfig.from_pretrained(checkpoint.directory)
+        decoder = read_config(checkpoint.directory)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"path: {error}") from None
     num_ranks = model.tensor_parallel_size
@@ -96,7 +95,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         architecture=decoder.architecture,
         dtype=model.dtype,
         groups=groups,
-        weight_bytes=_num_parameters(decoder, num_ranks) * DTYPE_BYTES[model.dtype],
+        weight_bytes=weight_bytes(decoder, num_ranks, model.dtype),
         memory=memory,
         max_model_len=model.max_model_len or decoder.max_context_len,
         max_context_len=decoder.max_context_len,
@@ -129,14 +128,3 @@ def pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: i
         f"kv_cache.memory: {model.kv_cache.memory} holds {pool_tokens} tokens, one sequence of "
         f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"
     )
-
-
-def _num_parameters(decoder: DecoderConfig, num_ranks: int) -> int:
-    """Of one rank. Matrices only: norms and biases are under a thousandth of them."""
-    part, hidden = decoder.of_rank(num_ranks), decoder.hidden_size
-    attention = 2 * hidden * part.head_dim * (part.num_heads + part.num_kv_heads)
-    mlp = 3 * hidden * part.intermediate_size
-    embedding = decoder.vocab_size * hidden  # on every rank
-    is_head_too = decoder.tie_word_embeddings and num_ranks == 1
-    lm_head = 0 if is_head_too else ceil_div(decoder.vocab_size, num_ranks) * hidden
-    return decoder.num_layers * (attention + mlp) + embedding + lm_head

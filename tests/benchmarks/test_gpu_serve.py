@@ -37,7 +37,7 @@ def test_floors_are_those_of_qwen3_8b(serve: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(serve.SHAPE))
     (tmp_path / "node.yaml").write_text(f"models: [{{name: a, path: {tmp_path}, max_model_len: 1024}}]")
     (plan,) = plan_node(load_config(tmp_path / "node.yaml"), need_weights=False)
-    config = serve.DecoderConfig.from_pretrained(tmp_path)
+    config = serve.read_config(tmp_path)
     embedding = config.vocab_size * config.hidden_size
     assert 2 * serve.matrix_parameters(config) == plan.weight_bytes - 2 * 2 * embedding
     kv_bytes = 32 * 4096 * plan.bytes_per_token
@@ -58,7 +58,7 @@ def test_the_longest_context_is_the_papers(serve: Any) -> None:
 def test_steps_with_kv_elsewhere_are_the_steps_with_all_of_it_here(serve: Any) -> None:
     """The copies are done by hand; what the tables then say is the same KV."""
     decoder = serve.make_decoder({**serve.SHAPE, **TINY}, CPU, torch.float32, 2048)
-    (group,) = decoder.config.kv_groups(serve.BLOCK_SIZE, "float32")
+    (group,) = decoder.kv_groups
     num_cached, num_new = 10 * serve.BLOCK_SIZE, 70
     local = serve.local_step(group.num_layers, [(num_cached, num_new)])
     pool = torch.randn(12 * group.block_bytes // 4).view(torch.uint8)
@@ -76,13 +76,13 @@ def test_steps_with_kv_elsewhere_are_the_steps_with_all_of_it_here(serve: Any) -
             for i in range(count):
                 source = (cached[first + i] + layer) * width
                 own[local_offset + i * width :][:width] = pool[source:][:width]
-    expected = decoder.forward(ModelInput.from_plan(local), pool)
-    assert torch.equal(decoder.forward(ModelInput.from_plan(streamed), own), expected)
+    expected = decoder.forward(ModelInput.from_plan(local), [pool])
+    assert torch.equal(decoder.forward(ModelInput.from_plan(streamed), [own]), expected)
 
 
 def test_decoding_with_kv_elsewhere_is_decoding_with_all_of_it_here(serve: Any) -> None:
     decoder = serve.make_decoder({**serve.SHAPE, **TINY}, CPU, torch.float32, 2048)
-    (group,) = decoder.config.kv_groups(serve.BLOCK_SIZE, "float32")
+    (group,) = decoder.kv_groups
     num_seqs, own, borrowed, num_layers = 2, 1, 3, group.num_layers
     local = serve.streamed_decode(group, num_seqs, own, borrowed, 0)
     assert not local.has_copies
@@ -99,8 +99,8 @@ def test_decoding_with_kv_elsewhere_is_decoding_with_all_of_it_here(serve: Any) 
             for i in range(count):
                 source = peer_offset + i * group.block_bytes + layer * width
                 slots[local_offset + i * width :][:width] = peer[source:][:width]
-    expected = decoder.forward(ModelInput.from_plan(local), pool)
-    assert torch.equal(decoder.forward(ModelInput.from_plan(streamed), slots), expected)
+    expected = decoder.forward(ModelInput.from_plan(local), [pool])
+    assert torch.equal(decoder.forward(ModelInput.from_plan(streamed), [slots]), expected)
 
 
 def test_transformers_takes_the_same_steps(serve: Any) -> None:

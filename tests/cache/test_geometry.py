@@ -60,7 +60,7 @@ def test_borrowed_blocks_beyond_the_pool_leave_no_regular_cache() -> None:
 
 def test_groups_side_by_side_get_equal_blocks() -> None:
     full = KVGroup((0, 2), 2, 16, "float32", 16)
-    windowed = KVGroup((1, 3, 4), 2, 16, "float32", 16, window=128)
+    windowed = KVGroup((1, 3, 4), 2, 16, "float32", 16, kind="window", window=128)
     both = full.block_bytes + windowed.block_bytes
     assert blocks_in_pool(7 * both + both - 1, (full, windowed)) == 7
 

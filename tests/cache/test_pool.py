@@ -16,7 +16,7 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
 
 FULL = KVGroup((0, 2), 2, 16, "float32", 16)
-WINDOWED = KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, window=64)
+WINDOWED = KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, kind="window", window=64)
 
 # Owns a pool whose every byte is its block's number, says where it is, and lives until its stdin ends.
 OWNER = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv.cache.pool import Pool
-from swiftkv.engine.cuda_graphs import DecodeGraphs, DenseDecode, choose_size, graph_sizes
+from swiftkv.engine.cuda_graphs import DecodeGraphs, DecoderSteps, choose_size, graph_sizes
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.master.graph_stream import GraphStream
 from swiftkv.master.layer_stream import LayerStream, StreamTimings
 from swiftkv.models.batch import ModelInput
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.models.decoder import Decoder
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 from swiftkv.models.stream import NO_STREAM
 from swiftkv.transport.mappings import Mappings
 from swiftkv.transport.rendezvous import publish_pool
@@ -71,13 +70,12 @@ def test_a_padded_step_is_the_step(num_seqs: int, size: int) -> None:
         assert torch.equal(padded.pool, exact.pool)
 
 
-def interpreted_decoder(directory: Path, num_layers: int) -> DenseDecoder:
+def interpreted_decoder(directory: Path, num_layers: int) -> Decoder:
     """float32, over the kernels of a GPU, in host memory."""
     make_checkpoint(directory, "qwen3", num_hidden_layers=num_layers, head_dim=16, hidden_size=32, intermediate_size=48)
     ops = select_ops("cuda")
-    ops = replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
-    config = DecoderConfig.from_pretrained(directory)
-    return DenseDecoder(config, MappedWeights(directory), torch.float32, "cpu", 128, ops=ops)
+    config = read_config(directory)
+    return load_decoder(config, MappedWeights(directory), torch.float32, "cpu", 128, ops=ops)
 
 
 def random_pool(nbytes: int, seed: int) -> torch.Tensor:
@@ -88,12 +86,12 @@ def test_a_dense_decoder_is_captured_as_it_is(tmp_path: Path) -> None:
     """Three of four rows are taken; the kernels' own step is what the padded one is compared with."""
     num_blocks = 12
     decoder = interpreted_decoder(tmp_path, 2)
-    (group,) = decoder.config.kv_groups(16, "float32")
+    (group,) = decoder.kv_groups
     pool = random_pool(num_blocks * group.block_bytes, 1)
     exact = pool.clone()
     step = decode_step([20, 1, 33], np.random.default_rng(1), num_blocks, num_layers=group.num_layers)
-    expected = decoder.forward(ModelInput.from_plan(step), exact)
-    captured = DenseDecode(decoder, pool, torch.zeros(4, dtype=torch.int32))
+    expected = decoder.forward(ModelInput.from_plan(step), [exact])
+    captured = DecoderSteps(decoder, [pool], torch.zeros(4, dtype=torch.int32))
     inputs = captured.inputs(4, num_entries=10, num_tables=1)
     captured.fill(step, inputs)
     torch.testing.assert_close(captured.run(inputs, NO_STREAM)[:3], expected, atol=2e-5, rtol=2e-5)
@@ -135,9 +133,9 @@ def test_memory_has_a_bound() -> None:
 class Streamed:
     """A decoder whose steps stream, with its pool, its peers', and the books."""
 
-    def __init__(self, decoder: DenseDecoder, pools: StreamedPools, directory: Path) -> None:
+    def __init__(self, decoder: Decoder, pools: StreamedPools, directory: Path) -> None:
         directory.mkdir()
-        (group,) = decoder.config.kv_groups(16, "float32")
+        (group,) = decoder.kv_groups
         own = Pool([(group, -(-pools.nbytes // group.block_bytes))])
         own.tensor.copy_(random_pool(own.nbytes, 0))
         self.pool, self.peers = own.tensor, {link: pool_of(pools.peer_bytes) for link in LINKS}
@@ -151,7 +149,7 @@ class Streamed:
 
     def eager(self, step: StreamedStep) -> torch.Tensor:
         with self.layer_stream.step(step) as stream:
-            return self._decoder.forward(ModelInput.from_plan(step), self.pool, stream)
+            return self._decoder.forward(ModelInput.from_plan(step), [self.pool], stream)
 
     def memory(self) -> list[torch.Tensor]:
         return [self.pool.view(torch.float32), *(peer.tensor.view(torch.float32) for peer in self.peers.values())]
@@ -160,10 +158,10 @@ class Streamed:
 def test_steps_that_stream_are_the_eager_ones(tmp_path: Path) -> None:
     """Through one buffer, two, and none, large steps and small; hits are counted, and the books are kept."""
     decoder, generator = interpreted_decoder(tmp_path, 3), np.random.default_rng(2)
-    (group,) = decoder.config.kv_groups(16, "float32")
+    (group,) = decoder.kv_groups
     pools = StreamedPools(group, num_blocks=20, num_slots=12, peer_blocks=16)
     exact, graphed = (Streamed(decoder, pools, tmp_path / name) for name in ("exact", "graphed"))
-    model = DenseDecode(decoder, graphed.pool, torch.zeros(4, dtype=torch.int32))
+    model = DecoderSteps(decoder, [graphed.pool], torch.zeros(4, dtype=torch.int32))
     graphs = DecodeGraphs(model, CPU, num_entries=24)
     graphs.capture([3], UNLIMITED)
     for num_buffers, size, room_blocks in ((1, 3, 20), (2, 2, 30)):

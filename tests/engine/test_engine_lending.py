@@ -15,7 +15,7 @@ import zmq
 
 from swiftkv.lease.messages import Accept, Detached, Heartbeat, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.lease.process import Identity, start_ticks
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.registry import read_config
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.lease.lending_process import Admin, held
 from tests.support.checkpoints import make_checkpoint
@@ -39,7 +39,7 @@ def borrower(
     directory: Path, lenders: Sequence[str], transport: Literal["shm", "p2p"], **options: object
 ) -> Iterator[EngineProcess]:
     make_checkpoint(directory, "llama")
-    (group,) = DecoderConfig.from_pretrained(directory).kv_groups(BLOCK_SIZE, "float32")
+    (group,) = read_config(directory).kv_groups(BLOCK_SIZE, "float32")
     link = LinkGeometry(0, 0, 1, 1, group.block_bytes, NUM_EXTENTS, 0)
     lending = LendingSpec(
         leases_address=f"ipc://{directory}/leases",

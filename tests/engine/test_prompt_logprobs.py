@@ -19,7 +19,7 @@ from swiftkv.engine.messages import EngineConfig, Shutdown
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.messages import Accept, Detached, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.lease.process import Identity, start_ticks
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.registry import read_config
 from swiftkv.transport.base import Transport
 from tests.engine.engine_process import TIMEOUT_S, Answer, EngineClient, EngineProcess
 from tests.lease.lending_process import Admin, held
@@ -50,7 +50,7 @@ class Checkpoint:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     directory = tmp_path_factory.mktemp("model")
     make_checkpoint(directory, "llama")
-    (group,) = DecoderConfig.from_pretrained(directory).kv_groups(BLOCK_SIZE, "float32")
+    (group,) = read_config(directory).kv_groups(BLOCK_SIZE, "float32")
     with EngineProcess(directory, max_num_batched_tokens=CHUNK) as engine:
         [alone] = engine.generate([PROMPT], **ASKED)
     return Checkpoint(directory, group.block_bytes, alone)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from swiftkv.kernels.dispatch import INTERPRET_VARIABLE, OPS_VARIABLE
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.registry import read_config
 from tests.engine.engine_process import EngineProcess
 from tests.engine.test_parity import greedy
 from tests.support.checkpoints import make_checkpoint
@@ -77,7 +77,7 @@ def test_kv_that_is_lent_streams_through_slots_between_the_kernels(
     tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six blocks of its own: what it answers is longer, and beside it others run."""
-    (group,) = DecoderConfig.from_pretrained(tiny.directory).kv_groups(16, "float32")
+    (group,) = read_config(tiny.directory).kv_groups(16, "float32")
     lends, borrows = lending_specs(tmp_path_factory.mktemp("leases"), group.block_bytes, num_extents=8)
     generator = np.random.default_rng(1)
     asked = [generator.integers(3, 320, n).tolist() for n in (110, 20)]

@@ -13,9 +13,8 @@ pytest.importorskip("msgspec")  # needed to read config.json
 pytest.importorskip("transformers")
 
 from swiftkv.kernels.dispatch import reference_ops
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 from tests.support.checkpoints import make_checkpoint
 from tests.support.paged import PagedRunner
 
@@ -30,10 +29,10 @@ CHUNKS = [(1000,), (7, 1, 40, 16, 3)]
 
 def run(directory: Path, dtype: str, device: str, chunks: tuple[int, ...], shared_layers: bool = False) -> Tensor:
     ops = reference_ops() if device == "cpu" else None
-    config = DecoderConfig.from_pretrained(directory)
-    decoder = DenseDecoder(config, MappedWeights(directory), getattr(torch, dtype), device, 128, ops=ops)
+    config = read_config(directory)
+    decoder = load_decoder(config, MappedWeights(directory), getattr(torch, dtype), device, 128, ops=ops)
     assert decoder.ops.name == ("reference" if device == "cpu" else "triton")
-    runner = PagedRunner(decoder, dtype, shared_layers=shared_layers)
+    runner = PagedRunner(decoder, shared_layers=shared_layers)
     runner.pool = runner.pool.to(device)
     return torch.cat(list(runner.run(PROMPTS, chunks).values())).cpu()
 

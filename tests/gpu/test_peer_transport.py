@@ -116,7 +116,7 @@ def test_the_pool_is_zeros_and_exactly_its_blocks(pool: CudaPool) -> None:
 
 
 def test_a_pool_lies_on_a_device_as_it_does_on_the_host() -> None:
-    windowed = KVGroup((3, 4), 1, 64, "bfloat16", 16, window=64)
+    windowed = KVGroup((3, 4), 1, 64, "bfloat16", 16, kind="window", window=64)
     groups = [(GROUP, 5), (windowed, 7)]
     device_pool, host_pool = CudaPool(groups, torch.device("cuda", 0)), Pool(groups)
     assert device_pool.regions == host_pool.regions

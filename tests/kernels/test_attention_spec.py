@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.dispatch import Ops, cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.ops import AnyOps
 
 NUM_TOKENS = 40
 PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, scale=0.3)
 SPECS = [PLAIN, replace(PLAIN, window=9), replace(PLAIN, soft_cap=1.5), replace(PLAIN, window=9, soft_cap=1.5)]
 
 
-def ops_of(kind: str) -> Ops:
+def ops_of(kind: str) -> AnyOps:
     if kind == "cpu":
         return cpu_ops()
     if kind == "reference":
         return reference_ops()
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton compiles here: set TRITON_INTERPRET=1 to interpret")
-    ops = select_ops("cuda:0")
-    return replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
+    return select_ops("cuda:0")
 
 
 def expected(qkv: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
@@ -44,11 +43,11 @@ def expected(qkv: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
-def attend(ops: Ops, spec: AttentionSpec, qkv: Tensor, sinks: Tensor | None) -> Tensor:
+def attend(ops: AnyOps, spec: AttentionSpec, qkv: Tensor, sinks: Tensor | None) -> Tensor:
     positions = torch.arange(NUM_TOKENS, dtype=torch.int32)
     starts, lengths = torch.tensor([0, NUM_TOKENS], dtype=torch.int32), positions[-1:] + 1
     table, table_starts = torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
-    batch = ops.prepare_batch(spec, positions, starts, lengths, table, table_starts)
+    batch = ops.prepare_batch(spec, positions, starts, lengths, table, table_starts, device="cpu")
     pool = torch.zeros(3 * 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * 4, dtype=torch.uint8)
     unturned = torch.cat([torch.ones(NUM_TOKENS, spec.head_dim // 2), torch.zeros(NUM_TOKENS, spec.head_dim // 2)], 1)
     qkv = qkv.clone()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,10 @@ import torch
 from torch import Tensor
 
 from swiftkv.kernels import triton_ops
-from swiftkv.kernels.dispatch import OPS_VARIABLE, Ops, reference_ops, select_ops
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.kernels.dispatch import OPS_VARIABLE, reference_ops, select_ops
+from swiftkv.kernels.ops import AnyOps
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 from tests.support.checkpoints import make_checkpoint
 from tests.support.paged import PagedRunner
 
@@ -24,15 +22,14 @@ PROMPTS = {"a": list(range(5, 23)), "b": [7], "c": [9, 8, 300, 11]}
 CHUNKS = (3, 1, 9)
 
 
-def interpreted_ops() -> Ops:
-    ops = select_ops("cuda:0")
-    return replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
+def interpreted_ops() -> AnyOps:
+    return select_ops("cuda:0")
 
 
-def run(directory: Path, ops: Ops, shared_layers: bool = False) -> dict[str, Tensor]:
-    config = DecoderConfig.from_pretrained(directory)
-    decoder = DenseDecoder(config, MappedWeights(directory), torch.float32, "cpu", 64, ops=ops)
-    return PagedRunner(decoder, "float32", shared_layers=shared_layers).run(PROMPTS, CHUNKS)
+def run(directory: Path, ops: AnyOps, shared_layers: bool = False) -> dict[str, Tensor]:
+    config = read_config(directory)
+    decoder = load_decoder(config, MappedWeights(directory), torch.float32, "cpu", 64, ops=ops)
+    return PagedRunner(decoder, shared_layers=shared_layers).run(PROMPTS, CHUNKS)
 
 
 @pytest.mark.parametrize(("arch", "biases"), [("qwen3", {}), ("llama", {"attention_bias": True, "mlp_bias": True})])

@@ -30,7 +30,10 @@ from tests.support.lender import pool_of
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
 
 # A hybrid model's: layers alternate irregularly, and neither block size nor width is the other's.
-GROUPS = (KVGroup((0, 3, 4), 1, 4, "float32", 16), KVGroup((1, 2, 5, 6), 2, 8, "bfloat16", 32, window=64))
+GROUPS = (
+    KVGroup((0, 3, 4), 1, 4, "float32", 16),
+    KVGroup((1, 2, 5, 6), 2, 8, "bfloat16", 32, kind="window", window=64),
+)
 LINKS = (0, 2, 5)
 NUM_BLOCKS, NUM_SLOTS = 8, 6  # of a group: whole blocks, and then slots of each of two buffers
 PEER_BLOCKS = 16  # of a group, in the pool of each link

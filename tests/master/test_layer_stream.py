@@ -16,9 +16,9 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
 from swiftkv.errors import TransferError
 from swiftkv.master.layer_stream import CopyKind, LayerStream
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.models.decoder import Decoder
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 from swiftkv.transport.base import EXPOSURE, Exposures, Int64Array, Transport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import publish_pool
@@ -42,9 +42,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def load(directory: Path, dtype: str) -> DenseDecoder:
-    config = DecoderConfig.from_pretrained(directory)
-    return DenseDecoder(config, MappedWeights(directory), getattr(torch, dtype), "cpu", 128)
+def load(directory: Path, dtype: str) -> Decoder:
+    config = read_config(directory)
+    return load_decoder(config, MappedWeights(directory), getattr(torch, dtype), "cpu", 128)
 
 
 def make_prompts() -> dict[str, list[int]]:
@@ -52,8 +52,8 @@ def make_prompts() -> dict[str, list[int]]:
     return {str(length): torch.randint(320, (length,), generator=generator).tolist() for length in (1, 16, 37, 60, 100)}
 
 
-def own_pool(decoder: DenseDecoder, dtype: str, num_buffers: int) -> Pool:
-    (group,) = decoder.config.kv_groups(decoder.spec.block_size, dtype)
+def own_pool(decoder: Decoder, num_buffers: int) -> Pool:
+    (group,) = decoder.kv_groups
     return Pool([(group, NUM_BLOCKS + -(-num_buffers * NUM_SLOTS // group.num_layers))])
 
 
@@ -88,13 +88,12 @@ def test_logits_do_not_depend_on_where_blocks_lie(
     kind: TransportKind, num_buffers: int, dtype: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     decoder, prompts = load(checkpoint, dtype), make_prompts()
-    expected = PagedRunner(decoder, dtype).run(prompts, CHUNKS)
-    own = own_pool(decoder, dtype, num_buffers)
+    expected = PagedRunner(decoder).run(prompts, CHUNKS)
+    own = own_pool(decoder, num_buffers)
     with attached_here(kind, own, tmp_path, num_links=2) as (transport, peers):
         for seed in range(2 if kind == "p2p" else 4):
             runner = StreamedRunner(
                 decoder,
-                dtype,
                 transport,
                 own,
                 peers,
@@ -165,8 +164,8 @@ def test_steps_enter_the_books_when_they_have_ended_each_with_its_own(tmp_path: 
 def test_a_lender_in_another_process(kind: TransportKind, checkpoint: Path, tmp_path: Path) -> None:
     """And when it dies: memory that is mapped goes on being there, a process that has to answer does not."""
     decoder, prompts = load(checkpoint, "bfloat16"), make_prompts()
-    expected = PagedRunner(decoder, "bfloat16").run(prompts, CHUNKS)
-    own = own_pool(decoder, "bfloat16", 2)
+    expected = PagedRunner(decoder).run(prompts, CHUNKS)
+    own = own_pool(decoder, 2)
     with Lender([tmp_path / "a", tmp_path / "b"], PEER_BYTES, serve=kind == "p2p") as lender:
         transport = open_transport(kind, own)
         for link, handle in enumerate(lender.handles):
@@ -175,7 +174,6 @@ def test_a_lender_in_another_process(kind: TransportKind, checkpoint: Path, tmp_
         def run(seed: int) -> dict[str, Tensor]:
             runner = StreamedRunner(
                 decoder,
-                "bfloat16",
                 transport,
                 own,
                 lender.pools,
@@ -213,7 +211,10 @@ class TwoGroupPlan:
 
 def test_each_kv_group_counts_its_own_layers(tmp_path: Path) -> None:
     """A hybrid model's groups have blocks, slots and buffers of their own; layers alternate irregularly."""
-    full, windowed = KVGroup((0, 3, 4), 1, 16, "float32", 16), KVGroup((1, 2, 5, 6), 2, 16, "float32", 16, window=32)
+    full, windowed = (
+        KVGroup((0, 3, 4), 1, 16, "float32", 16),
+        KVGroup((1, 2, 5, 6), 2, 16, "float32", 16, kind="window", window=32),
+    )
     groups = (full, windowed)
     own = Pool([(full, 4), (windowed, 4)])
     bases = [region.base_offset_bytes for region in own.regions]

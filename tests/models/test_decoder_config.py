@@ -13,6 +13,7 @@ import pytest
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import DecoderConfig
+from swiftkv.models.registry import read_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +40,7 @@ def read(tmp_path: Path, values: dict[str, Any], generation: dict[str, Any] | No
     (tmp_path / "config.json").write_text(json.dumps(values))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    return DecoderConfig.from_pretrained(tmp_path)
+    return read_config(tmp_path)
 
 
 def test_shape(tmp_path: Path) -> None:
@@ -143,14 +144,14 @@ def test_an_architecture_with_other_keys_is_named_and_not_its_keys(tmp_path: Pat
 
 def test_no_readable_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        DecoderConfig.from_pretrained(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        DecoderConfig.from_pretrained(tmp_path)
+        read_config(tmp_path)
 
 
 def test_reading_a_config_imports_no_torch() -> None:
     program = (
-        "import sys, swiftkv.models.config; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        "import sys, swiftkv.models.registry; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swiftkv.kernels.dispatch import Ops, cpu_ops, reference_ops, select_ops
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.ops import AnyOps
+from swiftkv.models.decoder import Decoder
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 from tests.support.checkpoints import load_oracle, make_checkpoint, to_old_style
 from tests.support.paged import PagedRunner
 
@@ -70,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> Ops:
+def ops(request: pytest.FixtureRequest) -> AnyOps:
     if request.param == "reference":
         return reference_ops()
     if select_ops("cpu").name != "cpu":
@@ -90,9 +91,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def load(directory: Path, ops: Ops, dtype: torch.dtype = torch.float32, max_model_len: int = 128) -> DenseDecoder:
-    config = DecoderConfig.from_pretrained(directory)
-    return DenseDecoder(config, MappedWeights(directory), dtype, "cpu", max_model_len, ops=ops)
+def load(directory: Path, ops: AnyOps, dtype: torch.dtype = torch.float32, max_model_len: int = 128) -> Decoder:
+    config = read_config(directory)
+    return load_decoder(config, MappedWeights(directory), dtype, "cpu", max_model_len, ops=ops)
 
 
 def make_prompts(vocab_size: int = 320) -> dict[str, list[int]]:
@@ -112,13 +113,13 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], at
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers_at_every_position(case: str, ops: Ops, checkpoint: Any) -> None:
+def test_logits_equal_transformers_at_every_position(case: str, ops: AnyOps, checkpoint: Any) -> None:
     directory, model = checkpoint(case)
     decoder, prompts = load(directory, ops), make_prompts()
     expected = oracle_logits(model, prompts)
     assert all(logits.std() > 0.3 for logits in expected.values()), "logits too flat to tell anything"
     for chunks in CHUNKS:
-        assert_same(PagedRunner(decoder, "float32").run(prompts, chunks), expected)
+        assert_same(PagedRunner(decoder).run(prompts, chunks), expected)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "-" in case and case.split("-")[1] not in ("tied", "mha")])
@@ -126,10 +127,10 @@ def test_the_older_spelling_of_config_json_means_the_same(case: str, checkpoint:
     directory, _ = checkpoint(case)
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
     to_old_style(tmp_path)
-    assert DecoderConfig.from_pretrained(tmp_path) == DecoderConfig.from_pretrained(directory)
+    assert read_config(tmp_path) == read_config(directory)
 
 
-def test_dynamic_rope_beyond_its_positions_equals_transformers_token_by_token(ops: Ops, tmp_path: Path) -> None:
+def test_dynamic_rope_beyond_its_positions_equals_transformers_token_by_token(ops: AnyOps, tmp_path: Path) -> None:
     model = make_checkpoint(
         tmp_path, "llama", max_position_embeddings=ORIGINAL, rope_parameters=rope("dynamic")["rope_parameters"]
     )
@@ -142,38 +143,38 @@ def test_dynamic_rope_beyond_its_positions_equals_transformers_token_by_token(op
             expected.append(out.logits[0])
     decoder = load(tmp_path, ops)
     for chunks in CHUNKS:
-        logits = PagedRunner(decoder, "float32").run({"prompt": prompt}, chunks)
+        logits = PagedRunner(decoder).run({"prompt": prompt}, chunks)
         assert_same(logits, {"prompt": torch.cat(expected)})
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_sharded_checkpoints(tied: bool, ops: Ops, tmp_path: Path) -> None:
+def test_sharded_checkpoints(tied: bool, ops: AnyOps, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "qwen3", max_shard_size="100KB", tie_word_embeddings=tied)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     prompts = make_prompts()
-    logits = PagedRunner(load(tmp_path, ops), "float32").run(prompts, (1000,))
+    logits = PagedRunner(load(tmp_path, ops)).run(prompts, (1000,))
     assert_same(logits, oracle_logits(model, prompts))
 
 
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16])
-def test_a_half_precision_checkpoint_served_in_float32(saved: torch.dtype, ops: Ops, tmp_path: Path) -> None:
+def test_a_half_precision_checkpoint_served_in_float32(saved: torch.dtype, ops: AnyOps, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", dtype=saved)
     model, prompts = load_oracle(tmp_path), make_prompts()
-    logits = PagedRunner(load(tmp_path, ops), "float32").run(prompts, (16,))
+    logits = PagedRunner(load(tmp_path, ops)).run(prompts, (16,))
     assert_same(logits, oracle_logits(model, prompts))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama-bias", "mistral"])
 def test_half_precision_is_about_as_exact_as_transformers_is(
-    case: str, dtype: torch.dtype, ops: Ops, checkpoint: Any, tmp_path: Path
+    case: str, dtype: torch.dtype, ops: AnyOps, checkpoint: Any, tmp_path: Path
 ) -> None:
     """Both err from the float32 model on the same rounded weights; ours may not err much more."""
     half = make_checkpoint(tmp_path, dtype=dtype, **CASES[case])
     prompts = make_prompts()
     theirs = oracle_logits(half, prompts)
     exact = oracle_logits(load_oracle(tmp_path), prompts)
-    ours = PagedRunner(load(tmp_path, ops, dtype), str(dtype).removeprefix("torch.")).run(prompts, (1000,))
+    ours = PagedRunner(load(tmp_path, ops, dtype)).run(prompts, (1000,))
     for name, logits in exact.items():
         assert (ours[name] - logits).std() < 1.5 * (theirs[name] - logits).std()
 
@@ -185,15 +186,14 @@ def test_cpu_logits_do_not_depend_on_chunks_batch_or_blocks(case: str, dtype: to
     if select_ops("cpu").name != "cpu":
         pytest.skip("the C++ kernels do not run on this machine")
     decoder, prompts = load(checkpoint(case)[0], cpu_ops(), dtype), make_prompts()
-    name = str(dtype).removeprefix("torch.")
-    expected = PagedRunner(decoder, name).run(prompts, (1000,))
+    expected = PagedRunner(decoder).run(prompts, (1000,))
     for seed, chunks in enumerate(CHUNKS[1:], start=1):
-        assert_same(PagedRunner(decoder, name, seed=seed).run(prompts, chunks), expected, atol=0)
+        assert_same(PagedRunner(decoder, seed=seed).run(prompts, chunks), expected, atol=0)
     decoder.ops.set_num_threads(3)
-    assert_same(PagedRunner(decoder, name).run(prompts, (1000,)), expected, atol=0)
+    assert_same(PagedRunner(decoder).run(prompts, (1000,)), expected, atol=0)
     decoder.ops.set_num_threads(1)
     for key, prompt in prompts.items():
-        assert_same(PagedRunner(decoder, name, seed=3).run({key: prompt}, (24,)), {key: expected[key]}, atol=0)
+        assert_same(PagedRunner(decoder, seed=3).run({key: prompt}, (24,)), {key: expected[key]}, atol=0)
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
@@ -216,9 +216,9 @@ def test_older_instruction_sets_are_as_exact(isa: str, case: str, checkpoint: An
         assert all(torch.equal(whole, same) for same in cut)
 
 
-def test_layers_may_share_one_layer_block(ops: Ops, checkpoint: Any) -> None:
+def test_layers_may_share_one_layer_block(ops: AnyOps, checkpoint: Any) -> None:
     """Negative entries: where every layer in turn uses the same place, a whole prompt in one step still fits."""
     directory, model = checkpoint("qwen3")
     decoder, prompts = load(directory, ops), make_prompts()
-    runner = PagedRunner(decoder, "float32", shared_layers=True)
+    runner = PagedRunner(decoder, shared_layers=True)
     assert_same(runner.run(prompts, (1000,)), oracle_logits(model, prompts))

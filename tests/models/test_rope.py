@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from swiftkv.models.config import DecoderConfig
+from swiftkv.models.registry import read_config
 from swiftkv.models.rope import cos_sin_table
 
 HEAD_DIM = 64
@@ -47,7 +48,7 @@ def make_config(directory: Path, parameters: dict[str, Any]) -> tuple[LlamaConfi
         rope_parameters={"rope_theta": 10000.0} | parameters,
     )
     theirs.save_pretrained(directory)
-    return theirs, DecoderConfig.from_pretrained(directory)
+    return theirs, read_config(directory)
 
 
 def table_of(inv_freq: Tensor, scale: float, positions: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.errors import ConfigError
-from swiftkv.kernels.dispatch import Ops, cpu_ops, reference_ops, select_ops
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
-from swiftkv.models.parallel import Communicator, RankSlices, add_all
+from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.ops import AnyOps
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.parallel import Communicator, add_all
+from swiftkv.models.registry import read_config
+from swiftkv.models.weights import RankSlices
 from tests.support.checkpoints import make_checkpoint
 from tests.support.paged import PagedRunner
 
@@ -38,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> Ops:
+def ops(request: pytest.FixtureRequest) -> AnyOps:
     if request.param == "reference":
         return reference_ops()
     if select_ops("cpu").name != "cpu":
@@ -79,10 +80,10 @@ def prompts(vocab_size: int = 320) -> dict[str, list[int]]:
     return {str(n): torch.randint(vocab_size, (n,), generator=generator).tolist() for n in (1, 17, 33, 70)}
 
 
-def logits_of(directory: Path, ops: Ops, dtype: torch.dtype, communicator: Communicator) -> list[dict[str, Tensor]]:
+def logits_of(directory: Path, ops: AnyOps, dtype: torch.dtype, communicator: Communicator) -> list[dict[str, Tensor]]:
     """Return the logits of all prompts at every position, once for each of CHUNKS."""
-    decoder = DenseDecoder(
-        DecoderConfig.from_pretrained(directory),
+    decoder = load_decoder(
+        read_config(directory),
         MappedWeights(directory),
         dtype,
         "cpu",
@@ -90,12 +91,11 @@ def logits_of(directory: Path, ops: Ops, dtype: torch.dtype, communicator: Commu
         ops=ops,
         communicator=communicator,
     )
-    name = str(dtype).removeprefix("torch.")
-    return [PagedRunner(decoder, name, seed=seed).run(prompts(), chunks) for seed, chunks in enumerate(CHUNKS)]
+    return [PagedRunner(decoder, seed=seed).run(prompts(), chunks) for seed, chunks in enumerate(CHUNKS)]
 
 
 @pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in CASES), ("qwen3", 4), ("odd vocabulary", 4)])
-def test_logits_equal_transformers(case: str, size: int, ops: Ops, checkpoint: Any, on_ranks: Any) -> None:
+def test_logits_equal_transformers(case: str, size: int, ops: AnyOps, checkpoint: Any, on_ranks: Any) -> None:
     directory, model = checkpoint(case)
     first, *others = on_ranks(size, lambda communicator: logits_of(directory, ops, torch.float32, communicator))
     for name, prompt in prompts().items():
@@ -155,7 +155,7 @@ def test_sums_are_in_the_order_of_the_ranks_whatever_their_size(size: int, dtype
 
 
 def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do(checkpoint: Any) -> None:
-    config = DecoderConfig.from_pretrained(checkpoint("qwen3")[0])
+    config = read_config(checkpoint("qwen3")[0])
     with pytest.raises(ConfigError) as error:
         config.of_rank(3)
     assert str(error.value) == (
@@ -165,7 +165,7 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do(ch
 
 
 def test_ranks_share_the_weights_and_every_head_is_with_its_kv_head(checkpoint: Any) -> None:
-    config = DecoderConfig.from_pretrained(checkpoint("qwen3")[0])
+    config = read_config(checkpoint("qwen3")[0])
     for size in (1, 2, 4):
         slices = [RankSlices.of(config, rank, size) for rank in range(size)]
         for part, whole in (("q", 4 * 32), ("mlp", 96), ("vocab", 320)):

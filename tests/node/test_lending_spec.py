@@ -103,7 +103,10 @@ def test_a_link_is_over_the_whole_pool_and_the_budget_is_the_plans(tmp_path: Pat
 def test_a_link_begins_where_the_pool_of_the_lender_has_its_group(device: str, tmp_path: Path) -> None:
     """Models of two KV groups each; pools on GPUs are laid out as the host's are (`tests/gpu`)."""
     _, plans = planned(tmp_path, MODELS[:2])
-    groups = (KVGroup((0, 2), 2, 16, "bfloat16", 16), KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, window=64))
+    groups = (
+        KVGroup((0, 2), 2, 16, "bfloat16", 16),
+        KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, kind="window", window=64),
+    )
     plans = tuple(replace(plan, groups=groups, num_blocks=70, device=device) for plan in plans)
     links = [link_geometry(pair) for room in plan_lending(plans) for pair in room.pairs]
     assert sorted({(link.lender_group, link.borrower_group) for link in links}) == [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -199,7 +199,7 @@ def test_one_role_alone_has_no_pairs(role: str) -> None:
 def test_a_master_of_two_kv_groups_has_room_for_a_token_in_each() -> None:
     """Lent memory is divided in the proportion of the groups' blocks: 3 and 1 layers of 4."""
     full = KVGroup((0, 1, 2), 1, 32, "bfloat16", 16)
-    windowed = KVGroup((3,), 1, 32, "bfloat16", 16, window=1024)
+    windowed = KVGroup((3,), 1, 32, "bfloat16", 16, kind="window", window=1024)
     master = replace(model("m", "master", 4, 10), groups=(full, windowed))
     (room,) = plan_lending([master, model("w", "worker", 3, 40, Fraction(1))])
     assert [(p.extent.meu_w, p.extent.meu_m, p.num_extents) for p in room.pairs] == [(1, 1, 30), (1, 3, 10)]

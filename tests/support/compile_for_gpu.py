@@ -6,8 +6,6 @@ Triton believes in an H100, and every launch compiles and runs nothing. Prints t
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,14 @@ import triton.runtime.driver
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from swiftkv.engine.cuda_graphs import DenseDecode
+from swiftkv.engine.cuda_graphs import DecoderSteps
 from swiftkv.engine.device_sampler import DeviceSampler
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.triton_clock import _stamp
 from swiftkv.kernels.triton_copy import move_blocks
 from swiftkv.models.batch import ModelInput
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 from swiftkv.models.stream import NO_STREAM
 from tests.engine.test_sampler import make_request
 from tests.support.checkpoints import make_checkpoint
@@ -78,10 +75,9 @@ def sample() -> None:
 
 def forward(directory: Path, block_size: int) -> None:
     """A prompt and a decoding sequence in one step; then a step as a graph captures it."""
-    config = DecoderConfig.from_pretrained(directory)
+    config = read_config(directory)
     ops = select_ops("cuda")
-    ops = replace(ops, prepare_batch=partial(ops.prepare_batch, device="cpu"))
-    decoder = DenseDecoder(config, MappedWeights(directory), torch.bfloat16, "cpu", 512, block_size, ops)
+    decoder = load_decoder(config, MappedWeights(directory), torch.bfloat16, "cpu", 512, block_size, ops)
     (group,) = config.kv_groups(block_size, "bfloat16")
     prompt_len = 300
     num_blocks = -(-prompt_len // block_size)
@@ -94,8 +90,8 @@ def forward(directory: Path, block_size: int) -> None:
         stream_tables=((torch.arange(num_blocks + 1, dtype=torch.int32) * config.num_layers,),),
         table_starts=(torch.tensor([0, num_blocks, num_blocks + 1], dtype=torch.int32),),
     )
-    decoder.forward(batch, pool)
-    decode = DenseDecode(decoder, pool, torch.zeros(4, dtype=torch.int32))
+    decoder.forward(batch, [pool])
+    decode = DecoderSteps(decoder, [pool], torch.zeros(4, dtype=torch.int32))
     decode.run(decode.inputs(4, num_entries=64, num_tables=1), NO_STREAM)
 
 

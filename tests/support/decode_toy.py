@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from swiftkv.engine.cuda_graphs import DenseInputs, fill_token_ids
+from swiftkv.engine.cuda_graphs import DecodeInputs, fill_token_ids
 from swiftkv.engine.ranks import ReceivedStep
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_attention import attention, decode_buffers, prepare_batch
@@ -65,17 +65,17 @@ class Toy:
         values = torch.randn(num_blocks * LAYER_BLOCK_BYTES // 2, generator=generator).to(torch.bfloat16)
         self.pool = values.to(device).view(torch.uint8)
 
-    def inputs(self, num_seqs: int, num_entries: int, num_tables: int = 1) -> DenseInputs:
+    def inputs(self, num_seqs: int, num_entries: int, num_tables: int = 1) -> DecodeInputs:
         assert num_tables == 1
         token_ids = torch.zeros(num_seqs, dtype=torch.int32, device=self.pool.device)
-        return DenseInputs(token_ids, (decode_buffers(SPEC, num_seqs, num_entries, self.pool.device),))
+        return DecodeInputs(token_ids, ((decode_buffers(SPEC, num_seqs, num_entries, self.pool.device),),))
 
-    def fill(self, step: StepArrays, inputs: DenseInputs) -> None:
+    def fill(self, step: StepArrays, inputs: DecodeInputs) -> None:
         fill_token_ids(step, inputs.token_ids)
-        prepare_batch(SPEC, *_host(step), into=inputs.attention[0])
+        prepare_batch(SPEC, *_host(step), into=inputs.attention[0][0])
 
-    def run(self, inputs: DenseInputs, stream: KVStream = NO_STREAM) -> Tensor:
-        return self._layer(inputs.token_ids, inputs.attention[0])
+    def run(self, inputs: DecodeInputs, stream: KVStream = NO_STREAM) -> Tensor:
+        return self._layer(inputs.token_ids, inputs.attention[0][0])
 
     def eager(self, step: StepArrays) -> Tensor:
         """The step as it would run without a graph."""

@@ -14,21 +14,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftkv.models.batch import ModelInput
-from swiftkv.models.config import DecoderConfig
-from swiftkv.models.dense import DenseDecoder
-from swiftkv.models.loader import MappedWeights
+from swiftkv.models.decoder import Decoder
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 
 
 class PagedRunner:
     """Sequences by name, each with blocks drawn at random from a pool that starts as garbage."""
 
-    def __init__(
-        self, decoder: DenseDecoder, dtype: str, num_blocks: int = 64, seed: int = 0, shared_layers: bool = False
-    ) -> None:
+    def __init__(self, decoder: Decoder, num_blocks: int = 64, seed: int = 0, shared_layers: bool = False) -> None:
         """`shared_layers`: table entries name one layer block for all layers instead of a whole block."""
         self.decoder = decoder
-        self.block_size = decoder.spec.block_size
-        (group,) = decoder.config.kv_groups(self.block_size, dtype)
+        self.block_size = decoder.kv_groups[0].block_size
+        (group,) = decoder.kv_groups
         self.num_layers = group.num_layers
         # All bits set is NaN in every dtype: a kernel that reads a slot nobody wrote shows it.
         self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8)
@@ -46,7 +44,7 @@ class PagedRunner:
         batch = self._batch(tokens)
         for name, new in tokens.items():
             self._lengths[name] += len(new)
-        logits = self.decoder.logits(self.decoder.forward(batch, self.pool))
+        logits = self.decoder.logits(self.decoder.forward(batch, [self.pool]))
         return dict(zip(tokens, logits.split([len(new) for new in tokens.values()]), strict=True))
 
     def run(self, prompts: Mapping[str, Sequence[int]], chunk_sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -102,11 +100,11 @@ def main() -> None:
     task = json.load(sys.stdin)
     results = {}
     for dtype in task["dtypes"]:
-        config = DecoderConfig.from_pretrained(directory)
-        decoder = DenseDecoder(config, MappedWeights(directory), getattr(torch, dtype), "cpu", 128)
+        config = read_config(directory)
+        decoder = load_decoder(config, MappedWeights(directory), getattr(torch, dtype), "cpu", 128)
         assert decoder.ops.name == "cpu"
         for i, chunks in enumerate(task["chunks"]):
-            for name, logits in PagedRunner(decoder, dtype, seed=i).run(task["prompts"], chunks).items():
+            for name, logits in PagedRunner(decoder, seed=i).run(task["prompts"], chunks).items():
                 results[f"{dtype}/{name}/{i}"] = logits
     save_file(results, out)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftkv.cache.pool import Pool
 from swiftkv.master.layer_stream import CopyKind, LayerStream
 from swiftkv.models.batch import ModelInput
-from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.decoder import Decoder
 from swiftkv.models.stream import KVStream
 from swiftkv.transport.base import Int64Array, Transport
 from tests.support.paged import PagedRunner, int32, offsets
@@ -77,8 +77,7 @@ class StreamedRunner(PagedRunner):
 
     def __init__(
         self,
-        decoder: DenseDecoder,
-        dtype: str,
+        decoder: Decoder,
         transport: Transport,
         own: Pool,
         peers: Sequence[Tensor],
@@ -90,8 +89,8 @@ class StreamedRunner(PagedRunner):
         seed: int,
     ) -> None:
         """`peers` are the pools behind links 0, 1, ..., as they are mapped here; their first 48 bytes stay unused."""
-        super().__init__(decoder, dtype, num_blocks=num_blocks, seed=seed)
-        (self.group,) = decoder.config.kv_groups(self.block_size, dtype)
+        super().__init__(decoder, num_blocks=num_blocks, seed=seed)
+        (self.group,) = decoder.kv_groups
         self.pool = own.tensor
         self.layer_stream = LayerStream(transport, [self.group])
         self.num_moves = {"spill": 0, "promotion": 0, "load": 0, "store": 0}
@@ -129,7 +128,7 @@ class StreamedRunner(PagedRunner):
         for name, new in tokens.items():
             self._lengths[name] += len(new)
         with self.layer_stream.step(plan) as stream, self._littering(stream) as hooks:
-            hidden = self.decoder.forward(batch, self.pool, hooks)
+            hidden = self.decoder.forward(batch, [self.pool], hooks)
         self._discard(left)
         for buffer in self._buffers:
             buffer.fill_(GARBAGE)

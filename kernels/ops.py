@@ -1,0 +1,132 @@
+"""The kernels as models see them: what each function computes is written down here, and a kind of kernels is a module.
+
+Every model speaks to `Ops` alone. `kernels.cpu`, `kernels.triton_ops` and `kernels.reference` each have all of it.
+Imports no torch, so that a model's file can be read without it.
+
+Sizes in shapes: T tokens of a step, M rows, K inputs and N outputs of a linear layer. Activations are contiguous
+tensors of the weights' dtype, where the kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from swiftkv.kernels.attention_spec import AttentionSpec
+
+
+class PackedLinear(Protocol):
+    """Weights of a linear layer, in the form that one kind of kernels reads."""
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+Packed = TypeVar("Packed", bound=PackedLinear)
+Batch = TypeVar("Batch")
+
+
+class Ops(Protocol[Packed, Batch]):
+    """One kind of kernels. Only it looks into its `Packed` weights and into the `Batch` that it prepares."""
+
+    @property
+    def name(self) -> str:
+        """`cpu`, `triton` or `reference`."""
+
+    def set_num_threads(self, n: int, /) -> None:
+        """Share the work of every function between `n` threads of the host, the calling one included."""
+
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
+    ) -> Packed:
+        """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs.
+
+        `interleave` is for (gate, up) of equal size: `norm_gate_up_silu` needs it and nothing else takes it.
+        """
+
+    def linear(self, x: Tensor, w: Packed) -> Tensor:
+        """Return x [M, K] @ w.T + bias, [M, N]."""
+
+    def linear_residual(self, x: Tensor, w: Packed, residual: Tensor) -> None:
+        """Add x [M, K] @ w.T + bias to `residual` [M, N] in place."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x [M, K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K]."""
+
+    def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
+        """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
+
+    def norm_gate_up_silu(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
+        """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x [M, K], norm_weight [K], eps, w)."""
+
+    def logits(self, x: Tensor, w: Packed) -> Tensor:
+        """Return x [M, K] @ w.T + bias in float32, [M, N]."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Return rows of table [V, K] for token_ids int32 [T], [T, K]."""
+
+    def prepare_batch(
+        self,
+        spec: AttentionSpec,
+        positions: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_table: Tensor,
+        table_starts: Tensor,
+        *,
+        device: torch.device | str | None = None,
+    ) -> Batch:
+        """Prepare attention for a step, once for all layers of a KV group that use one block table.
+
+        All int32, contiguous, on the host: positions [T], query_starts [S + 1], context_lens [S] with the new tokens
+        counted, block_table: the sequences' entries one after the other, table_starts [S + 1]. An entry is the layer
+        block of layer 0, or negative: `~entry` is the layer block of every layer. Entries that no query sees are not
+        followed. `device` is where attention will run.
+        """
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        spec: AttentionSpec,
+        batch: Batch,
+        pool: Tensor,
+        layer: int,
+    ) -> None:
+        """Normalise and rotate q and k, and write k and v to the sequences' layer blocks; q changes in place.
+
+        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos_sin float32 [max_len, rotary_dim]: cosines, then sines;
+        q_norm and k_norm [head_dim] for an RMSNorm of each head, or None. pool uint8, flat, from the KV group's first
+        byte on; `layer` counts within the group.
+        """
+
+    def attention(
+        self,
+        qkv: Tensor,
+        spec: AttentionSpec,
+        batch: Batch,
+        pool: Tensor,
+        layer: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Return causal attention of the step's queries over their sequences' KV, [T, num_heads * head_dim].
+
+        Call after `rope_write_kv` of the same layer. Chunks of prompts and single tokens may be mixed. `sinks`
+        [num_heads] are each head's score for one further key that every query sees and whose value is zero; they are
+        neither scaled nor capped. Raises `ValueError` for what this kind of kernels does not have.
+        """
+
+
+AnyOps = Ops[Any, Any]
+"""Some kind of kernels, for code that only passes their packed weights and batches on."""

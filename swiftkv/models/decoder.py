@@ -1,0 +1,221 @@
+"""A model as the engine sees it, and the loop that most models share: layers of attention and MLP around one stream.
+
+Imports no torch, as every file of a model does: `swiftkv plan` reads models without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.errors import ConfigError
+from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.ops import AnyOps, PackedLinear
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.stream import NO_STREAM, KVStream
+from swiftkv.models.weights import RankSlices, Weight
+from swiftkv.progress import PROGRESS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from swiftkv.models.batch import ModelInput
+    from swiftkv.models.loader import Packer
+    from swiftkv.models.parallel import Ranks
+
+Batches = Sequence[Sequence[Any]]
+"""A step's attention as the kernels prepared it: for each layer-stream buffer, for each KV group."""
+
+
+class Decoder(Protocol):
+    """Weights and forward pass of one model, or of a rank's part of it, on one device."""
+
+    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
+        """Pack the weights, one matrix at a time; `config` and `groups` are of this rank's part.
+
+        Raises `CheckpointError` for a tensor that is missing or of the wrong shape.
+        """
+
+    @staticmethod
+    def read_config(architecture: str, directory: Path) -> DecoderConfig:
+        """Read the shape of a model of `architecture` from its `config.json`. Raises as `registry.read_config` does."""
+
+    @staticmethod
+    def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
+        """Return the tensors that a rank reads, by name; `config` is the whole model's."""
+
+    @property
+    def ops(self) -> AnyOps: ...
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The layers by attention kind, in the order of the pool, with this rank's KV heads."""
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each KV group."""
+
+    def forward(self, batch: ModelInput, regions: Sequence[Tensor], stream: KVStream = NO_STREAM) -> Tensor:
+        """Prepare `batch` and run the layers over it; see `run_layers`."""
+
+    def prepare(self, batch: ModelInput) -> Batches:
+        """Prepare each group's attention, once for each layer-stream buffer: each has a block table of its own."""
+
+    def run_layers(
+        self, token_ids: Tensor, batches: Batches, regions: Sequence[Tensor], stream: KVStream = NO_STREAM
+    ) -> Tensor:
+        """Return hidden states [T, hidden_size] before the final norm; writes the KV of the step's tokens.
+
+        `token_ids` int32 [T], on the model's device; the host has nothing left to decide. `regions` are the KV groups'
+        parts of the pool, uint8, flat. `stream` brings and takes the KV that is not in there; what it raises passes
+        through.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 [R, vocab_size] for rows [R, hidden_size] of what `run_layers` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlace:
+    """Where the KV of one layer lies, and how attention reads it there."""
+
+    layer: int  # in the model
+    group: int  # in the model's KV groups
+    index: int  # in the group's layers
+    spec: AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepKV:
+    """The KV of one step: where it lies, and what moves it."""
+
+    batches: Batches
+    regions: Sequence[Tensor]
+    stream: KVStream
+
+    def batch(self, place: KVPlace) -> Any:
+        """The prepared attention of a layer; the layers of a group take the layer-stream buffers in turn."""
+        return self.batches[place.index % len(self.batches)][place.group]
+
+
+class AttentionPart(Protocol):
+    """The first half of a layer."""
+
+    def add_to(self, hidden: Tensor, kv: StepKV) -> None:
+        """Add attention over the normalised `hidden` [T, hidden_size] to it; write and read the layer's KV."""
+
+
+class MlpPart(Protocol):
+    """The second half of a layer."""
+
+    def add_to(self, hidden: Tensor) -> None:
+        """Add the MLP of the normalised `hidden` [T, hidden_size] to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Two parts that read one stream of hidden states and add to it, norms included."""
+
+    attention: AttentionPart
+    mlp: MlpPart
+
+
+def attention_spec(group: KVGroup, num_heads: int) -> AttentionSpec:
+    """Return how `num_heads` query heads attend to a KV group.
+
+    Raises `ConfigError` for a group that no kernel can read yet.
+    """
+    if group.kind == "recurrent":
+        raise ConfigError(f"layers {group.layers}: recurrent state is not supported, only keys and values are")
+    if group.value_head_dim != group.head_dim:
+        raise ConfigError(
+            f"layers {group.layers}: keys of {group.head_dim} and values of {group.value_head_dim} dimensions are not "
+            "supported, only equal sizes are"
+        )
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        block_size=group.block_size,
+        scale=group.head_dim**-0.5,
+        window=group.window,
+    )
+
+
+def kv_places(groups: Sequence[KVGroup], specs: Sequence[AttentionSpec]) -> list[KVPlace]:
+    """Return the place of every layer of a model, in the order of its layers."""
+    places = [
+        KVPlace(layer, number, index, spec)
+        for number, (group, spec) in enumerate(zip(groups, specs, strict=True))
+        for index, layer in enumerate(group.layers)
+    ]
+    return sorted(places, key=lambda place: place.layer)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStack:
+    """The weights of a decoder that is an embedding, layers one after the other, a norm and a head."""
+
+    embedding: Tensor  # [vocab_size, hidden_size]
+    layers: tuple[Layer, ...]
+    final_norm: Tensor  # [hidden_size]
+    norm_eps: float
+    lm_head: PackedLinear
+
+
+class LayeredDecoder:
+    """The forward pass of a `LayerStack`. A model's own class reads its configuration and makes the stack."""
+
+    def __init__(
+        self,
+        groups: tuple[KVGroup, ...],
+        specs: tuple[AttentionSpec, ...],
+        stack: LayerStack,
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self.ops = ranks.ops
+        self.kv_groups = groups
+        self.specs = specs
+        self._stack = stack
+        self._ranks = ranks
+        self._device = device
+
+    def forward(self, batch: ModelInput, regions: Sequence[Tensor], stream: KVStream = NO_STREAM) -> Tensor:
+        return self.run_layers(batch.token_ids, self.prepare(batch), regions, stream)
+
+    def prepare(self, batch: ModelInput) -> Batches:
+        return [
+            [
+                self.ops.prepare_batch(
+                    spec,
+                    batch.positions,
+                    batch.query_starts,
+                    batch.context_lens,
+                    table,
+                    table_starts,
+                    device=self._device,
+                )
+                for spec, table, table_starts in zip(self.specs, tables, batch.table_starts, strict=True)
+            ]
+            for tables in batch.stream_tables
+        ]
+
+    def run_layers(
+        self, token_ids: Tensor, batches: Batches, regions: Sequence[Tensor], stream: KVStream = NO_STREAM
+    ) -> Tensor:
+        kv = StepKV(batches, regions, stream)
+        hidden = self.ops.embed(token_ids, self._stack.embedding)  # [T, hidden_size]
+        for layer in self._stack.layers:
+            layer.attention.add_to(hidden, kv)
+            layer.mlp.add_to(hidden)
+            PROGRESS.tick()
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        normed = self.ops.rms_norm(hidden, self._stack.final_norm, self._stack.norm_eps)
+        return self._ranks.logits(normed, self._stack.lm_head)

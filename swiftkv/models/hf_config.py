@@ -1,0 +1,152 @@
+"""Reads the `config.json` of a Hugging Face directory, in the style of any transformers. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from swiftkv.errors import CheckpointError, ConfigError
+from swiftkv.models.config import RopeConfig, RopeType
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+class _Architectures(msgspec.Struct):
+    architectures: list[str] = []
+
+
+class HFConfig(msgspec.Struct):
+    """The keys of `config.json` that decoders share; defaults are those of transformers."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_parameters: dict[str, Any] | None = None  # transformers 5
+    rope_scaling: dict[str, Any] | None = None  # before it, with the next two
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    sliding_window: int | None = 4096
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    eos_token_id: int | list[int] | None = None
+    quantization_config: Any = None
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for key in (*sizes, "max_position_embeddings", "num_key_value_heads", "head_dim", "sliding_window"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ValueError(f"{key}: {value} is not a positive number")
+
+
+class _RopeParameters(msgspec.Struct):
+    """`rope_parameters`, or the older `rope_scaling`."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+_NEEDED_ROPE_KEYS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def read_architectures(file: Path) -> list[str]:
+    """Return the architectures that `config.json` names. Raises as `read_json` does."""
+    return read_json(file, _Architectures).architectures
+
+
+def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
+    """Return the rotary embedding of `raw`, which was read from `file`, in the spelling of any transformers.
+
+    Raises `ConfigError` naming the key.
+    """
+    key = "rope_scaling" if raw.rope_scaling else "rope_parameters"
+    try:
+        rope = msgspec.convert(raw.rope_scaling or raw.rope_parameters or {}, _RopeParameters)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {key}: {error}") from None
+    rope_type: Any = rope.rope_type or rope.type or "default"
+    if rope_type not in get_args(RopeType):
+        raise ConfigError(f"{file}: {key}: rope_type {rope_type!r} is none of {', '.join(get_args(RopeType))}")
+    partial = rope.partial_rotary_factor if rope.partial_rotary_factor is not None else raw.partial_rotary_factor
+    if partial != 1.0:
+        raise ConfigError(f"{file}: partial_rotary_factor: {partial} is not supported, only 1.0 is")
+    # As in transformers, a length beside the rope parameters wins over the one inside.
+    original = (
+        raw.original_max_position_embeddings or rope.original_max_position_embeddings or raw.max_position_embeddings
+    )
+    factor = rope.factor
+    if rope_type == "yarn" and factor is None:
+        factor = raw.max_position_embeddings / original
+    for name in _NEEDED_ROPE_KEYS.get(rope_type, ()):
+        if getattr(rope, name) is None:
+            raise ConfigError(f"{file}: {key}: {name} is missing, rope_type {rope_type} needs it")
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=raw.rope_theta if rope.rope_theta is None else rope.rope_theta,
+        max_position_embeddings=raw.max_position_embeddings,
+        original_max_position_embeddings=original,
+        factor=1.0 if factor is None else factor,
+        low_freq_factor=rope.low_freq_factor or 1.0,
+        high_freq_factor=rope.high_freq_factor or 4.0,
+        attention_factor=rope.attention_factor,
+        beta_fast=rope.beta_fast or 32.0,
+        beta_slow=rope.beta_slow or 1.0,
+        mscale=rope.mscale,
+        mscale_all_dim=rope.mscale_all_dim,
+        truncate=rope.truncate,
+    )
+
+
+def read_eos_token_ids(directory: Path, raw: HFConfig) -> tuple[int, ...]:
+    """Return the tokens that end an answer, by `raw` and by `generation_config.json` if there is one."""
+    file = directory / "generation_config.json"
+    generation = read_json(file, _GenerationConfig) if file.is_file() else _GenerationConfig()
+    ids: list[int] = []
+    for value in (raw.eos_token_id, generation.eos_token_id):
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    # Some configurations name tokens that the model does not have: those cannot end anything.
+    return tuple(token for token in dict.fromkeys(ids) if 0 <= token < raw.vocab_size)
+
+
+def read_json(file: Path, kind: type[_Struct]) -> _Struct:
+    """Decode `file`. Raises `ConfigError` for a key of another type, `CheckpointError` if it cannot be read."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from None

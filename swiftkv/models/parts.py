@@ -1,0 +1,57 @@
+"""The parts that layers are made of. Sizes are those of a rank's part of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swiftkv.kernels.ops import PackedLinear
+from swiftkv.models.decoder import KVPlace, StepKV
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swiftkv.models.parallel import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Rotary attention with grouped heads; keys and queries may be normalised."""
+
+    place: KVPlace
+    ranks: Ranks
+    cos_sin: Tensor  # float32 [max_model_len, head_dim]
+    norm: Tensor  # [hidden_size]
+    norm_eps: float
+    qkv: PackedLinear  # hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    out: PackedLinear  # num_heads * head_dim -> hidden_size
+
+    def add_to(self, hidden: Tensor, kv: StepKV) -> None:
+        ops, place, stream = self.ranks.ops, self.place, kv.stream
+        batch, region = kv.batch(place), kv.regions[place.group]
+        qkv = ops.norm_linear(hidden, self.norm, self.norm_eps, self.qkv)
+        stream.before_write(place.layer)
+        ops.rope_write_kv(
+            qkv, self.cos_sin, self.q_norm, self.k_norm, self.norm_eps, place.spec, batch, region, place.index
+        )
+        stream.after_write(place.layer)
+        attended = ops.attention(qkv, place.spec, batch, region, place.index)  # [T, num_heads * head_dim]
+        stream.after_attention(place.layer)
+        self.ranks.linear_residual(attended, self.out, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """The MLP of Llama: silu(gate) * up, then down."""
+
+    ranks: Ranks
+    norm: Tensor  # [hidden_size]
+    norm_eps: float
+    gate_up: PackedLinear  # hidden_size -> 2 * intermediate_size
+    down: PackedLinear  # intermediate_size -> hidden_size
+
+    def add_to(self, hidden: Tensor) -> None:
+        activated = self.ranks.ops.norm_gate_up_silu(hidden, self.norm, self.norm_eps, self.gate_up)
+        self.ranks.linear_residual(activated, self.down, hidden)

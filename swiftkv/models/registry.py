@@ -1,0 +1,41 @@
+"""Which class runs which architecture of Hugging Face's `config.json`. A model is one file and its lines here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swiftkv.cache.geometry import DTYPE_BYTES
+from swiftkv.errors import ConfigError
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.decoder import Decoder
+from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.hf_config import read_architectures
+from swiftkv.models.weights import RankSlices, num_parameters
+
+DECODERS: dict[str, type[Decoder]] = {
+    "Qwen3ForCausalLM": DenseDecoder,
+    "Qwen2ForCausalLM": DenseDecoder,
+    "LlamaForCausalLM": DenseDecoder,
+    "MistralForCausalLM": DenseDecoder,
+}
+
+
+def read_config(directory: Path) -> DecoderConfig:
+    """Read `config.json` (and the end tokens of `generation_config.json`), in the style of any transformers.
+
+    Raises `ConfigError` naming the key, or the architectures that are supported; `CheckpointError` if there is no
+    readable `config.json`.
+    """
+    file = directory / "config.json"
+    names = read_architectures(file)  # first: other architectures have other keys
+    name = next((name for name in names if name in DECODERS), None)
+    if name is None:
+        found = ", ".join(names) or "none"
+        raise ConfigError(f"{file}: architectures: {found}; supported are {', '.join(DECODERS)}")
+    return DECODERS[name].read_config(name, directory)
+
+
+def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str) -> int:
+    """Count the bytes of a rank's weights in `dtype`, a key of `DTYPE_BYTES`; `config` is the whole model's."""
+    weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, 0, num_ranks))
+    return num_parameters(weights) * DTYPE_BYTES[dtype]

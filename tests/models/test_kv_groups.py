@@ -1,0 +1,98 @@
+"""A model whose layers differ in attention: every KV group has its own region, block table, window and batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.errors import ConfigError
+from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.ops import AnyOps
+from swiftkv.models.batch import ModelInput
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.decoder import attention_spec, kv_places
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
+from tests.support.checkpoints import make_checkpoint
+from tests.support.paged import int32
+
+BLOCK_SIZE, WINDOW = 16, 20
+FULL_LAYERS, WINDOWED_LAYERS = (1, 4), (0, 2, 3)
+LENGTHS = (7, 50, 3, 1, 1)  # of the chunks of one prompt
+
+
+class Hybrid(DecoderConfig):
+    """A dense model's configuration, with the windows that its `layer_types` ask for."""
+
+    def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
+        full = KVGroup(FULL_LAYERS, self.num_kv_heads, self.head_dim, dtype, block_size)
+        return (full, replace(full, layers=WINDOWED_LAYERS, kind="window", window=WINDOW))
+
+    def check_max_model_len(self, max_model_len: int) -> None:
+        pass
+
+
+def hybrid_of(config: DecoderConfig) -> Hybrid:
+    return Hybrid(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> AnyOps:
+    if request.param == "reference":
+        return reference_ops()
+    if select_ops("cpu").name != "cpu":
+        pytest.skip("the C++ kernels do not run on this machine")
+    return cpu_ops()
+
+
+def test_logits_equal_transformers_where_some_layers_have_a_window(ops: AnyOps, tmp_path: Path) -> None:
+    types = ["sliding_attention" if layer in WINDOWED_LAYERS else "full_attention" for layer in range(5)]
+    model = make_checkpoint(
+        tmp_path, "qwen3", num_hidden_layers=5, layer_types=types, sliding_window=WINDOW, use_sliding_window=True
+    )
+    config = hybrid_of(read_config(tmp_path))
+    decoder = load_decoder(config, MappedWeights(tmp_path), torch.float32, "cpu", 128, BLOCK_SIZE, ops)
+    prompt = torch.randint(320, (sum(LENGTHS),), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        expected = model(prompt[None]).logits[0]
+    num_blocks = -(-len(prompt) // BLOCK_SIZE)
+    # All bits set is NaN: a kernel that reads what nobody wrote, or another group's KV, shows it.
+    regions = [torch.full((9 * group.block_bytes,), 0xFF, dtype=torch.uint8) for group in decoder.kv_groups]
+    blocks = [torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:num_blocks] for seed in (1, 2)]
+    tables = [of * group.num_layers for of, group in zip(blocks, decoder.kv_groups, strict=True)]
+    begin = 0
+    for length in LENGTHS:
+        end = begin + length
+        used = -(-end // BLOCK_SIZE)
+        batch = ModelInput(
+            token_ids=prompt[begin:end].int(),
+            positions=torch.arange(begin, end, dtype=torch.int32),
+            query_starts=int32([0, length]),
+            context_lens=int32([end]),
+            stream_tables=(tuple(table[:used].int() for table in tables),),
+            table_starts=(int32([0, used]),) * 2,
+        )
+        logits = decoder.logits(decoder.forward(batch, regions))
+        torch.testing.assert_close(logits, expected[begin:end], atol=1e-4, rtol=0)
+        begin = end
+
+
+def test_every_layer_has_its_place() -> None:
+    config_groups = (KVGroup((1, 4), 2, 16, "float32", 16), KVGroup((0, 2, 3), 2, 16, "float32", 16))
+    specs = [attention_spec(group, 4) for group in config_groups]
+    places = kv_places(config_groups, specs)
+    assert [(place.layer, place.group, place.index) for place in places] == [
+        (0, 1, 0), (1, 0, 0), (2, 1, 1), (3, 1, 2), (4, 0, 1),
+    ]  # fmt: skip
+
+
+def test_what_no_kernel_reads_is_refused_by_name() -> None:
+    group = KVGroup((0, 2), 2, 16, "float32", 16)
+    with pytest.raises(ConfigError, match=r"layers \(0, 2\): keys of 16 and values of 32 dimensions"):
+        attention_spec(replace(group, v_head_dim=32), 4)
+    with pytest.raises(ConfigError, match=r"layers \(0, 2\): recurrent state"):
+        attention_spec(replace(group, kind="recurrent"), 4)
