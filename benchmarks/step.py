@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ import zmq
 
 from swiftkv._core import GroupSpec, StepPlan
 from swiftkv.engine.engine import Engine
+from swiftkv.engine.fence import Fence
 from swiftkv.engine.messages import AddRequest, EngineConfig, SamplingParams
 from swiftkv.models.batch import ModelInput
 from swiftkv.units import PoolBytes
@@ -44,8 +44,8 @@ class ZeroModel:
     def forward(self, plan: StepPlan) -> torch.Tensor:
         return ModelInput.from_plan(plan).token_ids
 
-    def mark(self) -> Callable[[], None]:
-        return lambda: None
+    def fence(self) -> Fence:
+        return Fence(self.device)
 
     def logits(self, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
         return torch.zeros(len(rows), self.vocab_size)

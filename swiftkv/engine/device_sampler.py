@@ -17,7 +17,7 @@ from torch import Tensor
 from swiftkv.engine.logit_edits import LogitEdits
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import GREEDY_BELOW, Outcome, Sampled
+from swiftkv.engine.sampler import GREEDY_BELOW, FinishedSample, PendingSample, Sampled
 from swiftkv.engine.token_counts import TokenCounts
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.host_copies import download, upload
@@ -55,6 +55,20 @@ class _Found:
         parts = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         rows = zip(*(part.tolist() for part in parts), self.top_counts, strict=True)
         return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A `PendingSample`: tokens on their way to the host."""
+
+    drawn: Tensor  # int32 [2, R]: token ids, and whether their logits were broken
+    rows: Sequence[int]  # those that asked for log-probabilities
+    found: _Found | None
+
+    def result(self) -> Sampled:
+        entries = [] if self.found is None else self.found.entries()
+        logprobs = dict(zip(self.rows, entries, strict=True))
+        return Sampled(self.drawn[0].numpy(), logprobs, self.drawn[1].numpy().astype(np.bool_))
 
 
 class DeviceSampler:
@@ -100,9 +114,9 @@ class DeviceSampler:
     def release(self, request_id: int) -> None:
         self._counts.release(request_id)
 
-    def sample(self, logits: Tensor, slots: _Int32Array, positions: _Int32Array) -> Outcome:
+    def sample(self, logits: Tensor, slots: _Int32Array, positions: _Int32Array) -> PendingSample:
         if not len(slots):
-            return lambda: Sampled(np.empty(0, np.int32), {}, np.empty(0, np.bool_))
+            return FinishedSample(Sampled(np.empty(0, np.int32), {}, np.empty(0, np.bool_)))
         flags = self._flags[slots]
         device_slots, device_positions = upload(np.stack((slots, positions)), self._device)
         asked = np.flatnonzero(flags & _LOGPROBS)
@@ -118,15 +132,9 @@ class DeviceSampler:
         self._last_token_ids.index_copy_(0, device_slots.long(), draw.token_ids)
         drawn = download(torch.stack((draw.token_ids, draw.is_broken.int())))
         if asked_rows is None or raw_logits is None:
-            return lambda: Sampled(drawn[0].numpy(), {}, drawn[1].numpy().astype(np.bool_))
+            return _Drawn(drawn, [], None)
         counts = self._logprob_counts[slots[asked]].tolist()
-        found = _Found.of(raw_logits, draw.token_ids.index_select(0, asked_rows), counts)
-
-        def outcome() -> Sampled:
-            logprobs = dict(zip(asked.tolist(), found.entries(), strict=True))
-            return Sampled(drawn[0].numpy(), logprobs, drawn[1].numpy().astype(np.bool_))
-
-        return outcome
+        return _Drawn(drawn, asked.tolist(), _Found.of(raw_logits, draw.token_ids.index_select(0, asked_rows), counts))
 
     def retract(self, slots: _Int32Array, token_ids: _Int32Array) -> None:
         self._counts.retract(slots, token_ids)

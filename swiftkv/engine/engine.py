@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +15,7 @@ import torch
 import zmq
 
 from swiftkv._core import StepPlan, StepResult
+from swiftkv.engine.fence import Fence
 from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs, PromptPart
 from swiftkv.engine.messages import (
@@ -36,7 +36,7 @@ from swiftkv.engine.messages import (
 )
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.engine.sampler import Outcome, Sampled, open_sampler
+from swiftkv.engine.sampler import PendingSample, Sampled, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.errors import TransferError
 from swiftkv.progress import PROGRESS
@@ -57,9 +57,9 @@ class _Launched:
     """A step that the device computes."""
 
     plan: StepPlan
-    wait: Callable[[], None]  # until it has
+    fence: Fence
     prompt_parts: list[PromptPart]
-    outcome: Outcome
+    sample: PendingSample
 
 
 class Engine:
@@ -152,21 +152,21 @@ class Engine:
         except TransferError as error:
             logger.warning("the step is computed again: %s", error)
             self._finish()
-            self._runner.mark()()
+            self._runner.fence().wait()
             self._lending.transfer_failed(plan, error.links)
             return
         prompt_parts = self._collect_prompt_logprobs(plan, hidden)
-        outcome = self._sample(plan, hidden)
-        self._launched.append(_Launched(plan, self._runner.mark(), prompt_parts, outcome))
+        sample = self._sample(plan, hidden)
+        self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample))
 
     def _finish(self, but: int = 0) -> None:
         """Wait for the steps that were launched, `but` the last ones, and tell what came of them."""
         while len(self._launched) > but:
             step = self._launched.popleft()
-            step.wait()  # also without tokens: what the step used may be lent after it
+            step.fence.wait()  # also without tokens: what the step used may be lent after it
             if self._runner.layer_stream is not None and step.plan.has_copies:
                 self._runner.layer_stream.step_ended()
-            sampled = step.outcome()
+            sampled = step.sample.result()
             result = self._scheduler.commit(np.where(sampled.broken, np.int32(-1), sampled.token_ids))
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)
             self._lending.demand_changed()
@@ -179,7 +179,7 @@ class Engine:
             plan.request_ids, plan.query_starts, plan.context_lens, lambda rows: self._runner.logits(hidden, rows)
         )
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Outcome:
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> PendingSample:
         rows = plan.logits_rows
         return self._sampler.sample(
             self._runner.logits(hidden, rows), plan.row_slots[plan.logits_seqs], plan.positions[rows] + np.int32(1)

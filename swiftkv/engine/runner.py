@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from swiftkv.cache.geometry import (
 )
 from swiftkv.cache.pool import Pool
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
+from swiftkv.engine.fence import Fence
 from swiftkv.engine.memory import kv_bytes_on_host
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
@@ -46,7 +47,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, communicator: Communicator = ALONE) -> None:
-        """With other ranks in `communicator`: this rank's part of the weights, and the KV of its heads."""
+        """Load the model, or with other ranks in `communicator` this rank's part of it, and allocate its KV."""
         path = Path(config.path)
         model_config = read_config(path)
         groups = model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
@@ -56,7 +57,7 @@ class ModelRunner:
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        """Of each row slot, what was sampled for it last: whoever samples writes it, in order with the steps."""
+        """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
         self._config = config
         self._communicator = communicator
         on_gpu = self.device.type == "cuda"
@@ -87,7 +88,7 @@ class ModelRunner:
             GroupSpec(g.num_layers, self.num_blocks, g.window, g.layer_block_bytes, region.base_offset_bytes)
             for g, region in zip(groups, self.pool.regions, strict=True)
         ]
-        self._regions = [self.pool.region_tensor(index).flatten() for index in range(len(groups))]
+        self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
         self.decode_graphs: DecodeGraphs[DecodeInputs] | None = None
         if on_gpu and self.kernels == "triton" and communicator.size == 1:  # sums of several ranks cannot be captured
             with torch.inference_mode():
@@ -98,16 +99,16 @@ class ModelRunner:
             self.pool.prefault()
 
     def stream_through(self, transport: Transport) -> None:
-        """From now on plans may name blocks that lie in peers' pools, reached through `transport`."""
+        """Let plans from now on name blocks that lie in peers' pools, reached through `transport`."""
         self.layer_stream = LayerStream(transport, self._groups)
         if self.decode_graphs is not None:
             with torch.inference_mode():
                 capture_streaming(self._config, self.decode_graphs, self.layer_stream, transport)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
+        """Return hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
 
-        On a GPU that is when it has come so far: the host waits for nothing, and may ask for the next step at once.
+        On a GPU all of it happens later: the host waits for nothing, and may ask for the next step at once.
 
         Raises `TransferError` if a copy failed: nothing of the step counts, and none of its copies is in flight.
         """
@@ -129,16 +130,12 @@ class ModelRunner:
         with self.layer_stream.step(plan) as stream:
             return self._model.forward(batch, self._regions, stream)
 
-    def mark(self) -> Callable[[], None]:
-        """What waits until all that was asked for so far is computed and copied."""
-        if self.device.type != "cuda":
-            return lambda: None
-        event = torch.cuda.Event(blocking=True)  # the processor has other engines to serve
-        event.record(torch.cuda.current_stream(self.device))
-        return event.synchronize
+    def fence(self) -> Fence:
+        """Mark all that was asked for so far, to wait for it."""
+        return Fence(self.device)
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
-        """float32 [R, vocab] of the given rows of `hidden`."""
+        """Return float32 [R, vocab] for the given rows of `hidden`."""
         if isinstance(rows, slice):
             return self._model.logits(hidden[rows])
         if not len(rows):
@@ -158,9 +155,9 @@ def _out_of_memory_is_a_mistake(device: torch.device) -> Iterator[None]:
 
 
 def _check_room(config: EngineConfig, groups: Sequence[KVGroup], kv_bytes: int) -> None:
-    """One sequence of `max_model_len` must fit in the pool and in all that lenders have, whatever they lend now.
+    """Raise `ConfigError` unless a sequence of `max_model_len` fits in the pool and in all that lenders have.
 
-    Raises `ConfigError`.
+    It does not matter how much they lend now.
     """
     num_blocks = blocks_in_pool(kv_bytes, groups)
     links = [link for peer in (config.lending.lenders if config.lending else []) for link in peer.links]

@@ -9,7 +9,7 @@ penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depend
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,8 +41,21 @@ class Sampled:
     broken: npt.NDArray[np.bool_]  # [R] logits that are not finite, or forbid every token: the token means nothing
 
 
-Outcome = Callable[[], Sampled]
-"""Of sampling that a device was asked for: to be called once the device has come past it."""
+class PendingSample(Protocol):
+    """Sampling that a device was asked for."""
+
+    def result(self) -> Sampled:
+        """Return the tokens. Call only after the device has finished the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSample:
+    """A `PendingSample` that was computed at once."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        return self.sampled
 
 
 class TokenSampler(Protocol):
@@ -61,7 +74,9 @@ class TokenSampler(Protocol):
     def release(self, request_id: int) -> None:
         """The request has ended."""
 
-    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Outcome:
+    def sample(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> PendingSample:
         """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
 
         `positions [R]` are those that the sampled tokens will have.
@@ -136,11 +151,13 @@ class Sampler:
     def release(self, request_id: int) -> None:
         self._counts.release(request_id)
 
-    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Outcome:
+    def sample(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> PendingSample:
         sampled = self._sample(logits, slots, positions)
         rows = torch.from_numpy(slots).to(self._device, torch.int64)
         self._last_token_ids.index_copy_(0, rows, torch.from_numpy(sampled.token_ids).to(self._device))
-        return lambda: sampled
+        return FinishedSample(sampled)
 
     def _sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
         if not np.any(self._flags[slots]):

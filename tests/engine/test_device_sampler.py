@@ -46,7 +46,7 @@ def test_both_samplers_say_the_same_through_preemption_and_retraction() -> None:
             sampler.seat(slot, request)
     for step in range(4):
         positions = np.full(len(slots), 4 + step, np.int32)
-        expected, sampled = (sampler.sample(logits_of(step), slots, positions)() for sampler in both)
+        expected, sampled = (sampler.sample(logits_of(step), slots, positions).result() for sampler in both)
         assert sampled.token_ids.tolist() == expected.token_ids.tolist()
         assert not sampled.broken.any()
         assert list(sampled.logprobs) == list(expected.logprobs)
@@ -75,5 +75,5 @@ def test_rows_without_a_token_are_told() -> None:
         for slot in range(3):
             sampler.seat(slot, make_request(slot, [0], temperature=float(slot > 0)))
         sampler.seat(3, make_request(3, [0], min_tokens=1, stop_token_ids=list(range(VOCAB))))
-        assert sampler.sample(logits.clone(), slots, positions)().broken.tolist() == [True, False, True, True]
-        assert not len(sampler.sample(logits[:0], slots[:0], positions[:0])().token_ids)
+        assert sampler.sample(logits.clone(), slots, positions).result().broken.tolist() == [True, False, True, True]
+        assert not len(sampler.sample(logits[:0], slots[:0], positions[:0]).result().token_ids)

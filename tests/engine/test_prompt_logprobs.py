@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import zmq
 
 from swiftkv._core import StepPlan
 from swiftkv.engine.engine import Engine
+from swiftkv.engine.fence import Fence
 from swiftkv.engine.messages import EngineConfig, Shutdown
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.messages import Accept, Detached, LendingSpec, LinkGeometry, Offer, PeerSpec
@@ -86,21 +87,22 @@ class UnluckyRunner(ModelRunner):
         self._is_ending = True
         return hidden
 
-    def mark(self) -> Callable[[], None]:
-        """Return a wait for the device; one that is slower to end the step than the system is to tell of a death."""
-        wait, is_ending, self._is_ending = super().mark(), self._is_ending, False
-        return _wait_until_nothing_is_held(self._config) if is_ending else wait
+    def fence(self) -> Fence:
+        """Return a fence, which is slower to end the step than the system is to tell of a death."""
+        is_ending, self._is_ending = self._is_ending, False
+        return SlowFence(self._config) if is_ending else super().fence()
 
 
-def _wait_until_nothing_is_held(config: EngineConfig) -> Callable[[], None]:
-    assert config.lending is not None
-    address = config.lending.leases_address
+class SlowFence(Fence):
+    """A fence that waits until nothing is borrowed any more."""
 
-    def wait() -> None:
-        with closing(Admin(address)) as admin:
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.lending is not None
+        self._address = config.lending.leases_address
+
+    def wait(self) -> None:
+        with closing(Admin(self._address)) as admin:
             admin.wait_for(lambda state: held(state) == [0])
-
-    return wait
 
 
 class EngineThread(EngineClient):

@@ -228,7 +228,7 @@ def test_tokens_are_those_of_the_cpu_sampler(all_params: list[dict[str, object]]
     for step in range(3):
         logits = 3 * torch.randn(len(requests), VOCAB, generator=generator)
         slots, positions = np.arange(len(requests), dtype=np.int32), np.full(len(requests), 4 + step, np.int32)
-        token_ids = expected.sample(logits.clone(), slots, positions)().token_ids
+        token_ids = expected.sample(logits.clone(), slots, positions).result().token_ids
         assert kernels.sample(logits.clone(), int32(positions)) == token_ids.tolist()
 
 

@@ -70,7 +70,7 @@ def sample() -> None:
     for slot, params in enumerate(PARAMS):
         sampler.seat(slot, make_request(slot, [1, 2, 3], **params))
     slots = np.arange(len(PARAMS), dtype=np.int32)
-    sampler.sample(torch.zeros(len(PARAMS), VOCAB), slots, np.full(len(PARAMS), 3, np.int32))()
+    sampler.sample(torch.zeros(len(PARAMS), VOCAB), slots, np.full(len(PARAMS), 3, np.int32)).result()
 
 
 def forward(directory: Path, block_size: int) -> None:
