@@ -28,7 +28,7 @@ MAX_EXTENT_WASTE = Fraction(1, 100)
 
 
 KVKind = Literal["full", "window", "recurrent"]
-"""What a layer keeps: all keys and values, those of the last tokens, or (reserved) a state of fixed size."""
+"""The state that a layer keeps: all keys and values, those of the last tokens, or (reserved) a state of fixed size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Extent:
 
     @property
     def wasted_bytes(self) -> int:
-        """What is left behind the last of the borrower's blocks."""
+        """The bytes behind the last of the borrower's blocks, which nobody uses."""
         return self.num_bytes - self.meu_m * self.borrower_block_bytes
 
     @property

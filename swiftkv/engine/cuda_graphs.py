@@ -43,7 +43,7 @@ Inputs = TypeVar("Inputs")
 
 
 class DecodeModel(Protocol[Inputs]):
-    """What is captured: a model's step over tensors that stay where they are."""
+    """A model whose decode step can be captured: it runs over tensors that stay where they are."""
 
     def inputs(self, num_seqs: int, num_entries: int, num_tables: int) -> Inputs:
         """Tensors for any decode step of at most `num_seqs` sequences with `num_entries` blocks in all; no step yet.
@@ -267,7 +267,7 @@ class DecodeGraphs(Generic[Inputs]):
         return replay
 
     def _reserved_bytes(self) -> int:
-        """Of the device's memory, by this process, without what is kept for later, which each capture gives back."""
+        """Return the bytes of the device that this process holds, after giving back those that torch only caches."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)

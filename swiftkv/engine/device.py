@@ -1,4 +1,4 @@
-"""What an engine on a GPU does before it serves: finds out how much memory is left for KV, and captures its graphs."""
+"""The start of an engine on a GPU: find out how much memory is left for KV, and capture the CUDA graphs."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def capture_graphs(
 def capture_streaming(
     config: EngineConfig, graphs: DecodeGraphs[DecodeInputs], layer_stream: LayerStream, transport: Transport
 ) -> None:
-    """Of decode steps that copy borrowed KV over `transport`, in inference mode, in what is left of `GRAPH_BYTES`.
+    """Capture decode steps that copy borrowed KV over `transport`, in inference mode, in the rest of `GRAPH_BYTES`.
 
-    None, unless kernels do the copies: a copy engine's cannot be given other addresses, and a peer that is not mapped
-    has none.
+    Capture nothing unless kernels do the copies: a captured copy-engine transfer keeps its addresses, and a peer that
+    is not mapped has no address.
     """
     from swiftkv.engine.cuda_graphs import graph_sizes
     from swiftkv.master.graph_stream import GraphStream

@@ -59,7 +59,7 @@ class FinishedSample:
 
 
 class TokenSampler(Protocol):
-    """What the step loop needs of a sampler. Rows of a step belong to the requests in their slots.
+    """A sampler, as the step loop uses it. Rows of a step belong to the requests in their slots.
 
     A sampler writes what it samples for a slot to `last_token_ids` (int32 [max_num_seqs], where the logits are), in
     order with the rest of the step.
@@ -88,7 +88,7 @@ class TokenSampler(Protocol):
     def token_logprobs(
         self, logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """Of `token_ids [N]` under `logits [N, vocab]`, with the `top_counts[i]` likeliest tokens of row i."""
+        """Return logprobs of `token_ids` [N] under `logits` [N, vocab], and the `top_counts[i]` likeliest of row i."""
 
 
 def open_sampler(kernels: str, vocab_size: int, last_token_ids: torch.Tensor) -> TokenSampler:
@@ -184,7 +184,7 @@ class Sampler:
     def _sample_slice(
         self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
     ) -> Sampled:
-        """What `sample` does, for so few rows that what it writes down in between stays in the processor's cache."""
+        """Sample as `sample` does, for so few rows that intermediate results stay in the processor's cache."""
         flags = self._flags[slots]
         edited, penalised, drawn, asked = (
             np.flatnonzero(flags & flag) for flag in (_EDITED, _PENALISED, _DRAWN, _LOGPROBS)
@@ -318,7 +318,7 @@ def _mix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _is_broken(largest: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """Of rows with the largest logits `largest [R]`, which a NaN or an infinity anywhere shows in."""
+    """Return which rows are broken, by their largest logits [R]: a NaN or an infinity anywhere shows there."""
     broken: npt.NDArray[np.bool_] = (~torch.isfinite(largest)).to("cpu").numpy()
     return broken
 

@@ -1,4 +1,4 @@
-"""Which class runs which architecture of Hugging Face's `config.json`. A model is one file and its lines here."""
+"""The classes that run the architectures of Hugging Face's `config.json`. A model is one file and its lines here."""
 
 from __future__ import annotations
 

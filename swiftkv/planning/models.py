@@ -16,7 +16,7 @@ from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What is known of one model before it starts. Bytes are exact, and of one rank, as are `groups`."""
+    """The figures of one model that are known before it starts. Bytes and `groups` are exact, and of one rank."""
 
     name: str
     role: str
