@@ -51,6 +51,14 @@ def test_every_link_between_documents_leads_somewhere(document: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_documents_name_files_that_exist(document: Path) -> None:
+    """Paths count from the repository or from the package."""
+    named = set(re.findall(r"(?<![\w/])((?:\w+/)*\w+\.(?:py|cpp|yaml))(?!\w)", document.read_text()))
+    bases = (ROOT, ROOT / "swiftkv")
+    assert [path for path in sorted(named) if not any((base / path).exists() for base in bases)] == []
+
+
 def test_the_glossary_has_one_line_a_word_in_alphabetical_order() -> None:
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| <a id=")]
     words = [re.sub(r"<[^>]*>", "", row.split("|")[1]).strip().lower() for row in rows]
