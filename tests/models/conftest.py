@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.ops import AnyOps
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -13,3 +16,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> AnyOps:
+    """Run a test on plain torch, and on the C++ kernels where this machine can."""
+    if request.param == "reference":
+        return reference_ops()
+    if select_ops("cpu").name != "cpu":
+        pytest.skip("the C++ kernels do not run on this machine")
+    return cpu_ops()

@@ -10,7 +10,6 @@ import torch
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
-from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.config import DecoderConfig
@@ -38,15 +37,6 @@ class Hybrid(DecoderConfig):
 
 def hybrid_of(config: DecoderConfig) -> Hybrid:
     return Hybrid(**{field.name: getattr(config, field.name) for field in fields(config)})
-
-
-@pytest.fixture(params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> AnyOps:
-    if request.param == "reference":
-        return reference_ops()
-    if select_ops("cpu").name != "cpu":
-        pytest.skip("the C++ kernels do not run on this machine")
-    return cpu_ops()
 
 
 def test_logits_equal_transformers_where_some_layers_have_a_window(ops: AnyOps, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.dispatch import cpu_ops, select_ops
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
@@ -68,15 +68,6 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"arch": "mistral"},
     "mistral-wide-window": {"arch": "mistral", "sliding_window": 128, "num_key_value_heads": 4},
 }
-
-
-@pytest.fixture(params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> AnyOps:
-    if request.param == "reference":
-        return reference_ops()
-    if select_ops("cpu").name != "cpu":
-        pytest.skip("the C++ kernels do not run on this machine")
-    return cpu_ops()
 
 
 @pytest.fixture(scope="module")

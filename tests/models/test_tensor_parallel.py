@@ -38,15 +38,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> AnyOps:
-    if request.param == "reference":
-        return reference_ops()
-    if select_ops("cpu").name != "cpu":
-        pytest.skip("the C++ kernels do not run on this machine")
-    return cpu_ops()
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
     """Make the checkpoint of a case at its first use: (directory, oracle)."""
