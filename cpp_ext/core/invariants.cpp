@@ -7,7 +7,6 @@
 #include "kv_cache.h"
 #include "prefix_index.h"
 #include "scheduler.h"
-#include "scheduler_request.h"
 
 namespace swiftkv {
 
@@ -202,8 +201,8 @@ void Scheduler::check_invariants() const {
     check_that(running_.size() + waiting_.size() == requests_.size(), "every request runs or waits");
     std::vector<int> wanted(cache_.num_groups());
     for (const Request* r : waiting_)
-        for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += blocks_wanted(*r, g);
-    check_that(wanted == waiting_blocks_, "what waiting requests want is counted");
+        for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += demand_.blocks_wanted(*r, g);
+    check_that(wanted == demand_.waiting_blocks(), "what waiting requests want is counted");
     cache_.check(tables, keys);
 }
 

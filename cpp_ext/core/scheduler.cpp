@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "../common/check.h"
-#include "scheduler_request.h"
 
 namespace swiftkv {
 
@@ -22,6 +21,17 @@ constexpr int kMaxPromotedBlocks = 32;
 
 bool Scheduler::Order::operator()(const Request* a, const Request* b) const {
     return std::tie(a->priority, a->arrival) < std::tie(b->priority, b->arrival);
+}
+
+Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links,
+                     std::vector<Link> borrow_links)
+    : limits_(limits),
+      cache_((check_setup(groups, limits, lend_links, borrow_links), groups), limits.block_size, lend_links,
+             borrow_links),
+      demand_(cache_, limits_),
+      writer_(cache_, limits_) {
+    for (int slot = limits_.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+    std::make_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
 }
 
 // ---- requests come and go ----
@@ -46,19 +56,19 @@ void Scheduler::add_request(const NewRequest& n) {
     }
     Request& request = *requests_.emplace(n.id, std::move(r)).first->second;
     enqueue(request);
-    note_length(request);
-    note_demand();
+    demand_.note_length(request);
+    demand_.note(num_running());
 }
 
 void Scheduler::enqueue(Request& r) noexcept {
     waiting_.insert(&r);
-    for (int g = 0; g < cache_.num_groups(); ++g) waiting_blocks_[g] += blocks_wanted(r, g);
+    demand_.add_waiting(r);
 }
 
 void Scheduler::dequeue(Request& r) {
     ensure(waiting_.erase(&r) == 1, "a request that stops waiting waited");
     r.stuck_since_s = -1;
-    for (int g = 0; g < cache_.num_groups(); ++g) waiting_blocks_[g] -= blocks_wanted(r, g);
+    demand_.remove_waiting(r);
 }
 
 bool Scheduler::has_work() const {
@@ -163,7 +173,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
         }
         admit_waiting(now_s);
     }
-    note_demand();
+    demand_.note(num_running());
     cache_.forget_idle_moves();
 
     if (!step_.empty() || cache_.has_copies()) return open_step();
@@ -182,11 +192,15 @@ bool Scheduler::can_plan_ahead() const {
 }
 
 std::unique_ptr<StepPlan> Scheduler::open_step() {
-    std::unique_ptr<StepPlan> plan = write_plan();
+    std::unique_ptr<StepPlan> plan = writer_.write(step_, admitted_, std::exchange(preempted_, {}));
+    for (const Request* r : admitted_) {
+        prefix_query_tokens_total_ += r->prompt_len;
+        prefix_hit_tokens_total_ += r->num_cached;
+    }
     for (StepRow& row : step_) {
         const Request& r = *row.request;
         row.request->is_in_step = false;
-        if (borrows_) row.arrivals = cache_.arrivals(r.table, ceil_div(r.num_planned(), limits_.block_size));
+        if (cache_.can_borrow()) row.arrivals = cache_.arrivals(r.table, ceil_div(r.num_planned(), limits_.block_size));
     }
     open_.push_back({std::exchange(step_, {}), cache_.has_copies()});
     admitted_.clear();
@@ -259,7 +273,7 @@ bool Scheduler::admit(Request& r, int token_budget) {
         const std::span<const BlockKey> keys(r.keys);
         r.num_computed = cache_.acquire_prefix(r.table, keys.first(max_match_blocks(r))) * limits_.block_size;
     }
-    const int borrowed_hits = borrows_ ? cache_.count_borrowed(r.table) : 0;
+    const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
     const int n = limits_.enable_chunked_prefill ? std::min(r.num_remaining(), token_budget) : r.num_remaining();
     // The whole prompt must fit, beside a next block for each that runs: who is admitted should not be preempted soon.
     const int spare = static_cast<int>(running_.size());

@@ -9,24 +9,15 @@
 #include <unordered_map>
 #include <vector>
 
+#include "demand.h"
 #include "kv_cache.h"
 #include "plan.h"
+#include "plan_writer.h"
+#include "request.h"
+#include "scheduler_limits.h"
 #include "types.h"
 
 namespace swiftkv {
-
-struct SchedulerLimits {
-    int block_size;
-    int max_num_seqs;
-    int max_num_batched_tokens;
-    int max_model_len;
-    bool enable_prefix_caching;
-    bool enable_chunked_prefill;
-    int stream_buffers = 2;  // at most
-
-    // That it holds at most.
-    int blocks_for_one_sequence(const GroupSpec& spec) const;
-};
 
 struct NewRequest {
     RequestId id;
@@ -50,7 +41,6 @@ class Scheduler {
     // and all links together can hold.
     Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links = {},
               std::vector<Link> borrow_links = {});
-    ~Scheduler();
     Scheduler(const Scheduler&) = delete;
     Scheduler& operator=(const Scheduler&) = delete;
 
@@ -88,17 +78,8 @@ class Scheduler {
     void reset_prefix_cache();
 
   private:
-    struct Request;
     struct Order {
         bool operator()(const Request* a, const Request* b) const;
-    };
-    struct StepRow {
-        Request* request;  // null: does not count any more
-        RequestId id;
-        int num_tokens;
-        bool samples;
-        bool is_dropped = false;                             // the request goes on without it
-        std::vector<std::pair<int, BlockId>> arrivals = {};  // as in KvCache
     };
     struct Step {
         std::vector<StepRow> rows;
@@ -134,21 +115,10 @@ class Scheduler {
     void dequeue(Request& request);
     bool could_hold(const Request& request) const;  // if it were alone
     bool is_stuck(Request& request, double now_s);
-    int blocks_wanted(const Request& request, int group) const;
-    GroupDemand demand(int group) const;
-    void note_demand();
-    void note_length(const Request& request);
+    int num_running() const { return static_cast<int>(running_.size()); }
     std::vector<BlockTable*> running_tables();
     void check_is_open(const char* what) const;
     int max_match_blocks(const Request& request) const;
-
-    std::unique_ptr<StepPlan> write_plan();
-    void write_row(StepPlan& plan, const StepRow& row) const;
-    struct Streamed;
-    Streamed streamed_blocks(const StepPlan& plan, int group) const;
-    void write_streams(StepPlan& plan) const;
-    void write_stream(StepPlan& plan, int group, int buffer, const Streamed& streamed) const;
-    void write_copies(StepPlan& plan) const;
 
     FinishReason commit_row(const StepRow& row, TokenId token);
     void commit_computed(const StepRow& row);
@@ -160,15 +130,14 @@ class Scheduler {
 
     mutable std::mutex mutex_;  // held by every public function
     SchedulerLimits limits_;
-    bool borrows_;
     KvCache cache_;
+    Demand demand_;
+    PlanWriter writer_;
     std::unordered_map<RequestId, std::unique_ptr<Request>> requests_;
     std::set<Request*, Order> waiting_;
     std::vector<Request*> running_;  // in Order
     std::vector<int> free_slots_;    // a heap: lowest first
     uint64_t num_arrived_ = 0;
-    std::vector<int> waiting_blocks_;  // per group, what waiting requests want
-    std::vector<GroupDemand> demand_;  // per group, peaks
 
     std::deque<Step> open_;           // in progress, the oldest first
     bool must_commit_ = false;        // before anything else is planned

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "scheduler.h"
-#include "scheduler_request.h"
 
 namespace swiftkv {
 
@@ -90,7 +89,7 @@ FinishReason Scheduler::append_token(Request& r, TokenId token) {
     r.tokens.push_back(token);
     const FinishReason reason = finish_reason(r);
     if (reason != FinishReason::kRunning) {
-        note_length(r);
+        demand_.note_length(r);
         end(r);
     } else if (limits_.enable_prefix_caching) {
         extend_keys(r.keys, r.root_key, r.tokens, limits_.block_size);

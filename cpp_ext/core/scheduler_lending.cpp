@@ -4,7 +4,6 @@
 
 #include "../common/check.h"
 #include "scheduler.h"
-#include "scheduler_request.h"
 
 namespace swiftkv {
 
@@ -31,7 +30,7 @@ std::vector<BlockTable*> Scheduler::running_tables() {
 std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
     const std::lock_guard lock(mutex_);
     // What a step in progress moves may be cached already.
-    return cache_.lend(lend_link, max_extents, !borrows_ || open_.empty());
+    return cache_.lend(lend_link, max_extents, !cache_.can_borrow() || open_.empty());
 }
 
 void Scheduler::take_back(int lend_link, std::span<const int32_t> extents) {
@@ -81,46 +80,14 @@ bool Scheduler::reads_lost(const StepRow& row) const {
                        [&](const auto& arrival) { return cache_.is_lost(arrival.first, arrival.second); });
 }
 
-// To the end of what it has, and the block that it then grows into.
-int Scheduler::blocks_wanted(const Request& r, int g) const {
-    const int whole = ceil_div(r.num_tokens(), limits_.block_size) + 1;
-    return std::min(whole, limits_.blocks_for_one_sequence(cache_.spec(g)));
-}
-
-GroupDemand Scheduler::demand(int g) const {
-    const BlockPool& pool = cache_.pool(g);
-    const auto local = [&](BlockState state) { return pool.count(Place::kLocal, state); };
-    const int used = local(BlockState::kUsed) + local(BlockState::kInFlight);
-    const int total = used + waiting_blocks_[g] + static_cast<int>(running_.size());
-    const int capacity = pool.num_local() - local(BlockState::kLent) + pool.num_held();
-    return {.total_peak = std::max(demand_[g].total_peak, total),
-            .longest = demand_[g].longest,
-            .total_now = total,
-            .shortfall = std::max(0, total - capacity)};
-}
-
-void Scheduler::note_demand() {
-    for (int g = 0; g < cache_.num_groups(); ++g) demand_[g] = demand(g);
-}
-
-void Scheduler::note_length(const Request& r) {
-    for (int g = 0; g < cache_.num_groups(); ++g)
-        demand_[g].longest = std::max(demand_[g].longest, blocks_wanted(r, g));
-}
-
 std::vector<GroupDemand> Scheduler::take_demand() {
     const std::lock_guard lock(mutex_);
-    note_demand();
-    std::vector<GroupDemand> taken = demand_;
-    demand_.assign(cache_.num_groups(), {});
-    return taken;
+    return demand_.take(num_running());
 }
 
 bool Scheduler::is_short() const {
     const std::lock_guard lock(mutex_);
-    for (int g = 0; g < cache_.num_groups(); ++g)
-        if (cache_.pool(g).count(Place::kLocal, BlockState::kLent) > 0 && demand(g).shortfall > 0) return true;
-    return false;
+    return demand_.is_short(num_running());
 }
 
 }  // namespace swiftkv

@@ -41,7 +41,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 
 POOL, CACHE, CACHE_LENDING = "core/block_pool.cpp", "core/kv_cache.cpp", "core/kv_cache_lending.cpp"
 SCHEDULER, COMMIT, LENDING = "core/scheduler.cpp", "core/scheduler_commit.cpp", "core/scheduler_lending.cpp"
-PLAN, TREE, SET = "core/scheduler_plan.cpp", "core/prefix_index.cpp", "core/free_set.h"
+PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
 MUTANTS = [

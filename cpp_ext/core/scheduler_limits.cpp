@@ -1,12 +1,9 @@
-// Which schedulers there can be: sizes that no later sum or product overflows, and room for one sequence.
+#include "scheduler_limits.h"
+
 #include <algorithm>
-#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <string>
-
-#include "scheduler.h"
-#include "scheduler_request.h"
 
 namespace swiftkv {
 
@@ -87,6 +84,8 @@ void check_count_of_blocks(const std::vector<GroupSpec>& groups, const std::vect
     require(total < kMaxInt32 / 2, "all groups and borrow links together have more blocks than an int32 can count");
 }
 
+}  // namespace
+
 void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
                  const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links) {
     require(!groups.empty(), "a scheduler needs at least one KV group");
@@ -110,8 +109,6 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
     }
 }
 
-}  // namespace
-
 int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
     const int whole = ceil_div(max_model_len, block_size);
     if (spec.window == 0 || !enable_chunked_prefill) return whole;
@@ -119,19 +116,5 @@ int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
         int64_t{ceil_div(spec.window, block_size)} + ceil_div(max_num_batched_tokens, block_size) + 1;
     return static_cast<int>(std::min<int64_t>(whole, visible));
 }
-
-Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links,
-                     std::vector<Link> borrow_links)
-    : limits_(limits),
-      borrows_(!borrow_links.empty()),
-      cache_((check_setup(groups, limits, lend_links, borrow_links), groups), limits.block_size, lend_links,
-             borrow_links),
-      waiting_blocks_(groups.size()),
-      demand_(groups.size()) {
-    for (int slot = limits_.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
-    std::make_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
-}
-
-Scheduler::~Scheduler() = default;
 
 }  // namespace swiftkv

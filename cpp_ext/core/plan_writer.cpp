@@ -1,36 +1,34 @@
-// A scheduled step as flat arrays.
+#include "plan_writer.h"
+
 #include <algorithm>
 #include <unordered_map>
 #include <utility>
 
 #include "../common/check.h"
-#include "scheduler.h"
-#include "scheduler_request.h"
 
 namespace swiftkv {
 
-std::unique_ptr<StepPlan> Scheduler::write_plan() {
+std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::span<Request* const> admitted,
+                                            std::vector<RequestId> preempted) const {
     auto plan = std::make_unique<StepPlan>();
     plan->query_starts.push_back(0);
     plan->block_tables.assign(1, std::vector<std::vector<int32_t>>(cache_.num_groups()));
     plan->table_starts.assign(cache_.num_groups(), {0});
-    for (const StepRow& row : step_) write_row(*plan, row);
-    for (const Request* r : admitted_) {
+    for (const StepRow& row : rows) write_row(*plan, row);
+    for (const Request* r : admitted) {
         plan->new_request_ids.push_back(r->id);
         plan->new_cached_tokens.push_back(r->num_cached);
-        prefix_query_tokens_total_ += r->prompt_len;
-        prefix_hit_tokens_total_ += r->num_cached;
     }
-    plan->preempted_request_ids = std::exchange(preempted_, {});
+    plan->preempted_request_ids = std::move(preempted);
     plan->copies.resize(cache_.num_groups());
-    if (borrows_) {
-        write_streams(*plan);
+    if (cache_.can_borrow()) {
+        write_streams(*plan, rows);
         write_copies(*plan);
     }
     return plan;
 }
 
-void Scheduler::write_row(StepPlan& plan, const StepRow& row) const {
+void PlanWriter::write_row(StepPlan& plan, const StepRow& row) const {
     const Request& r = *row.request;
     const int end = r.num_planned(), begin = end - row.num_tokens, known_end = std::min(end, r.num_known());
     ensure(begin >= 0 && begin <= known_end, "what a step computes is known, but for its last token");
@@ -75,7 +73,7 @@ void CopyRuns::add(int link, int64_t peer_offset, int64_t local_offset, bool sta
 }
 
 // The borrowed blocks of one KV group that the step stages.
-struct Scheduler::Streamed {
+struct PlanWriter::Streamed {
     struct Block {
         BlockId source, target;  // the same, unless the block moves from one extent to another
         bool is_loaded, is_stored;
@@ -90,12 +88,12 @@ struct Scheduler::Streamed {
     }
 };
 
-Scheduler::Streamed Scheduler::streamed_blocks(const StepPlan& plan, int g) const {
+PlanWriter::Streamed PlanWriter::streamed_blocks(const StepPlan& plan, std::span<const StepRow> rows, int g) const {
     Streamed streamed;
     if (cache_.pool(g).count(Place::kBorrowed, BlockState::kUsed) == 0) return streamed;
     for (const auto& [from, to] : cache_.moves_across(g)) streamed.add(from, to, true, true);
-    for (size_t s = 0; s < step_.size(); ++s) {
-        const int begin = step_[s].request->num_planned() - step_[s].num_tokens, size = limits_.block_size;
+    for (size_t s = 0; s < rows.size(); ++s) {
+        const int begin = rows[s].request->num_planned() - rows[s].num_tokens, size = limits_.block_size;
         const int32_t* entries = &plan.block_tables[0][g][plan.table_starts[g][s]];
         for (int i = 0; i < plan.table_starts[g][s + 1] - plan.table_starts[g][s]; ++i)
             if (is_staged(entries[i])) {
@@ -107,12 +105,12 @@ Scheduler::Streamed Scheduler::streamed_blocks(const StepPlan& plan, int g) cons
 }
 
 // Gives every borrowed block of the step a layer block to be staged in, or two where there is room for two buffers.
-void Scheduler::write_streams(StepPlan& plan) const {
+void PlanWriter::write_streams(StepPlan& plan, std::span<const StepRow> rows) const {
     std::vector<Streamed> streamed;
     bool is_streaming = false;
     int num_buffers = limits_.stream_buffers;
     for (int g = 0; g < cache_.num_groups(); ++g) {
-        streamed.push_back(streamed_blocks(plan, g));
+        streamed.push_back(streamed_blocks(plan, rows, g));
         const int num_streamed = static_cast<int>(streamed[g].blocks.size());
         ensure(num_streamed <= cache_.num_staging_layer_blocks(g), "every borrowed block in use can be staged");
         is_streaming |= num_streamed > 0;
@@ -125,7 +123,7 @@ void Scheduler::write_streams(StepPlan& plan) const {
         for (int buffer = 0; buffer < num_buffers; ++buffer) write_stream(plan, g, buffer, streamed[g]);
 }
 
-void Scheduler::write_stream(StepPlan& plan, int g, int buffer, const Streamed& streamed) const {
+void PlanWriter::write_stream(StepPlan& plan, int g, int buffer, const Streamed& streamed) const {
     const GroupSpec& spec = cache_.spec(g);
     const int64_t width = spec.layer_block_bytes, block_bytes = width * spec.num_layers;
     const int num_streamed = static_cast<int>(streamed.blocks.size());
@@ -147,7 +145,7 @@ void Scheduler::write_stream(StepPlan& plan, int g, int buffer, const Streamed& 
         if (is_staged(entry)) entry = staged(stage(streamed.index.at(staged_place(entry))));
 }
 
-void Scheduler::write_copies(StepPlan& plan) const {
+void PlanWriter::write_copies(StepPlan& plan) const {
     for (int g = 0; g < cache_.num_groups(); ++g) {
         const GroupSpec& spec = cache_.spec(g);
         const int64_t block_bytes = spec.layer_block_bytes * spec.num_layers;

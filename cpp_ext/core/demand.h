@@ -1,0 +1,44 @@
+// How much KV cache requests want: lenders decide by it.
+#pragma once
+
+#include <vector>
+
+#include "kv_cache.h"
+#include "plan.h"
+#include "request.h"
+#include "scheduler_limits.h"
+
+namespace swiftkv {
+
+// Counts, per KV group, the blocks that running and waiting requests want of the local pool.
+class Demand {
+  public:
+    Demand(const KvCache& cache, const SchedulerLimits& limits);
+
+    // A request begins to wait, or waits no longer.
+    void add_waiting(const Request& request);
+    void remove_waiting(const Request& request);
+    // Raises the peaks to the demand of this moment.
+    void note(int num_running);
+    // Raises the length of the longest request.
+    void note_length(const Request& request);
+    // Returns the demand of every group; peaks start anew.
+    std::vector<GroupDemand> take(int num_running);
+    // Whether some group has a shortfall while blocks of it are lent.
+    bool is_short(int num_running) const;
+
+    // The blocks that a request holds at the end of the tokens it has, and the one that it then grows into.
+    int blocks_wanted(const Request& request, int group) const;
+    // Per group, the blocks that all waiting requests want.
+    const std::vector<int>& waiting_blocks() const { return waiting_blocks_; }
+
+  private:
+    GroupDemand of_group(int group, int num_running) const;
+
+    const KvCache& cache_;
+    const SchedulerLimits& limits_;
+    std::vector<int> waiting_blocks_;
+    std::vector<GroupDemand> peaks_;
+};
+
+}  // namespace swiftkv

@@ -1,0 +1,28 @@
+// The sizes that a scheduler is built for.
+#pragma once
+
+#include <vector>
+
+#include "types.h"
+
+namespace swiftkv {
+
+struct SchedulerLimits {
+    int block_size;
+    int max_num_seqs;
+    int max_num_batched_tokens;
+    int max_model_len;
+    bool enable_prefix_caching;
+    bool enable_chunked_prefill;
+    int stream_buffers = 2;  // at most
+
+    // The most blocks that one sequence can hold.
+    int blocks_for_one_sequence(const GroupSpec& spec) const;
+};
+
+// Throws std::invalid_argument unless there can be such a scheduler: no later sum or product overflows, and one
+// sequence of max_model_len tokens fits the pools, or what they and all links together can hold.
+void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
+                 const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links);
+
+}  // namespace swiftkv
