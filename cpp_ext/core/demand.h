@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "../common/check.h"
 #include "kv_cache.h"
 #include "plan.h"
 #include "request.h"
@@ -27,12 +28,13 @@ class Demand {
     // Whether some group has a shortfall while blocks of it are lent.
     bool is_short(int num_running) const;
 
-    // The blocks that a request holds at the end of the tokens it has, and the one that it then grows into.
-    int blocks_wanted(const Request& request, int group) const;
-    // Per group, the blocks that all waiting requests want.
-    const std::vector<int>& waiting_blocks() const { return waiting_blocks_; }
+    // Throws std::runtime_error unless what `waiting` requests want is counted.
+    template <class Requests>
+    void check(const Requests& waiting) const;
 
   private:
+    // The blocks that a request holds at the end of the tokens it has, and the one that it then grows into.
+    int blocks_wanted(const Request& request, int group) const;
     GroupDemand of_group(int group, int num_running) const;
 
     const KvCache& cache_;
@@ -40,5 +42,13 @@ class Demand {
     std::vector<int> waiting_blocks_;
     std::vector<GroupDemand> peaks_;
 };
+
+template <class Requests>
+void Demand::check(const Requests& waiting) const {
+    std::vector<int> wanted(cache_.num_groups());
+    for (const Request* r : waiting)
+        for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += blocks_wanted(*r, g);
+    check_that(wanted == waiting_blocks_, "what waiting requests want is counted");
+}
 
 }  // namespace swiftkv

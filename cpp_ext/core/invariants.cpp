@@ -1,12 +1,10 @@
 // The slow and complete check of everything that holds between any two calls, for tests.
 #include <algorithm>
-#include <mutex>
 
 #include "../common/check.h"
 #include "block_pool.h"
 #include "kv_cache.h"
 #include "prefix_index.h"
-#include "scheduler.h"
 
 namespace swiftkv {
 
@@ -166,44 +164,6 @@ void KvCache::check_table(const BlockTable& table, const std::vector<BlockKey>& 
             check_that(node == kNone || node == index_.find(keys[i]), "a committed block has the node of its key");
         }
     }
-}
-
-void Scheduler::check_invariants() const {
-    const std::lock_guard lock(mutex_);
-    std::vector<const BlockTable*> tables;
-    std::vector<const std::vector<BlockKey>*> keys;
-    std::vector<int> slots = free_slots_;
-    for (const Request* r : running_) {
-        check_that(waiting_.count(const_cast<Request*>(r)) == 0, "a request runs or waits, not both");
-        check_that(r->num_computed < r->num_tokens(), "a running request has something left to compute");
-        int num_scheduled = 0, num_unknown = 0;
-        for (const Step& step : open_) {
-            for (const StepRow& row : step.rows) {
-                if (row.request != r) continue;
-                num_scheduled += row.num_tokens;
-                num_unknown += row.samples;
-            }
-        }
-        check_that(num_scheduled == r->num_scheduled && num_unknown == r->num_unknown, "steps in progress are counted");
-        check_that(!r->is_in_step, "no step is being planned");
-        tables.push_back(&r->table);
-        keys.push_back(&r->keys);
-        slots.push_back(r->slot);
-    }
-    for (const Request* r : waiting_) {
-        check_that(r->num_computed == 0 && r->slot == kNone, "a waiting request has computed nothing");
-        for (const auto& group : r->table.groups) check_that(group.entries.empty(), "a waiting request holds no block");
-    }
-    std::sort(slots.begin(), slots.end());
-    for (int i = 0; i < static_cast<int>(slots.size()); ++i) check_that(slots[i] == i, "every row slot has one owner");
-    check_that(static_cast<int>(slots.size()) == limits_.max_num_seqs, "every row slot is accounted for");
-    check_that(std::is_sorted(running_.begin(), running_.end(), Order{}), "running requests are in order");
-    check_that(running_.size() + waiting_.size() == requests_.size(), "every request runs or waits");
-    std::vector<int> wanted(cache_.num_groups());
-    for (const Request* r : waiting_)
-        for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += demand_.blocks_wanted(*r, g);
-    check_that(wanted == demand_.waiting_blocks(), "what waiting requests want is counted");
-    cache_.check(tables, keys);
 }
 
 }  // namespace swiftkv

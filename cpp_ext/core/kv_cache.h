@@ -42,6 +42,7 @@ class KvCache {
 
     int num_groups() const { return static_cast<int>(groups_.size()); }
     const GroupSpec& spec(int group) const { return groups_[group].spec; }
+    int block_size() const { return block_size_; }
     bool can_borrow() const { return !borrow_links_.empty(); }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 

@@ -1,33 +1,50 @@
 // One request as the scheduler knows it, and its part in one step.
 #pragma once
 
+#include <algorithm>
+#include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "kv_cache.h"
+#include "plan.h"
+#include "scheduler_limits.h"
 #include "types.h"
 
 namespace swiftkv {
 
+struct NewRequest {
+    RequestId id;
+    std::span<const TokenId> prompt;
+    int max_tokens;
+    int min_tokens;
+    std::span<const TokenId> stop_token_ids;
+    std::span<const uint8_t> cache_namespace;
+    bool skip_prefix_match;
+    int priority;
+};
+
 struct Request {
     RequestId id;
     int priority;
-    uint64_t arrival;  // its number
+    uint64_t arrival = 0;  // its number
     int prompt_len;
-    int max_tokens;
+    int last_len;  // the number of tokens at which it has reached a limit
     int min_tokens;
     bool skip_prefix_match;
-    Hash root_key;
+    Hash root_key = {};
     std::vector<TokenId> stop_token_ids;
 
-    std::vector<TokenId> tokens;  // the prompt, then what was sampled
-    std::vector<BlockKey> keys;   // of the full blocks of `tokens`; empty without prefix caching
-    BlockTable table;
-    int num_computed = 0;   // tokens whose KV is in the blocks
-    int num_cached = 0;     // of them, found in the prefix cache at admission
-    int num_scheduled = 0;  // tokens that steps in progress compute, or the one being planned
-    int num_unknown = 0;    // tokens that steps in progress sample: they come behind `tokens`
-    int slot = kNone;       // row slot while running
+    std::vector<TokenId> tokens;      // the prompt, then what was sampled
+    std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
+    BlockTable table = {};
+    int num_computed = 0;         // tokens whose KV is in the blocks
+    int num_cached = 0;           // of them, found in the prefix cache at admission
+    int num_cached_borrowed = 0;  // of those, found in borrowed blocks
+    int num_scheduled = 0;        // tokens that steps in progress compute, or the one being planned
+    int num_unknown = 0;          // tokens that steps in progress sample: they come behind `tokens`
+    int slot = kNone;             // row slot while running
     bool was_admitted = false;
     bool is_in_step = false;    // the one being planned
     bool is_lost = false;       // steps in progress have it, and a block that they read or write is gone
@@ -37,7 +54,23 @@ struct Request {
     int num_tokens() const { return num_known() + num_unknown; }
     int num_planned() const { return num_computed + num_scheduled; }
     int num_remaining() const { return num_tokens() - num_planned(); }
+    // Whether a step in progress samples its last token.
+    bool is_ending() const { return num_unknown > 0 && num_tokens() >= last_len; }
+    // The blocks of it that the prefix cache may hold. The last block of a prompt is never matched whole: its last
+    // token must be computed to have a successor.
+    int max_match_blocks(int block_size) const {
+        return std::min(static_cast<int>(keys.size()), (num_tokens() - 1) / block_size);
+    }
+
+    // Adds the keys of the blocks that are full by now.
+    void extend_keys(const SchedulerLimits& limits);
+    // Adds a token that was sampled, and returns whether the request ends with it.
+    FinishReason append(TokenId token, const SchedulerLimits& limits);
 };
+
+// Throws std::invalid_argument unless a scheduler with these limits can serve the request.
+void check_request(const NewRequest& request, const SchedulerLimits& limits);
+std::unique_ptr<Request> make_request(const NewRequest& request, const SchedulerLimits& limits);
 
 // The part of one request in one step.
 struct StepRow {

@@ -4,31 +4,21 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "demand.h"
 #include "kv_cache.h"
 #include "plan.h"
 #include "plan_writer.h"
+#include "policy.h"
 #include "request.h"
+#include "roster.h"
 #include "scheduler_limits.h"
+#include "step_builder.h"
 #include "types.h"
 
 namespace swiftkv {
-
-struct NewRequest {
-    RequestId id;
-    std::span<const TokenId> prompt;
-    int max_tokens;
-    int min_tokens;
-    std::span<const TokenId> stop_token_ids;
-    std::span<const uint8_t> cache_namespace;
-    bool skip_prefix_match;
-    int priority;
-};
 
 // Thread-safe. One thread steps: every schedule() that returns a plan is followed by its commit(), or abandon(). In
 // between requests may come and go, and so may extents.
@@ -52,9 +42,9 @@ class Scheduler {
     // nullptr if nothing can run, or nothing before the step in progress is committed; of those there are at most two.
     // `now_s`: any clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
-    // Of the oldest step in progress. `sampled`: one token per row of its plan's logits_rows; below 0: there is none.
+    // Makes the oldest step in progress history. `sampled`: one token per row of its plan's logits_rows; below 0: none.
     StepResult commit(std::span<const TokenId> sampled);
-    // Instead of commit(), of the only step in progress: its copies failed. What it computed does not count.
+    // Gives up the only step in progress, whose copies failed. What it computed does not count.
     void abandon();
     // Requests that have waited longer than `max_wait_s` for room that is not there even if they were alone.
     std::vector<RequestId> starved(double now_s, double max_wait_s) const;
@@ -78,15 +68,11 @@ class Scheduler {
     void reset_prefix_cache();
 
   private:
-    struct Order {
-        bool operator()(const Request* a, const Request* b) const;
-    };
     struct Step {
         std::vector<StepRow> rows;
-        bool has_copies = false;
+        bool has_copies;
     };
 
-    void validate(const NewRequest& request) const;
     // What changes more than one thing is noexcept: whatever is thrown half-way, if only for want of memory, leaves
     // books that nobody can trust, and ends the process instead.
     void abort_one(RequestId id) noexcept;
@@ -96,57 +82,30 @@ class Scheduler {
     void drop_lost() noexcept;
 
     bool can_plan_ahead() const;
-    std::unique_ptr<StepPlan> open_step();
+    void fill(StepBuilder& step);
+    std::unique_ptr<StepPlan> open(StepBuilder& step);
     void settle_lending();
-    void admit_oversized_prompt(double now_s);
-    void schedule_decodes();
-    void schedule_prefills();
-    void admit_waiting(double now_s);
-    bool admit(Request& request, int token_budget);
-    bool is_being_computed(const Request& request) const;
-    bool is_ending(const Request& request) const;
-    bool make_room(Request& request, int num_tokens);
-    void add_to_step(Request& request, int num_tokens);
-    void preempt(Request& request);
-    void stop_running(Request& request);
-    void leave_steps(const Request& request, bool is_dropped);
-    bool reads_lost(const StepRow& row) const;
-    void enqueue(Request& request) noexcept;
-    void dequeue(Request& request);
-    bool could_hold(const Request& request) const;  // if it were alone
-    bool is_stuck(Request& request, double now_s);
-    int num_running() const { return static_cast<int>(running_.size()); }
-    std::vector<BlockTable*> running_tables();
-    void check_is_open(const char* what) const;
-    int max_match_blocks(const Request& request) const;
+    void note_demand() { demand_.note(roster_.num_running()); }
 
     FinishReason commit_row(const StepRow& row, TokenId token);
     void commit_computed(const StepRow& row);
     void end(Request& request);
     void drop_steps(Request& request);
-    FinishReason append_token(Request& request, TokenId token);
-    FinishReason finish_reason(const Request& request) const;
-    bool is_at_limit(const Request& request, int num_tokens) const;
+    void leave_steps(const Request& request, bool is_dropped);
+    bool reads_lost(const StepRow& row) const;
+    void check_is_open(const char* what) const;
+    void check_steps(const Request& running) const;
 
     mutable std::mutex mutex_;  // held by every public function
     SchedulerLimits limits_;
     KvCache cache_;
     Demand demand_;
+    Roster roster_;
+    Policy policy_;
     PlanWriter writer_;
-    std::unordered_map<RequestId, std::unique_ptr<Request>> requests_;
-    std::set<Request*, Order> waiting_;
-    std::vector<Request*> running_;  // in Order
-    std::vector<int> free_slots_;    // a heap: lowest first
-    uint64_t num_arrived_ = 0;
+    std::deque<Step> open_;     // in progress, the oldest first
+    bool must_commit_ = false;  // before anything else is planned
 
-    std::deque<Step> open_;           // in progress, the oldest first
-    bool must_commit_ = false;        // before anything else is planned
-    int budget_left_ = 0;             // tokens
-    std::vector<StepRow> step_;       // that is being planned
-    std::vector<Request*> admitted_;  // for the first time, in this step
-    std::vector<RequestId> preempted_;
-
-    int64_t num_preemptions_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;
     int64_t prefix_hit_tokens_total_ = 0;
     int64_t borrowed_hit_tokens_total_ = 0;

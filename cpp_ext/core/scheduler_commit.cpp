@@ -53,7 +53,44 @@ FinishReason Scheduler::commit_row(const StepRow& row, TokenId token) {
         return FinishReason::kBroken;
     }
     commit_computed(row);
-    return row.samples ? append_token(r, token) : FinishReason::kRunning;
+    if (!row.samples) return FinishReason::kRunning;
+    const FinishReason reason = r.append(token, limits_);
+    if (reason != FinishReason::kRunning) {
+        demand_.note_length(r);
+        end(r);
+    }
+    return reason;
+}
+
+void Scheduler::commit_computed(const StepRow& row) {
+    Request& r = *row.request;
+    r.num_computed += row.num_tokens;
+    r.num_scheduled -= row.num_tokens;
+    r.num_unknown -= row.samples;
+    if (limits_.enable_prefix_caching) cache_.commit(r.table, r.keys, r.num_computed / limits_.block_size);
+    cache_.release_outside_window(r.table, r.num_computed);
+}
+
+void Scheduler::end(Request& r) {
+    leave_steps(r, false);
+    roster_.erase(r);
+}
+
+// Its rows in the steps in progress do not count any more.
+void Scheduler::leave_steps(const Request& r, bool is_dropped) {
+    for (Step& step : open_) {
+        for (StepRow& row : step.rows) {
+            if (row.request != &r) continue;
+            row.request = nullptr;
+            row.is_dropped = is_dropped;
+        }
+    }
+}
+
+void Scheduler::drop_steps(Request& r) {
+    leave_steps(r, true);
+    r.is_lost = false;
+    roster_.preempt(r);
 }
 
 void Scheduler::abandon() {
@@ -66,46 +103,8 @@ void Scheduler::abandon() {
 void Scheduler::abandon_step() noexcept {
     open_.pop_front();
     // Also those that had no part in the step: what it moved may be theirs.
-    while (!running_.empty()) drop_steps(*running_.back());
+    while (!roster_.running().empty()) drop_steps(*roster_.running().back());
     cache_.settle_failed();
-}
-
-void Scheduler::drop_steps(Request& r) {
-    leave_steps(r, true);
-    r.is_lost = false;
-    preempt(r);
-}
-
-void Scheduler::commit_computed(const StepRow& row) {
-    Request& r = *row.request;
-    r.num_computed += row.num_tokens;
-    r.num_scheduled -= row.num_tokens;
-    r.num_unknown -= row.samples;
-    if (limits_.enable_prefix_caching) cache_.commit(r.table, r.keys, r.num_computed / limits_.block_size);
-    cache_.release_outside_window(r.table, r.num_computed);
-}
-
-FinishReason Scheduler::append_token(Request& r, TokenId token) {
-    r.tokens.push_back(token);
-    const FinishReason reason = finish_reason(r);
-    if (reason != FinishReason::kRunning) {
-        demand_.note_length(r);
-        end(r);
-    } else if (limits_.enable_prefix_caching) {
-        extend_keys(r.keys, r.root_key, r.tokens, limits_.block_size);
-    }
-    return reason;
-}
-
-FinishReason Scheduler::finish_reason(const Request& r) const {
-    const auto& stop = r.stop_token_ids;
-    const bool may_stop = r.num_known() - r.prompt_len >= r.min_tokens;
-    if (may_stop && std::find(stop.begin(), stop.end(), r.tokens.back()) != stop.end()) return FinishReason::kStop;
-    return is_at_limit(r, r.num_known()) ? FinishReason::kLength : FinishReason::kRunning;
-}
-
-bool Scheduler::is_at_limit(const Request& r, int num_tokens) const {
-    return num_tokens - r.prompt_len >= r.max_tokens || num_tokens >= limits_.max_model_len;
 }
 
 }  // namespace swiftkv

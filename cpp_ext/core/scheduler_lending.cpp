@@ -12,19 +12,13 @@ void Scheduler::settle_lending() {
     if (!open_.empty()) return;  // what it uses stays where it is
     cache_.shrink_staging();
     if (cache_.is_draining()) {
-        while (!cache_.drain(running_tables())) {
-            ensure(!running_.empty(), "nothing is in the way of a drain when nobody runs");
-            preempt(*running_.back());
+        while (!cache_.drain(roster_.running_tables())) {
+            ensure(roster_.num_running() > 0, "nothing is in the way of a drain when nobody runs");
+            roster_.preempt(policy_.victim(roster_.running()));
         }
         cache_.shrink_staging();  // by what those had in use that were preempted
     }
     cache_.grow_staging();
-}
-
-std::vector<BlockTable*> Scheduler::running_tables() {
-    std::vector<BlockTable*> tables;
-    for (Request* r : running_) tables.push_back(&r->table);
-    return tables;
 }
 
 std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
@@ -63,13 +57,13 @@ void Scheduler::drop_lost() noexcept {
     for (const Step& step : open_)
         for (const StepRow& row : step.rows)
             if (row.request && reads_lost(row)) row.request->is_lost = must_commit_ = true;
-    const std::vector<Request*> running = running_;
+    const std::vector<Request*> running = roster_.running();
     for (Request* r : running) {
         if (!cache_.holds_lost(r->table)) continue;
         if (r->num_scheduled > 0) {
             r->is_lost = must_commit_ = true;
         } else {
-            preempt(*r);
+            roster_.preempt(*r);
         }
     }
 }
@@ -82,12 +76,12 @@ bool Scheduler::reads_lost(const StepRow& row) const {
 
 std::vector<GroupDemand> Scheduler::take_demand() {
     const std::lock_guard lock(mutex_);
-    return demand_.take(num_running());
+    return demand_.take(roster_.num_running());
 }
 
 bool Scheduler::is_short() const {
     const std::lock_guard lock(mutex_);
-    return demand_.is_short(num_running());
+    return demand_.is_short(roster_.num_running());
 }
 
 }  // namespace swiftkv

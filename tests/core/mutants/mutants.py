@@ -41,6 +41,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 
 POOL, CACHE, CACHE_LENDING = "core/block_pool.cpp", "core/kv_cache.cpp", "core/kv_cache_lending.cpp"
 SCHEDULER, COMMIT, LENDING = "core/scheduler.cpp", "core/scheduler_commit.cpp", "core/scheduler_lending.cpp"
+REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
@@ -147,16 +148,16 @@ MUTANTS = [
     one("a node that goes is lost", TREE, "nodes_[node].next = free_nodes_;", ""),
     one("a node with a block of the second group goes", TREE, "first, first + num_groups_,", "first, first + 1,"),
     # The scheduler.
-    one("blocks of a step in progress are released", SCHEDULER, "if (r.num_scheduled > 0) {", "if (false) {"),
+    one("blocks of a step in progress are released", ROSTER, "if (r.num_scheduled > 0) {", "if (false) {"),
     one(
         "a request goes on while its last token is sampled",
-        SCHEDULER,
-        "return r.num_unknown > 0 && is_at_limit(r, r.num_tokens());",
-        "return r.num_unknown > 0 && false;",
+        REQUEST,
+        "return num_unknown > 0 && num_tokens() >= last_len;",
+        "return false;",
     ),
-    one("a prompt is matched whole", SCHEDULER, "(r.num_tokens() - 1) / limits_", "r.num_tokens() / limits_"),
+    one("a prompt is matched whole", REQUEST, "(num_tokens() - 1) / block_size", "num_tokens() / block_size"),
     one("a step is planned beside copies", SCHEDULER, "!open_.back().has_copies && ", ""),
-    one("a request may stop too late", COMMIT, ">= r.min_tokens", "> r.min_tokens"),
+    one("a request may stop too late", REQUESTS, ">= min_tokens", "> min_tokens"),
     one("what failed copies wrote counts", COMMIT, "cache_.settle_failed();", "cache_.settle();"),
     one("who holds what is lost goes on", LENDING, "if (!cache_.holds_lost(r->table)) continue;", "continue;"),
     # The plan.

@@ -1,0 +1,49 @@
+#include "policy.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "../common/check.h"
+
+namespace swiftkv {
+
+bool Policy::Order::operator()(const Request* a, const Request* b) const {
+    return std::tie(a->priority, a->arrival) < std::tie(b->priority, b->arrival);
+}
+
+bool Policy::is_being_computed(const Request& r, Running running) const {
+    const int max_match = r.skip_prefix_match ? 0 : r.max_match_blocks(limits_.block_size);
+    return std::any_of(running.begin(), running.end(), [&](const Request* other) {
+        if (other->skip_prefix_match) return false;
+        const int next = other->num_computed / limits_.block_size;
+        // Keys are chained: equal here means equal before.
+        return next < std::min(max_match, static_cast<int>(other->keys.size())) && other->keys[next] == r.keys[next];
+    });
+}
+
+bool Policy::could_hold(const Request& r) const {
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const int whole = ceil_div(r.num_tokens(), limits_.block_size);
+        if (!cache_.could_hold(g, std::min(whole, limits_.blocks_for_one_sequence(cache_.spec(g))))) return false;
+    }
+    return true;
+}
+
+bool Policy::is_oversized(const Request& r) const {
+    return !splits_prompts() && r.num_tokens() > token_budget();
+}
+
+Request& Policy::victim(Running running) const {
+    ensure(!running.empty(), "who needs room runs");
+    return *running.back();
+}
+
+int Policy::first_chunk(const Request& r, int budget) const {
+    return splits_prompts() ? std::min(r.num_remaining(), budget) : r.num_remaining();
+}
+
+int Policy::next_chunk(const Request& r, int budget) const {
+    return std::min(r.num_remaining(), budget);
+}
+
+}  // namespace swiftkv

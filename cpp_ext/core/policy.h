@@ -1,0 +1,54 @@
+// Which request goes first, which one makes room for others, and how much of a prompt one step takes.
+#pragma once
+
+#include <span>
+
+#include "kv_cache.h"
+#include "request.h"
+#include "scheduler_limits.h"
+
+namespace swiftkv {
+
+// Decides who is next, who must leave and how much fits. It changes nothing: the step builder acts on what it decides.
+class Policy {
+  public:
+    // Requests run, and are admitted, in this order: lower priority first, then earlier arrival.
+    struct Order {
+        bool operator()(const Request* a, const Request* b) const;
+    };
+    using Running = std::span<Request* const>;  // in order
+
+    Policy(const KvCache& cache, const SchedulerLimits& limits) : cache_(cache), limits_(limits) {}
+
+    // ---- who is next ----
+    // Whether a running request is about to compute a block that the waiting one could then take from the cache.
+    bool is_being_computed(const Request& request, Running running) const;
+    // Whether there would be room for the request if it were alone.
+    bool could_hold(const Request& request) const;
+    // Whether the request needs a step of its own: its prompt is not split, and longer than the budget of a step.
+    bool is_oversized(const Request& request) const;
+
+    // ---- who must leave ----
+    // The running request that is preempted when others need room.
+    Request& victim(Running running) const;
+
+    // ---- how much fits ----
+    // The most tokens of one step, an oversized prompt aside.
+    int token_budget() const { return limits_.max_num_batched_tokens; }
+    // Whether several steps may compute one prompt.
+    bool splits_prompts() const { return limits_.enable_chunked_prefill; }
+    // The tokens of a prompt that the step takes when it has `budget` left; more than that where it must be whole.
+    int first_chunk(const Request& request, int budget) const;
+    int next_chunk(const Request& request, int budget) const;
+    // The blocks that stay available in every group when a request is admitted: a next one for each that runs, so that
+    // who is admitted is not preempted soon.
+    int spare_blocks(Running running) const { return static_cast<int>(running.size()); }
+    // The blocks of a decoding request that one step may move into the local pool, so that the step stays short.
+    int max_promoted_blocks() const { return 32; }
+
+  private:
+    const KvCache& cache_;
+    const SchedulerLimits& limits_;
+};
+
+}  // namespace swiftkv

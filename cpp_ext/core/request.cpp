@@ -1,0 +1,55 @@
+#include "request.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace swiftkv {
+
+void check_request(const NewRequest& n, const SchedulerLimits& limits) {
+    const std::string name = "request " + std::to_string(n.id);
+    if (n.prompt.empty()) throw std::invalid_argument(name + " has an empty prompt");
+    if (n.prompt.size() >= static_cast<size_t>(limits.max_model_len))
+        throw std::invalid_argument(name + " has a prompt of " + std::to_string(n.prompt.size()) +
+                                    " tokens; with max_model_len " + std::to_string(limits.max_model_len) +
+                                    " at most " + std::to_string(limits.max_model_len - 1) +
+                                    " leave room for an answer");
+    // A number below 0 stands for a token that a step in progress samples.
+    if (std::any_of(n.prompt.begin(), n.prompt.end(), [](TokenId token) { return token < 0; }))
+        throw std::invalid_argument(name + " has a prompt with a token id below 0");
+    if (n.max_tokens < 1) throw std::invalid_argument(name + " has max_tokens < 1");
+    if (n.min_tokens < 0) throw std::invalid_argument(name + " has min_tokens < 0");
+}
+
+std::unique_ptr<Request> make_request(const NewRequest& n, const SchedulerLimits& limits) {
+    const int prompt_len = static_cast<int>(n.prompt.size());
+    auto r = std::make_unique<Request>(Request{
+        .id = n.id,
+        .priority = n.priority,
+        .prompt_len = prompt_len,
+        .last_len = prompt_len + std::min(n.max_tokens, limits.max_model_len - prompt_len),
+        .min_tokens = n.min_tokens,
+        .skip_prefix_match = n.skip_prefix_match,
+        .stop_token_ids = {n.stop_token_ids.begin(), n.stop_token_ids.end()},
+        .tokens = {n.prompt.begin(), n.prompt.end()},
+    });
+    if (limits.enable_prefix_caching) r->root_key = blake3(n.cache_namespace);
+    r->extend_keys(limits);
+    return r;
+}
+
+void Request::extend_keys(const SchedulerLimits& limits) {
+    if (limits.enable_prefix_caching) swiftkv::extend_keys(keys, root_key, tokens, limits.block_size);
+}
+
+FinishReason Request::append(TokenId token, const SchedulerLimits& limits) {
+    tokens.push_back(token);
+    const bool may_stop = num_known() - prompt_len >= min_tokens;
+    if (may_stop && std::find(stop_token_ids.begin(), stop_token_ids.end(), token) != stop_token_ids.end())
+        return FinishReason::kStop;
+    if (num_known() >= last_len) return FinishReason::kLength;
+    extend_keys(limits);
+    return FinishReason::kRunning;
+}
+
+}  // namespace swiftkv

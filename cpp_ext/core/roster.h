@@ -1,0 +1,65 @@
+// The requests of a scheduler: which wait, which run, and in which row slot.
+#pragma once
+
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "demand.h"
+#include "kv_cache.h"
+#include "policy.h"
+#include "request.h"
+
+namespace swiftkv {
+
+// Keeps every request either waiting, without blocks, or running, in a row slot of its own.
+class Roster {
+  public:
+    using Waiting = std::set<Request*, Policy::Order>;
+
+    Roster(KvCache& cache, Demand& demand, int max_num_seqs);
+
+    const Waiting& waiting() const { return waiting_; }
+    const std::vector<Request*>& running() const { return running_; }  // in Policy::Order
+    int num_running() const { return static_cast<int>(running_.size()); }
+    bool is_empty() const { return requests_.empty(); }
+    bool has_free_slot() const { return !free_slots_.empty(); }
+    Request* find(RequestId id) const;  // null: unknown
+    std::vector<BlockTable*> running_tables() const;
+
+    // Takes a request that arrives last; it waits.
+    void add(std::unique_ptr<Request> request);
+    // Forgets a request, which waits or runs.
+    void erase(Request& request);
+    // Lets a waiting request run, in the lowest free row slot.
+    void start(Request& request);
+    // Sends a running request back to wait: its blocks are let go, what was sampled is kept.
+    void preempt(Request& request);
+
+    // Requests that were preempted, and no plan has named yet.
+    int num_preempted() const { return static_cast<int>(preempted_.size()); }
+    std::vector<RequestId> take_preempted() { return std::exchange(preempted_, {}); }
+    int64_t num_preemptions_total() const { return num_preemptions_total_; }
+
+    // Throws std::runtime_error on any disagreement.
+    void check(int max_num_seqs) const;
+
+  private:
+    void enqueue(Request& request) noexcept;
+    void dequeue(Request& request);
+    void stop(Request& request);
+
+    KvCache& cache_;
+    Demand& demand_;
+    std::unordered_map<RequestId, std::unique_ptr<Request>> requests_;
+    Waiting waiting_;
+    std::vector<Request*> running_;
+    std::vector<int> free_slots_;  // a heap: lowest first
+    std::vector<RequestId> preempted_;
+    uint64_t num_arrived_ = 0;
+    int64_t num_preemptions_total_ = 0;
+};
+
+}  // namespace swiftkv

@@ -1,0 +1,105 @@
+#include "step_builder.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "../common/check.h"
+
+namespace swiftkv {
+
+void StepBuilder::admit_oversized_prompt() {
+    if (policy_.splits_prompts() || !roster_.has_free_slot()) return;
+    const Roster::Waiting& waiting = roster_.waiting();
+    const auto next = std::find_if(waiting.begin(), waiting.end(), [&](Request* r) { return !is_stuck(*r); });
+    if (next == waiting.end()) return;
+    Request& r = **next;
+    if (policy_.is_oversized(r) && !policy_.is_being_computed(r, roster_.running())) admit(r, r.num_tokens());
+}
+
+void StepBuilder::schedule_decodes() {
+    const std::vector<Request*>& running = roster_.running();
+    const int spare = policy_.spare_blocks(running);
+    for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
+        Request& r = *running[i];
+        if (r.is_in_step || r.num_remaining() != 1 || r.is_ending() || !make_room(r, 1)) continue;
+        cache_.promote(r.table, spare, policy_.max_promoted_blocks());
+        add(r, 1);
+    }
+}
+
+void StepBuilder::schedule_prefills() {
+    const std::vector<Request*>& running = roster_.running();
+    for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
+        Request& r = *running[i];
+        const int n = policy_.next_chunk(r, budget_left_);
+        if (!r.is_in_step && r.num_remaining() > 1 && make_room(r, n)) add(r, n);
+    }
+}
+
+void StepBuilder::admit_waiting() {
+    const Roster::Waiting& waiting = roster_.waiting();
+    for (auto it = waiting.begin(); it != waiting.end() && !is_full() && roster_.has_free_slot();) {
+        Request& r = **it++;
+        if (!policy_.is_being_computed(r, roster_.running()) && !is_stuck(r) && !admit(r, budget_left_)) return;
+    }
+}
+
+// Notes since when.
+bool StepBuilder::is_stuck(Request& r) const {
+    if (policy_.could_hold(r)) {
+        r.stuck_since_s = -1;
+        return false;
+    }
+    if (r.stuck_since_s < 0) r.stuck_since_s = now_s_;
+    return true;
+}
+
+bool StepBuilder::admit(Request& r, int token_budget) {
+    const int block_size = cache_.block_size();
+    if (!r.skip_prefix_match) {
+        const std::span<const BlockKey> keys(r.keys);
+        r.num_computed = cache_.acquire_prefix(r.table, keys.first(r.max_match_blocks(block_size))) * block_size;
+    }
+    const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
+    const int n = policy_.first_chunk(r, token_budget);
+    const int spare = policy_.spare_blocks(roster_.running());
+    // The whole prompt must fit.
+    if (n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
+        cache_.release(r.table);
+        r.num_computed = 0;
+        return false;
+    }
+    if (borrowed_hits > 0) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
+    roster_.start(r);
+    if (!r.was_admitted) {
+        r.was_admitted = true;
+        r.num_cached = r.num_computed;
+        r.num_cached_borrowed = borrowed_hits * block_size;
+        admitted_.push_back(&r);
+    }
+    add(r, n);
+    return true;
+}
+
+// Gets blocks for the next `num_tokens` tokens of a running request, from others if need be.
+bool StepBuilder::make_room(Request& r, int num_tokens) {
+    while (!cache_.extend(r.table, r.num_planned() + num_tokens, r.num_tokens(), 0)) {
+        Request& victim = policy_.victim(roster_.running());
+        must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
+        if (victim.num_scheduled > 0) return false;
+        roster_.preempt(victim);
+        if (&victim == &r) return false;
+    }
+    return true;
+}
+
+void StepBuilder::add(Request& r, int num_tokens) {
+    const bool samples = num_tokens == r.num_remaining();
+    rows_.push_back({&r, r.id, num_tokens, samples});
+    r.is_in_step = true;
+    r.num_scheduled += num_tokens;
+    r.num_unknown += samples;
+    budget_left_ -= num_tokens;
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,55 @@
+// What one step holds: the tokens that it computes, and blocks for them.
+#pragma once
+
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "kv_cache.h"
+#include "policy.h"
+#include "request.h"
+#include "roster.h"
+
+namespace swiftkv {
+
+// Fills one step as the policy decides, and gets blocks for its tokens. It lives as long as one schedule() call.
+class StepBuilder {
+  public:
+    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, double now_s)
+        : cache_(cache), roster_(roster), policy_(policy), now_s_(now_s), budget_left_(policy.token_budget()) {}
+
+    // Admits a prompt that needs a step of its own; decoding pauses for it.
+    void admit_oversized_prompt();
+    // Takes the next token of every request that has but one left to compute.
+    void schedule_decodes();
+    // Goes on with prompts that are computed in part.
+    void schedule_prefills();
+    // Admits waiting requests in order. Nobody overtakes a request that waits for blocks. One that waits for another's
+    // prefix lets others by, and so does one for which there would not be room if it were alone: until more is lent.
+    void admit_waiting();
+
+    bool is_empty() const { return rows_.empty(); }
+    // Whether nothing else can be planned before the step in progress is committed.
+    bool must_commit() const { return must_commit_; }
+    std::vector<StepRow>& rows() { return rows_; }
+    // Requests that this step runs for the first time.
+    std::span<Request* const> admitted() const { return admitted_; }
+
+  private:
+    bool is_stuck(Request& request) const;
+    bool admit(Request& request, int token_budget);
+    bool make_room(Request& request, int num_tokens);
+    void add(Request& request, int num_tokens);
+    bool is_full() const { return budget_left_ <= 0; }
+
+    KvCache& cache_;
+    Roster& roster_;
+    const Policy& policy_;
+    const double now_s_;
+    int budget_left_;  // tokens
+    bool must_commit_ = false;
+    std::vector<StepRow> rows_;
+    std::vector<Request*> admitted_;
+};
+
+}  // namespace swiftkv
