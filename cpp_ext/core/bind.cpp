@@ -118,6 +118,7 @@ void bind_plan(nb::module_& m) {
     plan.def_ro("num_prompt_tokens_in_step", &StepPlan::num_prompt_tokens);
     def_array(plan, "new_request_ids", &StepPlan::new_request_ids);
     def_array(plan, "new_cached_tokens", &StepPlan::new_cached_tokens);
+    def_array(plan, "new_arrivals_s", &StepPlan::new_arrivals_s);
     def_array(plan, "preempted_request_ids", &StepPlan::preempted_request_ids);
 
     nb::class_<StepResult> result(m, "StepResult");
@@ -153,6 +154,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("prefix_query_tokens_total", &SchedulerStats::prefix_query_tokens_total)
         .def_ro("prefix_hit_tokens_total", &SchedulerStats::prefix_hit_tokens_total)
         .def_ro("borrowed_hit_tokens_total", &SchedulerStats::borrowed_hit_tokens_total)
+        .def_ro("step_s_total", &SchedulerStats::step_s_total)
         .def_ro("groups", &SchedulerStats::groups);
 }
 
@@ -220,7 +222,8 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,
-               Input<TokenId> stop_token_ids, nb::bytes cache_namespace, bool skip_prefix_match, int priority) {
+               Input<TokenId> stop_token_ids, nb::bytes cache_namespace, bool skip_prefix_match, int priority,
+               double arrival_s) {
                 const NewRequest request{.id = request_id,
                                          .prompt = span_of(prompt),
                                          .max_tokens = max_tokens,
@@ -228,12 +231,13 @@ void bind_scheduler(nb::module_& m) {
                                          .stop_token_ids = span_of(stop_token_ids),
                                          .cache_namespace = span_of(cache_namespace),
                                          .skip_prefix_match = skip_prefix_match,
-                                         .priority = priority};
+                                         .priority = priority,
+                                         .arrival_s = arrival_s};
                 nb::gil_scoped_release released;
                 self.add_request(request);
             },
             "request_id"_a, "prompt"_a, "max_tokens"_a, "min_tokens"_a, "stop_token_ids"_a, "namespace"_a,
-            "skip_prefix_match"_a, "priority"_a = 0)
+            "skip_prefix_match"_a, "priority"_a = 0, "arrival_s"_a = 0.0)
         .def(
             "abort",
             [](Scheduler& self, Input<RequestId> ids) {
@@ -245,11 +249,11 @@ void bind_scheduler(nb::module_& m) {
         .def("schedule", &Scheduler::schedule, "now_s"_a = 0.0, unlocked)
         .def(
             "commit",
-            [](Scheduler& self, Input<TokenId> sampled) {
+            [](Scheduler& self, Input<TokenId> sampled, double duration_s) {
                 nb::gil_scoped_release released;
-                return self.commit(span_of(sampled));
+                return self.commit(span_of(sampled), duration_s);
             },
-            "sampled"_a)
+            "sampled"_a, "duration_s"_a = 0.0)
         .def("abandon", &Scheduler::abandon, unlocked)
         .def("starved", &Scheduler::starved, "now_s"_a, "max_wait_s"_a, unlocked)
         .def(

@@ -44,6 +44,7 @@ struct StepPlan {
     int num_prompt_tokens = 0;
     std::vector<RequestId> new_request_ids;        // [A] admitted for the first time
     std::vector<int32_t> new_cached_tokens;        // [A] of them, prompt tokens found in the cache
+    std::vector<double> new_arrivals_s;            // [A] when they arrived
     std::vector<RequestId> preempted_request_ids;  // [P]
     int num_stream_buffers = 0;                    // 0: nothing is streamed in this step
     std::vector<GroupCopies> copies;               // per group
@@ -65,6 +66,7 @@ struct SchedulerStats {
     int num_running, num_waiting;
     int64_t num_preemptions_total, prefix_query_tokens_total, prefix_hit_tokens_total;
     int64_t borrowed_hit_tokens_total;  // of the hits, those that lay in borrowed blocks
+    double step_s_total;                // that committed steps took
     std::vector<GroupStats> groups;
 };
 

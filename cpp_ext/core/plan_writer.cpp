@@ -18,6 +18,7 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
     for (const Request* r : admitted) {
         plan->new_request_ids.push_back(r->id);
         plan->new_cached_tokens.push_back(r->num_cached);
+        plan->new_arrivals_s.push_back(r->arrival_s);
     }
     plan->preempted_request_ids = std::move(preempted);
     plan->copies.resize(cache_.num_groups());

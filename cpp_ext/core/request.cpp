@@ -26,6 +26,7 @@ std::unique_ptr<Request> make_request(const NewRequest& n, const SchedulerLimits
     auto r = std::make_unique<Request>(Request{
         .id = n.id,
         .priority = n.priority,
+        .arrival_s = n.arrival_s,
         .prompt_len = prompt_len,
         .last_len = prompt_len + std::min(n.max_tokens, limits.max_model_len - prompt_len),
         .min_tokens = n.min_tokens,

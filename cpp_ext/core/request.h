@@ -23,12 +23,14 @@ struct NewRequest {
     std::span<const uint8_t> cache_namespace;
     bool skip_prefix_match;
     int priority;
+    double arrival_s = 0;  // by the clock of schedule()
 };
 
 struct Request {
     RequestId id;
     int priority;
     uint64_t arrival = 0;  // its number
+    double arrival_s;
     int prompt_len;
     int last_len;  // the number of tokens at which it has reached a limit
     int min_tokens;

@@ -132,6 +132,7 @@ SchedulerStats Scheduler::stats() const {
             .prefix_query_tokens_total = prefix_query_tokens_total_,
             .prefix_hit_tokens_total = prefix_hit_tokens_total_,
             .borrowed_hit_tokens_total = borrowed_hit_tokens_total_,
+            .step_s_total = step_s_total_,
             .groups = cache_.stats()};
 }
 

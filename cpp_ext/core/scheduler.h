@@ -43,7 +43,8 @@ class Scheduler {
     // `now_s`: any clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
     // Makes the oldest step in progress history. `sampled`: one token per row of its plan's logits_rows; below 0: none.
-    StepResult commit(std::span<const TokenId> sampled);
+    // `duration_s`: how long the device was busy with it.
+    StepResult commit(std::span<const TokenId> sampled, double duration_s);
     // Gives up the only step in progress, whose copies failed. What it computed does not count.
     void abandon();
     // Requests that have waited longer than `max_wait_s` for room that is not there even if they were alone.
@@ -109,6 +110,7 @@ class Scheduler {
     int64_t prefix_query_tokens_total_ = 0;
     int64_t prefix_hit_tokens_total_ = 0;
     int64_t borrowed_hit_tokens_total_ = 0;
+    double step_s_total_ = 0;
 };
 
 }  // namespace swiftkv

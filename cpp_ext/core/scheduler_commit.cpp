@@ -12,7 +12,7 @@ void Scheduler::check_is_open(const char* what) const {
     if (open_.empty()) throw std::logic_error(std::string(what) + " without a step in progress");
 }
 
-StepResult Scheduler::commit(std::span<const TokenId> sampled) {
+StepResult Scheduler::commit(std::span<const TokenId> sampled, double duration_s) {
     const std::lock_guard lock(mutex_);
     check_is_open("commit()");
     const std::vector<StepRow>& rows = open_.front().rows;
@@ -20,6 +20,7 @@ StepResult Scheduler::commit(std::span<const TokenId> sampled) {
     if (static_cast<size_t>(num_rows) != sampled.size())
         throw std::invalid_argument("commit() got " + std::to_string(sampled.size()) + " tokens, the plan has " +
                                     std::to_string(num_rows) + " logits_rows");
+    step_s_total_ += duration_s;
     return commit_step(sampled);
 }
 

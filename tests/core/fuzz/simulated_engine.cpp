@@ -277,7 +277,7 @@ void SimulatedEngine::commit(int broken) {
         sampled.push_back(is_broken ? -1 : sample(ids.back()));
         last_tokens_[plan.row_slots[s]] = sampled.back();
     }
-    const StepResult result = scheduler_.commit(sampled);
+    const StepResult result = scheduler_.commit(sampled, 0.0);
     end_step();
     require(result.request_ids == ids && result.token_ids == sampled, "a result has the rows of its plan");
     for (size_t i = 0; i < ids.size(); ++i)
