@@ -9,6 +9,7 @@ Int32Array = npt.NDArray[np.int32]
 UInt64Array = npt.NDArray[np.uint64]
 UInt8Array = npt.NDArray[np.uint8]
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 
 NO_BLOCK: Final[int]
 """The block-table entry where there is no block, as the sliding window leaves them behind; kernels never follow it."""
@@ -88,9 +89,13 @@ class SchedulerStats:
     num_running: Final[int]
     num_waiting: Final[int]
     num_preemptions_total: Final[int]
+    prefix_matches_total: Final[int]
+    """How often a prompt was looked up in the prefix cache: while nothing changes, one that must wait is not again"""
     prefix_query_tokens_total: Final[int]
     prefix_hit_tokens_total: Final[int]
     borrowed_hit_tokens_total: Final[int]
+    step_s_total: Final[float]
+    """Seconds that the committed steps took"""
     groups: Final[list[GroupStats]]
 
 class StepPlan:
@@ -160,6 +165,9 @@ class StepPlan:
     def new_cached_tokens(self) -> Int32Array:
         """[A] how many of their prompt tokens were found in the prefix cache"""
     @property
+    def new_arrivals_s(self) -> Float64Array:
+        """[A] when they arrived, by the clock of `schedule`"""
+    @property
     def preempted_request_ids(self) -> UInt64Array:
         """[P] sent back to wait; they will be computed anew, what was sampled is kept"""
 
@@ -216,10 +224,12 @@ class Scheduler:
         namespace: bytes,
         skip_prefix_match: bool,
         priority: int = 0,
+        arrival_s: float = 0.0,
     ) -> None:
-        """Queues a request; lower `priority` goes first, then arrival.
+        """Queue a request; lower `priority` goes first, then the one that was added first.
 
         `namespace` separates caches: model, adapter and salt. With `skip_prefix_match` every position is computed.
+        `arrival_s` is the time of arrival, by the clock of `schedule`.
         Raises ValueError if the id is known, or the prompt is empty, not shorter than `max_model_len`, or has a token
         id below 0.
         """
@@ -234,9 +244,10 @@ class Scheduler:
         Raises RuntimeError while two steps are in progress.
         """
 
-    def commit(self, sampled: Int32Array) -> StepResult:
-        """Makes the oldest plan's step history: its KV is written, `sampled` has a token per row of its logits_rows,
-        or a number below 0 where there is none: that request ends, and the step's KV of it is not kept.
+    def commit(self, sampled: Int32Array, duration_s: float = 0.0) -> StepResult:
+        """Make the oldest plan's step history: its KV is written, `sampled` has a token per row of its logits_rows,
+        or a number below 0 where there is none: that request ends, and the step's KV of it is not kept. `duration_s`
+        says how long the step took.
 
         Raises ValueError if the number of tokens is wrong, RuntimeError if no step is in progress.
         """

@@ -151,6 +151,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("num_running", &SchedulerStats::num_running)
         .def_ro("num_waiting", &SchedulerStats::num_waiting)
         .def_ro("num_preemptions_total", &SchedulerStats::num_preemptions_total)
+        .def_ro("prefix_matches_total", &SchedulerStats::prefix_matches_total)
         .def_ro("prefix_query_tokens_total", &SchedulerStats::prefix_query_tokens_total)
         .def_ro("prefix_hit_tokens_total", &SchedulerStats::prefix_hit_tokens_total)
         .def_ro("borrowed_hit_tokens_total", &SchedulerStats::borrowed_hit_tokens_total)

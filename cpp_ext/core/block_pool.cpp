@@ -100,6 +100,7 @@ void BlockPool::drop_ref(BlockId block) {
 }
 
 void BlockPool::rest(BlockId block) {
+    ++num_room_changes_;
     if (records_[block].busy_until > 0) {
         move_to(block, BlockState::kInFlight);
     } else if (node(block) != kNone) {
@@ -183,12 +184,14 @@ BlockId BlockPool::start_staging() {
     const BlockId block = free_[static_cast<int>(Place::kLocal)].highest_below(num_local_);
     if (block < 0) return kNone;
     move_to(block, BlockState::kStaging);
+    ++num_room_changes_;
     return block;
 }
 
 void BlockPool::stop_staging(BlockId block) {
     ensure(state(block) == BlockState::kStaging, "what leaves the layer-stream cache is of it");
     move_to(block, BlockState::kFree);
+    ++num_room_changes_;
 }
 
 // ---- lending ----
@@ -229,6 +232,7 @@ void BlockPool::take_back(int lend_link, int extent) noexcept {
         move_to(b, BlockState::kFree);
     }
     lend_links_[lend_link].is_lent[extent] = false;
+    ++num_room_changes_;
 }
 
 void BlockPool::check_lent(int lend_link, std::span<const ExtentId> extents) const {
@@ -296,6 +300,7 @@ void BlockPool::borrow(int borrow_link, int extent) noexcept {
     num_held_blocks_ += link.link.blocks_per_extent;
     const BlockId first = link.first + extent * link.link.blocks_per_extent;
     for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) move_to(b, BlockState::kFree);
+    ++num_room_changes_;
 }
 
 void BlockPool::recall(int borrow_link, int extent) noexcept {

@@ -42,6 +42,8 @@ class BlockPool {
     // extent.
     int available(Place place) const { return num_free(place) + num_cached(place); }
 
+    // Grows whenever an allocation may succeed that did not before.
+    int64_t num_room_changes() const { return num_room_changes_; }
     // Returns the lowest free block, used from now on by one holder; kNone if no block is free.
     BlockId take(Place place);
     // A cached block becomes used again; a used one gains a holder.
@@ -175,6 +177,7 @@ class BlockPool {
     std::vector<FreeSet> free_;
     std::array<std::array<int, kNumBlockStates>, 2> counts_{};
     std::vector<BlockId> busy_;
+    int64_t num_room_changes_ = 0;
     int64_t num_begun_ = 0, num_settled_ = 0;  // steps
     std::vector<LendLink> lend_links_;
     std::vector<BorrowLink> borrow_links_;

@@ -42,6 +42,7 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
         BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g));
         groups_.push_back({spec, ceil_div(spec.window, block_size), std::move(pool), {}});
         has_full_attention_ |= spec.window == 0;
+        has_windows_ |= spec.window > 0;
     }
     std::vector<int> num_lending(groups.size());
     for (const Link& link : lend_links) lend_links_.push_back({link.group, num_lending[link.group]++});
@@ -124,6 +125,12 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
         for (int i = 0; i < num_local; ++i) put(i, take_local(g));
     }
     return true;
+}
+
+int64_t KvCache::room_version() const {
+    int64_t version = num_room_changes_;
+    for (const Group& group : groups_) version += group.pool.num_room_changes();
+    return version;
 }
 
 int KvCache::available(int g) const {
@@ -227,6 +234,7 @@ void KvCache::evict(int g, BlockId block) noexcept {
         index_.set_block(node, h, kNone);
     }
     if (index_.is_empty(node)) index_.erase(node);
+    if (has_windows_) ++num_room_changes_;  // a shorter match may need fewer blocks of a window's
 }
 
 void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks) {
@@ -322,6 +330,7 @@ void KvCache::settle() {
     for (Group& group : groups_) {
         group.pool.settle();
         if (num_steps_ > 0) continue;  // the copies are those of the step after
+        num_room_changes_ += group.num_fresh;
         group.num_fresh = 0;
         group.spills.clear();
         group.moves_in.clear();

@@ -43,6 +43,7 @@ class KvCache {
     int num_groups() const { return static_cast<int>(groups_.size()); }
     const GroupSpec& spec(int group) const { return groups_[group].spec; }
     int block_size() const { return block_size_; }
+    bool has_windows() const { return has_windows_; }
     bool can_borrow() const { return !borrow_links_.empty(); }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 
@@ -56,6 +57,9 @@ class KvCache {
     // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before
     // borrowed ones, and moves cached blocks out of their way.
     bool extend(BlockTable& table, int chunk_end, int prompt_end, int spare);
+    // Grows whenever extend() may succeed, or acquire_prefix() find more, where it did not before; other than by a
+    // commit of the very blocks that are looked for.
+    int64_t room_version() const;
     // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as far as that leaves `spare`
     // local blocks available: what stays borrowed is streamed for every token.
     void promote(BlockTable& table, int spare, int max_blocks);
@@ -176,7 +180,8 @@ class KvCache {
     int block_size_;
     std::vector<Group> groups_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
-    bool has_full_attention_ = false;
+    bool has_full_attention_ = false, has_windows_ = false;
+    int64_t num_room_changes_ = 0;  // besides those of the pools
     PrefixIndex index_;
     int num_steps_ = 0;         // begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix

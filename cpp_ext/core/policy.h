@@ -40,6 +40,9 @@ class Policy {
     // The tokens of a prompt that the step takes when it has `budget` left; more than that where it must be whole.
     int first_chunk(const Request& request, int budget) const;
     int next_chunk(const Request& request, int budget) const;
+    // Whether a prompt needs room for its first chunk rather than for all of it: sliding windows move on with each
+    // chunk.
+    bool room_depends_on_chunk() const { return splits_prompts() && cache_.has_windows(); }
     // The blocks that stay available in every group when a request is admitted: a next one for each that runs, so that
     // who is admitted is not preempted soon.
     int spare_blocks(Running running) const { return static_cast<int>(running.size()); }

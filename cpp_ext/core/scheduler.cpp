@@ -16,6 +16,7 @@ Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std:
       demand_(cache_, limits_),
       roster_(cache_, demand_, limits.max_num_seqs),
       policy_(cache_, limits_),
+      refusal_(cache_),
       writer_(cache_, limits_) {}
 
 // ---- requests come and go ----
@@ -70,7 +71,7 @@ bool Scheduler::can_plan_ahead() const {
 std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     must_commit_ = false;
     cache_.begin_step();
-    StepBuilder step(cache_, roster_, policy_, now_s);
+    StepBuilder step(cache_, roster_, policy_, refusal_, now_s);
 
     settle_lending();
     cache_.forget_idle_moves();
@@ -104,6 +105,7 @@ void Scheduler::fill(StepBuilder& step) {
         step.admit_waiting();
     }
     must_commit_ = step.must_commit();
+    prefix_matches_total_ += step.num_matches();
 }
 
 std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
@@ -129,6 +131,7 @@ SchedulerStats Scheduler::stats() const {
     return {.num_running = roster_.num_running(),
             .num_waiting = static_cast<int>(roster_.waiting().size()),
             .num_preemptions_total = roster_.num_preemptions_total(),
+            .prefix_matches_total = prefix_matches_total_,
             .prefix_query_tokens_total = prefix_query_tokens_total_,
             .prefix_hit_tokens_total = prefix_hit_tokens_total_,
             .borrowed_hit_tokens_total = borrowed_hit_tokens_total_,

@@ -12,6 +12,7 @@
 #include "plan.h"
 #include "plan_writer.h"
 #include "policy.h"
+#include "refusal.h"
 #include "request.h"
 #include "roster.h"
 #include "scheduler_limits.h"
@@ -103,10 +104,12 @@ class Scheduler {
     Demand demand_;
     Roster roster_;
     Policy policy_;
+    Refusal refusal_;
     PlanWriter writer_;
     std::deque<Step> open_;     // in progress, the oldest first
     bool must_commit_ = false;  // before anything else is planned
 
+    int64_t prefix_matches_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;
     int64_t prefix_hit_tokens_total_ = 0;
     int64_t borrowed_hit_tokens_total_ = 0;

@@ -68,12 +68,17 @@ void Scheduler::commit_computed(const StepRow& row) {
     r.num_computed += row.num_tokens;
     r.num_scheduled -= row.num_tokens;
     r.num_unknown -= row.samples;
-    if (limits_.enable_prefix_caching) cache_.commit(r.table, r.keys, r.num_computed / limits_.block_size);
+    if (limits_.enable_prefix_caching) {
+        const int num_blocks = r.num_computed / limits_.block_size;
+        refusal_.note_commit(r, num_blocks);
+        cache_.commit(r.table, r.keys, num_blocks);
+    }
     cache_.release_outside_window(r.table, r.num_computed);
 }
 
 void Scheduler::end(Request& r) {
     leave_steps(r, false);
+    refusal_.forget(r);
     roster_.erase(r);
 }
 

@@ -55,10 +55,13 @@ bool StepBuilder::is_stuck(Request& r) const {
 }
 
 bool StepBuilder::admit(Request& r, int token_budget) {
+    const int num_running = roster_.num_running();
+    if (refusal_.still_holds(r, num_running, token_budget)) return false;
     const int block_size = cache_.block_size();
     if (!r.skip_prefix_match) {
         const std::span<const BlockKey> keys(r.keys);
         r.num_computed = cache_.acquire_prefix(r.table, keys.first(r.max_match_blocks(block_size))) * block_size;
+        ++num_matches_;
     }
     const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
     const int n = policy_.first_chunk(r, token_budget);
@@ -67,10 +70,12 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     if (n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
         cache_.release(r.table);
         r.num_computed = 0;
+        refusal_.note(r, num_running, token_budget, n > token_budget || policy_.room_depends_on_chunk());
         return false;
     }
     if (borrowed_hits > 0) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
     roster_.start(r);
+    refusal_.forget();
     if (!r.was_admitted) {
         r.was_admitted = true;
         r.num_cached = r.num_computed;

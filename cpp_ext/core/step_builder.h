@@ -7,6 +7,7 @@
 
 #include "kv_cache.h"
 #include "policy.h"
+#include "refusal.h"
 #include "request.h"
 #include "roster.h"
 
@@ -15,8 +16,13 @@ namespace swiftkv {
 // Fills one step as the policy decides, and gets blocks for its tokens. It lives as long as one schedule() call.
 class StepBuilder {
   public:
-    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, double now_s)
-        : cache_(cache), roster_(roster), policy_(policy), now_s_(now_s), budget_left_(policy.token_budget()) {}
+    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, Refusal& refusal, double now_s)
+        : cache_(cache),
+          roster_(roster),
+          policy_(policy),
+          refusal_(refusal),
+          now_s_(now_s),
+          budget_left_(policy.token_budget()) {}
 
     // Admits a prompt that needs a step of its own; decoding pauses for it.
     void admit_oversized_prompt();
@@ -29,6 +35,7 @@ class StepBuilder {
     void admit_waiting();
 
     bool is_empty() const { return rows_.empty(); }
+    int num_matches() const { return num_matches_; }  // of prompts with the prefix cache
     // Whether nothing else can be planned before the step in progress is committed.
     bool must_commit() const { return must_commit_; }
     std::vector<StepRow>& rows() { return rows_; }
@@ -45,9 +52,11 @@ class StepBuilder {
     KvCache& cache_;
     Roster& roster_;
     const Policy& policy_;
+    Refusal& refusal_;
     const double now_s_;
     int budget_left_;  // tokens
     bool must_commit_ = false;
+    int num_matches_ = 0;
     std::vector<StepRow> rows_;
     std::vector<Request*> admitted_;
 };

@@ -60,6 +60,7 @@ class _Launched:
     fence: Fence
     prompt_parts: list[PromptPart]
     sample: PendingSample
+    launched_s: float  # monotonic: when the runner began
 
 
 class Engine:
@@ -91,6 +92,7 @@ class Engine:
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
         self._sampler = open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
         self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
+        self._finished_s = 0.0  # monotonic: when the step before was over
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._requests: dict[int, Request] = {}
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
@@ -145,6 +147,7 @@ class Engine:
         return self._scheduler.has_work()
 
     def _launch(self, plan: StepPlan) -> None:
+        launched_s = time.monotonic()
         self._seat(plan)
         self._announce_admitted(plan)
         try:
@@ -157,7 +160,7 @@ class Engine:
             return
         prompt_parts = self._collect_prompt_logprobs(plan, hidden)
         sample = self._sample(plan, hidden)
-        self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample))
+        self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s))
 
     def _finish(self, but: int = 0) -> None:
         """Wait for the steps that were launched, `but` the last ones, and tell what came of them."""
@@ -167,10 +170,17 @@ class Engine:
             if self._runner.layer_stream is not None and step.plan.has_copies:
                 self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
-            result = self._scheduler.commit(np.where(sampled.broken, np.int32(-1), sampled.token_ids))
+            duration_s = self._take_duration(step.launched_s)
+            token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)
+            result = self._scheduler.commit(token_ids, duration_s=duration_s)
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)
             self._lending.demand_changed()
             self._publish(step.plan, sampled, result)
+
+    def _take_duration(self, launched_s: float) -> float:
+        """Return the seconds that the step which is over took, without those it waited for the step before it."""
+        begun_s, self._finished_s = max(launched_s, self._finished_s), time.monotonic()
+        return self._finished_s - begun_s
 
     def _collect_prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[PromptPart]:
         if not self._prompt_logprobs:
@@ -244,12 +254,13 @@ class Engine:
             self._scheduler.add_request(
                 request.request_id,
                 request.prompt,
-                request.sampling.max_tokens,
-                request.sampling.min_tokens,
-                request.stop_token_ids,
-                request.namespace,
-                request.sampling.prompt_logprobs is not None,
-                request.priority,
+                max_tokens=request.sampling.max_tokens,
+                min_tokens=request.sampling.min_tokens,
+                stop_token_ids=request.stop_token_ids,
+                namespace=request.namespace,
+                skip_prefix_match=request.sampling.prompt_logprobs is not None,
+                priority=request.priority,
+                arrival_s=time.monotonic(),
             )
         except ValueError as error:
             self._send(RequestError(message.request_id, 400, str(error)))

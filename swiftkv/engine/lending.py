@@ -46,7 +46,7 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
     ]
     return Scheduler(
         group_specs,
-        config.block_size,
+        block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

@@ -122,12 +122,12 @@ class Engine:
         self.scheduler.add_request(
             request_id,
             np.array(prompt, np.int32),
-            max_tokens,
-            min_tokens,
-            np.array(stop or [], np.int32),
-            namespace,
-            skip_prefix_match,
-            priority,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=np.array(stop or [], np.int32),
+            namespace=namespace,
+            skip_prefix_match=skip_prefix_match,
+            priority=priority,
         )
         self.naive.add(request_id, prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority)
         self.requests[request_id] = Request(

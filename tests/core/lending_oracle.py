@@ -59,12 +59,12 @@ class LendingSetup:
     def scheduler(self) -> _core.Scheduler:
         return _core.Scheduler(
             [_core.GroupSpec(*spec, WIDTH_BYTES, self.base_bytes(g)) for g, spec in enumerate(self.groups)],
-            self.block_size,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            self.max_model_len,
-            self.enable_prefix_caching,
-            self.enable_chunked_prefill,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_chunked_prefill=self.enable_chunked_prefill,
             lend_links=[_core.Link(*link) for link in self.lend],
             borrow_links=[
                 _core.Link(b.group, b.num_extents, b.blocks_per_extent, self.extent_bytes(b), PEER_BASE_BYTES)
@@ -125,7 +125,15 @@ class LendingEngine:
     def add(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
         self._note("add")
         empty = np.zeros(0, np.int32)
-        self.scheduler.add_request(request_id, np.array(prompt, np.int32), max_tokens, 0, empty, b"", False)
+        self.scheduler.add_request(
+            request_id,
+            np.array(prompt, np.int32),
+            max_tokens=max_tokens,
+            min_tokens=0,
+            stop_token_ids=empty,
+            namespace=b"",
+            skip_prefix_match=False,
+        )
         last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
         self.requests[request_id] = SimulatedRequest(list(prompt), last_len, len(prompt))
 

@@ -27,12 +27,12 @@ class Setup:
     def scheduler(self) -> _core.Scheduler:
         return _core.Scheduler(
             [_core.GroupSpec(*group) for group in self.groups],
-            self.block_size,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            self.max_model_len,
-            self.enable_prefix_caching,
-            self.enable_chunked_prefill,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_chunked_prefill=self.enable_chunked_prefill,
         )
 
 

@@ -36,14 +36,26 @@ class Setup:
     def scheduler(self) -> Scheduler:
         return Scheduler(
             [GroupSpec(*group) for group in self.groups],
-            self.block_size,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            self.max_model_len,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
             lend_links=[Link(*link) for link in self.lend],
             borrow_links=[Link(*link) for link in self.borrow],
             stream_buffers=self.stream_buffers,
         )
+
+
+def add(scheduler: Scheduler, request_id: int, prompt: np.ndarray, max_tokens: int, min_tokens: int = 0) -> None:
+    scheduler.add_request(
+        request_id,
+        prompt,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=NO_STOP,
+        namespace=b"",
+        skip_prefix_match=False,
+    )
 
 
 def lending_scheduler() -> Scheduler:
@@ -51,7 +63,7 @@ def lending_scheduler() -> Scheduler:
     scheduler = Setup().scheduler()
     assert scheduler.lend(0, 2).tolist() == [3, 2]
     scheduler.borrow(0, extents(0, 1, 2))
-    scheduler.add_request(1, np.arange(44, dtype=np.int32), 4, 0, NO_STOP, b"", False)
+    add(scheduler, 1, np.arange(44, dtype=np.int32), 4)
     assert scheduler.schedule() is not None
     assert scheduler.stats().groups[0].borrowed_used == 2
     scheduler.recall(0, extents(0))
@@ -96,16 +108,16 @@ REFUSED: dict[str, tuple[Callable[[Scheduler], object], str]] = {
     "commit: too few tokens": (lambda s: s.commit(extents()), "logits_rows"),
     "commit: too many tokens": (lambda s: s.commit(extents(1, 2)), "logits_rows"),
     "add_request: a token below 0": (
-        lambda s: s.add_request(2, extents(1, -1), 1, 0, NO_STOP, b"", False),
+        lambda s: add(s, 2, extents(1, -1), 1),
         "token id below 0",
     ),
     "add_request: an id that is known": (
-        lambda s: s.add_request(1, extents(1), 1, 0, NO_STOP, b"", False),
+        lambda s: add(s, 1, extents(1), 1),
         "already known",
     ),
-    "add_request: no prompt": (lambda s: s.add_request(2, extents(), 1, 0, NO_STOP, b"", False), "empty prompt"),
-    "add_request: no answer": (lambda s: s.add_request(2, extents(1), 0, 0, NO_STOP, b"", False), "max_tokens"),
-    "add_request: min_tokens": (lambda s: s.add_request(2, extents(1), 1, -1, NO_STOP, b"", False), "min_tokens"),
+    "add_request: no prompt": (lambda s: add(s, 2, extents(), 1), "empty prompt"),
+    "add_request: no answer": (lambda s: add(s, 2, extents(1), 0), "max_tokens"),
+    "add_request: min_tokens": (lambda s: add(s, 2, extents(1), 1, -1), "min_tokens"),
 }
 
 
@@ -166,7 +178,7 @@ def test_extents_are_not_converted_from_another_kind_of_array(array: object) -> 
 def test_a_plan_has_no_copies_of_another_group_or_buffer(group: int, buffer: int) -> None:
     scheduler = Setup().scheduler()
     scheduler.borrow(0, extents(0))
-    scheduler.add_request(1, extents(1, 2, 3), 1, 0, NO_STOP, b"", False)
+    add(scheduler, 1, extents(1, 2, 3), 1)
     plan = scheduler.schedule()
     assert plan is not None
     assert len(plan.copies(0, "load")) == 0
@@ -218,12 +230,33 @@ def test_sizes_that_cannot_be_are_refused(changed: dict[str, object]) -> None:
 def test_sizes_near_the_end_of_an_int_do_not_overflow() -> None:
     setup = replace(Setup(), groups=((1, 64, INT32_MAX, 64),), max_num_batched_tokens=INT32_MAX, block_size=1)
     scheduler = setup.scheduler()
-    scheduler.add_request(1, extents(*range(40)), INT32_MAX, INT32_MAX, NO_STOP, b"", False)
+    add(scheduler, 1, extents(*range(40)), INT32_MAX, INT32_MAX)
     plan = scheduler.schedule()
     assert plan is not None
     assert plan.context_lens.tolist() == [40]
     scheduler.commit(extents(1))
     scheduler.check_invariants()
+
+
+def test_the_scheduler_knows_when_requests_arrived_and_how_long_steps_took() -> None:
+    scheduler = Setup().scheduler()
+    scheduler.add_request(
+        1,
+        extents(1, 2, 3),
+        max_tokens=2,
+        min_tokens=0,
+        stop_token_ids=NO_STOP,
+        namespace=b"",
+        skip_prefix_match=False,
+        arrival_s=12.5,
+    )
+    plan = scheduler.schedule(now_s=13.0)
+    assert plan is not None
+    assert plan.new_arrivals_s.tolist() == [12.5]
+    scheduler.commit(extents(1), duration_s=0.25)
+    scheduler.schedule(now_s=14.0)
+    scheduler.commit(extents(1), duration_s=0.5)
+    assert scheduler.stats().step_s_total == 0.75
 
 
 def test_block_keys_need_a_block_size() -> None:

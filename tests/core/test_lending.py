@@ -45,10 +45,25 @@ def test_a_plan_does_not_name_a_preempted_request_that_has_been_aborted() -> Non
 
 def test_chunks_of_a_request_that_lost_blocks_do_not_count_although_they_sample_nothing() -> None:
     """Neither the step that reads them nor the one before it counts, both in progress; later steps do."""
-    scheduler = Scheduler([GroupSpec(2, 16, 0, 32)], 4, 4, 8, 68, borrow_links=[Link(0, 16, 1, 64, 0)])
+    scheduler = Scheduler(
+        [GroupSpec(2, 16, 0, 32)],
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        max_model_len=68,
+        borrow_links=[Link(0, 16, 1, 64, 0)],
+    )
     scheduler.borrow(0, np.arange(16, dtype=np.int32))
     nothing = np.zeros(0, np.int32)
-    scheduler.add_request(1, np.arange(60, dtype=np.int32), 4, 0, nothing, b"", True)
+    scheduler.add_request(
+        1,
+        np.arange(60, dtype=np.int32),
+        max_tokens=4,
+        min_tokens=0,
+        stop_token_ids=nothing,
+        namespace=b"",
+        skip_prefix_match=True,
+    )
     planned, ahead = scheduler.schedule(), scheduler.schedule()
     while ahead is not None and not ahead.has_copies:
         assert scheduler.commit(nothing).counts.tolist() == [1]
@@ -92,7 +107,14 @@ def test_without_chunks_a_long_prompt_does_not_wait_behind_one_for_which_there_i
 def test_an_idle_pool_lends_all_that_it_has(num_extents: int) -> None:
     """Free blocks are kept in words of 64 bits, and those in words again."""
     links = [Link(0, num_extents, 1)]
-    scheduler = Scheduler([GroupSpec(1, num_extents)], 16, 4, 64, 16 * num_extents, True, True, links)
+    scheduler = Scheduler(
+        [GroupSpec(1, num_extents)],
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=16 * num_extents,
+        lend_links=links,
+    )
     assert sorted(scheduler.lend(0, num_extents).tolist()) == list(range(num_extents))
     assert scheduler.stats().groups[0].free == 0
 

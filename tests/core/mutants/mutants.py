@@ -42,6 +42,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 POOL, CACHE, CACHE_LENDING = "core/block_pool.cpp", "core/kv_cache.cpp", "core/kv_cache_lending.cpp"
 SCHEDULER, COMMIT, LENDING = "core/scheduler.cpp", "core/scheduler_commit.cpp", "core/scheduler_lending.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
+REFUSAL, BUILDER = "core/refusal.cpp", "core/step_builder.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
@@ -160,6 +161,27 @@ MUTANTS = [
     one("a request may stop too late", REQUESTS, ">= min_tokens", "> min_tokens"),
     one("what failed copies wrote counts", COMMIT, "cache_.settle_failed();", "cache_.settle();"),
     one("who holds what is lost goes on", LENDING, "if (!cache_.holds_lost(r->table)) continue;", "continue;"),
+    # The refusal.
+    one(
+        "a refusal outlives a freed block",
+        POOL,
+        "::rest(BlockId block) {\n    ++num_room_changes_;",
+        "::rest(BlockId block) {",
+    ),
+    one("a refusal outlives extents that come home", POOL, "] = false;\n    ++num_room_changes_;", "] = false;"),
+    one("a refusal outlives a block that the prompt needs", COMMIT, "refusal_.note_commit(r, num_blocks);", ""),
+    one(
+        "a refusal outlives a step with less room",
+        REFUSAL,
+        "(!depends_on_budget_ || token_budget == token_budget_)",
+        "true",
+    ),
+    one(
+        "a refused prompt is matched at every step",
+        BUILDER,
+        "if (refusal_.still_holds(r, num_running, token_budget)) return false;",
+        "",
+    ),
     # The plan.
     one(
         "two buffers share their layer blocks",

@@ -19,7 +19,15 @@ from mutants import MUTANTS, Mutant
 TESTS = {
     "core": [
         f"tests/core/test_{name}.py"
-        for name in ("lending", "scheduler", "bindings", "lending_states", "lending_random", "scheduler_states")
+        for name in (
+            "lending",
+            "scheduler",
+            "refusal",
+            "bindings",
+            "lending_states",
+            "lending_random",
+            "scheduler_states",
+        )
     ],
     "lease": ["tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py"],
 }

@@ -1,0 +1,34 @@
+#include "refusal.h"
+
+#include <algorithm>
+
+namespace swiftkv {
+
+void Refusal::note(const Request& r, int num_running, int token_budget, bool depends_on_budget) {
+    request_ = &r;
+    room_version_ = cache_.room_version();
+    num_running_ = num_running;
+    token_budget_ = token_budget;
+    depends_on_budget_ = depends_on_budget;
+}
+
+// More running requests ask for more spare blocks. Of what changes without a new room version, blocks that others take
+// lessen the room, and those that are evicted from the match lengthen what is left to compute by as much as they add.
+bool Refusal::still_holds(const Request& r, int num_running, int token_budget) const {
+    return request_ == &r && room_version_ == cache_.room_version() && num_running >= num_running_ &&
+           (!depends_on_budget_ || token_budget == token_budget_);
+}
+
+// Keys are chained: a later block of `running` can only be one of the prompt's if the first one is.
+void Refusal::note_commit(const Request& running, int num_blocks) {
+    if (!request_) return;
+    const int first = running.table.num_committed;
+    const int end = std::min(num_blocks, static_cast<int>(request_->keys.size()));
+    if (first < end && running.keys[first] == request_->keys[first]) forget();
+}
+
+void Refusal::forget(const Request& r) {
+    if (request_ == &r) forget();
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,34 @@
+// Why a prompt that did not fit need not be matched at every step.
+#pragma once
+
+#include "kv_cache.h"
+#include "request.h"
+
+namespace swiftkv {
+
+// Remembers the waiting request that was refused last, and under which circumstances: while they last it is refused
+// again, and the prefix cache need not be asked.
+class Refusal {
+  public:
+    explicit Refusal(const KvCache& cache) : cache_(cache) {}
+
+    // The request was refused beside `num_running` others, when the step had `token_budget` left.
+    void note(const Request& request, int num_running, int token_budget, bool depends_on_budget);
+    // Whether the request would be refused again.
+    bool still_holds(const Request& request, int num_running, int token_budget) const;
+    // A running request is about to put its first `num_blocks` blocks into the prefix cache.
+    void note_commit(const Request& running, int num_blocks);
+    // Requests come and go: forgets what it knows of one, which is about to be gone, or of whichever there is.
+    void forget(const Request& request);
+    void forget() { request_ = nullptr; }
+
+  private:
+    const KvCache& cache_;
+    const Request* request_ = nullptr;  // null: none
+    int64_t room_version_ = 0;
+    int num_running_ = 0;
+    int token_budget_ = 0;
+    bool depends_on_budget_ = false;
+};
+
+}  // namespace swiftkv

@@ -1,0 +1,106 @@
+"""A prompt for which there is no room is looked up in the prefix cache again only when something has changed."""
+
+from __future__ import annotations
+
+import random
+
+from kv_oracle import Engine
+from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
+from naive_scheduler import Setup
+
+from swiftkv._core import Scheduler
+
+BLOCK = 4
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def engine(max_num_batched_tokens: int = 64) -> Engine:
+    """Make an engine of 16 blocks, whose plans are compared with those of one that matches at every step."""
+    return Engine(Setup(((3, 16, 0),), BLOCK, 8, max_num_batched_tokens, 64))
+
+
+def matches(scheduler: Scheduler) -> int:
+    return scheduler.stats().prefix_matches_total
+
+
+def test_a_blocked_prompt_is_not_matched_again_while_others_only_grow() -> None:
+    e = engine()
+    e.add(1, prompt(40, 1), max_tokens=20)
+    e.step()
+    e.add(2, prompt(40, 2), max_tokens=1)
+    e.step()
+    assert matches(e.scheduler) == 2
+    for _ in range(12):  # the first request takes blocks and fills them
+        e.step()
+    assert matches(e.scheduler) == 2
+    assert e.scheduler.stats().num_waiting == 1
+
+
+def test_a_blocked_prompt_is_matched_again_when_blocks_are_freed() -> None:
+    e = engine()
+    e.add(1, prompt(40, 1), max_tokens=20)
+    e.step()
+    e.add(2, prompt(40, 2), max_tokens=1)
+    e.step()
+    e.abort(1)
+    e.step()
+    assert matches(e.scheduler) == 3
+    assert list(e.finished) == [2]
+
+
+def test_a_blocked_prompt_is_matched_again_when_another_request_computes_its_next_block() -> None:
+    e = engine()
+    e.add(1, prompt(36, 1), max_tokens=20, skip_prefix_match=True)  # which nobody waits for
+    e.add(3, prompt(13, 3), max_tokens=20)
+    e.schedule()
+    e.commit({1: 5})
+    e.add(2, [*prompt(36, 1), *[5] * 12], max_tokens=1)
+    found = []
+    for _ in range(6):
+        e.schedule()
+        found.append(matches(e.scheduler))
+        e.commit({1: 5})
+    # Tokens 36 to 39 are computed by the first four steps, and the fifth finds them.
+    assert [count - found[0] for count in found] == [0, 0, 0, 0, 1, 1]
+    assert e.scheduler.stats().num_waiting == 1
+
+
+def test_a_blocked_prompt_is_matched_again_when_extents_come_home() -> None:
+    setup = LendingSetup(((2, 16, 0),), (BorrowSetup(0, 1, 1),), ((0, 4, 2),), max_num_batched_tokens=32)
+    e = LendingEngine(setup, random.Random(0))
+    e.lend(0, 4)
+    e.add(1, prompt(20, 1), max_tokens=8)
+    assert e.schedule()
+    e.commit()
+    e.add(2, prompt(12, 2), max_tokens=1)
+    for _ in range(2):
+        assert e.schedule()
+        e.commit()
+    assert matches(e.scheduler) == 2
+    e.take_back(0, 2)
+    assert e.schedule()
+    assert matches(e.scheduler) == 3
+    assert e.planned[0].plan.new_request_ids.tolist() == [2]
+    e.commit()
+    e.drain()
+
+
+def test_a_prompt_that_must_be_whole_is_matched_again_when_a_step_has_more_room_for_it() -> None:
+    e = Engine(Setup(((3, 32, 0),), BLOCK, 8, 10, 64, enable_chunked_prefill=False))
+    e.add(1, prompt(4, 1), max_tokens=2)
+    e.step()
+    e.add(2, prompt(10, 2), max_tokens=1)
+    first = e.schedule()
+    assert first is not None
+    assert first.request_ids.tolist() == [1]  # which leaves 9 tokens
+    before = matches(e.scheduler)
+    ahead = e.schedule()  # the first request is about to end
+    assert ahead is not None
+    assert ahead.request_ids.tolist() == [2]
+    assert matches(e.scheduler) == before + 1
+    e.drain()
+    assert sorted(e.finished) == [1, 2]
