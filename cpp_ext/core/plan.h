@@ -68,7 +68,7 @@ struct SchedulerStats {
     int64_t prefix_matches_total;  // how often a prompt was looked up in the prefix cache
     int64_t prefix_query_tokens_total, prefix_hit_tokens_total;
     int64_t borrowed_hit_tokens_total;  // of the hits, those that lay in borrowed blocks
-    double step_s_total;                // that committed steps took
+    double step_s_total;                // the seconds that committed steps took
     std::vector<GroupStats> groups;
 };
 

@@ -83,7 +83,7 @@ struct PlanWriter::Streamed {
     std::unordered_map<BlockId, int> index;  // by target
 
     void add(BlockId source, BlockId target, bool is_loaded, bool is_stored) {
-        // A block that the step writes to belongs to one sequence, so the first that has it knows it all.
+        // A block that the step writes to belongs to one sequence, so the first row that has it knows it all.
         if (index.try_emplace(target, static_cast<int>(blocks.size())).second)
             blocks.push_back({source, target, is_loaded, is_stored});
     }

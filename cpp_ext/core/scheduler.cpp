@@ -62,8 +62,8 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     return plan_step(now_s);
 }
 
-// Copies happen between the layers of a step, so what they move is where the books say only when that is over; and
-// extents come and go only while nothing is in progress.
+// Copies happen between the layers of a step, so blocks lie where the books say only when the step is over. Extents
+// come and go only while no step is in progress.
 bool Scheduler::can_plan_ahead() const {
     return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_staging();
 }
@@ -75,7 +75,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
 
     settle_lending();
     cache_.forget_idle_moves();
-    // Alone: who asked extents back waits for the copies, not for a step as well.
+    // The copies go alone: whoever recalled extents waits for them, and need not wait for a step as well.
     if (cache_.has_copies()) return open(step);
     fill(step);
     note_demand();
@@ -96,7 +96,7 @@ void Scheduler::fill(StepBuilder& step) {
     step.schedule_decodes();
     step.schedule_prefills();
     const bool has_preempted = roster_.num_preempted() > num_preempted;
-    // Who waits must not take what others have to leave, unless nobody is left for whom they do.
+    // A waiting request must not take blocks that others were made to leave, unless nobody is left for whom they did.
     if (!step.must_commit() && (!has_preempted || step.is_empty())) {
         if (has_preempted) {  // their blocks may be of other use now
             settle_lending();

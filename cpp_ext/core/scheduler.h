@@ -25,7 +25,7 @@ namespace swiftkv {
 // between requests may come and go, and so may extents.
 //
 // A step may be planned while the one before it is in progress, with tokens that are not known yet (xLLM, section 4.1).
-// That is a bet on its outcome: what has ended by then was computed in vain, and its row does not count.
+// That is a bet on its outcome: a request that has ended by then was computed in vain, and its row does not count.
 class Scheduler {
   public:
     // Throws std::invalid_argument, also if one sequence of max_model_len tokens fits neither the pools nor what they
@@ -59,10 +59,10 @@ class Scheduler {
     bool is_short() const;  // whether some group's demand has a shortfall
     // ---- of a borrower ----
     void borrow(int borrow_link, std::span<const int32_t> extents);
-    // What lies in the extents moves or is forgotten in the next step; then take_returned() names them.
+    // Asks extents back: their content moves or is forgotten in the next step; then take_returned() names them.
     void recall(int borrow_link, std::span<const int32_t> extents);
     std::vector<int> take_returned(int borrow_link);
-    // The lender is gone, and its extents with it. Requests that needed them are computed again.
+    // Forgets the lender, which is gone, and its extents. Requests that needed them are computed again.
     void lose(int borrow_link);
 
     SchedulerStats stats() const;
@@ -75,8 +75,8 @@ class Scheduler {
         bool has_copies;
     };
 
-    // What changes more than one thing is noexcept: whatever is thrown half-way, if only for want of memory, leaves
-    // books that nobody can trust, and ends the process instead.
+    // Functions that change more than one thing are noexcept: an exception half-way, if only for want of memory, would
+    // leave books that nobody can trust, so it ends the process instead.
     void abort_one(RequestId id) noexcept;
     std::unique_ptr<StepPlan> plan_step(double now_s) noexcept;
     StepResult commit_step(std::span<const TokenId> sampled) noexcept;

@@ -1,4 +1,4 @@
-// What comes of a step: tokens, ends, and rows that do not count.
+// The end of a step: tokens are appended, requests end, and some rows do not count.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -82,7 +82,7 @@ void Scheduler::end(Request& r) {
     roster_.erase(r);
 }
 
-// Its rows in the steps in progress do not count any more.
+// From now on the request's rows in the steps in progress do not count.
 void Scheduler::leave_steps(const Request& r, bool is_dropped) {
     for (Step& step : open_) {
         for (StepRow& row : step.rows) {

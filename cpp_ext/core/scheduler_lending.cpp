@@ -7,7 +7,7 @@
 
 namespace swiftkv {
 
-// The cache follows what has been lent and recalled since the step before.
+// Lets the cache follow what has been lent and recalled since the step before.
 void Scheduler::settle_lending() {
     if (!open_.empty()) return;  // what it uses stays where it is
     cache_.shrink_staging();
@@ -68,7 +68,7 @@ void Scheduler::drop_lost() noexcept {
     }
 }
 
-// Its request may have other blocks by now, equal ones that were in the cache.
+// Asks the row and not its request, which may hold other blocks by now: equal ones that were in the cache.
 bool Scheduler::reads_lost(const StepRow& row) const {
     return std::any_of(row.arrivals.begin(), row.arrivals.end(),
                        [&](const auto& arrival) { return cache_.is_lost(arrival.first, arrival.second); });

@@ -44,7 +44,7 @@ void StepBuilder::admit_waiting() {
     }
 }
 
-// Notes since when.
+// Notes since when the request has been stuck.
 bool StepBuilder::is_stuck(Request& r) const {
     if (policy_.could_hold(r)) {
         r.stuck_since_s = -1;
@@ -66,7 +66,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
     const int n = policy_.first_chunk(r, token_budget);
     const int spare = policy_.spare_blocks(roster_.running());
-    // The whole prompt must fit.
+    // The whole prompt must fit, whatever part of it this step computes.
     if (n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
         cache_.release(r.table);
         r.num_computed = 0;

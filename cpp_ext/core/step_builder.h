@@ -35,7 +35,7 @@ class StepBuilder {
     void admit_waiting();
 
     bool is_empty() const { return rows_.empty(); }
-    int num_matches() const { return num_matches_; }  // of prompts with the prefix cache
+    int num_matches() const { return num_matches_; }  // look-ups in the prefix cache
     // Whether nothing else can be planned before the step in progress is committed.
     bool must_commit() const { return must_commit_; }
     std::vector<StepRow>& rows() { return rows_; }
