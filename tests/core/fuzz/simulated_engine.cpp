@@ -331,7 +331,7 @@ bool SimulatedEngine::run(const Step& step, int g, int budget, bool is_checked) 
 void SimulatedEngine::spoil_staged(const StepPlan& plan, int g) {
     for (const auto& tables : plan.block_tables)
         for (const int32_t entry : tables[g])
-            if (is_borrowed(entry)) std::fill_n(local_marks(g, ~entry), setup_.limits.block_size, 0);
+            if (is_staged(entry)) std::fill_n(local_marks(g, staged_place(entry)), setup_.limits.block_size, 0);
 }
 
 template <class Visit>
@@ -432,7 +432,7 @@ SimulatedEngine::Mark* SimulatedEngine::peer_marks_at(int g, int64_t link, int64
 
 SimulatedEngine::Mark* SimulatedEngine::table_marks(int g, int32_t entry, int layer) {
     require(entry != kNoBlock, "a token inside the window has no block");
-    return local_marks(g, is_borrowed(entry) ? ~entry : entry + layer);
+    return local_marks(g, is_staged(entry) ? staged_place(entry) : entry + layer);
 }
 
 // ---- checks ----
