@@ -20,9 +20,9 @@ import zmq
 
 from swiftkv._core import GroupSpec, StepPlan
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.fence import Fence
 from swiftkv.engine.messages import AddRequest, EngineConfig, SamplingParams
 from swiftkv.models.batch import ModelInput
+from swiftkv.transport.fence import Fence
 from swiftkv.units import PoolBytes
 
 

@@ -15,7 +15,6 @@ import torch
 import zmq
 
 from swiftkv._core import StepPlan, StepResult
-from swiftkv.engine.fence import Fence
 from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs, PromptPart
 from swiftkv.engine.messages import (
@@ -40,6 +39,7 @@ from swiftkv.engine.sampler import PendingSample, Sampled, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.errors import TransferError
 from swiftkv.progress import PROGRESS
+from swiftkv.transport.fence import Fence
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
 
 
 class Lending:
-    """What the step loop has to do for lending, and the thread that does the rest.
+    """The part of lending that the step loop does, and the thread that does the rest.
 
     Without a `LendingSpec` there is no thread, and every call returns at once.
     """
@@ -79,7 +79,9 @@ class Lending:
             self._start(config, config.lending, context)
 
     def before_step(self, finish_steps: Callable[[], None]) -> None:
-        """Between steps, and before the engine waits. `finish_steps` commits those that are in progress.
+        """Apply what came for lending, between steps and before the engine waits.
+
+        `finish_steps` commits the steps that are in progress.
 
         Raises `RuntimeError` if a defect ended the coordinator's thread.
         """
@@ -89,12 +91,12 @@ class Lending:
             self._borrower.apply_pending(finish_steps)
 
     def demand_changed(self) -> None:
-        """Requests came, grew or went: what is lent may be needed here."""
+        """Note that requests came, grew or went: what is lent may be needed here."""
         if self._wire is not None and self._scheduler.is_short():
             self._wire.wake()
 
     def transfer_failed(self, plan: StepPlan, links: Sequence[int] = ()) -> None:
-        """Copies of this step over `links` did not arrive; if there are none, it is not known over which.
+        """Give up a step whose copies over `links` did not arrive; if there are none, it is not known over which.
 
         The step does not count, and those lenders are attached anew.
         """

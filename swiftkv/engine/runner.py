@@ -23,7 +23,6 @@ from swiftkv.cache.geometry import (
 )
 from swiftkv.cache.pool import Pool
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
-from swiftkv.engine.fence import Fence
 from swiftkv.engine.memory import kv_bytes_on_host
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
@@ -34,6 +33,7 @@ from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.parallel import ALONE, Communicator
 from swiftkv.models.registry import read_config
 from swiftkv.transport.base import Transport
+from swiftkv.transport.fence import Fence
 from swiftkv.units import PoolBytes
 
 if TYPE_CHECKING:

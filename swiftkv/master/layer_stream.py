@@ -60,7 +60,7 @@ class StepCopies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamTimings:
-    """What the copies of one step took, or of several, added up."""
+    """The times and bytes of the copies of one step, or of several, added up."""
 
     num_steps: int = 0  # that copied anything
     load_s: float = 0.0  # copying from peers
@@ -109,7 +109,7 @@ class GroupCopies:
         return self.stores[layer % len(self.stores)]
 
     def amounts(self) -> StreamTimings:
-        """Bytes of all layers."""
+        """Return the bytes of all layers."""
         return StreamTimings(
             load_bytes=self._num_bytes(self.loads),
             store_bytes=self._num_bytes(self.stores),
@@ -125,7 +125,7 @@ class GroupCopies:
 
 
 def buffers_of(plan: StepCopies) -> int:
-    """How many buffers the copies of a step go through in turn: what is not staged is copied as if through one."""
+    """Return how many buffers a step's copies take in turn; what is not staged is copied as if through one."""
     return max(1, plan.num_stream_buffers)
 
 
@@ -133,7 +133,7 @@ class LaunchedStep(Protocol):
     """A step with copies that was asked for."""
 
     def timings(self) -> StreamTimings:
-        """Called once, after the step has ended, and in the order of steps."""
+        """Return the step's timings. Called once, after the step has ended, and in the order of steps."""
 
 
 class LayerStream:
@@ -152,7 +152,7 @@ class LayerStream:
 
     @contextmanager
     def step(self, plan: StepCopies) -> Iterator[KVStream]:
-        """The hooks for one forward pass; on leaving, all copies of the step are done.
+        """Yield the hooks for one forward pass; on leaving, all copies of the step are done.
 
         On a device they are done when its compute stream has come that far: the caller waits for that before anything
         is given back. Raises `TransferError` if one was not: then no copy is in flight any more, and nothing of the
@@ -171,18 +171,18 @@ class LayerStream:
         self.launched(step)
 
     def launched(self, step: LaunchedStep) -> None:
-        """A step whose copies were asked for, here or elsewhere (`master.graph_stream`)."""
+        """Note a step whose copies were asked for, here or elsewhere (`master.graph_stream`)."""
         self._launched.append(step)
 
     def step_ended(self) -> None:
-        """The oldest step with copies that is not in the books has ended, and whoever calls this has waited for it.
+        """Enter the oldest step with copies in the books: it has ended, and the caller has waited for it.
 
-        To be called once for each that did not fail.
+        Call this once for each step that did not fail.
         """
         self.recent.append(self._launched.popleft().timings())
 
     def run_copies_only(self, plan: StepCopies) -> None:
-        """For a plan without tokens. Raises `TransferError` as `step` does."""
+        """Make the copies of a plan without tokens. Raises `TransferError` as `step` does."""
         with self.step(plan) as stream:
             for layer in sorted(layer for group in self.groups for layer in group.layers):
                 stream.before_write(layer)
@@ -192,7 +192,7 @@ class LayerStream:
 
 
 class _Journal:
-    """What a transport tells of its jobs, until it is asked for by the step that they belong to.
+    """The timings that a transport reports of its jobs, kept for the steps that the jobs belong to.
 
     When one step has ended, jobs of the next may have, too. Steps ask in order; jobs of steps that failed have older
     tickets than those of the next one that did not, and are forgotten.
@@ -208,7 +208,7 @@ class _Journal:
         return copied
 
     def waited(self, tickets: Collection[Ticket], by_host: Exposures) -> Exposures:
-        """How long the device waited for these jobs; if none did, how long the host did."""
+        """Return how long the device waited for these jobs; if none did, how long the host did."""
         if not isinstance(self._transport, DeviceTransport):
             return by_host
         waited, self._waited = _split(np.append(self._waited, self._transport.take_exposures()), tickets)
@@ -216,13 +216,13 @@ class _Journal:
 
 
 def _split(rows: npt.NDArray[Any], tickets: Collection[Ticket]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The rows of `tickets`, and those of later ones."""
+    """Return the rows of `tickets`, and those of later ones."""
     of_rows = rows["ticket"]
     return rows[np.isin(of_rows, list(tickets))], rows[of_rows > max(tickets, default=0)]
 
 
 class _Step:
-    """One step's tickets and what was waited for them."""
+    """The tickets of one step, and how long the host waited for them."""
 
     def __init__(self, transport: Transport, journal: _Journal, groups: Sequence[KVGroup], plan: StepCopies) -> None:
         self._transport = transport

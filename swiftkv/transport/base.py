@@ -1,4 +1,4 @@
-"""What a transport is: copies of layer blocks between our pool and the pools of the peers that we borrow from."""
+"""The interface of transports, which copy layer blocks between our pool and the pools of peers that we borrow from."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ COPY_TIMING = np.dtype(
         ("from_peer_bytes", np.int64),
     ]
 )
-"""What one job took. One that failed counts no bytes."""
+"""The times and bytes of one job. One that failed counts no bytes."""
 
 CopyTimings = npt.NDArray[np.void]  # [J], of COPY_TIMING
 
 
 EXPOSURE = np.dtype([("ticket", np.int64), ("exposed_s", np.float64)])
-"""How long a device's compute stream stood still for a job."""
+"""The time that a device's compute stream stood still for a job."""
 
 Exposures = npt.NDArray[np.void]  # [W], of EXPOSURE
 
@@ -54,7 +54,7 @@ class DevicePool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerHandle:
-    """Where a lender's pool is. Valid for one attachment of two engine processes."""
+    """The place of a lender's pool. Valid for one attachment of two engine processes."""
 
     pid: int
     fd: int  # of that process: the pool's memory
@@ -88,12 +88,12 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        """Of one layer."""
+        """The bytes of one layer."""
         return int(self.runs[:, 3].sum()) * self.width_bytes
 
 
 class Transport(Protocol):
-    """One per borrowing engine, bound to its pool. Jobs are one FIFO lane: each begins after the one before ended.
+    """The copies of one borrowing engine, bound to its pool. Jobs are one FIFO lane: each begins after the one before.
 
     Nothing here assumes host memory: on a device, `submit` follows what the compute stream did so far, and `wait` makes
     that stream wait, not the host.
@@ -103,21 +103,23 @@ class Transport(Protocol):
         """Make a lender's pool reachable as `link`; between steps only. Raises `TransferError` if it is not there."""
 
     def detach(self, link: int) -> None:
-        """Between steps only; a link that is not attached is ignored. What was submitted is waited for."""
+        """Let go of a link, between steps only, after waiting for what was submitted. One not attached is ignored."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Never raises for what the runs name."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Until the job has ended. Raises `TransferError`, once, if it did not copy everything; it names the links that
-        are to blame, if only some are: copies over the others go on.
+        """Wait until the job has ended.
+
+        Raises `TransferError`, once, if it did not copy everything; the error names the links that are to blame, if
+        only some are: copies over the others go on.
         """
 
     def settle(self) -> None:
         """Block the host until every job has ended, and forget which failed."""
 
     def take_timings(self) -> CopyTimings:
-        """Of the jobs that ended since the last call, in order; the latest few thousand."""
+        """Return the timings of jobs that ended since the last call, in order; the latest few thousand."""
 
     def close(self) -> None:
         """Let go of threads and mappings, without waiting for a peer; again is harmless. No other call may follow."""
@@ -125,11 +127,12 @@ class Transport(Protocol):
 
 @runtime_checkable
 class TwoSidedTransport(Transport, Protocol):
-    """One whose `attach` needs the peer to do something."""
+    """A transport whose `attach` needs the peer to do something."""
 
     def meet(self, peer: PeerHandle) -> PeerHandle:
-        """From any thread, while steps run: do of `attach` what waits for the peer. To attach what this returns, once,
-        waits for nobody; to forget it lets the peer go.
+        """Do the part of `attach` that waits for the peer, from any thread, while steps run.
+
+        Attaching what this returns, once, waits for nobody; forgetting it lets the peer go.
 
         Raises `TransferError` if the peer does not come in time, or cannot prove that it read the rendezvous file.
         """
@@ -137,7 +140,7 @@ class TwoSidedTransport(Transport, Protocol):
 
 @runtime_checkable
 class DeviceTransport(Transport, Protocol):
-    """One whose `wait` makes a compute stream wait: the host does not know when, nor for how long."""
+    """A transport whose `wait` makes a compute stream wait: the host does not know when, nor for how long."""
 
     def take_exposures(self) -> Exposures:
-        """Of the waits that the stream came past since the last call, in order; the latest few thousand."""
+        """Return the waits that the stream came past since the last call, in order; the latest few thousand."""

@@ -23,7 +23,9 @@ _TAG, _UNUSED_TAG = 0, 1
 
 
 class Connection:
-    """Every method raises `RuntimeError` when the other side has gone, or keeps it waiting beyond the deadline: the
+    """One end of a connection between a borrower and a lender.
+
+    Every method raises `RuntimeError` when the other side has gone, or keeps it waiting beyond the deadline: the
     connection has ended then.
 
     gloo listens on a port of the loopback interface until both are connected and after, and takes whoever speaks its
@@ -60,7 +62,7 @@ class Connection:
             raise TransferError("who connected has not read the rendezvous file")
 
     def cut(self) -> None:
-        """From any thread: whatever waits for the other side fails now, as if that had died."""
+        """Make all that waits for the other side fail now, as if that had died. Any thread may call this."""
         with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait took too long, and says so
             self._group.recv([torch.empty(1)], self._peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 

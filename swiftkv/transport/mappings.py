@@ -1,4 +1,4 @@
-"""Where the pools of peers are mapped on our device, and what runs mean there."""
+"""The pools of peers as our device sees them: where they are mapped, and which addresses runs mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mapping:
 
 
 class Mappings:
-    """By link. Whoever adds one sees to it that the memory is there until it is removed."""
+    """The mapped pools by link. Whoever adds one keeps its memory mapped until it is removed."""
 
     def __init__(self, pool: Tensor) -> None:
         """`pool` is our own, uint8 and flat."""
@@ -27,7 +27,7 @@ class Mappings:
         self._of_link: dict[int, Mapping] = {}
 
     def add(self, link: int, address: int, nbytes: int) -> None:
-        """`address` is that of a pool of `nbytes` that our device can read and write."""
+        """Add a pool of `nbytes` at an `address` that our device can read and write."""
         assert link not in self._of_link, f"link {link} is attached"
         self._of_link[link] = Mapping(address, nbytes)
 
@@ -41,7 +41,7 @@ class Mappings:
         return self._of_link[link].address
 
     def flatten(self, runs: Runs) -> Int64Array:
-        """The list of layer blocks for `kernels.triton_copy`. Raises `TransferError` as `check` does."""
+        """Return the list of layer blocks for `kernels.triton_copy`. Raises `TransferError` as `check` does."""
         self.check(runs)
         base = self.pool.data_ptr()
         distances = {link: mapping.address - base for link, mapping in self._of_link.items()}
@@ -51,7 +51,7 @@ class Mappings:
             raise TransferError(str(error)) from error
 
     def check(self, runs: Runs) -> None:
-        """A kernel would read or write whatever lies there: raises `TransferError` for what is outside the pools."""
+        """Raise `TransferError` for runs outside of the pools: a kernel would read or write whatever lies there."""
         links, peer_offsets, local_offsets, counts, staged = runs.runs.T
         missing = set(links.tolist()) - self._of_link.keys()
         if missing:

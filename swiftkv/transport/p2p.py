@@ -23,7 +23,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from swiftkv.transport.base import (
     Ticket,
 )
 from swiftkv.transport.connection import BORROWER, LENDER, Connection
+from swiftkv.transport.fence import Fence
 from swiftkv.transport.rendezvous import withdraw_pool
 from swiftkv.transport.rows import Rows, rows_of
 
@@ -62,7 +62,7 @@ class _Job:
     to_peer: Runs | None
     from_peer: Runs | None
     layer: int
-    wait_for_pool: Callable[[], None]  # until what was computed before the job is in it
+    fence: Fence  # what was computed before the job is in the pool once the device is here
 
 
 class P2pTransport:
@@ -112,7 +112,7 @@ class P2pTransport:
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         self._last_submitted += 1
-        self._jobs.put(_Job(self._last_submitted, to_peer, from_peer, layer, self._rows.so_far()))
+        self._jobs.put(_Job(self._last_submitted, to_peer, from_peer, layer, self._rows.fence()))
         return self._last_submitted
 
     def wait(self, ticket: Ticket) -> None:
@@ -149,7 +149,7 @@ class P2pTransport:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             ticket, to_peer, from_peer = job.ticket, job.to_peer, job.from_peer
-            job.wait_for_pool()
+            job.fence.wait()
             begin_s, taken_s, failure = time.monotonic(), [0.0, 0.0], None
             try:
                 directions = [self._plan(to_peer, job.layer, TO_PEER), self._plan(from_peer, job.layer, FROM_PEER)]
@@ -171,7 +171,7 @@ class P2pTransport:
                 self._ended.notify_all()
 
     def _plan(self, runs: Runs | None, layer: int, direction: int) -> list[_Exchange]:
-        """What to say to each link. Raises `TransferError` before anything is said if a run is out of bounds."""
+        """Return what to say to each link. Raises `TransferError` if a run is out of bounds: nothing was said then."""
         if runs is None:
             return []
         width, block = runs.width_bytes, runs.block_bytes
@@ -329,7 +329,7 @@ class _MetPeer(PeerHandle):
 
 
 def _row_offsets(offsets: Int64Array, counts: Int64Array, pitches: Int64Array) -> Int64Array:
-    """The offset of every row of runs of `counts` rows."""
+    """Return the offset of every row of runs of `counts` rows."""
     within: Int64Array = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     rows: Int64Array = np.repeat(offsets, counts) + within * np.repeat(pitches, counts)
     return rows
@@ -338,7 +338,7 @@ def _row_offsets(offsets: Int64Array, counts: Int64Array, pitches: Int64Array) -
 def _lie_within(
     nbytes: int, offsets: Int64Array, counts: Int64Array, pitches: Int64Array | int, width_bytes: int
 ) -> bool:
-    """Whether every run lies in a pool of `nbytes`."""
+    """Return whether every run lies in a pool of `nbytes`."""
     most = nbytes // np.maximum(pitches, 1) + 1  # rows that fit; keeps the product below from overflowing
     inside = (offsets >= 0) & (counts >= 0) & (counts <= most) & (offsets <= nbytes)
     ends = offsets + (np.minimum(counts, most) - 1) * pitches + width_bytes

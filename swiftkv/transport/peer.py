@@ -59,7 +59,7 @@ class PeerTransport:
     The host knows that copies ended when it knows that the compute stream came past their waits, or after `settle`:
     only then may extents be given back, after a step without tokens as after any other.
 
-    A lender that dies while its pool is mapped here: the step that reads it goes on with whatever bytes come, and the
+    If a lender dies while its pool is mapped here, the step that reads it goes on with whatever bytes come, and the
     coordinator, which sees the process end, has the scheduler drop them.
     """
 
@@ -121,7 +121,7 @@ class PeerTransport:
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """The current stream waits; the host does not. A job whose timings were taken has ended."""
+        """Make the current stream wait; the host does not. A job whose timings were taken has ended."""
         job = self._jobs.get(ticket)
         if job is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -160,7 +160,7 @@ class PeerTransport:
         return np.array(rows, COPY_TIMING)
 
     def take_exposures(self) -> Exposures:
-        """Of the waits that the current stream came past since the last call, in order; the latest few thousand."""
+        """Return the waits that the current stream came past since the last call, in order; the latest few thousand."""
         rows = []
         while self._waits and self._waits[0][2].query():
             ticket, arrived, left = self._waits.popleft()
@@ -173,7 +173,7 @@ class PeerTransport:
             self.detach(link)
 
     def _copy(self, runs: Runs | None, layer: int, is_to_peer: bool) -> None:
-        """Enqueue on the copy stream, which is current. Raises `TransferError` before anything is."""
+        """Enqueue the copies of one direction on the current stream. Raises `TransferError` before any is enqueued."""
         if runs is None or not len(runs.runs):
             return
         if (layer + 1) * runs.width_bytes > runs.block_bytes:
@@ -198,7 +198,7 @@ class PeerTransport:
             copy_2d(*target, *source, width, count, self._stream)
 
     def _packed(self, runs: Runs) -> torch.Tensor:
-        """On the device; the layers of a step share it, as long as they submit the same `Runs`."""
+        """Return the runs on the device. The layers of a step share them, as long as they submit the same `Runs`."""
         known = self._lists.get(id(runs))
         if known is not None:
             return known[1]
@@ -209,7 +209,7 @@ class PeerTransport:
         return packed
 
     def _set_anchor(self) -> None:
-        """A moment that device and host both know the time of. The copy stream is idle: the host hardly waits."""
+        """Note a moment whose time device and host both know. The copy stream is idle: the host hardly waits."""
         self._anchor = torch.cuda.Event(enable_timing=True)
         self._anchor.record(self._stream)
         self._stream.synchronize()

@@ -1,8 +1,9 @@
-"""How two engines find each other's memory: a `torch.distributed` file store in a directory that only they can read.
+"""The rendezvous by which two engines find each other's memory.
 
-One file per attachment, at a path that both sides know and that names both incarnations. Nothing listens on a socket.
-Where a library of torch then listens on a port of its own, anybody on the machine may connect to that: whoever is
-connected proves by a secret from the file that it could read it, before anything else is said.
+It is a `torch.distributed` file store in a directory that only they can read: one file per attachment, at a path that
+both sides know and that names both incarnations. Nothing listens on a socket. Where a library of torch then listens on
+a port of its own, anybody on the machine may connect to that: whoever is connected proves by a secret from the file
+that it could read it, before anything else is said.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
-    """The file store at `store_path`; what waits for a key that nobody sets raises `RuntimeError` in the end.
+    """Open the file store at `store_path`. Waiting for a key that nobody sets raises `RuntimeError` in the end.
 
     Raises `OSError` if there can be no such file.
     """
@@ -52,7 +53,7 @@ def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def publish_pool(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
-    """The lender's side: say where `pool` is to whoever looks at `store_path`. Returns what the borrower will find.
+    """Say at `store_path` where the lender's `pool` is, and return what the borrower will find.
 
     Raises `TransferError` if nothing can be written there: the disk is full, or the directory is gone.
     """
@@ -76,7 +77,7 @@ def handle_of(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
 
 
 def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:
-    """The borrower's side: wait until a lender published its pool. The file stays until a transport attached.
+    """Wait until a lender has published its pool for this borrower. The file stays until a transport has attached.
 
     Raises `TransferError` if nobody does in time, or if it is not a pool.
     """
@@ -90,7 +91,7 @@ def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:
 
 
 def withdraw_pool(store_path: Path) -> None:
-    """Either side: the rendezvous is over, whatever came of it."""
+    """Remove the rendezvous file, whatever came of the rendezvous. Either side may call this."""
     try:
         store_path.unlink(missing_ok=True)
     except OSError as error:  # it goes with the directory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -11,23 +10,24 @@ import torch
 from torch import Tensor
 
 from swiftkv.transport.base import DevicePool, Int64Array, SharedPool
+from swiftkv.transport.fence import Fence
 
 _WORD_BYTES = 8
 
 
 class Rows(Protocol):
-    """Of one pool. `take` and `put` return when the bytes are there."""
+    """The rows of one pool. `take` and `put` return when the bytes are there."""
 
     nbytes: int
 
     def take(self, offsets: Int64Array, width_bytes: int) -> Tensor:
-        """uint8 [k, width_bytes] in host memory: the bytes at `offsets [k]`."""
+        """Return the bytes at `offsets [k]` in host memory, uint8 [k, width_bytes]."""
 
     def put(self, offsets: Int64Array, rows: Tensor) -> None:
         """Write `rows`, uint8 [k, width_bytes] in host memory, at `offsets [k]`; no two overlap."""
 
-    def so_far(self) -> Callable[[], None]:
-        """What waits until all that the calling thread has the pool's device do so far is done."""
+    def fence(self) -> Fence:
+        """Return the point behind all that the calling thread has asked of the pool's device so far."""
 
 
 def rows_of(pool: SharedPool | DevicePool) -> Rows:
@@ -35,7 +35,7 @@ def rows_of(pool: SharedPool | DevicePool) -> Rows:
 
 
 class HostRows:
-    """Of a pool in host memory."""
+    """The rows of a pool in host memory."""
 
     def __init__(self, pool: SharedPool) -> None:
         self.nbytes = pool.nbytes
@@ -47,16 +47,16 @@ class HostRows:
     def put(self, offsets: Int64Array, rows: Tensor) -> None:
         self._at(rows.shape[1])[offsets] = rows.numpy()
 
-    def so_far(self) -> Callable[[], None]:
-        return lambda: None
+    def fence(self) -> Fence:
+        return Fence(torch.device("cpu"))
 
     def _at(self, width_bytes: int) -> npt.NDArray[np.uint8]:
-        """uint8 [nbytes - width_bytes + 1, width_bytes], a view: row `i` are the bytes from `i` on."""
+        """Return a view, uint8 [nbytes - width_bytes + 1, width_bytes], whose row `i` begins at byte `i`."""
         return np.lib.stride_tricks.as_strided(self._bytes, (self.nbytes - width_bytes + 1, width_bytes), (1, 1))
 
 
 class DeviceRows:
-    """Of a pool on a CUDA device, on a stream of its own: for the thread that made it or one other."""
+    """The rows of a pool on a CUDA device, copied on a stream of their own, by the thread that made it or one other."""
 
     def __init__(self, pool: DevicePool) -> None:
         self.nbytes = pool.nbytes
@@ -73,25 +73,23 @@ class DeviceRows:
             scatter_rows(self._pool, torch.from_numpy(offsets).to(self._device), rows.to(self._device))
             self._stream.synchronize()
 
-    def so_far(self) -> Callable[[], None]:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event.synchronize
+    def fence(self) -> Fence:
+        return Fence(self._device)
 
 
 def gather_rows(pool: Tensor, offsets: Tensor, width_bytes: int) -> Tensor:
-    """uint8 [k, width_bytes]: the bytes of `pool` (uint8, flat) at int64 `offsets [k]`; all multiples of 8."""
+    """Return the bytes of `pool` (uint8, flat) at int64 `offsets [k]`, uint8 [k, width_bytes]; all multiples of 8."""
     words = _word_indices(offsets, width_bytes)
     return pool.view(torch.int64)[words].view(torch.uint8)
 
 
 def scatter_rows(pool: Tensor, offsets: Tensor, rows: Tensor) -> None:
-    """Write `rows`, uint8 [k, width_bytes], where :func:`gather_rows` would read them."""
+    """Write `rows`, uint8 [k, width_bytes], where `gather_rows` would read them."""
     words = _word_indices(offsets, rows.shape[1])
     pool.view(torch.int64)[words] = rows.view(torch.int64)
 
 
 def _word_indices(offsets: Tensor, width_bytes: int) -> Tensor:
-    """int64 [k, width_bytes / 8]. Layer blocks are whole words, and so are all places where one may be."""
+    """Return int64 [k, width_bytes / 8]: layer blocks are whole words, and begin at whole words."""
     assert width_bytes % _WORD_BYTES == 0
     return offsets[:, None] // _WORD_BYTES + torch.arange(width_bytes // _WORD_BYTES, device=offsets.device)

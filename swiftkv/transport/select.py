@@ -15,8 +15,10 @@ def open_transport(
     io_backend: Literal["kernel", "direct"] = "kernel",
     deadline_s: float = 30.0,
 ) -> Transport:
-    """The borrower's half for `pool`. `num_threads` copy where the transport has threads to choose; `io_backend` is how
-    `peer` does; a lender that keeps a copy of `p2p` waiting for `deadline_s` is cut off.
+    """Open the borrower's half for `pool`.
+
+    `num_threads` copy where the transport has threads to choose; `io_backend` is how `peer` copies; a lender that keeps
+    a copy of `p2p` waiting for `deadline_s` is cut off.
 
     A lender needs nothing for `shm` and `peer` beyond `publish_pool`; for `p2p` it also runs `serve_p2p` for each
     attachment. `shm` is for pools in host memory, `peer` for pools on CUDA devices, `p2p` for both.

@@ -1,4 +1,4 @@
-"""Which memory can reach which: what NVML says of this machine's GPUs, and the transport that follows for a pair."""
+"""The GPUs of this machine as NVML describes them, and the transport between each pair of memories."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class TransportChoice(NamedTuple):
 
 
 def choose_transport(lender_device: str, borrower_device: str, topology: Topology) -> TransportChoice:
-    """Devices as in the YAML file: `cpu`, `cuda` or `cuda:N`. Raises `ValueError` for a GPU that is not there."""
+    """Choose for two devices as in the YAML file: `cpu`, `cuda` or `cuda:N`.
+
+    Raises `ValueError` for a GPU that is not there.
+    """
     lender, borrower = _gpu_index(lender_device, topology), _gpu_index(borrower_device, topology)
     if lender is None and borrower is None:
         return TransportChoice("shm", "both pools are in host memory")
@@ -63,7 +66,7 @@ TransportSetting = Literal["auto", "shm", "peer", "p2p"]
 def node_transports(
     setting: TransportSetting, pairs: Iterable[tuple[str, str]], topology: Topology | None
 ) -> dict[str, TransportChoice]:
-    """How KV is lent, by whose memory it is in, `the host` or `GPUs`; only those that `pairs` are in.
+    """Return how KV is lent in each kind of memory that `pairs` are in, `the host` or `GPUs`.
 
     `pairs` are a lender's device and a borrower's. `topology` may be None if no GPU is among them. Raises `ConfigError`
     if the transport that the configuration names does not reach, or for a GPU that is not there.
@@ -82,7 +85,7 @@ def node_transports(
 def settle_transport(
     setting: TransportSetting, pairs: Sequence[tuple[str, str]], topology: Topology
 ) -> TransportChoice:
-    """The one transport of engines that lend to each other: `pairs` of a lender's and a borrower's device.
+    """Return the one transport of engines that lend to each other: `pairs` of a lender's and a borrower's device.
 
     An engine has one transport for all it borrows, so `auto` is what serves every pair. All devices are the host's, or
     all are GPUs. Raises `ValueError` if `setting` does not reach, or for a GPU that is not there.
@@ -97,7 +100,10 @@ def settle_transport(
 
 
 def read_topology() -> Topology:
-    """Of this machine, without CUDA: no context is made. Without GPUs, a driver or NVML it is empty and says why."""
+    """Read the topology of this machine without making a CUDA context.
+
+    Without GPUs, a driver or NVML it is empty and says why.
+    """
     try:
         import pynvml
     except ImportError:
@@ -127,7 +133,7 @@ def read_topology() -> Topology:
 
 
 def visible_devices(variable: str | None, uuids: list[str]) -> list[int]:
-    """NVML's indices of the GPUs that CUDA numbers from 0 on, given the value of CUDA_VISIBLE_DEVICES.
+    """Return NVML's indices of the GPUs that CUDA numbers from 0 on, given the value of CUDA_VISIBLE_DEVICES.
 
     As CUDA does, the list ends at the first entry that names no GPU. GPUs are taken in NVML's order, which is CUDA's
     where they are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
@@ -157,7 +163,7 @@ def _can(a: object, b: object, capability: int) -> bool:
 
 
 def _gpu_index(device: str, topology: Topology) -> int | None:
-    """None: host memory."""
+    """Return the number of a GPU, or None for host memory."""
     kind, _, number = device.partition(":")
     if kind == "cpu":
         return None

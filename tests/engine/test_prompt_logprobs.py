@@ -15,13 +15,13 @@ import zmq
 
 from swiftkv._core import StepPlan
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.fence import Fence
 from swiftkv.engine.messages import EngineConfig, Shutdown
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.messages import Accept, Detached, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.models.registry import read_config
 from swiftkv.transport.base import Transport
+from swiftkv.transport.fence import Fence
 from tests.engine.engine_process import TIMEOUT_S, Answer, EngineClient, EngineProcess
 from tests.lease.lending_process import Admin, held
 from tests.support.checkpoints import make_checkpoint

@@ -17,7 +17,7 @@ def test_a_device_gathers_and_scatters_what_the_host_does() -> None:
     pool.tensor.copy_(torch.arange(pool.nbytes) % 251)
     copy = pool.tensor.clone()
     rows, width = rows_of(pool), GROUP.layer_block_bytes
-    rows.so_far()()
+    rows.fence().wait()
     offsets = np.array([5, 0, 17, 23], np.int64) * width
     taken = gather_rows(copy, torch.from_numpy(offsets), width)
     assert taken.shape == (4, width)
