@@ -191,7 +191,7 @@ class KVCacheConfig(_Section):
 
 
 class LendingConfig(_Section):
-    """How much of a worker's pool masters may borrow, and how the worker judges what it needs itself."""
+    """The part of a worker's pool that masters may borrow, and how the worker judges its own needs."""
 
     budget: Annotated[Budget, PlainValidator(parse_budget)] = Field(Budget(0), description=BUDGET_FORMS)
     window: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] = Field(60.0, description=_DURATION)

@@ -62,7 +62,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     _run_without_triton()
 
     async def serve(keys: NodeKeys, sockets: Sequence[socket.socket], ipc: Path) -> None:
-        await Node(config, plans, keys, limits, sockets, ipc).run()
+        await Node(config, plans, keys=keys, limits=limits, sockets=sockets, ipc=ipc).run()
 
     with (
         listen(config) as sockets,
@@ -102,6 +102,7 @@ class Node:
         self,
         config: Config,
         plans: Sequence[ModelPlan],
+        *,
         keys: NodeKeys,
         limits: NodeLimits,
         sockets: Sequence[socket.socket],
@@ -127,7 +128,9 @@ class Node:
             self._clients.append(client)
             lending = engine.lending
             coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
-            supervisor = EngineSupervisor(engine, client, coordinator, config.node, say, environment)
+            supervisor = EngineSupervisor(
+                engine, client, coordinator, node=config.node, say=say, environment=environment
+            )
             supervisors[plan.name] = supervisor
             lenders[plan.name] = [] if lending is None else [peer.name for peer in lending.lenders]
             members.append(
@@ -238,7 +241,13 @@ class Node:
         from swiftkv.server.app import ServerSettings, create_app, create_model_app
 
         node = self._config.node
-        settings = ServerSettings(self._keys.api, node.max_body, self._keys.admin, node.checked_hosts, self._limits)
+        settings = ServerSettings(
+            api_key=self._keys.api,
+            max_body_bytes=node.max_body,
+            admin_key=self._keys.admin,
+            allowed_hosts=node.checked_hosts,
+            limits=self._limits,
+        )
         apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics, self._lending)]
         for model, handle in zip(self._config.models, handles, strict=True):
             if model.endpoint is not None:

@@ -53,6 +53,7 @@ class EngineSupervisor:
         config: EngineConfig,
         client: EngineClient,
         coordinator: CoordinatorClient | None,
+        *,
         node: NodeConfig,
         say: Callable[[str], None],
         environment: Mapping[str, str],
@@ -115,7 +116,7 @@ class EngineSupervisor:
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
 
     def set_lending_budget(self, budget_bytes: int) -> None:
-        """With what budget an engine that lends is started from now on."""
+        """Start an engine that lends with this budget from now on."""
         assert self._config.lending is not None
         lending = msgspec.structs.replace(self._config.lending, budget_bytes=budget_bytes)
         self._config = msgspec.structs.replace(self._config, lending=lending)
@@ -160,7 +161,9 @@ class EngineSupervisor:
         finally:
             page.close()
         self._process = process
-        watch = self._watch = EngineWatch(self._client, self._coordinator, self._node.watchdog, process.pid, page)
+        watch = self._watch = EngineWatch(
+            self._client, self._coordinator, watchdog_s=self._node.watchdog, pid=process.pid, page=page
+        )
         life = self._life = asyncio.create_task(self._see_through(process, watch), name=f"engine {config.name}")
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already, which waiting for it shows

@@ -57,6 +57,7 @@ class EngineWatch:
         self,
         client: EngineClient,
         coordinator: CoordinatorClient | None,
+        *,
         watchdog_s: float | None,
         pid: int,
         page: ProgressPage,

@@ -61,7 +61,9 @@ def watched(
         client = EngineClient("m", *addresses, GatewayMetrics().for_model("m"))
         client.expect(1)
         client.engine_up(Ready("m", pid, 16, 16, 1, 16, [], 1))
-        verdict = asyncio.create_task(EngineWatch(client, None, WATCHDOG_S, pid, page).until_hung(waits_for_others))
+        verdict = asyncio.create_task(
+            EngineWatch(client, None, watchdog_s=WATCHDOG_S, pid=pid, page=page).until_hung(waits_for_others)
+        )
         try:
             async with asyncio.timeout(DEADLINE_S):
                 while not verdict.done() and not until(client):

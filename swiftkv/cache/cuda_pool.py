@@ -13,13 +13,13 @@ from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
 
 
 class CudaPool:
-    """Allocate as `cache.pool.Pool` does, in device memory."""
+    """One allocation in device memory, with the regions of all KV groups side by side, as in `cache.pool.Pool`."""
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], device: torch.device) -> None:
-        """`groups` are (group, number of blocks). Zeros. Raises `ConfigError` if the device cannot hold them."""
+        """Allocate zeros for `groups`, (group, number of blocks). Raises `ConfigError` where they do not fit."""
         self.regions: tuple[GroupRegion, ...] = lay_out(groups)
         self.nbytes = sum(region.nbytes for region in self.regions)
-        torch.cuda.empty_cache()  # what loading the weights needed for a moment
+        torch.cuda.empty_cache()  # loading the weights needed more for a moment
         try:
             self._memory = DeviceMemory(self.nbytes, device)
         except CudaRuntimeError as error:
@@ -31,14 +31,14 @@ class CudaPool:
         self.tensor: torch.Tensor = self._memory.tensor()  # uint8 [nbytes]
 
     def region_tensor(self, index: int) -> torch.Tensor:
-        """Group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
+        """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])
 
     def ipc_handle(self) -> bytes:
-        """With this, another process maps the pool; offsets in it are offsets in the pool."""
+        """Return a handle by which another process maps the pool; offsets in it are offsets in the pool."""
         return self._memory.ipc_handle()
 
 
 def allocate_pool(groups: Sequence[tuple[KVGroup, int]], device: torch.device, name: str = "pool") -> Pool | CudaPool:
-    """The pool for an engine whose model runs on `device`. Raises `ConfigError` or `OSError` if there is no room."""
+    """Allocate the pool of an engine that runs on `device`. Raises `ConfigError` or `OSError` without room."""
     return CudaPool(groups, device) if device.type == "cuda" else Pool(groups, name)

@@ -20,7 +20,7 @@ _PREFAULT_SLICE_BYTES = 4 << 20
 
 
 def region_view(pool: torch.Tensor, region: GroupRegion) -> torch.Tensor:
-    """A region of the flat pool as uint8 `[num_blocks, num_layers, layer_block_bytes]`."""
+    """Return a region of the flat pool as uint8 `[num_blocks, num_layers, layer_block_bytes]`."""
     flat = pool[region.base_offset_bytes : region.base_offset_bytes + region.nbytes]
     return flat.view(region.num_blocks, region.group.num_layers, region.group.layer_block_bytes)
 
@@ -50,7 +50,7 @@ class Pool:
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
 
     def region_tensor(self, index: int) -> torch.Tensor:
-        """Group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
+        """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])
 
     def prefault(self) -> threading.Thread:

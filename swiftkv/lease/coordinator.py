@@ -131,7 +131,10 @@ class Coordinator:
             self._lender.on_message(route, message)
         elif isinstance(message, SetBudget):
             reason = f"{self._name} lends to nobody"
-            self._wire.send(route, BudgetSet(message.request_id, 0, 0, 0, 0.0, refused=reason))
+            answer = BudgetSet(
+                message.request_id, budget_bytes=0, lent_bytes=0, recalled_bytes=0, took_s=0.0, refused=reason
+            )
+            self._wire.send(route, answer)
 
     def _state(self, request: ShowLending) -> LendingState:
         state = LendingState(

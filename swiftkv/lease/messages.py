@@ -1,5 +1,6 @@
-"""What coordinators say to each other and to the gateway, as MessagePack over ZeroMQ; and what an engine knows of its
-peers when it starts.
+"""The messages between coordinators, and between them and the gateway: MessagePack over ZeroMQ.
+
+A `LendingSpec` is what an engine knows of its peers when it starts.
 
 Extents are little-endian int32 as bytes, epochs uint32. A *link* within a message is its index in the list of links
 that the two engines have in common, which is the same list on both sides. `sender` and `receiver` are incarnations:
@@ -9,7 +10,7 @@ a message of a process that is no longer there, or to one, is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 import numpy as np
@@ -34,12 +35,12 @@ class LinkGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meu_w: int
     meu_m: int
     extent_bytes: int
-    num_extents: int  # as many as the lender's group has, whatever the budget
-    lender_base_offset_bytes: int  # of extent 0, from the first byte of the lender's pool
+    num_extents: int  # all that the lender's group consists of, whatever the budget
+    lender_base_offset_bytes: int  # from the first byte of the lender's pool to extent 0
 
 
 class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another engine, and the links that we have with it."""
+    """Another engine, and the links between it and this one."""
 
     name: str
     leases_address: str  # ipc://…: its coordinator binds ROUTER here
@@ -49,17 +50,17 @@ class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine's part in lending. Its borrow links are those of `lenders` in order, its lend links of `borrowers`."""
 
-    leases_address: str  # our own coordinator's
+    leases_address: str  # the address of the engine's own coordinator
     lenders: list[PeerSpec]
     borrowers: list[PeerSpec]
-    budget_bytes: int  # of our own pool, at most this much is lent at first
+    budget_bytes: int  # the most that is lent at first
     window_s: float
     policy: Literal["total", "longest"]
     transport: Literal["shm", "peer", "p2p"]
     stream_buffers: Literal[1, 2]
     rendezvous: str  # a directory of mode 0700 that all engines of the node share
     max_wait_s: float  # a request that needs more than is lent waits this long
-    io_backend: Literal["kernel", "direct"] = "kernel"  # of `peer`
+    io_backend: Literal["kernel", "direct"] = "kernel"  # how the transport `peer` copies
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -69,7 +70,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     sender: int
     attempt: int  # one more each time that the memory has to be attached anew
     pid: Pid
-    start_ticks: int  # `process.start_ticks`: with the pid, names a process for ever
+    start_ticks: int  # `process.start_ticks`, which with the pid names a process for ever
     links: list[LinkGeometry]
 
 
@@ -98,36 +99,34 @@ class Detached(msgspec.Struct, tag="detached", array_like=True, frozen=True):
     receiver: int
 
 
-class Offer(msgspec.Struct, tag="offer", array_like=True, frozen=True):
+class NamedLeases(msgspec.Struct, array_like=True, frozen=True):
+    """Extents of one link, and the epochs of their leases."""
+
     sender: int
     receiver: int
     link: int
     extents: bytes
     epochs: bytes
 
-
-class Accept(msgspec.Struct, tag="accept", array_like=True, frozen=True):
-    sender: int
-    receiver: int
-    link: int
-    extents: bytes
-    epochs: bytes
+    @classmethod
+    def of(cls, extents: Int32Array, epochs: UInt32Array, *, sender: int, receiver: int, link: int) -> Self:
+        return cls(sender, receiver, link, extents.tobytes(), epochs.tobytes())
 
 
-class Recall(msgspec.Struct, tag="recall", array_like=True, frozen=True):
-    sender: int
-    receiver: int
-    link: int
-    extents: bytes
-    epochs: bytes
+class Offer(NamedLeases, tag="offer", array_like=True, frozen=True):
+    """Lender to borrower: use these extents."""
 
 
-class Return(msgspec.Struct, tag="return", array_like=True, frozen=True):
-    sender: int
-    receiver: int
-    link: int
-    extents: bytes
-    epochs: bytes
+class Accept(NamedLeases, tag="accept", array_like=True, frozen=True):
+    """Borrower to lender: these extents are in use."""
+
+
+class Recall(NamedLeases, tag="recall", array_like=True, frozen=True):
+    """Lender to borrower: give these extents back."""
+
+
+class Return(NamedLeases, tag="return", array_like=True, frozen=True):
+    """Borrower to lender: these extents are the lender's again."""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
@@ -153,7 +152,7 @@ class BudgetSet(msgspec.Struct, tag="budget_set", array_like=True, frozen=True):
     request_id: int
     budget_bytes: int  # now in force, or asked for in a dry run
     lent_bytes: int  # not home at this moment
-    recalled_bytes: int  # that came home, or would be asked back
+    recalled_bytes: int  # bytes that came home, or in a dry run would be asked back
     took_s: float
     refused: str | None = None
 
@@ -173,10 +172,10 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
     counts: dict[str, int]  # extents by state
     num_bytes: int  # lent and not home, or borrowed
     heard_s_ago: float | None  # when the peer last said anything; None: it is not there
-    peer_extents: int | None  # what the peer's last heartbeat said of this link
+    peer_extents: int | None  # extents of this link in the peer's last heartbeat
     states: bytes | None = None  # uint8 [num_extents]
     epochs: bytes | None = None  # uint32 [num_extents]
-    no_offer_s: float | None = None  # of a lend link: so long nothing is offered, for the lender needed blocks itself
+    no_offer_s: float | None = None  # nothing is offered for so long, since the lender needed blocks itself
 
 
 class GroupBlocks(msgspec.Struct, frozen=True):
@@ -203,7 +202,7 @@ class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=
     name: str
     pool_bytes: int
     groups: list[GroupBlocks]
-    messages_dropped_total: int  # that could not be read, or named what there is not
+    messages_dropped_total: int  # messages that could not be read, or named what there is not
     budget_bytes: int = 0
     lends: list[LinkState] = []
     borrows: list[LinkState] = []
@@ -221,9 +220,7 @@ class MalformedMessage(Exception):
     """A message that names what there is not. It is dropped: what one side gets wrong does not end the other."""
 
 
-def named_leases(
-    message: Offer | Accept | Recall | Return, links: Sequence[LinkGeometry]
-) -> tuple[Int32Array, UInt32Array]:
+def named_leases(message: NamedLeases, links: Sequence[LinkGeometry]) -> tuple[Int32Array, UInt32Array]:
     """Return the extents and epochs that a message about one of `links` names.
 
     Raises `MalformedMessage` unless every one of them can be.

@@ -1,4 +1,4 @@
-"""Processes that are known for certain: to be the one that was meant, and to be alive or gone."""
+"""Processes of which one knows for certain that they are the ones meant, and whether they still live."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Identity:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot: field 22 of proc_pid_stat(5).
+    """Return when a process started, in clock ticks since boot: field 22 of proc_pid_stat(5).
 
     Raises `FileNotFoundError` or `ProcessLookupError` if it is gone.
     """
@@ -43,7 +43,7 @@ class PeerProcess:
 
     @classmethod
     def find(cls, pid: int, ticks: int) -> Self | None:
-        """None if it is gone. A process that has got the pid since is another."""
+        """Return the process that started at `ticks`, or `None` if it has gone and the pid is another's or nobody's."""
         try:
             process = cls(os.pidfd_open(pid))
         except OSError as error:

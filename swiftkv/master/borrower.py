@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _HELLO_RETRY_S = 0.2
 _ATTACH_RETRY_S = 1.0
-_DRAIN_POLL_S = 0.002  # what a step forgets leaves when it is planned, long before it is over
+_DRAIN_POLL_S = 0.002  # a step gives up blocks when it is planned, long before it is over
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +216,14 @@ class Borrower:
 
     def _say_hello(self, peer: LenderPeer) -> None:
         me = self._me
-        hello = Hello(me.name, me.incarnation, peer.attempt, me.pid, me.start_ticks, peer.spec.links)
+        hello = Hello(
+            borrower=me.name,
+            sender=me.incarnation,
+            attempt=peer.attempt,
+            pid=me.pid,
+            start_ticks=me.start_ticks,
+            links=peer.spec.links,
+        )
         self._wire.send_to_lender(peer.index, hello)
 
     def _on_welcome(self, peer: LenderPeer, welcome: Welcome) -> None:
@@ -302,7 +309,7 @@ class Borrower:
         peer.reported = []
 
     def _let_go(self, peer: LenderPeer, now_s: float) -> None:
-        """Nothing of ours is in flight, and the pool is detached: the lender may have it all back."""
+        """Give everything back to a lender whose pool is detached, with no copy of ours in flight."""
         if not peer.is_attached:
             return
         for link in peer.links:
@@ -320,8 +327,7 @@ class Borrower:
             self._scheduler.borrow(link.number, taken)
             self._wake_engine()
         if len(accepted):
-            names = (accepted.tobytes(), accepted_epochs.tobytes())
-            self._wire.send_to_lender(peer.index, Accept(self._me.incarnation, peer.incarnation, link.index, *names))
+            self._wire.send_to_lender(peer.index, Accept.of(accepted, accepted_epochs, **self._names(peer, link)))
 
     def _on_recall(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         to_drain, returned, returned_epochs = link.ledger.on_recall(extents, epochs)
@@ -340,5 +346,7 @@ class Borrower:
 
     def _return(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         if len(extents):
-            names = (extents.tobytes(), epochs.tobytes())
-            self._wire.send_to_lender(peer.index, Return(self._me.incarnation, peer.incarnation, link.index, *names))
+            self._wire.send_to_lender(peer.index, Return.of(extents, epochs, **self._names(peer, link)))
+
+    def _names(self, peer: LenderPeer, link: BorrowLink) -> dict[str, int]:
+        return {"sender": self._me.incarnation, "receiver": peer.incarnation, "link": link.index}

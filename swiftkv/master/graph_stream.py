@@ -1,20 +1,20 @@
 """Streams borrowed KV inside a CUDA graph: the same launches for every step, over lists that each step writes anew.
 
-The order is that of `master.layer_stream`, with one difference: a graph cannot leave a copy out, so that every layer
-has its spill, load and store, and a list that the step does not need is empty. They are launched on a stream of their
-own that leaves the capturing one and comes back to it, which makes a branch of the graph of them: layer `l + 1` is
-loaded while layer `l` is computed. What is copied is data: attaching a lender needs no new capture.
+The order is that of `master.layer_stream`, with one difference: a graph cannot leave a copy out, so every layer has its
+spill, load and store, and the lists that a step does not need are empty. The copies are launched on a CUDA stream of
+their own, forked from the capturing one and joined to it at the end, so they become a branch of the graph: layer
+`l + 1` is loaded while layer `l` is computed. The lists are data, so attaching a lender needs no new capture.
 
-Events of a graph cannot be timed, and two steps that follow each other replay the same graph. So the device writes down
-its clock before and after every copy, and whenever computing comes to a wait; each step's notes go to the host behind
-it. From them follows what `StreamTimings` tells, to about a microsecond: a copy's time includes its launch, and
-computing that came before the copy it needs had ended waited for the difference. A note is a kernel of one thread; of
-those between computing's own kernels there is one per layer, which is what it costs to know.
+Events of a graph cannot be timed, and two consecutive steps replay the same graph. So the device notes its clock before
+and after every copy, and whenever computing comes to a wait; the notes of a step go to the host when it has ended. They
+give `StreamTimings` to about a microsecond: the time of a copy includes its launch, and computing that arrived before
+the copy it needs had ended has waited for the difference. A note is a kernel of one thread, and one per layer stands
+between the kernels that compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -69,10 +69,10 @@ class GraphStream:
         self._end = max(self._places) + 1
         num_lists = len(groups) * self._lists_per_group
         size = HEADER_FIELDS * num_lists + BLOCK_FIELDS * room_blocks
-        self._packed = torch.zeros(size, dtype=torch.int64, device=device)  # of `pack_lists`; all empty
+        self._packed = torch.zeros(size, dtype=torch.int64, device=device)  # as `pack_lists` writes them; all empty
         self._times = torch.zeros((self._end + 1) * _MOMENTS, dtype=torch.int64, device=device)
         self._lane = _Lane(device)
-        self._loaded: dict[int, Callable[[], None]] = {}  # by layer: what makes computing wait for that
+        self._loaded: dict[int, _Mark] = {}  # by layer
         self._filled: tuple[GroupCopies, ...] = ()
 
     def fill(self, plan: StepCopies) -> bool:
@@ -92,13 +92,13 @@ class GraphStream:
 
     @contextmanager
     def launches(self) -> Iterator[KVStream]:
-        """The hooks for one forward pass; on leaving, the current stream has waited for all copies."""
+        """Yield the hooks for one forward pass; on leaving, make the current CUDA stream wait for all copies."""
         for layer, (_, index) in sorted(self._places.items()):
             if index < self.num_buffers:
                 self._load(layer)
         yield self
         self._note(self._end, _ARRIVED)
-        self._lane.so_far()()
+        self._lane.mark().wait()
 
     def launched(self) -> None:
         """Register the step that `fill` wrote, after its launch on the current stream."""
@@ -108,7 +108,7 @@ class GraphStream:
 
     def before_write(self, layer: int) -> None:
         self._note(layer, _ARRIVED)
-        self._loaded[layer]()
+        self._loaded[layer].wait()
 
     def after_write(self, layer: int) -> None:
         group, index = self._places[layer]
@@ -131,7 +131,7 @@ class GraphStream:
             self._note(layer, _SPILLED)
             self._move(group, 1 + index % self.num_buffers, index, to_peer=False)
             self._note(layer, _LOADED)
-        self._loaded[layer] = self._lane.so_far()
+        self._loaded[layer] = self._lane.mark()
 
     def _move(self, group: int, number: int, index: int, to_peer: bool) -> None:
         """Launch the copies of one list of a group, at its layer `index`."""
@@ -169,17 +169,27 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             yield
 
-    def so_far(self) -> Callable[[], None]:
-        """Return a callable that makes the current CUDA stream wait for everything launched on this lane so far."""
-        if self._stream is None:
-            return lambda: None
-        event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+    def mark(self) -> _Mark:
+        """Mark everything that was launched on this lane so far."""
+        return _Mark(self._device, None if self._stream is None else self._stream.record_event())
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A moment in the work of a lane."""
+
+    device: torch.device
+    event: torch.cuda.Event | None  # None: the lane is in line
+
+    def wait(self) -> None:
+        """Make the current CUDA stream wait until the lane has come so far."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A `LaunchedStep`."""
+    """A step whose copies were launched inside a CUDA graph."""
 
     groups: tuple[GroupCopies, ...]
     times: Tensor  # int64 [layers + 1, _MOMENTS] in ns, on the host when the step has ended

@@ -13,8 +13,8 @@ from swiftkv.lease.process import PeerProcess
 class BorrowLink:
     """A KV group of a lender beside one of the borrower."""
 
-    number: int  # of our borrow links
-    index: int  # of those with this lender
+    number: int  # index in the borrower's links
+    index: int  # index in the links with this lender
     geometry: LinkGeometry
     ledger: BorrowerLedger
 

@@ -27,7 +27,7 @@ class ModelPlan:
     weight_bytes: int
     memory: PoolMemory
     max_model_len: int
-    max_context_len: int  # that the model was made for
+    max_context_len: int  # the longest context that the model was made for
     vocab_size: int
     budget_bytes: int | None = None  # the most that it lends at first; None: it cannot lend
     tensor_parallel_size: int = 1  # ranks
@@ -54,7 +54,7 @@ class ModelPlan:
 class SizedPlan(ModelPlan):
     """The plan of a model whose pool is configured in bytes, so that its size is known before it starts."""
 
-    num_blocks: int  # of each group
+    num_blocks: int  # in each group
 
     @property
     def pool_bytes(self) -> int:

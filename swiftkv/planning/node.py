@@ -26,7 +26,7 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
         raise ConfigError("\n".join(mistakes))
     rooms = {room.borrower.name: room for room in plan_lending(plans)}
     for i, (plan, model) in enumerate(zip(plans, config.models, strict=True)):
-        if isinstance(plan, SizedPlan):  # of the others the engine finds out what fits
+        if isinstance(plan, SizedPlan):  # the engine finds out what fits into the others
             try:
                 plans[i] = _with_max_model_len(plan, model, rooms.get(plan.name) or BorrowerRoom(plan, ()))
             except ConfigError as error:

@@ -170,7 +170,14 @@ class NodeLending:
             if not dry_run:
                 member.remember_budget(answer.budget_bytes)
             raise ApiError(400, f"model '{name}' refuses: {answer.refused}", param="budget", code="budget_refused")
-        return BudgetChange(name, dry_run, answer.budget_bytes, answer.lent_bytes, answer.recalled_bytes, answer.took_s)
+        return BudgetChange(
+            name,
+            dry_run,
+            budget_bytes=answer.budget_bytes,
+            lent_bytes=answer.lent_bytes,
+            recalled_bytes=answer.recalled_bytes,
+            took_s=answer.took_s,
+        )
 
     async def pool(self, name: str) -> PoolView:
         """Raises `ApiError`: 404 for no such model, 409 for one that has no part in lending, 503 for no answer."""

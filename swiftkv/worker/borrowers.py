@@ -17,11 +17,11 @@ from swiftkv.lease.wire import Route
 class LendLink:
     """A KV group of the lender beside one of a borrower."""
 
-    number: int  # of our lend links
-    index: int  # of those with this borrower
+    number: int  # index in the lender's links
+    index: int  # index in the links with this borrower
     geometry: LinkGeometry
     ledger: LenderLedger
-    share: Fraction  # of what its borrower gets
+    share: Fraction  # the part of what its borrower gets
 
     @property
     def asked_for(self) -> int:

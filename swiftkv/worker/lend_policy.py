@@ -1,4 +1,4 @@
-"""How much of a worker's pool the worker needs itself, judged by what it needed lately. In blocks of one KV group.
+"""Policies that say how many blocks of a KV group a lender keeps, judged by what its own requests needed lately.
 
 Pure: time is handed in, on any clock that does not run backwards.
 """
@@ -17,7 +17,7 @@ class Demand:
     """The demand for one KV group since the last look, in blocks."""
 
     total_peak: int  # the most that running and waiting requests wanted together
-    longest: int  # of the longest single request
+    longest: int  # the most that one request wanted
     total_now: int
     shortfall: int  # wanted now, and neither free, nor cached, nor to be had by a recall
 
@@ -34,7 +34,7 @@ class TotalDemandPolicy:
     """Keep what all requests together needed at the busiest moment of the window, and a reserve.
 
     The reserve is a part of that peak, at least `min_reserve_blocks`: the next request that is a little larger finds
-    its blocks free and needs no recall. Who had no request in the window keeps nothing: the whole budget may be lent.
+    its blocks free and needs no recall. A lender without a request in the window keeps nothing.
     What is kept does not follow every change of the peak:
 
     - it rises at once, to the peak and a whole reserve, when less than half a reserve would be left above the peak;
@@ -95,7 +95,7 @@ class _WindowMaximum:
         self._ring[slot] = max(self._ring[slot], value)
 
     def value(self, now_s: float) -> int:
-        """0 if there was none."""
+        """Return the largest value, 0 if there was none."""
         self._advance(now_s)
         return max(self._ring)
 

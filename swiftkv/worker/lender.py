@@ -146,7 +146,7 @@ class Lender:
             recall_seconds=self._recalls.seconds,
         )
 
-    # What borrowers say.
+    # Messages of borrowers.
 
     def on_message(self, sender: Route, message: FromBorrower | SetBudget) -> None:
         now_s = time.monotonic()
@@ -183,7 +183,7 @@ class Lender:
                 peer.is_asked = False
 
     def _peer_of(self, message: Attached | Detached | Accept | Return | Heartbeat) -> BorrowerPeer | None:
-        """None for a stranger, and for one whose leases end whatever it says."""
+        """Return the borrower that sent a message; `None` for a stranger and for one whose leases end anyway."""
         if message.receiver != self._me.incarnation:
             return None
         there = (peer for peer in self._peers.values() if peer.process and not peer.is_ending)
@@ -225,7 +225,7 @@ class Lender:
         self._wire.send(route, peer.welcome)
 
     def _refuse(self, peer: BorrowerPeer, hello: Hello, reason: str) -> None:
-        """The borrower asks again in a while; what it is asked to attach then has names of its own."""
+        """Tell a borrower why it cannot be lent to. It asks again in a while, and then gets paths of its own."""
         if reason != peer.refusal:
             _log.warning("%s cannot be lent to: %s", peer.spec.name, reason)
         peer.refusal = reason
@@ -233,7 +233,15 @@ class Lender:
 
     def _welcome(self, hello: Hello, store_paths: list[str], refused: str | None = None) -> Welcome:
         me = self._me
-        return Welcome(me.incarnation, hello.sender, hello.attempt, me.pid, me.start_ticks, store_paths, refused)
+        return Welcome(
+            sender=me.incarnation,
+            receiver=hello.sender,
+            attempt=hello.attempt,
+            pid=me.pid,
+            start_ticks=me.start_ticks,
+            store_paths=store_paths,
+            refused=refused,
+        )
 
     def _publish(self, peer: BorrowerPeer, hello: Hello, link: LendLink) -> str:
         name = f"{self._me.incarnation:016x}-{hello.sender:016x}-{hello.attempt}-{link.index}"
@@ -243,7 +251,7 @@ class Lender:
             peer.servers.append(server)
         return store_path
 
-    # How the leases of a borrower end.
+    # The end of a borrower's leases.
 
     def _on_exit(self, peer: BorrowerPeer) -> None:
         _log.warning("%s has gone; its leases end", peer.spec.name)
@@ -251,7 +259,7 @@ class Lender:
         peer.is_attached = False
 
     def _end_leases(self, peer: BorrowerPeer, now_s: float) -> None:
-        """A thread that serves the borrower may still write what it sent before it died; then nobody does."""
+        """End the leases of a borrower that has gone or let go, once no thread that serves it may still write."""
         peer.servers = [server for server in peer.servers if server.is_alive()]
         if not peer.is_ending or peer.servers:
             return
@@ -263,7 +271,7 @@ class Lender:
             self._take_home(link, link.ledger.peer_died(), now_s)
 
     def _ask_for_life(self, peer: BorrowerPeer, now_s: float) -> None:
-        """One heartbeat at a time: nothing piles up before a borrower that is stopped."""
+        """Send a heartbeat, unless the last is unanswered: nothing piles up before a borrower that is stopped."""
         if peer.is_attached and now_s >= peer.heartbeat_due_s:
             peer.heartbeat_due_s = now_s + _HEARTBEAT_S
             if not peer.is_asked:
@@ -311,10 +319,17 @@ class Lender:
         self, request: SetBudget, recalled_bytes: int, took_s: float, refused: str | None = None
     ) -> BudgetSet:
         budget_bytes = self.budget_bytes if refused else request.budget_bytes
-        return BudgetSet(request.request_id, budget_bytes, self.lent_bytes, recalled_bytes, took_s, refused)
+        return BudgetSet(
+            request_id=request.request_id,
+            budget_bytes=budget_bytes,
+            lent_bytes=self.lent_bytes,
+            recalled_bytes=recalled_bytes,
+            took_s=took_s,
+            refused=refused,
+        )
 
     def _answer_budget_requests(self, now_s: float) -> None:
-        """Each when its own recall is home; the last, whose budget is in force, when no earlier one is owed either."""
+        """Answer each request when its own recall is home, and the last, whose budget is in force, when all are."""
         waiting = []
         for i, entry in enumerate(self._waiting):
             is_in_force = i == len(self._waiting) - 1
@@ -329,7 +344,7 @@ class Lender:
     # Offers and recalls.
 
     def _make_room_for_all(self, now_s: float) -> None:
-        """A borrower came: those before it give up what is its part."""
+        """Recall from other borrowers the part of one that has come."""
         targets = self._division.lendable_targets(self.budget_bytes, now_s)
         self._recall("share", {link.number: link.asked_for - targets[link.number] for link in self._links}, now_s)
 
@@ -354,17 +369,16 @@ class Lender:
                     room_bytes -= count * geometry.extent_bytes
 
     def _offer_over(self, link: LendLink, count: int) -> int:
-        """Returns how many extents there were to offer."""
+        """Return how many extents there were to offer."""
         extents = self._scheduler.lend(link.number, count)
         if len(extents):
             peer = self._peer_at[link.number]
             epochs = link.ledger.offer(extents)
-            names = (extents.tobytes(), epochs.tobytes())
-            self._wire.send(peer.route, Offer(self._me.incarnation, peer.incarnation, link.index, *names))
+            self._wire.send(peer.route, Offer.of(extents, epochs, **self._names(peer, link)))
         return len(extents)
 
     def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> Batch | None:
-        """Ask back extents by link number; None if there are none. A borrower that is gone is not asked."""
+        """Ask back as many extents as `counts` has by link number; return `None` if there are none."""
         counts = {number: count for number, count in counts.items() if count > 0}
         if not counts:
             return None
@@ -374,9 +388,11 @@ class Lender:
             peer = self._peer_at[link.number]
             extents, epochs = link.ledger.recall(count)
             self._recalls.add(serial, number, extents, link.geometry.extent_bytes)
-            names = (extents.tobytes(), epochs.tobytes())
-            self._wire.send(peer.route, Recall(self._me.incarnation, peer.incarnation, link.index, *names))
+            self._wire.send(peer.route, Recall.of(extents, epochs, **self._names(peer, link)))
         return batch
+
+    def _names(self, peer: BorrowerPeer, link: LendLink) -> dict[str, int]:
+        return {"sender": self._me.incarnation, "receiver": peer.incarnation, "link": link.index}
 
     def _take_home(self, link: LendLink, extents: Int32Array, now_s: float) -> None:
         if len(extents):

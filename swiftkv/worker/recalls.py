@@ -30,7 +30,7 @@ class Recalls:
 
     def __init__(self, num_extents: Sequence[int]) -> None:
         """`num_extents` has an entry for each link."""
-        self._serial_of = [np.zeros(n, np.int64) for n in num_extents]  # of the batch; 0: not asked back
+        self._serial_of = [np.zeros(n, np.int64) for n in num_extents]  # the batch of each extent; 0: not asked back
         self._last_serial = 0
         self._open: dict[int, Batch] = {}
         self.seconds = Histogram(RECALL_SECONDS_BOUNDS)  # from asking until the last extent of a batch is home
