@@ -1,4 +1,4 @@
-"""Whether the devices that a configuration names are there."""
+"""Checks that the devices are there which a configuration names."""
 
 from __future__ import annotations
 

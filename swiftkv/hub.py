@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, or a hub id that is fetched into the hub's own cache."""
+"""Finds a model's files: in a local directory, or by a hub id, which is fetched into the hub's own cache."""
 
 from __future__ import annotations
 

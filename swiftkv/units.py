@@ -102,7 +102,7 @@ def parse_memory(value: object) -> PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most that a worker may lend: a part of its pool (0 to 1), or bytes."""
+    """The most that a lender may lend: a part of its pool (0 to 1), or bytes."""
 
     amount: Fraction | int
 

@@ -1,4 +1,4 @@
-// The few words that both ledgers use.
+// The types that both ledgers use.
 #pragma once
 
 #include <array>

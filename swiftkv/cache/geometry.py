@@ -175,7 +175,7 @@ def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
 
 
 def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layers: int) -> tuple[int, int]:
-    """Divide a master's pool into layer-stream slots and regular blocks (paper Eqs. 4 and 5).
+    """Divide a borrower's pool into layer-stream slots and regular blocks (paper Eqs. 4 and 5).
 
     `pool_layer_blocks` is `K_master` (Eq. 3), `borrowed_blocks` the `K_i` (Eq. 2). Returns `(N_LSC, N_RC)`; their
     sum is the longest sequence in blocks. With nothing borrowed the whole pool is regular.

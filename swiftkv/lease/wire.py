@@ -1,4 +1,4 @@
-"""The sockets of one coordinator, and all else that its thread waits for."""
+"""The sockets of one coordinator, and everything else that its thread waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much the models of a node can lend to each other, and what fits into a borrower's pool then."""
+"""Sizes what the models of a node can lend to each other, and what fits into a borrower's pool then."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LendingPair:
 
 @dataclass(frozen=True, slots=True)
 class BorrowerRoom:
-    """How a borrower's pool is divided while it borrows from `pairs`, and what fits then.
+    """A borrower's pool as it is divided while it borrows from `pairs`, and what fits then.
 
     With one layer-stream buffer: where two fit, the scheduler takes two, which shortens no context.
     """

@@ -11,13 +11,13 @@ from swiftkv.transport.topology import TransportChoice, node_transports, read_to
 
 
 def lending_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, TransportChoice]:
-    """Return how KV is lent, by whose memory it is in: see `node_transports`, which this may raise for."""
+    """Return the transport of each kind of memory. Raises what `node_transports` raises."""
     pairs = _device_pairs(plans)
     return node_transports(config.node.lending.transport, pairs, read_topology() if _use_gpus(pairs) else None)
 
 
 def describe_transports(config: Config, plans: Sequence[ModelPlan]) -> Iterator[tuple[str, str]]:
-    """Yield whose memory, and what KV is lent over there and why; on a machine without the GPUs that says so."""
+    """Yield each kind of memory, with its transport and the reason, or that only a machine with GPUs can tell."""
     pairs = _device_pairs(plans)
     topology = read_topology() if _use_gpus(pairs) else None
     if topology is not None and not topology.gpus:

@@ -1,4 +1,4 @@
-"""``/admin``: what is lent on this node, and how much may be. Who may ask is decided before, by `AdminMiddleware`."""
+"""The routes of `/admin`, about lending. `AdminMiddleware` has decided before who may ask."""
 
 from __future__ import annotations
 

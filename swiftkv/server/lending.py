@@ -1,4 +1,4 @@
-"""The gateway's line to the coordinators of its engines: what is lent, to whom, and how much may be."""
+"""The gateway's connection to the coordinators of its engines, which shows and sets what they lend."""
 
 from __future__ import annotations
 
@@ -113,10 +113,9 @@ class CoordinatorClient:
 
 @dataclass(frozen=True)
 class LendingMember:
-    """One model of the node. ``why_not_lend`` completes "model 'x' …"; None: it can lend.
+    """One model of the node. `why_not_lend` completes "model 'x' …", and is `None` for one that can lend.
 
-    ``remember_budget`` is told the budget, in bytes, that holds or is about to: an engine that is started again begins
-    with it.
+    `remember_budget` takes the budget, in bytes, with which the engine begins when it is started again.
     """
 
     name: str
@@ -187,12 +186,12 @@ class NodeLending:
         member.engine.check_available()
         state = await member.coordinator.show(with_extents=True)
         return PoolView(
-            name,
-            state.pool_bytes,
-            None if member.why_not_lend else state.budget_bytes,
-            state.groups,
-            [_extents(link, name, lends=True) for link in state.lends],
-            [_extents(link, name, lends=False) for link in state.borrows],
+            model=name,
+            pool_bytes=state.pool_bytes,
+            budget_bytes=None if member.why_not_lend else state.budget_bytes,
+            groups=state.groups,
+            lends=[_extents(link, name, lends=True) for link in state.lends],
+            borrows=[_extents(link, name, lends=False) for link in state.borrows],
         )
 
     async def observe(self, metrics: LendingMetrics, only_model: str | None) -> None:
@@ -269,7 +268,13 @@ def _extents(link: LinkState, name: str, lends: bool) -> LinkExtents:
     epochs = np.frombuffer(link.epochs or b"", "<u4").tolist()
     extents = [
         # Only an extent that is home (or was never offered) is the lender's to write to.
-        ExtentView(extent, names[state], borrower if state else lender, epoch)
+        ExtentView(extent, names[state], owner=borrower if state else lender, epoch=epoch)
         for extent, (state, epoch) in enumerate(zip(states, epochs, strict=True))
     ]
-    return LinkExtents(lender, link.geometry.lender_group, borrower, link.geometry.borrower_group, extents)
+    return LinkExtents(
+        lender=lender,
+        lender_group=link.geometry.lender_group,
+        borrower=borrower,
+        borrower_group=link.geometry.borrower_group,
+        extents=extents,
+    )

@@ -18,7 +18,7 @@ class LendingMetrics(Collector):
         self._states: dict[str, LendingState] = {}
 
     def observe(self, model: str, state: LendingState | None) -> None:
-        """``None``: the model's coordinator did not answer."""
+        """Keep the answer of a model's coordinator; `None` says that none came."""
         if state is None:
             self._states.pop(model, None)
         else:

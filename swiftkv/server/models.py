@@ -30,9 +30,9 @@ class ClientPolicy:
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model as the gateway knows it. ``root`` names what it was loaded from; lengths and sizes are in tokens.
+    """A model as the gateway knows it. `root` names its checkpoint; lengths and sizes are in tokens.
 
-    ``threads`` tokenize, decode and render templates: a model of which much is asked holds up no other.
+    `threads` tokenize, decode and render templates: a model of which much is asked holds up no other.
     """
 
     name: str
@@ -63,16 +63,14 @@ class ModelTable:
         return list(self._models.values())
 
     def get(self, name: str) -> ModelHandle:
-        """Raises:
-        ApiError: 404 if there is no such model.
-        """
+        """Return the model of that name. Raises `ApiError` 404 if there is none."""
         if name not in self._models:
             known = ", ".join(self._models)
             raise ApiError(404, f"no model '{name}'; there is: {known}", param="model", code="model_not_found")
         return self._models[name]
 
     def pick(self, in_path: str | None, in_body: str | None) -> ModelHandle:
-        """The model that a request's path or body names; where there is one model, it need not be named.
+        """Return the model that a request's path or body names; where there is one model, it need not be named.
 
         Raises:
             ApiError: 404 for a model that is not there, 400 if none is named and there are several.

@@ -1,4 +1,4 @@
-"""How a lender divides its pool: between its own requests and its borrowers, and among the borrowers."""
+"""Divides a lender's pool between its own requests and its borrowers, and among the borrowers."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from swiftkv.lease.messages import (
     Hello,
     LendingSpec,
     LendingState,
+    LinkState,
     Offer,
     Recall,
     Return,
@@ -41,7 +42,7 @@ from swiftkv.transport.rendezvous import withdraw_pool
 from swiftkv.worker.borrowers import BorrowerPeer, LendLink, borrowers_of, link_state
 from swiftkv.worker.division import Division
 from swiftkv.worker.lend_policy import Demand
-from swiftkv.worker.recalls import Batch, Recalls
+from swiftkv.worker.recalls import RecallBatch, Recalls
 
 if TYPE_CHECKING:
     from swiftkv._lease import Int32Array
@@ -61,7 +62,7 @@ class _BudgetRequest:
     route: Route
     request: SetBudget
     begun_s: float
-    batch: Batch | None
+    batch: RecallBatch | None
 
 
 class Lender:
@@ -131,20 +132,15 @@ class Lender:
         return msgspec.structs.replace(
             state,
             budget_bytes=self.budget_bytes,
-            lends=[
-                link_state(
-                    peer,
-                    link,
-                    now_s=now_s,
-                    no_offer_before_s=self._no_offer_before_s[link.geometry.lender_group],
-                    with_extents=with_extents,
-                )
-                for peer in self._peers.values()
-                for link in peer.links
-            ],
+            lends=[self._link_state(link, now_s, with_extents) for link in self._links],
             recalls_total=dict(self._recalls.total),
             recall_seconds=self._recalls.seconds,
         )
+
+    def _link_state(self, link: LendLink, now_s: float, with_extents: bool) -> LinkState:
+        no_offer_before_s = self._no_offer_before_s[link.geometry.lender_group]
+        peer = self._peer_at[link.number]
+        return link_state(peer, link, now_s=now_s, no_offer_before_s=no_offer_before_s, with_extents=with_extents)
 
     # Messages of borrowers.
 
@@ -276,8 +272,8 @@ class Lender:
             peer.heartbeat_due_s = now_s + _HEARTBEAT_S
             if not peer.is_asked:
                 peer.is_asked = True
-                away = [link.away for link in peer.links]
-                self._wire.send(peer.route, Heartbeat(self._me.incarnation, peer.incarnation, away))
+                beat = Heartbeat(self._me.incarnation, peer.incarnation, [link.away for link in peer.links])
+                self._wire.send(peer.route, beat)
 
     # Demand.
 
@@ -320,7 +316,7 @@ class Lender:
     ) -> BudgetSet:
         budget_bytes = self.budget_bytes if refused else request.budget_bytes
         return BudgetSet(
-            request_id=request.request_id,
+            request.request_id,
             budget_bytes=budget_bytes,
             lent_bytes=self.lent_bytes,
             recalled_bytes=recalled_bytes,
@@ -377,7 +373,7 @@ class Lender:
             self._wire.send(peer.route, Offer.of(extents, epochs, **self._names(peer, link)))
         return len(extents)
 
-    def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> Batch | None:
+    def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> RecallBatch | None:
         """Ask back as many extents as `counts` has by link number; return `None` if there are none."""
         counts = {number: count for number, count in counts.items() if count > 0}
         if not counts:

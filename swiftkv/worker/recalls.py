@@ -17,7 +17,7 @@ RECALL_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 @dataclass(slots=True)
-class Batch:
+class RecallBatch:
     """The extents of one decision to recall."""
 
     begun_s: float
@@ -32,14 +32,14 @@ class Recalls:
         """`num_extents` has an entry for each link."""
         self._serial_of = [np.zeros(n, np.int64) for n in num_extents]  # the batch of each extent; 0: not asked back
         self._last_serial = 0
-        self._open: dict[int, Batch] = {}
+        self._open: dict[int, RecallBatch] = {}
         self.seconds = Histogram(RECALL_SECONDS_BOUNDS)  # from asking until the last extent of a batch is home
         self.total: dict[str, int] = {}  # batches by reason
 
-    def begin(self, reason: str, now_s: float) -> tuple[int, Batch]:
+    def begin(self, reason: str, now_s: float) -> tuple[int, RecallBatch]:
         """Return the number of a new batch, and the batch."""
         self._last_serial += 1
-        self._open[self._last_serial] = Batch(now_s)
+        self._open[self._last_serial] = RecallBatch(now_s)
         self.total[reason] = self.total.get(reason, 0) + 1
         return self._last_serial, self._open[self._last_serial]
 
