@@ -17,7 +17,7 @@ from core_build import CXX, ROOT
 BUILD = ROOT / "build/sanitize"
 EXTENSIONS = BUILD / "extensions"
 TESTS = [
-    *(f"tests/core/test_{name}.py" for name in ("bindings", "block_keys", "lending", "lending_random")),
+    *(f"tests/core/test_{name}.py" for name in ("bindings", "block_keys", "demand", "lending", "lending_random")),
     *(f"tests/core/test_{name}.py" for name in ("lending_states", "refusal", "scheduler", "scheduler_states")),
     *("tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py", "tests/transport/test_copy_engine.py"),
     "tests/transport/test_transport.py",
