@@ -34,6 +34,9 @@ class CudaPool:
         """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])
 
+    def prefault(self) -> None:
+        """Do nothing: a device backs what it allocates at once."""
+
     def ipc_handle(self) -> bytes:
         """Return a handle by which another process maps the pool; offsets in it are offsets in the pool."""
         return self._memory.ipc_handle()

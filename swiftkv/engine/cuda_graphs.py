@@ -26,11 +26,12 @@ from torch import Tensor
 
 from swiftkv.kernels.host_copies import write
 from swiftkv.kernels.triton_schedule import AttentionBatch, decode_buffers, prepare_batch
-from swiftkv.master.layer_stream import StepCopies, buffers_of
+from swiftkv.master.layer_stream import buffers_of
 from swiftkv.models.batch import StepArrays, fill_in_sampled
 from swiftkv.models.stream import NO_STREAM, KVStream
 
 if TYPE_CHECKING:
+    from swiftkv.engine.step import EngineStep
     from swiftkv.master.graph_stream import GraphStream
     from swiftkv.models.decoder import Decoder
 
@@ -56,10 +57,6 @@ class DecodeModel(Protocol[Inputs]):
 
     def run(self, inputs: Inputs, stream: KVStream) -> Tensor:
         """Hidden states [num_seqs, hidden_size]; the same kernels whatever the tensors hold."""
-
-
-class DecodePlan(StepArrays, StepCopies, Protocol):
-    """The part of the scheduler's plan that a graph needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +206,7 @@ class DecodeGraphs(Generic[Inputs]):
             torch.cuda.empty_cache()
         variant.sizes = sorted(variant.by_size)
 
-    def run(self, plan: DecodePlan) -> Tensor | None:
+    def run(self, plan: EngineStep) -> Tensor | None:
         """Hidden states [T, hidden_size] of a decode step, valid until the next; None: run it eagerly.
 
         Its copies then are in the books of the layer stream. Raises `TransferError` if they name what is not there.
@@ -225,7 +222,7 @@ class DecodeGraphs(Generic[Inputs]):
         self.hits_total += 1
         return hidden[:num_seqs]
 
-    def _replay(self, plan: DecodePlan, variant: _Variant[Inputs]) -> Tensor | None:
+    def _replay(self, plan: EngineStep, variant: _Variant[Inputs]) -> Tensor | None:
         """All rows; None: no graph of the variant holds the step."""
         size = choose_size(variant.sizes, len(plan.context_lens))
         if size is None or any(len(table) > self._num_entries for table in plan.block_tables):

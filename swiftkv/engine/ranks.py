@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -29,13 +29,15 @@ import numpy.typing as npt
 import torch
 import zmq
 
-from swiftkv._core import StepPlan
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
+from swiftkv.engine.step import EngineStep
 from swiftkv.errors import EngineError
+from swiftkv.master.layer_stream import CopyKind
 from swiftkv.models.batch import Int32Array, StepArrays
 from swiftkv.processes import how_it_ended
+from swiftkv.transport.base import Int64Array
 
 EXIT_GAVE_UP = 4
 """Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
@@ -71,7 +73,7 @@ Order = Step | LogitRows | End
 
 @dataclass(frozen=True, slots=True)
 class ReceivedStep:
-    """The `StepArrays` of a `Step`. Ranks do not borrow, so there is one block table per group."""
+    """The `EngineStep` of a `Step`. Ranks do not borrow: there is one block table per group, and nothing to copy."""
 
     token_ids: Int32Array
     positions: Int32Array
@@ -87,6 +89,17 @@ class ReceivedStep:
     @property
     def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
         return (self.block_tables,)
+
+    @property
+    def num_stream_buffers(self) -> int:
+        return 0
+
+    @property
+    def has_copies(self) -> bool:
+        return False
+
+    def copies(self, group: int, kind: CopyKind, buffer: int) -> Int64Array:
+        return np.empty((0, 5), np.int64)
 
 
 def pack_step(step: StepArrays) -> Step:
@@ -140,7 +153,7 @@ class LeadingRunner(ModelRunner):
         group.begin(_deadline_s(config))  # everybody has loaded its part
         self._followers = followers
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: EngineStep) -> torch.Tensor:
         self._followers.tell(pack_step(plan))
         return super().forward(plan)
 
@@ -173,7 +186,7 @@ class Follower:
             while True:
                 match decoder.decode(self._orders.recv()):
                     case Step() as step:
-                        hidden = self._runner.forward(cast(StepPlan, unpack_step(step)))  # nothing streams: that is all
+                        hidden = self._runner.forward(unpack_step(step))
                     case LogitRows(rows=rows):
                         self._runner.logits(hidden, _unpack(rows))
                     case End():

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swiftkv._core import GroupSpec, StepPlan
+from swiftkv._core import GroupSpec
 from swiftkv.cache.cuda_pool import allocate_pool
 from swiftkv.cache.geometry import (
     KVGroup,
@@ -21,10 +21,10 @@ from swiftkv.cache.geometry import (
     pool_bytes_for_tokens,
     split_pool,
 )
-from swiftkv.cache.pool import Pool
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.memory import kv_bytes_on_host
 from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine.step import EngineStep
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.host_copies import upload
 from swiftkv.master.layer_stream import LayerStream
@@ -95,8 +95,7 @@ class ModelRunner:
                 self.decode_graphs = capture_graphs(config, self._model, self._regions, self.last_token_ids)
         self.layer_stream: LayerStream | None = None
         self._groups = groups
-        if isinstance(self.pool, Pool):
-            self.pool.prefault()
+        self.pool.prefault()
 
     def stream_through(self, transport: Transport) -> None:
         """Let plans from now on name blocks that lie in peers' pools, reached through `transport`."""
@@ -105,7 +104,7 @@ class ModelRunner:
             with torch.inference_mode():
                 capture_streaming(self._config, self.decode_graphs, self.layer_stream, transport)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: EngineStep) -> torch.Tensor:
         """Return hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
 
         On a GPU all of it happens later: the host waits for nothing, and may ask for the next step at once.
