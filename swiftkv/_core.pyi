@@ -39,7 +39,7 @@ class GroupSpec:
     ) -> None: ...
 
 class Link:
-    """What one KV group may lend to one of another engine, or borrow from it.
+    """The extents that one KV group may lend to one of another engine, or borrow from it.
 
     `blocks_per_extent` counts this engine's blocks. Of a borrower, `extent_bytes` and `base_offset_bytes` say where
     extents lie in the lender's pool.
@@ -76,14 +76,14 @@ class GroupStats:
     staging_layer_blocks: Final[int]
 
 class GroupDemand:
-    """What requests want of one KV group, in blocks. Peaks are since `take_demand` was last called."""
+    """The blocks that requests want of one KV group. Peaks are since `take_demand` was last called."""
 
     total_peak: Final[int]
     longest: Final[int]
     """The most that one request wanted"""
     total_now: Final[int]
     shortfall: Final[int]
-    """Of `total_now`, what neither the pool (less what is lent) nor what it has borrowed can hold"""
+    """The part of `total_now` that fits neither the pool (less what is lent) nor the borrowed extents"""
 
 class SchedulerStats:
     num_running: Final[int]

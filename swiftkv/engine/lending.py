@@ -32,7 +32,7 @@ _COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
 
 
 def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Scheduler:
-    """The scheduler of an engine, with the links that its configuration names."""
+    """Make the scheduler of an engine, with the links that its configuration names."""
     spec = config.lending
     lend_links = [
         Link(link.lender_group, link.num_extents, link.meu_w)

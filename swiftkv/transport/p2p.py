@@ -134,7 +134,7 @@ class P2pTransport:
         return taken
 
     def close(self) -> None:
-        """What is still in flight fails: a peer may be stopped."""
+        """Cut the connections, and fail the jobs in flight: a peer may be stopped."""
         for connection in self._connections.values():
             connection.cut()
         self.settle()
