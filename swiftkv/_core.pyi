@@ -42,7 +42,7 @@ class Link:
     """The extents that one KV group may lend to one of another engine, or borrow from it.
 
     `blocks_per_extent` counts this engine's blocks. Of a borrower, `extent_bytes` and `base_offset_bytes` say where
-    extents lie in the lender's pool.
+    extents lie in the lender's pool, and `place` how far down that is.
     """
 
     group: Final[int]
@@ -52,11 +52,17 @@ class Link:
     base_offset_bytes: Final[int]
 
     def __init__(
-        self, group: int, num_extents: int, blocks_per_extent: int, extent_bytes: int = 0, base_offset_bytes: int = 0
+        self,
+        group: int,
+        num_extents: int,
+        blocks_per_extent: int,
+        extent_bytes: int = 0,
+        base_offset_bytes: int = 0,
+        place: Literal["peer", "host"] = "peer",
     ) -> None: ...
 
 class GroupStats:
-    """Blocks of one KV group by state: free + used + cached + lent + in_flight + staging = total.
+    """Blocks of one KV group by state: free + used + cached + lent + in_flight + staging + loading = total.
 
     `staging` blocks are the layer-stream cache, which has `staging_layer_blocks` to stage in; `borrowed_*` lie in
     extents of others.
@@ -68,6 +74,7 @@ class GroupStats:
     lent: Final[int]
     in_flight: Final[int]
     staging: Final[int]
+    loading: Final[int]
     total: Final[int]
     borrowed_free: Final[int]
     borrowed_used: Final[int]
@@ -287,6 +294,15 @@ class Scheduler:
 
     def lose(self, link: int) -> None:
         """The lender is gone, and all its extents. Requests that needed them are computed again."""
+
+    def begin_loading(self, key: bytes) -> Int32Array:
+        """Take a free local block of each KV group for a block key whose bytes are on their way.
+
+        Requests that would find the key wait for it. Empty if the key is known, or some group has no free block.
+        """
+
+    def end_loading(self, blocks: Int32Array, is_loaded: bool) -> None:
+        """The bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
     def stats(self) -> SchedulerStats: ...
     def check_invariants(self) -> None:

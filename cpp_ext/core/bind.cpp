@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "blake3.h"
 #include "kv_cache.h"
@@ -38,6 +39,20 @@ std::span<const uint8_t> span_of(const nb::bytes& bytes) {
 
 nb::bytes to_bytes(const Hash& hash) {
     return nb::bytes(reinterpret_cast<const char*>(hash.data()), sizeof(Hash));
+}
+
+Hash to_hash(const nb::bytes& bytes) {
+    Hash hash;
+    if (bytes.size() != sizeof(hash))
+        throw std::invalid_argument("a block key has " + std::to_string(sizeof(hash)) + " bytes");
+    std::memcpy(hash.data(), bytes.c_str(), sizeof(hash));
+    return hash;
+}
+
+Place place_named(const std::string& name) {
+    for (size_t i = 1; i < kPlaces.size(); ++i)
+        if (name == kPlaces[i].name) return static_cast<Place>(i);
+    throw std::invalid_argument("place: nothing can be borrowed from " + name);
 }
 
 template <class Class, class Binding, class T>
@@ -136,6 +151,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("lent", &GroupStats::lent)
         .def_ro("in_flight", &GroupStats::in_flight)
         .def_ro("staging", &GroupStats::staging)
+        .def_ro("loading", &GroupStats::loading)
         .def_ro("total", &GroupStats::total)
         .def_ro("borrowed_free", &GroupStats::borrowed_free)
         .def_ro("borrowed_used", &GroupStats::borrowed_used)
@@ -191,10 +207,12 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "__init__",
             [](Link* self, int group, int num_extents, int blocks_per_extent, int64_t extent_bytes,
-               int64_t base_offset_bytes) {
-                new (self) Link{group, num_extents, blocks_per_extent, extent_bytes, base_offset_bytes};
+               int64_t base_offset_bytes, const std::string& place) {
+                new (self)
+                    Link{group, num_extents, blocks_per_extent, extent_bytes, base_offset_bytes, place_named(place)};
             },
-            "group"_a, "num_extents"_a, "blocks_per_extent"_a, "extent_bytes"_a = 0, "base_offset_bytes"_a = 0)
+            "group"_a, "num_extents"_a, "blocks_per_extent"_a, "extent_bytes"_a = 0, "base_offset_bytes"_a = 0,
+            "place"_a = traits(Place::kPeer).name)
         .def_ro("group", &Link::group)
         .def_ro("num_extents", &Link::num_extents)
         .def_ro("blocks_per_extent", &Link::blocks_per_extent)
@@ -273,6 +291,20 @@ void bind_scheduler(nb::module_& m) {
             [](Scheduler& self, int link) { return to_array(without_gil([&] { return self.take_returned(link); })); },
             "link"_a)
         .def("lose", &Scheduler::lose, "link"_a, unlocked)
+        .def(
+            "begin_loading",
+            [](Scheduler& self, nb::bytes key) {
+                const BlockKey block_key = to_hash(key);
+                return to_array(without_gil([&] { return self.begin_loading(block_key); }));
+            },
+            "key"_a)
+        .def(
+            "end_loading",
+            [](Scheduler& self, Input<int32_t> blocks, bool is_loaded) {
+                nb::gil_scoped_release released;
+                self.end_loading(span_of(blocks), is_loaded);
+            },
+            "blocks"_a.noconvert(), "is_loaded"_a)
         .def("stats", &Scheduler::stats, unlocked)
         .def("check_invariants", &Scheduler::check_invariants, unlocked)
         .def("reset_prefix_cache", &Scheduler::reset_prefix_cache, unlocked);

@@ -13,30 +13,39 @@ bool is_reclaimable(BlockState state) {
     return state == BlockState::kFree || state == BlockState::kCached;
 }
 
-int count_ids(int num_local, const std::vector<Link>& borrow_links) {
-    int ids = num_local;
-    for (const Link& link : borrow_links) ids += link.num_extents * link.blocks_per_extent;
-    return ids;
+// One past the last block of each place.
+std::array<BlockId, kNumPlaces> ends_of_places(int num_local, const std::vector<Link>& borrow_links) {
+    std::array<BlockId, kNumPlaces> ends{num_local};
+    for (const Link& link : borrow_links)
+        ends[static_cast<int>(link.place)] += link.num_extents * link.blocks_per_extent;
+    for (int place = 1; place < kNumPlaces; ++place) ends[place] += ends[place - 1];
+    return ends;
 }
 
 }  // namespace
 
 BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links)
-    : num_local_(num_local), num_ids_(count_ids(num_local, borrow_links)), records_(num_ids_ + 2) {
-    free_.emplace_back(std::max(1, num_local));
-    free_.emplace_back(std::max(1, num_ids() - num_local));
-    for (const Place place : {Place::kLocal, Place::kBorrowed})
+    : num_local_(num_local),
+      ends_(ends_of_places(num_local, borrow_links)),
+      num_ids_(ends_.back()),
+      records_(num_ids_ + kNumPlaces) {
+    for (int i = 0; i < kNumPlaces; ++i) {
+        const Place place = static_cast<Place>(i);
+        const int size = ends_[i] - first_of(place);
+        free_.emplace_back(std::max(1, size));
         records_[sentinel(place)].newer = records_[sentinel(place)].older = sentinel(place);
-    counts_[0][static_cast<int>(BlockState::kAbsent)] = num_local;
-    counts_[1][static_cast<int>(BlockState::kAbsent)] = num_ids() - num_local;
+        counts_[i][static_cast<int>(BlockState::kAbsent)] = size;
+    }
 
     for (const Link& link : lend_links) {
         const std::vector<int> whole(link.num_extents, link.blocks_per_extent);
         lend_links_.push_back({link, whole, std::vector<int>(link.num_extents), FreeSet(std::max(1, link.num_extents)),
                                std::vector<bool>(link.num_extents)});
     }
-    BlockId first = num_local;
+    std::array<BlockId, kNumPlaces> next{};
+    std::copy(ends_.begin(), ends_.end() - 1, next.begin() + 1);
     for (const Link& link : borrow_links) {
+        BlockId& first = next[static_cast<int>(link.place)];
         borrow_links_.push_back({link,
                                  first,
                                  std::vector<Tenure>(link.num_extents, Tenure::kNone),
@@ -52,7 +61,7 @@ void BlockPool::move_to(BlockId block, BlockState state) {
     Record& moved = record(block);
     if (moved.state == state) return;
     const int where = static_cast<int>(place(block));
-    if (moved.state == BlockState::kFree) free_set(block).erase(index_in_place(block));
+    if (moved.state == BlockState::kFree) free_[where].erase(block - first_of(static_cast<Place>(where)));
     if (moved.state == BlockState::kCached) unlink(block);
     if (where == 0) count_extents(block, moved.state, -1);
     --counts_[where][static_cast<int>(moved.state)];
@@ -60,7 +69,7 @@ void BlockPool::move_to(BlockId block, BlockState state) {
     moved.state = state;
     ++counts_[where][static_cast<int>(state)];
     if (where == 0) count_extents(block, state, +1);
-    if (state == BlockState::kFree) free_set(block).insert(index_in_place(block));
+    if (state == BlockState::kFree) free_[where].insert(block - first_of(static_cast<Place>(where)));
     if (state == BlockState::kCached) link_newest(block);
 }
 
@@ -80,7 +89,7 @@ void BlockPool::count_extents(BlockId local, BlockState state, int by) {
 BlockId BlockPool::take(Place where) {
     const int lowest = free_[static_cast<int>(where)].lowest();
     if (lowest < 0) return kNone;
-    const BlockId block = lowest + (where == Place::kLocal ? 0 : num_local_);
+    const BlockId block = lowest + first_of(where);
     move_to(block, BlockState::kUsed);
     records_[block].refs = 1;
     return block;
@@ -152,7 +161,7 @@ void BlockPool::replace(BlockId from, BlockId to) {
 }
 
 void BlockPool::release(BlockId block) {
-    if (place(block) == Place::kBorrowed && is_leaving(block)) {
+    if (place(block) != Place::kLocal && is_leaving(block)) {
         give_up(block);
     } else {
         move_to(block, BlockState::kFree);
@@ -163,11 +172,25 @@ BlockId BlockPool::oldest_cached(Place where) const {
     return num_cached(where) == 0 ? kNone : records_[sentinel(where)].newer;
 }
 
+BlockId BlockPool::oldest_cached_below(Place where) const {
+    BlockId oldest = kNone;
+    for (int place = static_cast<int>(where) + 1; place < kNumPlaces; ++place) {
+        const BlockId cached = oldest_cached(static_cast<Place>(place));
+        if (cached == kNone) continue;
+        const auto is_older = [&](BlockId a, BlockId b) {
+            return static_cast<int32_t>(records_[a].cached_at - records_[b].cached_at) < 0;
+        };
+        if (oldest == kNone || is_older(cached, oldest)) oldest = cached;
+    }
+    return oldest;
+}
+
 void BlockPool::link_newest(BlockId block) {
     const BlockId end = sentinel(place(block));
     const BlockId newest = records_[end].older;
     records_[block].older = newest;
     records_[block].newer = end;
+    records_[block].cached_at = ++num_cachings_;
     records_[newest].newer = block;
     records_[end].older = block;
 }
@@ -176,6 +199,20 @@ void BlockPool::unlink(BlockId block) {
     const Record& record = records_[block];
     records_[record.older].newer = record.newer;
     records_[record.newer].older = record.older;
+}
+
+// ---- loading ----
+
+BlockId BlockPool::start_loading() {
+    const BlockId block = free_[static_cast<int>(Place::kLocal)].lowest();
+    if (block < 0) return kNone;
+    move_to(block, BlockState::kLoading);
+    return block;
+}
+
+void BlockPool::stop_loading(BlockId block) {
+    ensure(state(block) == BlockState::kLoading, "what has been loaded was loading");
+    rest(block);
 }
 
 // ---- layer-stream cache ----
@@ -245,9 +282,11 @@ void BlockPool::check_lent(int lend_link, std::span<const ExtentId> extents) con
 // ---- borrowing ----
 
 const BlockPool::BorrowLink& BlockPool::borrow_link_of(BlockId borrowed) const {
-    ensure(borrowed >= num_local_ && borrowed < num_ids(), "a borrowed block is one of a link's");
-    return *std::prev(std::find_if(borrow_links_.begin(), borrow_links_.end(),
-                                   [&](const BorrowLink& link) { return link.first > borrowed; }));
+    const auto found = std::find_if(borrow_links_.begin(), borrow_links_.end(), [&](const BorrowLink& link) {
+        return borrowed >= link.first && borrowed < link.first + link.link.num_extents * link.link.blocks_per_extent;
+    });
+    ensure(found != borrow_links_.end(), "a borrowed block is one of a link's");
+    return *found;
 }
 
 BlockPool::BorrowLink& BlockPool::borrow_link_of(BlockId borrowed) {

@@ -20,21 +20,24 @@ enum class BlockState : uint8_t {
     kInFlight,  // steps in progress may still read or write it; cached or free once they settle
     kLent,      // local: another engine's
     kStaging,   // local: part of the layer-stream cache, in whose layer blocks borrowed blocks are staged
+    kLoading,   // local: its bytes are on their way up; requests that find it in the prefix index wait for it
     kLeaving,   // borrowed: in the prefix index, held by no request, in a recalled extent: it moves or is forgotten
 };
-inline constexpr int kNumBlockStates = 8;
+inline constexpr int kNumBlockStates = 9;
 
-enum class Place : uint8_t { kLocal, kBorrowed };
-
-// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + staging = total.
-// Extents come and go in O(blocks per extent), whatever the size of the pool.
+// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + staging + loading =
+// total. Extents come and go in O(blocks per extent), whatever the size of the pool.
 class BlockPool {
   public:
     BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links);
 
     int num_local() const { return num_local_; }
     int num_ids() const { return num_ids_; }
-    Place place(BlockId block) const { return block < num_local_ ? Place::kLocal : Place::kBorrowed; }
+    Place place(BlockId block) const {
+        int place = 0;
+        while (block >= ends_[place]) ++place;
+        return static_cast<Place>(place);
+    }
     int count(Place place, BlockState state) const { return counts_[static_cast<int>(place)][static_cast<int>(state)]; }
     int num_free(Place place) const { return count(place, BlockState::kFree); }
     int num_cached(Place place) const { return count(place, BlockState::kCached); }
@@ -44,6 +47,22 @@ class BlockPool {
 
     // Grows whenever an allocation may succeed that did not before.
     int64_t num_room_changes() const { return num_room_changes_; }
+
+    // The blocks of all places whose blocks are staged.
+    int count_staged(BlockState state) const {
+        int count = 0;
+        for (int place = 0; place < kNumPlaces; ++place)
+            if (kPlaces[place].is_staged) count += counts_[place][static_cast<int>(state)];
+        return count;
+    }
+    // The available blocks of the places further down.
+    int available_below(Place place) const {
+        int count = 0;
+        for (int below = static_cast<int>(place) + 1; below < kNumPlaces; ++below)
+            count += available(static_cast<Place>(below));
+        return count;
+    }
+
     // Returns the lowest free block, used from now on by one holder; kNone if no block is free.
     BlockId take(Place place);
     // A cached block becomes used again; a used one gains a holder.
@@ -70,8 +89,16 @@ class BlockPool {
     void set_node(BlockId block, NodeId node) { record(block).node = node; }
     int refs(BlockId block) const { return record(block).refs; }
 
-    // Least recently used cached block; kNone if none is cached.
+    // Returns the least recently used cached block; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
+    // The least recently used cached block of the places further down.
+    BlockId oldest_cached_below(Place place) const;
+
+    // ---- loading ----
+    // Returns the lowest free local block, loading from now on; kNone if no local block is free.
+    BlockId start_loading();
+    // Leaves the block cached if the prefix index knows it, else free.
+    void stop_loading(BlockId block);
 
     // ---- layer-stream cache ----
     // Returns the highest free local block, staging from now on; kNone if no local block is free.
@@ -81,8 +108,8 @@ class BlockPool {
     // ---- lending: extents of the local pool ----
     // Throws std::invalid_argument unless take_back() may have these extents.
     void check_lent(int lend_link, std::span<const ExtentId> extents) const;
-    // Up to `max_extents` that could be lent: wholly free ones, highest first, then if `or_cached` such as hold nothing
-    // but free and cached blocks, least recently used first.
+    // Returns up to `max_extents` that could be lent: wholly free ones, highest first, then if `or_cached` such as hold
+    // nothing but free and cached blocks, least recently used first.
     std::vector<int> lendable(int lend_link, int max_extents, bool or_cached) const;
     void lend(int lend_link, int extent) noexcept;  // whose blocks are all free
     void take_back(int lend_link, int extent) noexcept;
@@ -96,9 +123,9 @@ class BlockPool {
     void check_not_held(int borrow_link, std::span<const ExtentId> extents) const;
     void check_held(int borrow_link, std::span<const ExtentId> extents) const;
     void borrow(int borrow_link, int extent) noexcept;
-    // From now on nothing is allocated there: free blocks are given up, now and later, and cached ones are leaving.
+    // Ends allocation in the extent: free blocks are given up, now and later, and cached ones are leaving.
     void recall(int borrow_link, int extent) noexcept;
-    // The same, of all extents, with nobody to give them back to.
+    // Recalls all extents of a link, with nobody to give them back to.
     void lose(int borrow_link) noexcept;
     // Recalled extents that have been given up whole since the last call.
     std::vector<int> take_returned(int borrow_link);
@@ -126,6 +153,7 @@ class BlockPool {
         NodeId node = kNone;
         BlockId newer = kNone, older = kNone;  // neighbours in the list of cached blocks
         BlockState state = BlockState::kAbsent;
+        uint32_t cached_at = 0;  // the pool's clock when it was cached last
         int64_t busy_until = 0;  // a step, counted from 1, that may read or write it: until that settles, a block
                                  // without holders is in flight
     };
@@ -157,8 +185,7 @@ class BlockPool {
     void link_newest(BlockId block);
     void unlink(BlockId block);
     BlockId sentinel(Place place) const { return num_ids() + static_cast<int>(place); }
-    FreeSet& free_set(BlockId block) { return free_[static_cast<int>(place(block))]; }
-    int index_in_place(BlockId block) const { return block < num_local_ ? block : block - num_local_; }
+    BlockId first_of(Place place) const { return place == Place::kLocal ? 0 : ends_[static_cast<int>(place) - 1]; }
     const BorrowLink& borrow_link_of(BlockId borrowed) const;
     BorrowLink& borrow_link_of(BlockId borrowed);
     static int extent_of(const BorrowLink& link, BlockId block) {
@@ -172,13 +199,16 @@ class BlockPool {
     void check_borrow_links() const;
     void check_busy() const;
 
-    int num_local_, num_ids_;
-    std::vector<Record> records_;  // the last two are the sentinels of the circular lists of cached blocks
+    int num_local_;
+    std::array<BlockId, kNumPlaces> ends_;  // one past the last block of each place
+    int num_ids_;
+    std::vector<Record> records_;  // the last are the sentinels of the circular lists of cached blocks
     std::vector<FreeSet> free_;
-    std::array<std::array<int, kNumBlockStates>, 2> counts_{};
+    std::array<std::array<int, kNumBlockStates>, kNumPlaces> counts_{};
     std::vector<BlockId> busy_;
     int64_t num_room_changes_ = 0;
     int64_t num_begun_ = 0, num_settled_ = 0;  // steps
+    uint32_t num_cachings_ = 0;                // the clock of `cached_at`, which may wrap
     std::vector<LendLink> lend_links_;
     std::vector<BorrowLink> borrow_links_;
     int num_held_blocks_ = 0;

@@ -24,8 +24,9 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
         ++counted[static_cast<int>(place(b))][static_cast<int>(record.state)];
         check_that(record.refs == refs[b], "references are what the requests hold");
         check_that((record.refs > 0) == (record.state == BlockState::kUsed), "a used block has holders, and no other");
-        check_that(free_[is_local ? 0 : 1].contains(index_in_place(b)) == (record.state == BlockState::kFree),
-                   "free blocks are listed as free");
+        check_that(
+            free_[static_cast<int>(place(b))].contains(b - first_of(place(b))) == (record.state == BlockState::kFree),
+            "free blocks are listed as free");
         switch (record.state) {
             case BlockState::kCached:
                 check_that(record.node != kNone, "a cached block has a node");
@@ -34,6 +35,9 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
             case BlockState::kLeaving:
                 check_that(record.node != kNone, "a leaving block has a node");
                 check_that(!is_local && is_leaving(b), "a leaving block is in a recalled extent");
+                break;
+            case BlockState::kLoading:
+                check_that(is_local, "what is loading comes to the local pool");
                 break;
             case BlockState::kUsed:
             case BlockState::kInFlight:
@@ -51,7 +55,8 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
 }
 
 void BlockPool::check_cached_lists() const {
-    for (const Place where : {Place::kLocal, Place::kBorrowed}) {
+    for (int i = 0; i < kNumPlaces; ++i) {
+        const Place where = static_cast<Place>(i);
         int listed = 0;
         const BlockId end = sentinel(where);
         for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {
@@ -126,7 +131,8 @@ void KvCache::check(std::span<const BlockTable* const> tables,
                 if (entry != kNoBlock) ++refs[block_of(g, entry)];
         group.pool.check(refs);
         const GroupStats s = stats()[g];
-        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging == s.total, "the pool equation");
+        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging + s.loading == s.total,
+                   "the pool equation");
         check_that(s.staging == static_cast<int>(group.staging.size()), "staging blocks are listed");
         for (BlockId block : group.staging)
             check_that(group.pool.state(block) == BlockState::kStaging, "what is listed as staging is");

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <stdexcept>
+#include <string>
 
 #include "../common/check.h"
 
@@ -80,7 +82,7 @@ int KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
         BlockTable::Group& held = table.groups[g];
-        held.first = group.spec.window == 0 ? 0 : std::max(0, length - group.window_blocks);
+        held.first = first_of_match(g, length);
         held.entries.assign(length, kNoBlock);
         for (int i = held.first; i < length; ++i) {
             const BlockId block = index_.block(path_[i], g);
@@ -90,6 +92,23 @@ int KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
     }
     table.num_committed = length;
     return length;
+}
+
+bool KvCache::is_loading(std::span<const BlockKey> keys) const {
+    const auto loads = [](const Group& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; };
+    if (std::none_of(groups_.begin(), groups_.end(), loads)) return false;
+    std::vector<NodeId> path;
+    const int length = match(keys, path);
+    for (int g = 0; g < num_groups(); ++g) {
+        const Group& group = groups_[g];
+        for (int i = first_of_match(g, length); i < length; ++i)
+            if (group.pool.state(index_.block(path[i], g)) == BlockState::kLoading) return true;
+    }
+    return false;
+}
+
+int KvCache::first_of_match(int g, int length) const {
+    return groups_[g].spec.window == 0 ? 0 : std::max(0, length - groups_[g].window_blocks);
 }
 
 int KvCache::count_borrowed(const BlockTable& table) const {
@@ -121,7 +140,7 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
         };
         // Borrowed ones first: moving cached blocks out of the local pool would take them.
         const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
-        for (int i = num_local; i < needed; ++i) put(i, take_borrowed(g));
+        for (int i = num_local; i < needed; ++i) put(i, take_below(g, Place::kLocal));
         for (int i = 0; i < num_local; ++i) put(i, take_local(g));
     }
     return true;
@@ -134,19 +153,21 @@ int64_t KvCache::room_version() const {
 }
 
 int KvCache::available(int g) const {
-    return groups_[g].pool.available(Place::kLocal) + available_borrowed(g);
+    return groups_[g].pool.available(Place::kLocal) + available_staged(g);
 }
 
 // A borrowed block is of use only while there is a layer block to stage it in.
-int KvCache::available_borrowed(int g) const {
-    const BlockPool& pool = groups_[g].pool;
-    const int places = num_staging_layer_blocks(g) - pool.count(Place::kBorrowed, BlockState::kUsed);
-    return std::clamp(places, 0, pool.available(Place::kBorrowed));
+int KvCache::available_staged(int g) const {
+    return std::clamp(num_unstaged(g), 0, groups_[g].pool.available_below(Place::kLocal));
+}
+
+int KvCache::num_unstaged(int g) const {
+    return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);
 }
 
 // Borrowed blocks in use that cannot be staged: as many must move in.
 int KvCache::overdraft(int g) const {
-    return std::max(0, groups_[g].pool.count(Place::kBorrowed, BlockState::kUsed) - num_staging_layer_blocks(g));
+    return can_borrow() ? std::max(0, -num_unstaged(g)) : 0;
 }
 
 // A local block is free afterwards, unless none is free or cached.
@@ -155,7 +176,7 @@ bool KvCache::make_local_room(int g) {
     if (pool.num_free(Place::kLocal) > 0) return true;
     const BlockId cached = pool.oldest_cached(Place::kLocal);
     if (cached == kNone) return false;
-    clear_local(g, cached);
+    demote(g, cached);
     return true;
 }
 
@@ -163,21 +184,23 @@ BlockId KvCache::take_local(int g) {
     return make_local_room(g) ? groups_[g].pool.take(Place::kLocal) : kNone;
 }
 
-BlockId KvCache::take_borrowed(int g) {
+// A free block in the place nearest to `where`; else that of what was used least recently further down.
+BlockId KvCache::take_below(int g, Place where) {
     BlockPool& pool = groups_[g].pool;
-    if (pool.num_free(Place::kBorrowed) == 0) {
-        const BlockId cached = pool.oldest_cached(Place::kBorrowed);
-        if (cached == kNone) return kNone;
-        evict(g, cached);
-    }
-    return pool.take(Place::kBorrowed);
+    if (pool.available_below(where) == 0) return kNone;
+    for (int place = static_cast<int>(where) + 1; place < kNumPlaces; ++place)
+        if (pool.num_free(static_cast<Place>(place)) > 0) return pool.take(static_cast<Place>(place));
+    const BlockId cached = pool.oldest_cached_below(where);
+    const Place freed = pool.place(cached);
+    evict(g, cached);
+    return pool.take(freed);
 }
 
-// A cached block leaves the local pool: for borrowed space if there is any, where it takes the place of what was used
-// less recently still; else it is forgotten.
-void KvCache::clear_local(int g, BlockId cached) {
+// A cached local block leaves for a place further down if there is any, where what was used less recently still makes
+// room for it; else it is forgotten.
+void KvCache::demote(int g, BlockId cached) {
     Group& group = groups_[g];
-    const BlockId to = take_borrowed(g);
+    const BlockId to = take_below(g, Place::kLocal);
     if (to == kNone) {
         evict(g, cached);
         return;
@@ -204,9 +227,10 @@ bool KvCache::is_moving_across(int g, BlockId block) const {
 }
 
 void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
+    if (!can_borrow()) return;
     for (int g = 0; g < num_groups(); ++g) {
         BlockPool& pool = groups_[g].pool;
-        if (pool.count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
+        if (pool.count_staged(BlockState::kUsed) == 0) continue;
         for (int32_t& entry : table.groups[g].entries) {
             if (max_blocks == 0 || pool.available(Place::kLocal) <= spare) break;
             if (!is_staged(entry)) continue;
@@ -248,12 +272,40 @@ void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_
     table.num_committed = std::max(table.num_committed, num_blocks);
 }
 
+std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
+    const auto has_room = [](const Group& group) { return group.pool.num_free(Place::kLocal) > 0; };
+    if (index_.find(key) != kNone || !std::all_of(groups_.begin(), groups_.end(), has_room)) return {};
+    const NodeId node = index_.find_or_insert(key);
+    std::vector<BlockId> blocks;
+    for (int g = 0; g < num_groups(); ++g) {
+        blocks.push_back(groups_[g].pool.start_loading());
+        groups_[g].pool.set_node(blocks[g], node);
+        index_.set_block(node, g, blocks[g]);
+    }
+    return blocks;
+}
+
+void KvCache::end_loading(std::span<const BlockId> blocks, bool is_loaded) {
+    const auto is_loading = [&](int g, BlockId b) {
+        return b >= 0 && is_local(g, b) && groups_[g].pool.state(b) == BlockState::kLoading;
+    };
+    if (static_cast<int>(blocks.size()) != num_groups())
+        throw std::invalid_argument("blocks: one of each KV group is loaded at once");
+    for (int g = 0; g < num_groups(); ++g)
+        if (!is_loading(g, blocks[g]))
+            throw std::invalid_argument("blocks: block " + std::to_string(blocks[g]) + " is not loading");
+    for (int g = 0; g < num_groups(); ++g) {
+        if (!is_loaded && groups_[g].pool.node(blocks[g]) != kNone) evict(g, blocks[g]);
+        groups_[g].pool.stop_loading(blocks[g]);
+    }
+}
+
 void KvCache::adopt(int g, int32_t& entry, NodeId node) {
     BlockPool& pool = groups_[g].pool;
     const BlockId known = index_.block(node, g);
     const BlockId own = block_of(g, entry);
-    // A local block is worth more than a borrowed one.
-    if (known == kNone || (is_local(g, own) && !is_local(g, known))) {
+    // A block further up is worth more, and one that is loading may never arrive.
+    if (known == kNone || pool.place(own) < pool.place(known) || pool.state(known) == BlockState::kLoading) {
         if (known != kNone) pool.forget(known);
         index_.set_block(node, g, own);
         pool.set_node(own, node);
@@ -264,7 +316,7 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node) {
     }
 }
 
-// By a table in the step that is over: the step after it may have been planned with the block.
+// Takes away the reference of a table in the step that is over: the step after it may have been planned with the block.
 void KvCache::let_go(int g, BlockId block) {
     if (num_steps_ > 1) {
         groups_[g].pool.retire(block);
@@ -354,8 +406,10 @@ void KvCache::settle_failed() {
 void KvCache::reset() {
     for (int g = 0; g < num_groups(); ++g) {
         const BlockPool& pool = groups_[g].pool;
-        for (const Place place : {Place::kLocal, Place::kBorrowed})
-            for (BlockId b; (b = pool.oldest_cached(place)) != kNone;) evict(g, b);
+        for (int place = 0; place < kNumPlaces; ++place)
+            for (BlockId b; (b = pool.oldest_cached(static_cast<Place>(place))) != kNone;) evict(g, b);
+        for (BlockId b = 0; pool.count(Place::kLocal, BlockState::kLoading) > 0 && b < pool.num_local(); ++b)
+            if (pool.state(b) == BlockState::kLoading && pool.node(b) != kNone) evict(g, b);
         for (BlockId b : leaving(g, BlockState::kLeaving))
             if (pool.state(b) == BlockState::kLeaving) evict(g, b);  // else gone with the node of another
     }
@@ -365,13 +419,14 @@ std::vector<GroupStats> KvCache::stats() const {
     std::vector<GroupStats> stats;
     for (int g = 0; g < num_groups(); ++g) {
         const auto local = [&](BlockState state) { return groups_[g].pool.count(Place::kLocal, state); };
-        const auto borrowed = [&](BlockState state) { return groups_[g].pool.count(Place::kBorrowed, state); };
+        const auto borrowed = [&](BlockState state) { return groups_[g].pool.count_staged(state); };
         stats.push_back({.free = local(BlockState::kFree),
                          .used = local(BlockState::kUsed),
                          .cached = local(BlockState::kCached),
                          .lent = local(BlockState::kLent),
                          .in_flight = local(BlockState::kInFlight),
                          .staging = local(BlockState::kStaging),
+                         .loading = local(BlockState::kLoading),
                          .total = groups_[g].spec.num_blocks,
                          .borrowed_free = borrowed(BlockState::kFree),
                          .borrowed_used = borrowed(BlockState::kUsed),

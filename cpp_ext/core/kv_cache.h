@@ -51,6 +51,8 @@ class KvCache {
     // usable if every full-attention group has all its blocks, and every sliding-window group those that the last
     // `window` tokens before its end lie in.
     int acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
+    // Whether such a prefix has blocks that are loading: who wants it waits until they are there.
+    bool is_loading(std::span<const BlockKey> keys) const;
     // Blocks' worth of tokens of which some group's block is borrowed.
     int count_borrowed(const BlockTable& table) const;
     // Adds blocks so that tokens up to `chunk_end` can be written, in full-attention groups up to `prompt_end`, and
@@ -66,6 +68,11 @@ class KvCache {
     // The bytes of the table's first `num_blocks` full blocks are written: they enter the prefix index. Where it
     // already has equal bytes the table changes to them.
     void commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks);
+    // Takes a free local block of each group for a key that the prefix index does not know, and whose bytes are on
+    // their way; or returns none.
+    std::vector<BlockId> begin_loading(const BlockKey& key);
+    // The bytes have come, or never will. Throws std::invalid_argument unless these blocks are loading.
+    void end_loading(std::span<const BlockId> blocks, bool is_loaded);
     // Lets go of what no token from `num_computed` on can see.
     void release_outside_window(BlockTable& table, int num_computed);
     void release(BlockTable& table);
@@ -79,7 +86,7 @@ class KvCache {
     void settle();
     // The only step is over and its copies may have failed: what they wrote is forgotten. No table may hold blocks.
     void settle_failed();
-    // Frees every cached block.
+    // Frees every cached block, and forgets what is loading.
     void reset();
 
     // Whether one sequence could have so many blocks of a group now if it were alone.
@@ -110,11 +117,11 @@ class KvCache {
     // Drops moves between extents whose holders have stopped while the step was planned: they are not worth a place in
     // the layer-stream cache.
     void forget_idle_moves();
-    // What lies in lost extents, or should have come from there.
+    // Whether a block lies in a lost extent, or should have come from there.
     bool is_lost(int group, BlockId block) const;
     bool holds_lost(const BlockTable& table) const;
-    // Of a table's first `num_blocks` entries, the blocks, with their groups, whose bytes the last step planned gets
-    // from peers.
+    // Returns the blocks, with their groups, of a table's first `num_blocks` entries whose bytes the last step planned
+    // gets from peers.
     std::vector<std::pair<int, BlockId>> arrivals(const BlockTable& table, int num_blocks) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
@@ -149,14 +156,16 @@ class KvCache {
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
     int match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     int available(int group) const;
-    int available_borrowed(int group) const;
+    int first_of_match(int group, int length) const;
+    int available_staged(int group) const;
+    int num_unstaged(int group) const;  // blocks that could be staged beside those in use; below 0: as many cannot
     int overdraft(int group) const;
     int staging_target(int group) const;
     // All of these return kNone, or false, with nothing changed, if there is no room.
     bool make_local_room(int group);
     BlockId take_local(int group);
-    BlockId take_borrowed(int group);
-    void clear_local(int group, BlockId cached);
+    BlockId take_below(int group, Place place);
+    void demote(int group, BlockId cached);
     bool is_moving_across(int group, BlockId block) const;
     BlockId move_in(int group, BlockId borrowed);
     BlockId move_across(int group, BlockId borrowed);
@@ -168,7 +177,7 @@ class KvCache {
     void lose_link(LinkOfGroup lost) noexcept;
     void let_go(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node);
-    bool is_local(int group, BlockId block) const { return block < groups_[group].spec.num_blocks; }
+    bool is_local(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }
     BlockId block_of(int group, int32_t entry) const {
         return is_staged(entry) ? staged_place(entry) : entry / groups_[group].spec.num_layers;
     }

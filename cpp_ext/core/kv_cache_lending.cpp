@@ -1,4 +1,4 @@
-// What of the cache follows leases: the layer-stream cache, and extents that come and go.
+// The part of the cache that follows leases: the layer-stream cache, and extents that come and go.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -29,11 +29,9 @@ int KvCache::staging_target(int g) const {
 void KvCache::shrink_staging() {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
+        // What remains stages all that is held, and so all that is in use there; what leaves moves and is not staged.
         const int target = staging_target(g);
-        const int used_leaving = static_cast<int>(leaving(g, BlockState::kUsed).size());
-        const int used = group.pool.count(Place::kBorrowed, BlockState::kUsed) - used_leaving;
-        while (static_cast<int>(group.staging.size()) > target &&
-               (static_cast<int>(group.staging.size()) - 1) * group.spec.num_layers >= used) {
+        while (static_cast<int>(group.staging.size()) > target) {
             group.pool.stop_staging(group.staging.back());
             group.staging.pop_back();
         }
@@ -172,8 +170,7 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
         const BlockPool& pool = groups_[g].pool;
         used.push_back(leaving(g, BlockState::kUsed));
         const int num_used = static_cast<int>(used[g].size());
-        const int places = num_staging_layer_blocks(g) - pool.count(Place::kBorrowed, BlockState::kUsed) + num_used;
-        const int elsewhere = std::clamp(places, 0, pool.available(Place::kBorrowed));
+        const int elsewhere = std::min(num_unstaged(g) + num_used, pool.available_below(Place::kLocal));
         if (num_used > pool.available(Place::kLocal) + elsewhere) return false;
     }
     for (int g = 0; g < num_groups(); ++g) {
@@ -183,7 +180,7 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
     return true;
 }
 
-// To free local blocks as far as the used ones leave any.
+// Moves cached blocks to free local ones, as far as the used ones leave any; the others are forgotten.
 void KvCache::drain_cached(int g, const std::vector<BlockId>& leaving, int num_used) {
     const BlockPool& pool = groups_[g].pool;
     for (BlockId block : leaving) {
@@ -193,8 +190,8 @@ void KvCache::drain_cached(int g, const std::vector<BlockId>& leaving, int num_u
     }
 }
 
-// To the local pool as far as there is room, else to extents that stay: first, because room in the local pool is made
-// by moving what is cached there to just such extents.
+// Moves used blocks to the local pool as far as there is room, else to extents that stay: these first, because room in
+// the local pool is made by moving what is cached there to just such extents.
 void KvCache::drain_used(int g, const std::vector<BlockId>& used, std::span<BlockTable* const> tables) {
     if (used.empty()) return;
     const int num_across = std::max(0, static_cast<int>(used.size()) - groups_[g].pool.available(Place::kLocal));
@@ -215,7 +212,7 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, std::span<Bloc
 // A used block moves from one extent to another: through the layer-stream cache, as if the step had written it.
 BlockId KvCache::move_across(int g, BlockId block) {
     Group& group = groups_[g];
-    const BlockId to = take_borrowed(g);
+    const BlockId to = take_below(g, Place::kLocal);
     if (to == kNone) return kNone;
     if (const NodeId node = group.pool.node(block); node != kNone) index_.set_block(node, g, to);
     group.pool.replace(block, to);
@@ -252,7 +249,7 @@ std::vector<std::pair<int, BlockId>> KvCache::arrivals(const BlockTable& table, 
     std::vector<std::pair<int, BlockId>> arrivals;
     for (int g = 0; g < num_groups(); ++g) {
         const Group& group = groups_[g];
-        if (group.moves_in.empty() && group.pool.count(Place::kBorrowed, BlockState::kUsed) == 0) continue;
+        if (group.moves_in.empty() && group.pool.count_staged(BlockState::kUsed) == 0) continue;
         for (int i = table.groups[g].first; i < num_blocks; ++i) {
             const BlockId block = block_of(g, table.groups[g].entries[i]);
             if (!is_local(g, block) || group.pool.is_moving(block)) arrivals.emplace_back(g, block);

@@ -91,7 +91,7 @@ struct PlanWriter::Streamed {
 
 PlanWriter::Streamed PlanWriter::streamed_blocks(const StepPlan& plan, std::span<const StepRow> rows, int g) const {
     Streamed streamed;
-    if (cache_.pool(g).count(Place::kBorrowed, BlockState::kUsed) == 0) return streamed;
+    if (cache_.pool(g).count_staged(BlockState::kUsed) == 0) return streamed;
     for (const auto& [from, to] : cache_.moves_across(g)) streamed.add(from, to, true, true);
     for (size_t s = 0; s < rows.size(); ++s) {
         const int begin = rows[s].request->num_planned() - rows[s].num_tokens, size = limits_.block_size;

@@ -11,8 +11,9 @@ bool Policy::Order::operator()(const Request* a, const Request* b) const {
     return std::tie(a->priority, a->arrival) < std::tie(b->priority, b->arrival);
 }
 
-bool Policy::is_being_computed(const Request& r, Running running) const {
+bool Policy::is_prefix_coming(const Request& r, Running running) const {
     const int max_match = r.skip_prefix_match ? 0 : r.max_match_blocks(limits_.block_size);
+    if (cache_.is_loading(std::span(r.keys).first(max_match))) return true;
     return std::any_of(running.begin(), running.end(), [&](const Request* other) {
         if (other->skip_prefix_match) return false;
         const int next = other->num_computed / limits_.block_size;

@@ -21,8 +21,9 @@ class Policy {
     Policy(const KvCache& cache, const SchedulerLimits& limits) : cache_(cache), limits_(limits) {}
 
     // ---- who is next ----
-    // Whether a running request is about to compute a block that the waiting one could then take from the cache.
-    bool is_being_computed(const Request& request, Running running) const;
+    // Whether a block that the waiting request could then take from the cache is loading, or a running request is about
+    // to compute one.
+    bool is_prefix_coming(const Request& request, Running running) const;
     // Whether there would be room for the request if it were alone.
     bool could_hold(const Request& request) const;
     // Whether the request needs a step of its own: its prompt is not split, and longer than the budget of a step.

@@ -65,6 +65,11 @@ class Scheduler {
     // Forgets the lender, which is gone, and its extents. Requests that needed them are computed again.
     void lose(int borrow_link);
 
+    // ---- of places further down ----
+    // As in KvCache: while a prefix is loading, requests that want it wait.
+    std::vector<BlockId> begin_loading(const BlockKey& key);
+    void end_loading(std::span<const BlockId> blocks, bool is_loaded);
+
     SchedulerStats stats() const;
     void check_invariants() const;
     void reset_prefix_cache();

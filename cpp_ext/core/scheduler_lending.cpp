@@ -16,7 +16,6 @@ void Scheduler::settle_lending() {
             ensure(roster_.num_running() > 0, "nothing is in the way of a drain when nobody runs");
             roster_.preempt(policy_.victim(roster_.running()));
         }
-        cache_.shrink_staging();  // by what those had in use that were preempted
     }
     cache_.grow_staging();
 }
@@ -51,6 +50,16 @@ void Scheduler::lose(int borrow_link) {
     const std::lock_guard lock(mutex_);
     cache_.lose(borrow_link);
     drop_lost();
+}
+
+std::vector<BlockId> Scheduler::begin_loading(const BlockKey& key) {
+    const std::lock_guard lock(mutex_);
+    return cache_.begin_loading(key);
+}
+
+void Scheduler::end_loading(std::span<const BlockId> blocks, bool is_loaded) {
+    const std::lock_guard lock(mutex_);
+    cache_.end_loading(blocks, is_loaded);
 }
 
 void Scheduler::drop_lost() noexcept {

@@ -13,7 +13,7 @@ void StepBuilder::admit_oversized_prompt() {
     const auto next = std::find_if(waiting.begin(), waiting.end(), [&](Request* r) { return !is_stuck(*r); });
     if (next == waiting.end()) return;
     Request& r = **next;
-    if (policy_.is_oversized(r) && !policy_.is_being_computed(r, roster_.running())) admit(r, r.num_tokens());
+    if (policy_.is_oversized(r) && !policy_.is_prefix_coming(r, roster_.running())) admit(r, r.num_tokens());
 }
 
 void StepBuilder::schedule_decodes() {
@@ -40,7 +40,7 @@ void StepBuilder::admit_waiting() {
     const Roster::Waiting& waiting = roster_.waiting();
     for (auto it = waiting.begin(); it != waiting.end() && !is_full() && roster_.has_free_slot();) {
         Request& r = **it++;
-        if (!policy_.is_being_computed(r, roster_.running()) && !is_stuck(r) && !admit(r, budget_left_)) return;
+        if (!policy_.is_prefix_coming(r, roster_.running()) && !is_stuck(r) && !admit(r, budget_left_)) return;
     }
 }
 

@@ -5,12 +5,14 @@
 #include <limits>
 
 #include "blake3.h"
+#include "place.h"
 
 namespace swiftkv {
 
 using TokenId = int32_t;
 using RequestId = uint64_t;
-// Local blocks count from 0 to num_blocks; those that may be borrowed follow, link by link and extent by extent.
+// Local blocks count from 0 to num_blocks; those that may be borrowed follow, place by place, link by link and extent
+// by extent.
 using BlockId = int32_t;
 using NodeId = int32_t;
 // Identifies a full block and everything before it: BLAKE3 of its tokens, keyed with the key of the block before.
@@ -45,23 +47,24 @@ struct GroupSpec {
     int64_t base_offset_bytes = 0;  // of the group's first block in the pool
 };
 
-// What one KV group of this engine may lend to one of another, or borrow from it, in extents.
+// The extents that one KV group of this engine may lend to one of another, or borrow from it.
 struct Link {
     int group;
     int num_extents;
-    int blocks_per_extent;          // of this engine
-    int64_t extent_bytes = 0;       // of a borrower: where extents lie in the lender's pool
-    int64_t base_offset_bytes = 0;  // of a borrower: of extent 0 in the lender's pool
+    int blocks_per_extent;          // this engine's blocks
+    int64_t extent_bytes = 0;       // for a borrower: the pitch of extents in the lender's pool
+    int64_t base_offset_bytes = 0;  // for a borrower: where extent 0 lies in the lender's pool
+    Place place = Place::kPeer;     // for a borrower: the place that the extents are
 };
 
 // Local blocks by state, whose sum is `total`; then borrowed ones.
 struct GroupStats {
-    int free, used, cached, lent, in_flight, staging, total;
+    int free, used, cached, lent, in_flight, staging, loading, total;
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
     int staging_layer_blocks;  // that borrowed blocks can be staged in
 };
 
-// Of a >= 0 and b > 0, without a sum that overflows.
+// Divides a >= 0 by b > 0, without a sum that overflows.
 inline int ceil_div(int a, int b) {
     return a / b + (a % b != 0);
 }

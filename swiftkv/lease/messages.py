@@ -179,7 +179,10 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GroupBlocks(msgspec.Struct, frozen=True):
-    """Blocks of one KV group: free + used + cached + lent + in_flight + staging = total. Borrowed ones are beside."""
+    """Blocks of one KV group: free + used + cached + lent + in_flight + staging + loading = total.
+
+    Borrowed ones are beside.
+    """
 
     free: int
     used: int
@@ -187,6 +190,7 @@ class GroupBlocks(msgspec.Struct, frozen=True):
     lent: int
     in_flight: int
     staging: int
+    loading: int
     total: int
     borrowed_free: int
     borrowed_used: int

@@ -64,6 +64,15 @@ class Finished:
 
 
 @dataclass
+class Load:
+    """A block on its way up, with the numbers of its tokens."""
+
+    blocks: list[int]  # per group
+    prefix: tuple[object, ...]
+    numbers: list[int]
+
+
+@dataclass
 class Row:
     """One sequence of a plan."""
 
@@ -106,6 +115,8 @@ class Engine:
         self.last_tokens: dict[int, int] = {}  # by slot
         self.slots: dict[int, int] = {}
         self.preemptions = 0
+        self.loads: dict[int, Load] = {}
+        self.num_loads = 0
 
     def add(
         self,
@@ -140,6 +151,25 @@ class Engine:
             self.naive.abort(request_id)
             self.requests.pop(request_id, None)
             self.slots.pop(request_id, None)
+
+    def begin_loading(self, namespace: bytes, tokens: list[int]) -> None:
+        """`tokens` end with the block that is loaded."""
+        size = self.setup.block_size
+        key = _core.block_keys(namespace, np.array(tokens, np.int32), size)[-32:]
+        blocks = self.scheduler.begin_loading(key).tolist()
+        load, prefix = self.num_loads, (namespace, *tokens)
+        assert bool(blocks) == self.naive.begin_loading(load, prefix)
+        if blocks:
+            self.loads[load] = Load(blocks, prefix, self.prefixes.of(namespace, tokens)[-size:])
+            self.num_loads += 1
+
+    def end_loading(self, load: int, is_loaded: bool) -> None:
+        ended = self.loads.pop(load)
+        for g, block in enumerate(ended.blocks):
+            for offset, number in enumerate(ended.numbers):
+                self.bytes[g, block, offset] = number if is_loaded else -1
+        self.scheduler.end_loading(np.array(ended.blocks, np.int32), is_loaded)
+        self.naive.end_loading(load, ended.prefix, is_loaded)
 
     def schedule(self) -> _core.StepPlan | None:
         plan = self.scheduler.schedule()
@@ -309,6 +339,8 @@ class Engine:
         """Run until every known request has finished."""
         while self.plans:
             self.commit()
+        for load in list(self.loads):
+            self.end_loading(load, is_loaded=True)
         # Every step computes a token, and each preemption wastes no more than what was computed before it.
         work = sum(r.max_tokens + len(r.prompt) for r in self.requests.values())
         for _ in range(4 + work * (1 + len(self.requests))):
@@ -330,12 +362,13 @@ class Engine:
         assert stats.num_preemptions_total == self.preemptions
         for g, (_, num_blocks, _), naive in zip(stats.groups, self.setup.groups, self.naive.pools, strict=True):
             assert g.total == num_blocks
-            assert g.free + g.used + g.cached + g.lent + g.in_flight == g.total
+            assert g.free + g.used + g.cached + g.lent + g.in_flight + g.loading == g.total
             assert min(g.free, g.used, g.cached, g.in_flight) >= 0
             assert g.lent == 0
             assert g.in_flight == 0 or self.plans
             assert g.cached == len(naive.lru)
             assert g.in_flight == naive.num_in_flight()
             assert g.free == naive.num_free()
+            assert g.loading == naive.num_loading()
         if not self.requests:
             assert all(g.used == 0 for g in stats.groups)

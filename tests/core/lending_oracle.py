@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from kv_oracle import Prefixes
@@ -32,6 +33,7 @@ class BorrowSetup:
     num_extents: int
     blocks_per_extent: int
     waste_bytes: int = 0
+    place: Literal["peer", "host"] = "peer"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class LendingSetup:
             enable_chunked_prefill=self.enable_chunked_prefill,
             lend_links=[_core.Link(*link) for link in self.lend],
             borrow_links=[
-                _core.Link(b.group, b.num_extents, b.blocks_per_extent, self.extent_bytes(b), PEER_BASE_BYTES)
+                _core.Link(b.group, b.num_extents, b.blocks_per_extent, self.extent_bytes(b), PEER_BASE_BYTES, b.place)
                 for b in self.borrow
             ],
             stream_buffers=self.stream_buffers,
@@ -122,7 +124,7 @@ class LendingEngine:
 
     # ---- requests ----
 
-    def add(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
+    def add(self, request_id: int, prompt: list[int], max_tokens: int, *, skip_prefix_match: bool = False) -> None:
         self._note("add")
         empty = np.zeros(0, np.int32)
         self.scheduler.add_request(
@@ -132,7 +134,7 @@ class LendingEngine:
             min_tokens=0,
             stop_token_ids=empty,
             namespace=b"",
-            skip_prefix_match=False,
+            skip_prefix_match=skip_prefix_match,
         )
         last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
         self.requests[request_id] = SimulatedRequest(list(prompt), last_len, len(prompt))

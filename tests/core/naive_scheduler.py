@@ -76,12 +76,17 @@ class NaivePool:
         # The last step that may use a block that was let go meanwhile: private ones, and those in the index.
         self.retired: list[int] = []
         self.busy: dict[Prefix, int] = {}
+        self.loading: dict[Prefix, int] = {}  # by load, of the blocks in the index
+        self.forgotten_loads: set[int] = set()
 
     def num_in_flight(self) -> int:
         return len(self.retired) + sum(self.holders.get(prefix) == 0 for prefix in self.busy)
 
     def num_free(self) -> int:
-        return self.num_blocks - self.num_private - len(self.holders) - len(self.retired)
+        return self.num_blocks - self.num_private - len(self.holders) - len(self.retired) - self.num_loading()
+
+    def num_loading(self) -> int:
+        return len(self.loading) + len(self.forgotten_loads)
 
     def num_available(self) -> int:
         return self.num_free() + len(self.lru)
@@ -112,6 +117,19 @@ class NaivePool:
             del self.busy[prefix]
             if self.holders[prefix] == 0:
                 self.lru.append(prefix)
+
+    def forget_load(self, prefix: Prefix) -> None:
+        if prefix in self.loading:
+            self.forgotten_loads.add(self.loading.pop(prefix))
+
+    def end_loading(self, load: int, prefix: Prefix, is_loaded: bool) -> None:
+        if self.loading.get(prefix) == load:
+            del self.loading[prefix]
+            if is_loaded:
+                self.holders[prefix] = 0
+                self.lru.append(prefix)
+        else:
+            self.forgotten_loads.remove(load)
 
     def forget(self, prefix: Prefix) -> None:
         if prefix not in self.holders:
@@ -224,14 +242,14 @@ class NaiveScheduler:
         if self.waiting and len(self.running) < self.setup.max_num_seqs:
             head = self.waiting[0]
             size = len(head.tokens)
-            if size > self.budget and not self.is_being_computed(head):
+            if size > self.budget and not self.is_prefix_coming(head):
                 self.admit(head, size)
 
     def admit_waiting(self) -> None:
         for request in list(self.waiting):
             if self.budget <= 0 or len(self.running) == self.setup.max_num_seqs:
                 return
-            if not self.is_being_computed(request) and not self.admit(request, self.budget):
+            if not self.is_prefix_coming(request) and not self.admit(request, self.budget):
                 return
 
     def max_match(self, request: NaiveRequest) -> int:
@@ -239,7 +257,11 @@ class NaiveScheduler:
             return 0
         return (len(request.tokens) - 1) // self.setup.block_size
 
-    def is_being_computed(self, request: NaiveRequest) -> bool:
+    def is_prefix_coming(self, request: NaiveRequest) -> bool:
+        length = self.match(request)
+        for pool, first in zip(self.pools, self.first_blocks(length), strict=True):
+            if any(request.prefix((i + 1) * self.setup.block_size) in pool.loading for i in range(first, length)):
+                return True
         for other in self.running:
             end = (other.computed // self.setup.block_size + 1) * self.setup.block_size
             if (
@@ -255,14 +277,30 @@ class NaiveScheduler:
         """Return the longest usable prefix in blocks: all in full attention, the last `window` tokens elsewhere."""
         size = self.setup.block_size
         for length in range(self.max_match(request), 0, -1):
-            first_tokens = [0 if window == 0 else max(0, length * size - window) for window in self.windows]
             if all(
-                request.prefix((i + 1) * size) in pool.holders
-                for pool, first in zip(self.pools, first_tokens, strict=True)
-                for i in range(first // size, length)
+                request.prefix((i + 1) * size) in pool.holders or request.prefix((i + 1) * size) in pool.loading
+                for pool, first in zip(self.pools, self.first_blocks(length), strict=True)
+                for i in range(first, length)
             ):
                 return length
         return 0
+
+    def first_blocks(self, length: int) -> list[int]:
+        """Return the first block that each group needs of a prefix."""
+        size = self.setup.block_size
+        return [0 if window == 0 else max(0, length * size - window) // size for window in self.windows]
+
+    def begin_loading(self, load: int, prefix: Prefix) -> bool:
+        is_known = any(prefix in pool.holders or prefix in pool.loading for pool in self.pools)
+        if is_known or any(pool.num_free() == 0 for pool in self.pools):
+            return False
+        for pool in self.pools:
+            pool.loading[prefix] = load
+        return True
+
+    def end_loading(self, load: int, prefix: Prefix, is_loaded: bool) -> None:
+        for pool in self.pools:
+            pool.end_loading(load, prefix, is_loaded)
 
     def admit(self, request: NaiveRequest, budget: int) -> bool:
         size = self.setup.block_size
@@ -361,6 +399,7 @@ class NaiveScheduler:
             for pool, table in zip(self.pools, request.tables, strict=True):
                 if table[i] != PRIVATE:
                     continue
+                pool.forget_load(prefix)
                 if prefix in pool.holders:
                     pool.hold(prefix)
                     self.let_go(pool, PRIVATE)
@@ -384,6 +423,8 @@ class NaiveScheduler:
 
     def reset_prefix_cache(self) -> None:
         for pool, window in zip(self.pools, self.windows, strict=True):
+            for prefix in list(pool.loading):
+                pool.forget_load(prefix)
             for prefix in list(pool.lru):
                 for other in self.pools if window == 0 else [pool]:
                     other.forget(prefix)

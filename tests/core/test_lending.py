@@ -212,3 +212,55 @@ def test_a_recall_while_the_layer_stream_cache_is_short_of_a_block(extent: int) 
     assert not e.recalled[0]
     assert e.scheduler.stats().groups[0].staging == 2
     e.drain()
+
+
+def test_a_step_that_reads_what_was_lost_does_not_count_although_its_request_has_other_blocks_by_now() -> None:
+    link, lend = BorrowSetup(0, 4, 1), (0, 8, 1)
+    setup = LendingSetup(((2, 8, 0),), (link,), (lend,), max_num_batched_tokens=32, max_model_len=32)
+    e = LendingEngine(setup, random.Random(0))
+    e.lend(0, 1)
+    e.borrow(0, 4)  # leaves five blocks to the pool
+    begun = prompt(8, 1)
+    e.add(1, [*begun, *prompt(9, 2)], max_tokens=4)
+    assert e.schedule()
+    e.commit()
+    e.add(2, begun, max_tokens=3, skip_prefix_match=True)
+    assert e.schedule()
+    assert e.scheduler.stats().groups[0].borrowed_used == 2
+    e.take_back(0, 1)
+    assert e.schedule()  # reads the two, and writes to the block that came home
+    e.commit()  # the same two blocks are in the cache: request 2 changes to them
+    assert e.scheduler.stats().groups[0].borrowed_used == 0
+    e.lose(0)
+    e.commit()
+    assert e.scheduler.stats().num_preemptions_total == 1
+    e.drain()
+    assert sorted(e.outputs) == [1, 2]
+
+
+def test_a_block_goes_to_the_nearest_place_that_has_room_and_else_where_the_oldest_block_lies() -> None:
+    links = (BorrowSetup(0, 2, 1, place="host"), BorrowSetup(0, 2, 1))
+    setup = LendingSetup(((2, 4, 0),), links, max_num_seqs=1, max_model_len=16)
+    e = LendingEngine(setup, random.Random(0))
+    e.borrow(0, 2)
+    e.borrow(1, 2)  # leaves two blocks to the pool
+
+    def where() -> tuple[int, int]:
+        """Return how many blocks have been written to host memory, and to the peer."""
+        return len(e.peers[0]) // 2, len(e.peers[1]) // 2
+
+    def ask(number: int) -> int:
+        """Send a prompt of one block and a half, and return how much of it is cached."""
+        e.add(len(e.outputs) + 100 * number, prompt(6, number), max_tokens=1)
+        assert e.schedule()
+        cached = e.planned[0].plan.new_cached_tokens.tolist()
+        e.commit()
+        return int(cached[0])
+
+    assert [ask(number) for number in (1, 2, 3)] == [0, 0, 0]
+    assert where() == (0, 2)
+    assert [ask(number) for number in (4, 5)] == [0, 0]
+    assert where() == (2, 2)
+    assert [ask(number) for number in (6, 7)] == [0, 0]  # the first two make room
+    assert [ask(number) for number in (3, 2)] == [4, 0]
+    e.drain()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
@@ -76,15 +77,21 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.rare = random.Random(seed)  # decides what is the exception, without changing the rest of a history
         self.engine = self._engine()
         self.prompts: list[list[int]] = []
 
     def _engine(self) -> LendingEngine:
         while True:
             try:
-                return LendingEngine(drawn_setup(self.rng), self.rng)
+                return LendingEngine(self._with_places(drawn_setup(self.rng)), self.rng)
             except ValueError:
                 continue
+
+    def _with_places(self, setup: LendingSetup) -> LendingSetup:
+        """Some links lead further down."""
+        borrow = (replace(link, place="host") if self.rare.random() < 0.3 else link for link in setup.borrow)
+        return replace(setup, borrow=tuple(borrow))
 
     def go(self) -> None:
         if self.rng.random() < 0.2:
@@ -174,7 +181,7 @@ class Run:
         prompt = [*begun, *(rng.randrange(TOKENS) for _ in range(num_new))][: setup.max_model_len - 2]
         if rng.random() < 0.7:  # ends with a full block, so that the cache keeps all its blocks
             max_tokens += (1 - len(prompt) - max_tokens) % setup.block_size
-        self.engine.add(len(self.prompts), prompt, max_tokens)
+        self.engine.add(len(self.prompts), prompt, max_tokens, skip_prefix_match=self.rare.random() < 0.1)
         self.prompts.append(prompt)
 
     def abort(self) -> None:

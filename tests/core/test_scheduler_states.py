@@ -73,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         is_ahead, had_work = bool(self.engine.plans), self.engine.scheduler.has_work()
         planned = self.engine.schedule() is not None
-        assert is_ahead or planned == had_work
+        assert is_ahead or self.engine.loads or planned == had_work
 
     @precondition(lambda self: self.engine.plans)
     @rule(broken=st.integers(0, 20))
@@ -94,6 +94,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_ahead(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step_ahead()
+
+    @rule(source=st.integers(0, 1 << 16), num_blocks=st.integers(1, 4), namespace=st.sampled_from([b"a", b"a", b"b"]))
+    def begin_loading(self, source: int, num_blocks: int, namespace: bytes) -> None:
+        """Something else has a block of a prompt that came once."""
+        size, prompt = self.engine.setup.block_size, self.history[source % len(self.history)]
+        if num_blocks := min(num_blocks, len(prompt) // size):
+            self.engine.begin_loading(namespace, prompt[: num_blocks * size])
+
+    @precondition(lambda self: self.engine.loads)
+    @rule(pick=st.integers(0, 1 << 16), is_loaded=st.booleans())
+    def end_loading(self, pick: int, is_loaded: bool) -> None:
+        loads = sorted(self.engine.loads)
+        self.engine.end_loading(loads[pick % len(loads)], is_loaded)
 
     @precondition(lambda self: self.engine.requests)
     @rule(which=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=3))

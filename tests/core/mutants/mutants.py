@@ -87,12 +87,23 @@ MUTANTS = [
         "num_computed - groups_[g].spec.window + block_size_)",
     ),
     one("what the step after uses is let go at once", CACHE, "if (num_steps_ > 1) {", "if (false) {"),
+    one(
+        "a loading block is read", CACHE, "== BlockState::kLoading) return true;", "== BlockState::kLoading) continue;"
+    ),
+    one(
+        "what never came is cached",
+        CACHE,
+        "if (!is_loaded && groups_[g].pool.node(blocks[g]) != kNone)",
+        "if (false)",
+    ),
+    one("a computed block waits for one that loads", CACHE, " || pool.state(known) == BlockState::kLoading", ""),
+    one("what is cached further down is evicted in any order", POOL, "|| is_older(cached, oldest)", "|| true"),
     one("two blocks have one node", CACHE, "if (known != kNone) pool.forget(known);", ""),
     one(
         "blocks are borrowed that cannot be staged",
         CACHE,
-        "const int places = num_staging_layer_blocks(g) - pool.count(Place::kBorrowed, BlockState::kUsed);",
-        "const int places = num_staging_layer_blocks(g);",
+        "return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);",
+        "return num_staging_layer_blocks(g);",
     ),
     one("a node loses one block alone", CACHE, "(h != g && !whole_node)", "h != g"),
     # The cache and leases.
@@ -160,6 +171,7 @@ MUTANTS = [
     one("a step is planned beside copies", SCHEDULER, "!open_.back().has_copies && ", ""),
     one("a request may stop too late", REQUESTS, ">= min_tokens", "> min_tokens"),
     one("what failed copies wrote counts", COMMIT, "cache_.settle_failed();", "cache_.settle();"),
+    one("a step that reads what is lost counts", LENDING, "row.request && reads_lost(row)", "false"),
     one("who holds what is lost goes on", LENDING, "if (!cache_.holds_lost(r->table)) continue;", "continue;"),
     # The refusal.
     one(
