@@ -239,7 +239,7 @@ def first_in_line(target: Target) -> None:
 
 
 def ordinary(number: int) -> Send:
-    """So many requests as anybody sends them."""
+    """Return a send of `number` requests like anybody's."""
 
     def send(target: Target) -> None:
         prompts = [token_ids(32, random.randrange(1 << 30)) for _ in range(number)]

@@ -88,7 +88,7 @@ class _Usage:
 
 
 class Answer(ABC):
-    """What is said about one generation. `chunks` for a stream, or `add` until the end and then `whole`."""
+    """The answer to one request. Call `chunks` for a stream, or `add` until the end and then `whole`."""
 
     id_prefix: ClassVar[str]
 

@@ -38,10 +38,11 @@ from swiftkv.server.streaming import ClientGone, json_response
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What holds for every port. ``api_key``: who does not send it gets 401; ``None``: everybody may.
+    """The settings of every port.
 
-    ``admin_key`` is that of ``/admin``; where none is given, nobody knows it. ``allowed_hosts`` are the names that
-    requests may be sent to, beside those of the loopback interface; ``None``: any.
+    A request without `api_key` is answered with 401; `None` lets everybody in. `admin_key` is the key of `/admin`;
+    where none is given, nobody knows it. `allowed_hosts` are the names that requests may be sent to, beside those of
+    the loopback interface; `None` allows any.
     """
 
     api_key: str | None = field(default=None, repr=False)

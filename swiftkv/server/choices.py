@@ -34,7 +34,7 @@ _LOWEST_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice has to say since the last time."""
+    """The part of one choice that is new since the last time."""
 
     index: int
     text: str = ""
@@ -56,7 +56,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class StopRules:
-    """What ends a choice besides ``max_tokens`` and the model's own end-of-sequence tokens."""
+    """The rules that end a choice, besides `max_tokens` and the model's own end-of-sequence tokens."""
 
     strings: StopStrings
     token_ids: frozenset[int] = frozenset()
@@ -107,7 +107,7 @@ class Choice:
 
 
 async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIterator[list[Delta]]:
-    """What the engine sends, as text; sequences that met a stop string are ended."""
+    """Yield the engine's output as text, and end sequences that met a stop string."""
 
     def decode(outputs: list[SequenceOutput]) -> list[Delta]:
         return [choices[output.index].push(output) for output in outputs]

@@ -56,7 +56,7 @@ class SequenceRequest:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What arrived for one sequence of a generation since the last time."""
+    """The part of one sequence that arrived since the last time."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)

@@ -20,7 +20,7 @@ ADMIN_PATH = "/admin"
 
 
 class _BearerKey:
-    """What ``Authorization: Bearer <key>`` is compared with."""
+    """A key that `Authorization: Bearer <key>` is compared with."""
 
     def __init__(self, key: str) -> None:
         self._digest = hashlib.sha256(key.encode()).digest()

@@ -109,7 +109,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(ModelBody):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions have in common."""
 
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -268,7 +268,7 @@ def _read_budget(value: object) -> Budget:
 
 
 class BudgetBody(Body):
-    """What a worker may lend from now on."""
+    """The most that a worker may lend from now on."""
 
     budget: Annotated[
         Budget,
@@ -306,7 +306,7 @@ _SHOWN_CHARS = 128  # of a name that a client chose
 
 
 def explain_invalid(errors: Sequence[Any]) -> ApiError:
-    """What pydantic found wrong with a body, as one error about one field."""
+    """Return what pydantic found wrong with a body, as one error about one field."""
     # Of a field that takes several types, the error that got furthest into the value is the one to show, and of equals
     # the one about a value of the right type.
     first_field = errors[0]["loc"][:2]
