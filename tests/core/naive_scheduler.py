@@ -160,6 +160,7 @@ class NaiveScheduler:
         self.open: list[NaivePlan] = []
         self.must_commit = False
         self.preempted: list[int] = []  # that no plan has named yet
+        self.num_preemptions = 0
         self.num_planned = self.num_settled = 0
 
     def add(
@@ -359,6 +360,7 @@ class NaiveScheduler:
             self.leave(victim)
             self.wait(victim)
             self.preempted.append(victim.id)
+            self.num_preemptions += 1
             if victim is request:
                 return False
         return True

@@ -133,7 +133,7 @@ def test_a_prefill_waits_rather_than_take_blocks_from_this_steps_decodes() -> No
     assert ids_and_counts(e.schedule()) == [(1, 1)]
     e.commit()
     assert finish_order(e) == [1, 2]
-    assert e.preemptions == 0
+    assert e.scheduler.stats().num_preemptions_total == 0
 
 
 # ---- finishing ----
