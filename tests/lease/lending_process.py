@@ -102,7 +102,8 @@ class EngineWithoutModel:
             stream_buffers=spec.stream_buffers,
         )
         me = Identity.of_this_process(setup.name)
-        self.wire = Wire(zmq.Context(), spec.leases_address, spec.lenders)
+        self.context = zmq.Context()
+        self.wire = Wire(self.context, spec.leases_address, spec.lenders)
         lender = None
         self.borrower: Borrower | None = None
         if spec.borrowers:
@@ -177,6 +178,12 @@ class EngineWithoutModel:
             if self.borrower is not None:
                 self.borrower.apply_pending(lambda: None)  # each step is committed when it is computed
             busy = self.step()
+
+    def close(self) -> None:
+        """End the coordinator and close its sockets, where it does not end with its process."""
+        self.coordinator.close()
+        self.wire.close()
+        self.context.term()
 
     def obey(self, command: str, **args: Any) -> None:
         if command == "give_up":

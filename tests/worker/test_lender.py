@@ -140,7 +140,7 @@ def test_leases_of_the_dead_end_when_nothing_serves_them_any_more() -> None:
             admin.close()
         finally:
             over.set()
-            lender.coordinator.close()
+            lender.close()
 
 
 def test_a_lender_that_cannot_publish_its_pool_says_so_and_lends_when_it_can() -> None:
@@ -159,7 +159,7 @@ def test_a_lender_that_cannot_publish_its_pool_says_so_and_lends_when_it_can() -
             node["m"].wait_for(lambda state: held(state) == [ALL])
             assert admin.show().lends[0].peer_state == "attached"
         finally:
-            lender.coordinator.close()
+            lender.close()
             admin.close()
 
 
