@@ -9,7 +9,7 @@ import msgspec
 from fastapi import Depends
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from swiftkv.server.errors import ApiError
 from swiftkv.server.price import check_json
@@ -22,7 +22,7 @@ from swiftkv.server.protocol import (
     TokenizeBody,
     explain_invalid,
 )
-from swiftkv.server.streaming import unless_gone
+from swiftkv.server.streaming import ClientGone, unless_gone
 from swiftkv.server.threads import BoundedThreads
 
 B = TypeVar("B", bound=Body)
@@ -81,7 +81,10 @@ def body_schemas() -> dict[str, Any]:
 
 def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
     async def read(request: Request) -> B:
-        content = await request.body()
+        try:
+            content = await request.body()
+        except ClientDisconnect:
+            raise ClientGone from None
         if not content or not _is_json(request.headers.get("content-type", "")):
             raise ApiError(400, "the body must be a JSON object, with 'Content-Type: application/json'")
         if len(content) <= _SMALL_BYTES:

@@ -143,6 +143,7 @@ def start_gateway(
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     metrics = GatewayMetrics()
+    metrics.watch(settings.limits)
     servers: list[uvicorn.Server] = []
     serving: list[asyncio.Task[None]] = []
     receiving: list[asyncio.Task[NoReturn]] = []

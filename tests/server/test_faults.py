@@ -75,6 +75,26 @@ def test_a_client_that_hangs_up_after_a_request_sent_ahead_ends_both(
     assert finished(slow_gateway, "abort") == 3
 
 
+def test_a_client_that_hangs_up_within_its_body_is_nobodys_error(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    with gateway.http() as http:
+        alone = open_connections(http)
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall("\r\n".join([*lines, "Content-Length: 100", "", '{"model": ']).encode())
+            wait_until(lambda: open_connections(http) == alone + 1)
+        wait_until(lambda: open_connections(http) == alone)
+    assert "swiftkv:http_body_bytes 0.0" in gateway.metrics.render(None).decode()
+    assert not caplog.records
+
+
+def open_connections(http: httpx.Client) -> float:
+    [line] = [line for line in http.get("/metrics").text.splitlines() if line.startswith("swiftkv:http_connections ")]
+    return float(line.split()[1])
+
+
 def test_an_engine_that_dies_fails_its_requests_and_no_others(slow_gateway: Gateway) -> None:
     client, engine = slow_gateway.clients["chat"], slow_gateway.engines["chat"]
     answers: list[Any] = []

@@ -36,11 +36,11 @@ DASHBOARD = {
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """By name and model, other labels added up."""
+    """By name and model ("" for the node), other labels added up."""
     result: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            key = (sample.name, sample.labels["model_name"])
+            key = (sample.name, sample.labels.get("model_name", ""))
             result[key] = result.get(key, 0) + sample.value
     return result
 
