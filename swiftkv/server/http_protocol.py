@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from asyncio import TimerHandle
 from enum import Enum, auto
 from functools import partial
@@ -16,13 +17,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from swiftkv.server.errors import ApiError
-from swiftkv.server.limits import Admission, NodeLimits
+from swiftkv.server.limits import MONITORING_PATHS, Admission, NodeLimits
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 128
 MAX_TRAILER_BYTES = 8 << 10
 MAX_IGNORED_BYTES = 64 << 10
-MONITORING_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
+_SPREAD = 0.25
+"""The part of a deadline by which it may be later."""
 _CHUNK_OVERHEAD_BYTES = 32
 """A chunk's size in hexadecimal, two line ends, and some room."""
 _TRAILERS_TOO_LONG = ApiError(431, f"the request's trailers are larger than {MAX_TRAILER_BYTES} bytes")
@@ -187,7 +189,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._section_ended = True
         self._field_bytes = self._raw_bytes = self._window_bytes = 0
         is_spare = self._admission is Admission.SPARE
-        if is_spare and self.url.partition(b"?")[0] not in MONITORING_PATHS:
+        if is_spare and self.url.partition(b"?")[0].decode("latin-1") not in MONITORING_PATHS:
             self._limits.num_refused_connections += 1
             self._refuse(_NO_CONNECTION_LEFT)
             self._stop()
@@ -267,7 +269,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._phase_timer is not None:
             self._phase_timer.cancel()
         self._phase = phase
-        self._phase_timer = self.loop.call_later(self._allowed_s(phase), self._expire)
+        # Connections that were opened in one instant must not all end in one.
+        grace = random.uniform(1.0, 1.0 + _SPREAD)
+        self._phase_timer = self.loop.call_later(self._allowed_s(phase) * grace, self._expire)
 
     def _allowed_s(self, phase: _Phase) -> float:
         deadlines = self._deadlines

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from swiftkv.server.log_limit import LogLimit
 
 SPARE_CONNECTIONS = 64
 """Connections beyond the limit that are kept for monitoring, one short request each."""
+MONITORING_PATHS = frozenset({"/health", "/ready", "/metrics"})
 FREE_BODY_BYTES = 32 << 10
 """A body up to this size does not count: a place for it comes with its connection."""
 
@@ -82,6 +85,44 @@ class BodyBudget:
         self._counted_bytes = 0
 
 
+class Turns:
+    """Begins a few requests in each round of the event loop.
+
+    Whoever comes with a hundred at once takes as long as before; but between any two rounds everybody else's tokens and
+    answers go on.
+    """
+
+    def __init__(self, per_round: int = 2) -> None:
+        self._per_round = per_round
+        self._left = per_round
+        self._is_counting = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Wait for a turn, in the order of the calls."""
+        loop = asyncio.get_running_loop()
+        if not self._is_counting:
+            self._is_counting = True
+            loop.call_soon(self._begin_round, loop)
+        if self._left > 0:
+            self._left -= 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left = self._per_round
+        while self._waiting and self._left > 0:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+                self._left -= 1
+        self._is_counting = self._left < self._per_round
+        if self._is_counting:
+            loop.call_soon(self._begin_round, loop)
+
+
 @dataclass(slots=True)
 class NodeLimits:
     """The limits of a node, and what is in use at the moment."""
@@ -91,6 +132,7 @@ class NodeLimits:
     """Bytes of all larger request bodies together, from their arrival until their answers begin."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     log: LogLimit = field(default_factory=LogLimit)
+    turns: Turns = field(default_factory=Turns)
     num_connections: int = 0
     num_refused_connections: int = 0
     body_bytes: int = 0

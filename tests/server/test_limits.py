@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+
 import pytest
 
-from swiftkv.server.limits import FREE_BODY_BYTES, BodyBudget, NodeLimits
+from swiftkv.server.limits import FREE_BODY_BYTES, BodyBudget, NodeLimits, Turns
 
 MIB = 1 << 20
 
@@ -55,3 +58,46 @@ def test_a_refused_body_takes_no_more() -> None:
     second.release()
     first.release()
     assert limits.body_bytes == 0
+
+
+def test_a_few_requests_begin_in_each_round_of_the_event_loop() -> None:
+    turns = Turns(per_round=2)
+    rounds = 0
+    begun: list[tuple[int, int]] = []  # request, round
+
+    async def request(number: int) -> None:
+        await turns.take()
+        begun.append((number, rounds))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        def count() -> None:
+            nonlocal rounds
+            rounds += 1
+            loop.call_soon(count)
+
+        count()
+        requests = [asyncio.create_task(request(number)) for number in range(100)]
+        await asyncio.sleep(0)
+        requests[50].cancel()
+        await asyncio.wait(requests)
+
+    asyncio.run(run())
+    assert [number for number, _ in begun] == [number for number in range(100) if number != 50]
+    assert max(Counter(round for _, round in begun).values()) <= 4  # what the round before woke comes with it
+    assert len({round for _, round in begun}) >= 25
+
+
+def test_who_comes_alone_does_not_wait() -> None:
+    turns = Turns(per_round=1)
+
+    async def run() -> None:
+        for _ in range(3):
+            coroutine = turns.take()
+            with pytest.raises(StopIteration):
+                coroutine.send(None)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
