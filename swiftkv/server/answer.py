@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct
 
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
 from swiftkv.server.choices import Choice, Delta, chat_logprobs, completion_logprobs, prompt_logprobs
-from swiftkv.server.client import Generation
+from swiftkv.server.generation import Generation
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.protocol import ChatBody, CompletionBody
 from swiftkv.server.responses import (

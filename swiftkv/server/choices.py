@@ -10,8 +10,8 @@ from typing import TypeVar, cast
 import msgspec
 
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
-from swiftkv.server.client import Generation, SequenceOutput
 from swiftkv.server.detokenizer import Detokenizer, StopMatcher, StopStrings
+from swiftkv.server.generation import Generation, SequenceOutput
 from swiftkv.server.responses import (
     ChatLogprobs,
     ChatTokenLogprob,

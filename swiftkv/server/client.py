@@ -1,7 +1,6 @@
 """The gateway's end of one engine: sends it requests, hands what comes back to whoever waits for it.
 
-One table of sequences in flight, with one owner. A `Generation` is the sequences of one HTTP request; everything
-that has arrived for it since it was last asked is handed over at once, so a slow reader costs no more than a fast one.
+One table of sequences in flight, with one owner.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn, Self
+from dataclasses import dataclass
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -26,13 +25,12 @@ from swiftkv.engine.messages import (
     FromEngine,
     Ready,
     RequestError,
-    SamplingParams,
     Shutdown,
     StepOutput,
-    TokenLogprobs,
 )
 from swiftkv.server.engine_state import EngineState, Observation
 from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.metrics import FinishedRequest, ModelMetrics
 from swiftkv.server.outbox import Outbox
 from swiftkv.server.responses import EngineView
@@ -40,29 +38,6 @@ from swiftkv.server.responses import EngineView
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 _BUSY_RETRY_S = 1.0
 _DOWN_RETRY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRequest:
-    """One sequence to generate. ``prompt`` is int32, little-endian."""
-
-    prompt: bytes
-    sampling: SamplingParams
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt) // 4
-
-
-@dataclass(slots=True)
-class SequenceOutput:
-    """The part of one sequence that arrived since the last time."""
-
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[bytes] | None = None  # packed
-    finish_reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -88,83 +63,6 @@ class _InFlight:
             queue_s=None if self.admitted_s is None else self.admitted_s - self.arrived_s,
             first_token_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
         )
-
-
-class Generation:
-    """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
-
-    ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the number of prompt
-    tokens that it found in the cache.
-    """
-
-    def __init__(self, client: EngineClient, request_ids: range) -> None:
-        self.admitted: list[tuple[int, int]] = []
-        self._client = client
-        self._unfinished = dict(enumerate(request_ids))
-        self._outputs: dict[int, SequenceOutput] = {}
-        self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[SequenceOutput]:
-        """Everything new, at least one output.
-
-        Raises:
-            ApiError: the engine refused a sequence (its status), or is gone (503).
-        """
-        if not self._outputs and not self._error and self._unfinished:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._outputs:
-            outputs = list(self._outputs.values())
-            self._outputs = {}
-            return outputs
-        if self._error:
-            raise self._error
-        raise StopAsyncIteration
-
-    def finish(self, index: int, reason: str) -> None:
-        """End one sequence early; ``reason`` is for the metrics (``stop``: a stop string, ``abort``: nobody waits)."""
-        request_id = self._unfinished.pop(index, None)
-        if request_id is not None:
-            self._client._abort([request_id], reason)
-
-    def close(self) -> None:
-        """Abort every sequence that still runs."""
-        request_ids = list(self._unfinished.values())
-        self._unfinished.clear()
-        if request_ids:
-            self._client._abort(request_ids, "abort")
-
-    def _keep(self, count: int) -> None:
-        """Forget all sequences but the first `count`: the engine was never sent them."""
-        self._unfinished = {index: request_id for index, request_id in self._unfinished.items() if index < count}
-
-    def _output(self, index: int) -> SequenceOutput:
-        output = self._outputs.get(index)
-        if output is None:
-            output = self._outputs[index] = SequenceOutput(index)
-        return output
-
-    def _fail(self, index: int, error: ApiError) -> None:
-        self._unfinished.pop(index, None)
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -278,12 +176,12 @@ class EngineClient:
             raise self._busy(f"is behind with {self._outbox.num_unread} messages")
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
         self._next_request_id = request_ids.stop
-        generation = Generation(self, request_ids)
+        generation = Generation(request_ids, self._abort)
         arrived_s = time.perf_counter()
         self._idle.clear()
         for index, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
             if not self._outbox.send(AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority)):
-                generation._keep(index)
+                generation.keep(index)
                 generation.close()
                 self._note_idle()
                 raise self._gone()
@@ -385,23 +283,24 @@ class EngineClient:
         # Arrays arrive as bytes; three conversions per step, whatever the batch.
         request_ids = np.frombuffer(step.request_ids, "<u8").tolist()
         token_ids = np.frombuffer(step.token_ids, "<i4").tolist()
+        for request_id, logprobs in (step.logprobs or {}).items():
+            if sequence := self._in_flight.get(request_id):
+                sequence.generation.output(sequence.index).logprobs += logprobs
         for request_id, token_id, finish in zip(request_ids, token_ids, step.finish_reasons, strict=True):
             sequence = self._in_flight.get(request_id)
             if sequence is None:  # aborted while the step ran
                 continue
             generation = sequence.generation
-            output = generation._output(sequence.index)
+            output = generation.output(sequence.index)
             output.token_ids.append(token_id)
-            if step.logprobs and request_id in step.logprobs:
-                output.logprobs.append(step.logprobs[request_id])
             if step.prompt_logprobs and request_id in step.prompt_logprobs:
                 output.prompt_logprobs = step.prompt_logprobs[request_id]
             self._on_token(sequence, now_s)
             if finish:
                 output.finish_reason = _FINISH_REASONS[finish]
-                generation._unfinished.pop(sequence.index, None)
+                generation.end(sequence.index)
                 self._forget(request_id, output.finish_reason)
-            generation._wake()
+            generation.wake()
         if request_ids:
             self.metrics.generation_tokens.inc(len(request_ids))
         if step.stats is not None and self.engine is not None:  # not the last words of one that is gone
@@ -425,9 +324,7 @@ class EngineClient:
         if sequence := self._in_flight.get(error.request_id):
             self._forget(error.request_id, "error")
             retry_after_s = _DOWN_RETRY_S if error.status == 503 else 0.0
-            sequence.generation._fail(
-                sequence.index, ApiError(error.status, error.message, retry_after_s=retry_after_s)
-            )
+            sequence.generation.fail(sequence.index, ApiError(error.status, error.message, retry_after_s=retry_after_s))
 
     def _abort(self, request_ids: Sequence[int], reason: str) -> None:
         known = [request_id for request_id in request_ids if request_id in self._in_flight]
@@ -449,7 +346,7 @@ class EngineClient:
         error = self._gone()
         for request_id, sequence in list(self._in_flight.items()):
             self._forget(request_id, "error")
-            sequence.generation._fail(sequence.index, error)
+            sequence.generation.fail(sequence.index, error)
 
     def _busy(self, reason: str) -> ApiError:
         return ApiError(429, f"model '{self.name}' {reason}", code="queue_full", retry_after_s=_BUSY_RETRY_S)

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer, Prompt, make_choices
 from swiftkv.server.body import body_document, parsed
 from swiftkv.server.choices import Choice
-from swiftkv.server.client import SequenceRequest
 from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.price import check_detokenize, check_messages, check_stops, check_tokenize, max_tokenize_chars
 from swiftkv.server.protocol import (

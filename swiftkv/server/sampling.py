@@ -9,9 +9,9 @@ import numpy as np
 
 from swiftkv.engine.messages import SamplingParams
 from swiftkv.server.choices import StopRules
-from swiftkv.server.client import SequenceRequest
 from swiftkv.server.detokenizer import StopStrings
 from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import Generating
 from swiftkv.server.protocol import INT64_MAX, ChatBody, CompletionBody, GenerationBody

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from swiftkv.server.answer import Answer
 from swiftkv.server.choices import Delta, deltas
-from swiftkv.server.client import Generation
 from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import Generation
 
 T = TypeVar("T")
 

@@ -22,8 +22,9 @@ from swiftkv.engine.messages import (
     StepOutput,
     ToEngine,
 )
-from swiftkv.server.client import EngineClient, SequenceRequest
+from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.metrics import GatewayMetrics
 
 INCARNATION = 1

@@ -1,0 +1,123 @@
+"""The sequences of one HTTP request, on their way from an engine to whoever waits for them.
+
+Everything that has arrived since it was last asked is handed over at once, so a slow reader costs no more than a fast
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from swiftkv.engine.messages import SamplingParams, TokenLogprobs
+from swiftkv.server.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One sequence to generate. ``prompt`` is int32, little-endian."""
+
+    prompt: bytes
+    sampling: SamplingParams
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """The part of one sequence that arrived since the last time."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[bytes] | None = None  # packed
+    finish_reason: str | None = None
+
+
+class Generation:
+    """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
+
+    ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the number of prompt
+    tokens that it found in the cache.
+    """
+
+    def __init__(self, request_ids: range, abort: Callable[[Sequence[int], str], None]) -> None:
+        """`abort` ends requests by their ids, for the reason that is given with them."""
+        self.admitted: list[tuple[int, int]] = []
+        self._abort = abort
+        self._unfinished = dict(enumerate(request_ids))
+        self._outputs: dict[int, SequenceOutput] = {}
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[SequenceOutput]:
+        """Everything new, at least one output.
+
+        Raises:
+            ApiError: the engine refused a sequence (its status), or is gone (503).
+        """
+        if not self._outputs and not self._error and self._unfinished:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._outputs:
+            outputs = list(self._outputs.values())
+            self._outputs = {}
+            return outputs
+        if self._error:
+            raise self._error
+        raise StopAsyncIteration
+
+    def finish(self, index: int, reason: str) -> None:
+        """End one sequence early; ``reason`` is for the metrics (``stop``: a stop string, ``abort``: nobody waits)."""
+        request_id = self._unfinished.pop(index, None)
+        if request_id is not None:
+            self._abort([request_id], reason)
+
+    def close(self) -> None:
+        """Abort every sequence that still runs."""
+        request_ids = list(self._unfinished.values())
+        self._unfinished.clear()
+        if request_ids:
+            self._abort(request_ids, "abort")
+
+    def keep(self, count: int) -> None:
+        """Forget all sequences but the first `count`: the engine was never sent them."""
+        self._unfinished = {index: request_id for index, request_id in self._unfinished.items() if index < count}
+
+    def output(self, index: int) -> SequenceOutput:
+        """Return what has come of a sequence and was not taken yet, to be added to: call `wake` afterwards."""
+        output = self._outputs.get(index)
+        if output is None:
+            output = self._outputs[index] = SequenceOutput(index)
+        return output
+
+    def end(self, index: int) -> None:
+        """Note that nothing more comes of a sequence."""
+        self._unfinished.pop(index, None)
+
+    def fail(self, index: int, error: ApiError) -> None:
+        """End one sequence, and the generation with it, once what has come before is taken."""
+        self._unfinished.pop(index, None)
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Tell whoever waits that something has come."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
