@@ -24,21 +24,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from swiftkv.bench import datasets, report
 from swiftkv.bench.client import Answer, Messages, Target, send
 from swiftkv.bench.datasets import Conversation, DatasetError, Prompt, Tokens
+from swiftkv.bench.options import (
+    SAMPLING,
+    UsageError,
+    make_parser,
+    parse_goodput,
+    parse_key_value,
+    parse_metrics,
+    parse_percentiles,
+)
 
 _TIMEOUT_S = 6 * 60 * 60
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _PER_REQUEST = ("input_lens", "output_lens", "cached_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-
-EXAMPLES = """examples:
-  swiftkv bench serve --model chat --random-input-len 512 --num-prompts 100 --request-rate 4
-  swiftkv bench serve --dataset-name multi_turn --num-prompts 8 --multi-turn-num-turns 6 --max-concurrency 2
-  swiftkv bench serve --backend openai-chat --model chat --dataset-name custom --dataset-path questions.jsonl
-  swiftkv bench serve --base-url http://127.0.0.1:8001 --save-result --goodput ttft:500 tpot:50
-"""
-
-
-class UsageError(ValueError):
-    """A wrong flag, or a server that does not answer: one line that says what would be right."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Asks, prints the table, saves the JSON if told to, and returns it."""
-    metrics, percentiles = _metrics(args.percentile_metrics), _percentiles(args.metric_percentiles)
-    goodput_ms = _goodput(args.goodput)
+    metrics, percentiles = parse_metrics(args.percentile_metrics), parse_percentiles(args.metric_percentiles)
+    goodput_ms = parse_goodput(args.goodput)
     if not (args.request_rate > 0 and args.burstiness > 0 and args.num_prompts > 0):
         raise UsageError("--request-rate, --burstiness and --num-prompts must be greater than 0")
     if args.max_concurrency is not None and args.max_concurrency < 1:
@@ -230,7 +227,7 @@ def _after(asked: Prompt | Messages, answer: Answer, target: Target) -> list[Any
 async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> tuple[Target, str | None]:
     """The target, and the directory or hub id of its model if the server tells."""
     base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
-    headers = dict(_key_value("--header", item) for item in args.header)
+    headers = dict(parse_key_value("--header", item) for item in args.header)
     if key := os.environ.get("OPENAI_API_KEY"):
         headers = {"Authorization": f"Bearer {key}"} | headers
     try:
@@ -244,7 +241,7 @@ async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> t
         raise UsageError(f"--model: {model!r} is not served at {base_url}; it has {', '.join(served) or 'none'}")
     is_chat = args.backend == "openai-chat"
     endpoint = args.endpoint or ("/v1/chat/completions" if is_chat else "/v1/completions")
-    extra = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    extra = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     if args.ignore_eos or args.dataset_name in ("random", "multi_turn"):
         extra["ignore_eos"] = True
     if args.dataset_name == "multi_turn" and not is_chat:
@@ -296,7 +293,7 @@ def _settings(args: argparse.Namespace, target: Target, tokenizer_id: str | None
         "model_id": target.model,
         "tokenizer_id": tokenizer_id,
         "num_prompts": args.num_prompts,
-        **dict(_key_value("--metadata", item) for item in args.metadata),
+        **dict(parse_key_value("--metadata", item) for item in args.metadata),
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
@@ -316,122 +313,8 @@ def _save(result: dict[str, Any], args: argparse.Namespace, target: Target, date
     print(f"saved {path}", file=sys.stderr)
 
 
-def _metrics(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in report.METRICS:
-            raise UsageError(f"--percentile-metrics: {name!r} is not one of {', '.join(report.METRICS)}")
-    return names
-
-
-def _percentiles(text: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = [-1.0]
-    if not all(0 <= value <= 100 for value in values):
-        raise UsageError(f"--metric-percentiles: {text!r} is no list such as 50,90,99")
-    return values
-
-
-def _goodput(items: Sequence[str]) -> dict[str, float]:
-    limits_ms = {}
-    for item in items:
-        name, _, limit = item.partition(":")
-        try:
-            limits_ms[name] = float(limit)
-        except ValueError:
-            limits_ms[name] = -1.0
-        if name not in ("ttft", "tpot", "e2el") or limits_ms[name] < 0:
-            raise UsageError(f"--goodput: {item!r} is not like ttft:500, tpot:50 or e2el:2000 (milliseconds)")
-    return limits_ms
-
-
-def _key_value(flag: str, item: str) -> tuple[str, str]:
-    key, equals, value = item.partition("=")
-    if not equals:
-        raise UsageError(f"{flag}: {item!r} is not KEY=VALUE")
-    return key.strip(), value.strip()
-
-
 def _first_given(*values: int | None) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return a parser of the flags of `vllm bench serve` that concern serving text, with its names and defaults."""
-    parser = argparse.ArgumentParser(
-        prog="swiftkv bench serve",
-        usage="swiftkv bench serve [options]",
-        description="Load for an OpenAI-compatible server, with the flags and figures of `vllm bench serve`.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument_group("server").add_argument
-    add("--backend", choices=["openai", "openai-chat", "vllm"], default="openai", help="completions, or chat")
-    add("--base-url", help="instead of --host and --port")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
-    add("--endpoint", help="default: /v1/completions, or /v1/chat/completions for openai-chat")
-    add("--model", help="default: the first one that the server lists")
-    add("--served-model-name", help="what the server calls it, where --model names the tokenizer")
-    add("--tokenizer", help="directory or hub id; default: where the server says its model is")
-    add("--skip-tokenizer-init", action="store_true", help="random ids below --vocab-size instead")
-    add("--vocab-size", type=int, default=4096, help="with --skip-tokenizer-init")
-    add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="OPENAI_API_KEY is sent where it is set")
-    add("--ready-check-timeout-sec", type=float, default=0, help="wait so long for a first answer; 0: do not")
-
-    add = parser.add_argument_group("load").add_argument
-    add("--num-prompts", type=int, default=1000, help="prompts, or conversations")
-    add("--request-rate", type=float, default=math.inf, help="prompts a second; inf: all at once")
-    add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
-    add("--max-concurrency", type=int, help="requests in flight at most")
-    add("--num-warmups", type=int, default=0)
-    add("--seed", type=int, default=0)
-    add("--disable-tqdm", action="store_true", help="no progress bar")
-
-    add = parser.add_argument_group("dataset").add_argument
-    names = ["random", "prefix_repetition", "multi_turn", "sharegpt", "custom"]
-    add("--dataset-name", choices=names, default="random")
-    add("--dataset-path", help="ShareGPT's JSON, or JSONL with a prompt a line for custom")
-    add("--input-len", type=int, help="for any dataset that has one")
-    add("--output-len", type=int, help="for any dataset")
-    add("--random-input-len", type=int, default=1024)
-    add("--random-output-len", type=int, default=128)
-    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, up and down")
-    add("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
-    add("--prefix-repetition-prefix-len", type=int, default=256)
-    add("--prefix-repetition-suffix-len", type=int, default=256)
-    add("--prefix-repetition-num-prefixes", type=int, default=10)
-    add("--prefix-repetition-output-len", type=int, default=128)
-    add("--multi-turn-num-turns", type=int, default=4)
-    add("--multi-turn-first-len", type=int, default=512, help="tokens of the first turn")
-    add("--multi-turn-turn-len", type=int, default=64, help="tokens of each later turn")
-    add("--multi-turn-output-len", type=int, default=64)
-    add("--sharegpt-output-len", type=int, help="default: as long as the recorded answer")
-    add("--custom-output-len", type=int, default=256, help="-1: the line's output_tokens")
-    add("--skip-chat-template", action="store_true", help="send custom prompts as they are")
-    add("--disable-shuffle", action="store_true", help="custom prompts in the order of the file")
-
-    add = parser.add_argument_group("sampling").add_argument
-    for name in _SAMPLING:
-        add(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
-    add("--ignore-eos", action="store_true", help="always on for random and multi_turn")
-    add("--logprobs", type=int)
-    add("--extra-body", type=json.loads, metavar="JSON", help="more fields for every request")
-
-    add = parser.add_argument_group("result").add_argument
-    add("--percentile-metrics", default="ttft,tpot,itl", help=f"of {','.join(report.METRICS)}")
-    add("--metric-percentiles", default="99", help="such as 50,90,99")
-    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="such as ttft:500 tpot:50 e2el:2000")
-    add("--save-result", action="store_true")
-    add("--save-detailed", action="store_true", help="with each request's times, text and error")
-    add("--append-result", action="store_true", help="to a file that may exist")
-    add("--result-dir")
-    add("--result-filename")
-    add("--label", help="default: the backend")
-    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
-    return parser
 
 
 if __name__ == "__main__":
