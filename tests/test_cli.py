@@ -13,16 +13,7 @@ from typer.testing import CliRunner, Result
 
 from swiftkv import __version__
 from swiftkv.cli import app
-
-HF_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-}
+from tests.support.hf_configs import LLAMA
 
 
 @pytest.fixture
@@ -30,7 +21,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """Complete as far as names go; an engine could not load it."""
     directory = tmp_path / "tiny"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(HF_CONFIG))
+    (directory / "config.json").write_text(json.dumps(LLAMA))
     (directory / "model.safetensors").touch()
     (directory / "tokenizer.json").touch()
     return directory

@@ -1,10 +1,10 @@
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
 #include <tuple>
 
+#include "../common/arrays.h"
 #include "borrower_ledger.h"
 #include "lender_ledger.h"
 
@@ -14,34 +14,11 @@ using namespace swiftkv;
 
 namespace {
 
-template <class T>
-using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>, nb::c_contig>;
-template <class T>
-using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using LeaseArrays = std::pair<Array<ExtentId>, Array<Epoch>>;
 using Table = std::pair<Array<uint8_t>, Array<Epoch>>;
 
-template <class T>
-std::span<const T> span_of(const Input<T>& array) {
-    return {array.data(), array.size()};
-}
-
-// An array that owns its values.
-template <class T>
-Array<T> to_array(std::vector<T> values) {
-    auto* owned = new std::vector<T>(std::move(values));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return Array<T>(owned->data(), {owned->size()}, owner);
-}
-
 LeaseArrays to_arrays(Leases leases) {
     return {to_array(std::move(leases.extents)), to_array(std::move(leases.epochs))};
-}
-
-template <class Work>
-auto without_gil(Work&& work) {
-    nb::gil_scoped_release released;
-    return work();
 }
 
 template <class Ledger>

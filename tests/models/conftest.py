@@ -18,11 +18,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def needs_cpu_ops() -> None:
+    """Skip a test where the C++ kernels do not run."""
+    if select_ops("cpu").name != "cpu":
+        pytest.skip("the C++ kernels do not run on this machine")
+
+
 @pytest.fixture(params=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> AnyOps:
     """Run a test on plain torch, and on the C++ kernels where this machine can."""
     if request.param == "reference":
         return reference_ops()
-    if select_ops("cpu").name != "cpu":
-        pytest.skip("the C++ kernels do not run on this machine")
+    request.getfixturevalue("needs_cpu_ops")
     return cpu_ops()

@@ -14,17 +14,8 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.registry import read_config
+from tests.support.hf_configs import LLAMA
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
 QWEN2_5 = LLAMA | {
     "architectures": ["Qwen2ForCausalLM"],
     "max_window_layers": 2,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swiftkv.kernels.dispatch import cpu_ops, select_ops
+from swiftkv.kernels.dispatch import cpu_ops
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
@@ -170,12 +170,11 @@ def test_half_precision_is_about_as_exact_as_transformers_is(
         assert (ours[name] - logits).std() < 1.5 * (theirs[name] - logits).std()
 
 
+@pytest.mark.usefixtures("needs_cpu_ops")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["qwen3", "llama-bias"])
 def test_cpu_logits_do_not_depend_on_chunks_batch_or_blocks(case: str, dtype: torch.dtype, checkpoint: Any) -> None:
     """They are equal to the bit; this makes the prefix cache, chunking and preemption invisible."""
-    if select_ops("cpu").name != "cpu":
-        pytest.skip("the C++ kernels do not run on this machine")
     decoder, prompts = load(checkpoint(case)[0], cpu_ops(), dtype), make_prompts()
     expected = PagedRunner(decoder).run(prompts, (1000,))
     for seed, chunks in enumerate(CHUNKS[1:], start=1):

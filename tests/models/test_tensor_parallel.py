@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.errors import ConfigError
-from swiftkv.kernels.dispatch import cpu_ops, reference_ops, select_ops
+from swiftkv.kernels.dispatch import cpu_ops, reference_ops
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.parallel import Communicator, add_all
@@ -98,14 +98,13 @@ def test_logits_equal_transformers(case: str, size: int, ops: AnyOps, checkpoint
     assert all(rows.numel() == 0 for rank in others for logits in rank for rows in logits.values())
 
 
+@pytest.mark.usefixtures("needs_cpu_ops")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_do_not_depend_on_chunks_batch_or_blocks(
     size: int, dtype: torch.dtype, checkpoint: Any, on_ranks: Any
 ) -> None:
     """They are equal to the bit, as with one rank; this makes prefix cache, chunking and preemption invisible."""
-    if select_ops("cpu").name != "cpu":
-        pytest.skip("the C++ kernels do not run on this machine")
     directory, _ = checkpoint("qwen3")
     (whole, *cut), *_ = on_ranks(size, lambda communicator: logits_of(directory, cpu_ops(), dtype, communicator))
     for logits in cut:

@@ -15,6 +15,7 @@ from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_node
 from swiftkv.planning.report import model_as_dict
 from swiftkv.units import DeviceShare
+from tests.support.hf_configs import LLAMA
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -50,16 +51,6 @@ PUBLISHED = {
         "num_hidden_layers": 64,
         "num_attention_heads": 64,
     },
-}
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
 }
 TINY_BLOCK_BYTES = 3 * (2 * 16 * 2 * 16 * 2)  # layers x layer block of 16 tokens, 2 heads of 16, 2 bytes
 
@@ -101,7 +92,7 @@ def test_table_2(name: str, megabytes_per_token: float, billion_parameters: floa
 
 
 def test_sizes_by_hand(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     planned = plan(tmp_path, f"path: tiny, kv_cache: {{memory: {10 * TINY_BLOCK_BYTES + 1}}}")
     assert (planned.num_blocks, planned.block_bytes) == (10, TINY_BLOCK_BYTES)
     assert (planned.pool_bytes, planned.pool_tokens) == (10 * TINY_BLOCK_BYTES, 160)
@@ -113,7 +104,7 @@ def test_sizes_by_hand(tmp_path: Path) -> None:
 
 def test_sizes_of_a_rank_by_hand(tmp_path: Path) -> None:
     """Heads, MLP and head of the model are divided, the embedding is not; a token takes half a block's bytes."""
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     memory = f"path: tiny, kv_cache: {{memory: {10 * TINY_BLOCK_BYTES}}}"
     planned = plan(tmp_path, f"{memory}, tensor_parallel_size: 2")
     assert (planned.num_blocks, planned.block_bytes) == (20, TINY_BLOCK_BYTES // 2)
@@ -124,14 +115,14 @@ def test_sizes_of_a_rank_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_the_embedding_is_divided_in_a_copy(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", {**TINY, "tie_word_embeddings": True})
+    make(tmp_path / "tiny", {**LLAMA, "tie_word_embeddings": True})
     layers = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
     assert plan(tmp_path, "path: tiny").weight_bytes == 2 * (1000 * 64 + layers)
     assert plan(tmp_path, "path: tiny, tensor_parallel_size: 2").weight_bytes == 2 * (1500 * 64 + layers // 2)
 
 
 def test_ranks_that_cannot_divide_the_model_are_refused(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     assert mistake(tmp_path, "path: tiny, tensor_parallel_size: 8") == (
         "models[0].tensor_parallel_size: 8 ranks cannot divide 4 heads, 2 KV heads and an intermediate_size of 128 "
         "evenly; possible: 1, 2, 4"
@@ -139,7 +130,7 @@ def test_ranks_that_cannot_divide_the_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_machine_readable_plan_is_json(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     as_json = json.loads(json.dumps(model_as_dict(plan(tmp_path, "path: tiny, kv_cache: {memory: 1MiB}"))))
     assert as_json["num_blocks"] == (1 << 20) // TINY_BLOCK_BYTES
     assert as_json["kv_groups"][0]["layers"] == [0, 1, 2]
@@ -153,15 +144,15 @@ def test_a_path_starts_where_the_file_lies_and_else_where_you_are(
     file_dir.mkdir()
     working_dir.mkdir()
     monkeypatch.chdir(working_dir)
-    make(working_dir / "tiny", TINY)
+    make(working_dir / "tiny", LLAMA)
     assert plan(file_dir, "path: tiny").checkpoint.directory == working_dir / "tiny"
-    make(file_dir / "tiny", TINY)
+    make(file_dir / "tiny", LLAMA)
     assert plan(file_dir, "path: tiny").checkpoint.directory == file_dir / "tiny"
     assert plan(file_dir, f"path: {working_dir / 'tiny'}").checkpoint.directory == working_dir / "tiny"
 
 
 def test_a_pool_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     needed = 7 * TINY_BLOCK_BYTES
     text = "path: tiny, max_model_len: 100, kv_cache: {memory: %d}"
     assert mistake(tmp_path, text % (needed - 1)) == (
@@ -173,7 +164,7 @@ def test_a_pool_too_small_says_how_much_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_length_beyond_the_model(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     message = mistake(tmp_path, "path: tiny, max_model_len: 513")
     assert message == "models[0].max_model_len: 513 is more than the 512 positions that the model has"
 
@@ -200,7 +191,7 @@ def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
 
 
 def test_serving_needs_weights_and_tokenizer(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     assert "has no *.safetensors" in mistake(tmp_path, "path: tiny", need_weights=True)
     (tmp_path / "tiny" / "model.safetensors").touch()
     assert "has no tokenizer.json" in mistake(tmp_path, "path: tiny", need_weights=True)
@@ -209,7 +200,7 @@ def test_serving_needs_weights_and_tokenizer(tmp_path: Path) -> None:
 
 
 def test_an_architecture_that_is_not_supported_names_those_that_are(tmp_path: Path) -> None:
-    make(tmp_path / "tiny", {**TINY, "architectures": ["BertModel"]})
+    make(tmp_path / "tiny", {**LLAMA, "architectures": ["BertModel"]})
     message = mistake(tmp_path, "path: tiny")
     assert message.startswith("models[0].path: ")
     assert "BertModel; supported are Qwen3ForCausalLM, " in message
@@ -227,7 +218,7 @@ def test_each_model_with_a_mistake_gets_a_line(tmp_path: Path) -> None:
 def test_a_part_of_a_gpu_is_planned_without_a_pool_and_without_lending(tmp_path: Path) -> None:
     """The engine finds the bytes; what is written in bytes beside it is planned as ever."""
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "node.yaml").write_text(
         "models:\n"
         "  - {name: part, path: tiny, device: 'cuda:0', kv_cache: {memory: 37.5%}}\n"
@@ -243,7 +234,7 @@ def test_a_part_of_a_gpu_is_planned_without_a_pool_and_without_lending(tmp_path:
 
 def test_pools_in_different_memory_do_not_lend_to_each_other(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(LLAMA))
     lends = "path: tiny, kv_cache: {memory: 1MiB}, lending: {budget: 50%}"
     (tmp_path / "node.yaml").write_text(
         "models:\n"
