@@ -20,14 +20,12 @@ from swiftkv.lease.process import Identity
 from swiftkv.lease.wire import Wire
 from swiftkv.master.borrower import Borrower
 from swiftkv.master.layer_stream import CopyKind
-from swiftkv.transport.base import PeerHandle, Transport, TwoSidedTransport
+from swiftkv.transport.base import PeerHandle, TwoSidedTransport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
-from swiftkv.transport.select import open_transport
 from swiftkv.worker.lender import Lender
 
 _RENDEZVOUS_TIMEOUT_S = 10.0
-_DEADLINES_PER_WATCHDOG = 4  # so many lenders may keep one step waiting, one after the other, and it still goes on
 _COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
 
 
@@ -71,7 +69,6 @@ class Lending:
         """Readable when the engine should look whether there is something to do."""
         self._runner = runner
         self._scheduler = scheduler
-        self._transport: Transport | None = None
         self._wire: Wire | None = None
         self._borrower: Borrower | None = None
         self._coordinator: Coordinator | None = None
@@ -112,16 +109,13 @@ class Lending:
             self._borrower.close()
         if self._wire is not None:
             self._wire.close()
-        if self._transport is not None:
-            self._transport.close()
         os.close(self.wake_fd)
 
     def _start(self, config: EngineConfig, spec: LendingSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         me = Identity.of_this_process(config.name)
-        deadline_s = config.watchdog_s / _DEADLINES_PER_WATCHDOG  # of each wait for a peer in the middle of a copy
         wire = self._wire = Wire(context, spec.leases_address, spec.lenders)
-        lender = self._open_lender(me, spec, wire, deadline_s=deadline_s) if spec.borrowers else None
-        self._borrower = self._open_borrower(me, spec, wire, deadline_s=deadline_s) if spec.lenders else None
+        lender = self._open_lender(me, spec, wire, config.copy_deadline_s) if spec.borrowers else None
+        self._borrower = self._open_borrower(me, spec, wire) if spec.lenders else None
         self._coordinator = Coordinator(
             config.name,
             wire,
@@ -133,7 +127,7 @@ class Lending:
         )
         self._coordinator.start()
 
-    def _open_lender(self, me: Identity, spec: LendingSpec, wire: Wire, *, deadline_s: float) -> Lender:
+    def _open_lender(self, me: Identity, spec: LendingSpec, wire: Wire, deadline_s: float) -> Lender:
         pool = self._runner.pool
         check_links([link for peer in spec.borrowers for link in peer.links], pool.regions)
 
@@ -151,11 +145,9 @@ class Lending:
             wake_engine=self._wake,
         )
 
-    def _open_borrower(self, me: Identity, spec: LendingSpec, wire: Wire, *, deadline_s: float) -> Borrower:
-        transport = self._transport = open_transport(
-            spec.transport, self._runner.pool, io_backend=spec.io_backend, deadline_s=deadline_s
-        )
-        self._runner.stream_through(transport)
+    def _open_borrower(self, me: Identity, spec: LendingSpec, wire: Wire) -> Borrower:
+        transport = self._runner.transport
+        assert transport is not None
 
         def find(store_path: str) -> PeerHandle:
             peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)

@@ -133,7 +133,8 @@ def open_runner(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -
     Raises what `ModelRunner` raises. A rank that dies or does not answer ends this process, with a line and code 1.
     """
     if config.tensor_parallel_size == 1:
-        yield ModelRunner(config)
+        with contextlib.closing(ModelRunner(config)) as runner:
+            yield runner
         return
     followers = _Followers(config, context)
     try:

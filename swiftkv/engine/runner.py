@@ -32,8 +32,9 @@ from swiftkv.models.batch import ModelInput, fill_in_sampled
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.parallel import ALONE, Communicator
 from swiftkv.models.registry import read_config
-from swiftkv.transport.base import Transport
+from swiftkv.transport.base import DevicePool, SharedPool, Transport
 from swiftkv.transport.fence import Fence
+from swiftkv.transport.select import open_transport
 from swiftkv.units import PoolBytes
 
 if TYPE_CHECKING:
@@ -93,16 +94,18 @@ class ModelRunner:
         if on_gpu and self.kernels == "triton" and communicator.size == 1:  # sums of several ranks cannot be captured
             with torch.inference_mode():
                 self.decode_graphs = capture_graphs(config, self._model, self._regions, self.last_token_ids)
-        self.layer_stream: LayerStream | None = None
-        self._groups = groups
+        self.transport = _open_transport(config, self.pool)
+        """Reaches the pools of lenders; `None` if there can be none."""
+        self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups)
+        if self.layer_stream is not None and self.transport is not None and self.decode_graphs is not None:
+            with torch.inference_mode():
+                capture_streaming(config, self.decode_graphs, self.layer_stream, self.transport)
         self.pool.prefault()
 
-    def stream_through(self, transport: Transport) -> None:
-        """Let plans from now on name blocks that lie in peers' pools, reached through `transport`."""
-        self.layer_stream = LayerStream(transport, self._groups)
-        if self.decode_graphs is not None:
-            with torch.inference_mode():
-                capture_streaming(self._config, self.decode_graphs, self.layer_stream, transport)
+    def close(self) -> None:
+        """Let go of the lenders' pools; no step may follow."""
+        if self.transport is not None:
+            self.transport.close()
 
     def forward(self, plan: EngineStep) -> torch.Tensor:
         """Return hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
@@ -142,6 +145,13 @@ class ModelRunner:
         if len(rows) < len(hidden):  # else it is all of them, in order
             hidden = hidden.index_select(0, upload(rows, self.device))
         return self._model.logits(hidden)
+
+
+def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool) -> Transport | None:
+    spec = config.lending
+    if spec is None or not spec.lenders:
+        return None
+    return open_transport(spec.transport, pool, io_backend=spec.io_backend, deadline_s=config.copy_deadline_s)
 
 
 @contextmanager

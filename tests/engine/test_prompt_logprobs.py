@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,15 +12,14 @@ import torch
 import zmq
 
 from swiftkv._core import StepPlan
-from swiftkv.engine.engine import Engine
-from swiftkv.engine.messages import EngineConfig, Shutdown
+from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.messages import Accept, Detached, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.models.registry import read_config
-from swiftkv.transport.base import Transport
 from swiftkv.transport.fence import Fence
-from tests.engine.engine_process import TIMEOUT_S, Answer, EngineClient, EngineProcess
+from tests.engine.engine_process import TIMEOUT_S, Answer, EngineProcess
+from tests.engine.engine_thread import EngineThread
 from tests.lease.lending_process import Admin, held
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lender import Lender
@@ -68,10 +65,6 @@ class UnluckyRunner(ModelRunner):
         self.lost: list[StepPlan] = []
         self._is_ending = False
 
-    def stream_through(self, transport: Transport) -> None:
-        super().stream_through(transport)
-        self._transport = transport
-
     def forward(self, plan: StepPlan) -> torch.Tensor:
         if self.lender is None or not plan.num_stream_buffers or not len(plan.copies(0, "load")):
             return super().forward(plan)
@@ -81,7 +74,8 @@ class UnluckyRunner(ModelRunner):
         lender, self.lender = self.lender, None
         lender.pools[0].fill_(GARBAGE)
         if self.fate == "copies fail":
-            self._transport.detach(0)
+            assert self.transport is not None
+            self.transport.detach(0)
         hidden = super().forward(plan)
         lender.kill()
         self._is_ending = True
@@ -103,43 +97,6 @@ class SlowFence(Fence):
     def wait(self) -> None:
         with closing(Admin(self._address)) as admin:
             admin.wait_for(lambda state: held(state) == [0])
-
-
-class EngineThread(EngineClient):
-    """An engine in a thread of this process, so that a test can be its device."""
-
-    def __init__(self, checkpoint: Path, **options: object) -> None:
-        super().__init__(checkpoint, **options)
-        with torch.inference_mode():
-            self.runner = UnluckyRunner(self.config)
-        self._ended: Future[None]
-
-    def check_runs(self) -> None:
-        if self._ended.done():
-            self._ended.result()
-            pytest.fail("the engine ended")
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with ThreadPoolExecutor(1) as thread:
-            self._ended = thread.submit(self._run)
-            try:
-                yield
-            finally:
-                self.send(Shutdown())
-                self._ended.result(TIMEOUT_S)
-                self.close()
-
-    def _run(self) -> None:
-        context = zmq.Context()
-        requests, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        requests.connect(self.config.requests_address)
-        outputs.connect(self.config.outputs_address)
-        try:
-            with torch.inference_mode():
-                Engine(self.config, self.runner, requests, outputs, context).run()
-        finally:
-            context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +127,7 @@ def test_a_step_that_does_not_count_leaves_nothing(
     )
     engine = EngineThread(
         checkpoint.directory,
+        UnluckyRunner,
         kv_bytes=NUM_BLOCKS * checkpoint.block_bytes,
         block_size=BLOCK_SIZE,
         max_model_len=2 * NUM_BLOCKS * BLOCK_SIZE,
