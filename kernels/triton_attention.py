@@ -4,6 +4,8 @@ KV lies as `kernels/triton_layout.py` says. The heads that share a kv head are t
 values are read once for all of them. Scores are kept in powers of two: `exp(x) = exp2(x log2(e))`, with the factor
 folded into the scale. Slots that are not written may hold anything, and blocks that no query sees are not read.
 
+Both kernels are in one file, because they share how a tile of keys is loaded and folded in.
+
 Unlike the CPU's, results depend in their last bit on the other sequences of a step: those decide how keys are split.
 """
 

@@ -159,7 +159,7 @@ class StepPlan:
         """Per group [S+1]"""
     @property
     def logits_rows(self) -> Int32Array:
-        """[R] rows of T whose successor is to be sampled"""
+        """[R] rows of T whose successor is to be sampled: the last one of a sequence, and one for each draft token"""
     @property
     def logits_seqs(self) -> Int32Array:
         """[R] the sequence, of S, that each belongs to"""
@@ -190,7 +190,8 @@ class StepResult:
     @property
     def finish_reasons(self) -> UInt8Array:
         """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it,
-        4 dropped: a lender died, ignore the token, the request goes on, 5 broken: there was no token, the request ends
+        4 dropped: a lender died, ignore the token, the request goes on, 5 broken: there was no token, the request ends,
+        6 rejected: ignore the token, it follows a draft that was wrong, or its request's last token
         """
     @property
     def counts(self) -> UInt8Array:
@@ -243,6 +244,16 @@ class Scheduler:
 
     def abort(self, request_ids: UInt64Array) -> None:
         """Forgets requests at once, at any time; unknown ids are ignored."""
+
+    def set_draft(self, request_id: int, token_ids: Int32Array) -> None:
+        """Guess the tokens that follow those of a request, in place of any guess before.
+
+        The next step that decodes the request computes as many of them as there is room for, and samples behind each:
+        so it yields the token that would come without a draft, and another one for each guess that is right. A draft is
+        forgotten when its request gets a token or is preempted; one for an unknown id is ignored.
+
+        Raises ValueError for a token id below 0.
+        """
 
     def has_work(self) -> bool: ...
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:

@@ -1,5 +1,4 @@
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -7,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../common/arrays.h"
 #include "blake3.h"
 #include "kv_cache.h"
 #include "scheduler.h"
@@ -17,23 +17,13 @@ using namespace swiftkv;
 
 namespace {
 
-template <class T>
-using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>, nb::c_contig>;
-template <class T>
-using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 // A view that keeps its owner alive.
 template <class T>
 Array<T> view(std::vector<T>& values, nb::handle owner) {
     return Array<T>(values.data(), {values.size()}, owner);
 }
 
-template <class T>
-std::span<const T> span_of(const Input<T>& array) {
-    return {array.data(), array.size()};
-}
-
-std::span<const uint8_t> span_of(const nb::bytes& bytes) {
+std::span<const uint8_t> bytes_of(const nb::bytes& bytes) {
     return {reinterpret_cast<const uint8_t*>(bytes.c_str()), bytes.size()};
 }
 
@@ -64,13 +54,6 @@ nb::list views(std::vector<std::vector<int32_t>>& arrays, nb::handle owner) {
     nb::list list;
     for (auto& values : arrays) list.append(view(values, owner));
     return list;
-}
-
-// A copy that Python owns.
-Array<int32_t> to_array(const std::vector<int>& values) {
-    auto* copy = new std::vector<int32_t>(values.begin(), values.end());
-    nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
-    return Array<int32_t>(copy->data(), {copy->size()}, owner);
 }
 
 // Throws std::out_of_range, which is an IndexError.
@@ -178,12 +161,6 @@ void bind_stats(nb::module_& m) {
 // Another thread may hold the scheduler's mutex and want the GIL.
 const nb::call_guard<nb::gil_scoped_release> unlocked;
 
-template <class Call>
-auto without_gil(Call call) {
-    nb::gil_scoped_release released;
-    return call();
-}
-
 template <void (Scheduler::*method)(int, std::span<const int32_t>)>
 void with_extents(Scheduler& self, int link, Input<int32_t> extents) {
     nb::gil_scoped_release released;
@@ -248,7 +225,7 @@ void bind_scheduler(nb::module_& m) {
                                          .max_tokens = max_tokens,
                                          .min_tokens = min_tokens,
                                          .stop_token_ids = span_of(stop_token_ids),
-                                         .cache_namespace = span_of(cache_namespace),
+                                         .cache_namespace = bytes_of(cache_namespace),
                                          .skip_prefix_match = skip_prefix_match,
                                          .priority = priority,
                                          .arrival_s = arrival_s};
@@ -264,6 +241,13 @@ void bind_scheduler(nb::module_& m) {
                 self.abort(span_of(ids));
             },
             "request_ids"_a)
+        .def(
+            "set_draft",
+            [](Scheduler& self, RequestId request_id, Input<TokenId> token_ids) {
+                nb::gil_scoped_release released;
+                self.set_draft(request_id, span_of(token_ids));
+            },
+            "request_id"_a, "token_ids"_a)
         .def("has_work", &Scheduler::has_work, unlocked)
         .def("schedule", &Scheduler::schedule, "now_s"_a = 0.0, unlocked)
         .def(
@@ -313,7 +297,7 @@ void bind_scheduler(nb::module_& m) {
 nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int block_size) {
     if (block_size <= 0) throw std::invalid_argument("block_size must be positive");
     std::vector<BlockKey> keys;
-    extend_keys(keys, blake3(span_of(cache_namespace)), span_of(token_ids), block_size);
+    extend_keys(keys, blake3(bytes_of(cache_namespace)), span_of(token_ids), block_size);
     return nb::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * sizeof(BlockKey));
 }
 
@@ -325,6 +309,6 @@ NB_MODULE(_core, m) {
     bind_stats(m);
     bind_plan(m);
     bind_scheduler(m);
-    m.def("blake3", [](nb::bytes data) { return to_bytes(blake3(span_of(data))); }, "data"_a);
+    m.def("blake3", [](nb::bytes data) { return to_bytes(blake3(bytes_of(data))); }, "data"_a);
     m.def("block_keys", &block_keys, "namespace"_a, "token_ids"_a, "block_size"_a);
 }

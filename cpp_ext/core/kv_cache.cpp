@@ -146,6 +146,14 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
     return true;
 }
 
+int KvCache::capacity(const BlockTable& table) const {
+    const auto smaller = [](const BlockTable::Group& a, const BlockTable::Group& b) {
+        return a.entries.size() < b.entries.size();
+    };
+    const auto smallest = std::min_element(table.groups.begin(), table.groups.end(), smaller);
+    return static_cast<int>(smallest->entries.size()) * block_size_;
+}
+
 int64_t KvCache::room_version() const {
     int64_t version = num_room_changes_;
     for (const Group& group : groups_) version += group.pool.num_room_changes();
@@ -313,105 +321,6 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node) {
         pool.add_ref(known);
         let_go(g, own);
         entry = entry_of(g, known);
-    }
-}
-
-// Takes away the reference of a table in the step that is over: the step after it may have been planned with the block.
-void KvCache::let_go(int g, BlockId block) {
-    if (num_steps_ > 1) {
-        groups_[g].pool.retire(block);
-    } else {
-        groups_[g].pool.drop_ref(block);
-    }
-}
-
-void KvCache::release_outside_window(BlockTable& table, int num_computed) {
-    for (int g = 0; g < num_groups(); ++g) {
-        if (groups_[g].spec.window == 0) continue;
-        BlockTable::Group& held = table.groups[g];
-        const int first_visible = std::max(0, num_computed - groups_[g].spec.window) / block_size_;
-        for (; held.first < first_visible; ++held.first) {
-            let_go(g, block_of(g, held.entries[held.first]));
-            held.entries[held.first] = kNoBlock;
-        }
-    }
-}
-
-void KvCache::release(BlockTable& table) {
-    for (int g = 0; g < num_groups(); ++g) {
-        BlockTable::Group& held = table.groups[g];
-        // Last block first: see evict().
-        for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i)
-            groups_[g].pool.drop_ref(block_of(g, held.entries[i]));
-    }
-    table = make_table();
-}
-
-void KvCache::retire(BlockTable& table) {
-    for (int g = 0; g < num_groups(); ++g) {
-        BlockTable::Group& held = table.groups[g];
-        BlockPool& pool = groups_[g].pool;
-        // Steps write to what is not committed, and where blocks move, copies may touch any of them.
-        for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i) {
-            const BlockId block = block_of(g, held.entries[i]);
-            const bool is_touched = i >= table.num_committed || !borrow_links_.empty();
-            if (is_touched) {
-                pool.retire(block);
-            } else {
-                pool.drop_ref(block);
-            }
-        }
-    }
-    table = make_table();
-}
-
-void KvCache::begin_step() {
-    ++num_steps_;
-    for (Group& group : groups_) group.pool.begin_step();
-}
-
-void KvCache::cancel_step() {
-    ensure(!has_copies() && num_steps_ > 0, "a step that is given up was begun, and copies nothing");
-    --num_steps_;
-    for (Group& group : groups_) group.pool.cancel_step();
-}
-
-void KvCache::settle() {
-    ensure(num_steps_ > 0, "a step that settles was begun");
-    --num_steps_;
-    for (Group& group : groups_) {
-        group.pool.settle();
-        if (num_steps_ > 0) continue;  // the copies are those of the step after
-        num_room_changes_ += group.num_fresh;
-        group.num_fresh = 0;
-        group.spills.clear();
-        group.moves_in.clear();
-        group.moves_across.clear();
-        group.missing.clear();
-    }
-}
-
-void KvCache::settle_failed() {
-    for (int g = 0; g < num_groups(); ++g) {
-        const auto forget = [&](BlockId block) {
-            if (groups_[g].pool.node(block) != kNone) evict(g, block);
-        };
-        for (const BlockCopy& copy : groups_[g].spills) forget(copy.borrowed);
-        for (const BlockCopy& copy : groups_[g].moves_in) forget(copy.local);
-        for (const BlockMove& move : groups_[g].moves_across) forget(move.to);
-    }
-    settle();
-}
-
-void KvCache::reset() {
-    for (int g = 0; g < num_groups(); ++g) {
-        const BlockPool& pool = groups_[g].pool;
-        for (int place = 0; place < kNumPlaces; ++place)
-            for (BlockId b; (b = pool.oldest_cached(static_cast<Place>(place))) != kNone;) evict(g, b);
-        for (BlockId b = 0; pool.count(Place::kLocal, BlockState::kLoading) > 0 && b < pool.num_local(); ++b)
-            if (pool.state(b) == BlockState::kLoading && pool.node(b) != kNone) evict(g, b);
-        for (BlockId b : leaving(g, BlockState::kLeaving))
-            if (pool.state(b) == BlockState::kLeaving) evict(g, b);  // else gone with the node of another
     }
 }
 

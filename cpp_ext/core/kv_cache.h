@@ -59,6 +59,8 @@ class KvCache {
     // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before
     // borrowed ones, and moves cached blocks out of their way.
     bool extend(BlockTable& table, int chunk_end, int prompt_end, int spare);
+    // The tokens that a table's blocks have room for in every group.
+    int capacity(const BlockTable& table) const;
     // Grows whenever extend() may succeed, or acquire_prefix() find more, where it did not before; other than by a
     // commit of the very blocks that are looked for.
     int64_t room_version() const;
@@ -75,6 +77,8 @@ class KvCache {
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
     // Lets go of what no token from `num_computed` on can see.
     void release_outside_window(BlockTable& table, int num_computed);
+    // Lets go of the blocks behind the first `num_tokens` tokens: what was written there does not count.
+    void trim(BlockTable& table, int num_tokens);
     void release(BlockTable& table);
     // release() while steps may still use the blocks: nothing else happens to them before these settle.
     void retire(BlockTable& table);

@@ -29,7 +29,7 @@ int KvCache::staging_target(int g) const {
 void KvCache::shrink_staging() {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
-        // What remains stages all that is held, and so all that is in use there; what leaves moves and is not staged.
+        // `target` layer blocks stage all blocks that are held. Those that are leaving move, and are not staged.
         const int target = staging_target(g);
         while (static_cast<int>(group.staging.size()) > target) {
             group.pool.stop_staging(group.staging.back());

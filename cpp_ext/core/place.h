@@ -1,4 +1,4 @@
-// Where blocks can lie.
+// Names the places where blocks can lie, and says what each is like.
 #pragma once
 
 #include <array>

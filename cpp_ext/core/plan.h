@@ -26,7 +26,8 @@ struct GroupCopies {
     std::vector<CopyRuns> stores;  // per stream buffer, to peers, once the layer's KV is written
 };
 
-// T tokens of S sequences; R of the tokens need a successor. A plan may have no token and only copies.
+// T tokens of S sequences; R of the tokens need a successor: the last ones of a sequence, one and as many as its draft
+// has, or none. A plan may have no token and only copies.
 struct StepPlan {
     std::vector<TokenId> token_ids;      // [T] or unknown_token(row slot)
     std::vector<int32_t> positions;      // [T]
@@ -38,7 +39,7 @@ struct StepPlan {
     // l % num_stream_buffers == buffer read.
     std::vector<std::vector<std::vector<int32_t>>> block_tables;
     std::vector<std::vector<int32_t>> table_starts;  // per group [S+1]
-    std::vector<int32_t> logits_rows;                // [R] into T
+    std::vector<int32_t> logits_rows;                // [R] into T, rising
     std::vector<int32_t> logits_seqs;                // [R] into S
     bool has_unknown_tokens = false;
     int num_prompt_tokens = 0;
@@ -52,7 +53,16 @@ struct StepPlan {
 
 // kDropped: the request goes on, but what it needed was lost during the step: it is computed again.
 // kBroken: there is no token for it, and what the step computed is not kept.
-enum class FinishReason : uint8_t { kRunning = 0, kStop = 1, kLength = 2, kAborted = 3, kDropped = 4, kBroken = 5 };
+// kRejected: it follows a drafted token that was not sampled in its place, or the last token of its request.
+enum class FinishReason : uint8_t {
+    kRunning = 0,
+    kStop = 1,
+    kLength = 2,
+    kAborted = 3,
+    kDropped = 4,
+    kBroken = 5,
+    kRejected = 6
+};
 
 // R rows, one per row of the plan's logits_rows, and S sequences, those of the plan.
 struct StepResult {

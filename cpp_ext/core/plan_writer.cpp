@@ -31,17 +31,19 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
 
 void PlanWriter::write_row(StepPlan& plan, const StepRow& row) const {
     const Request& r = *row.request;
-    const int end = r.num_planned(), begin = end - row.num_tokens, known_end = std::min(end, r.num_known());
-    ensure(begin >= 0 && begin <= known_end, "what a step computes is known, but for its last token");
+    const int end = r.num_planned(), begin = end - row.num_tokens;
+    const int draft_begin = end - static_cast<int>(row.draft.size()), known_end = std::min(draft_begin, r.num_known());
+    ensure(begin >= 0 && begin <= known_end, "what a step computes is known, but for its last token and its draft");
     plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + known_end);
-    if (known_end < end) {
+    if (known_end < draft_begin) {
         ensure(end - known_end == 1, "one token of a row is unknown, its last");
         plan.token_ids.push_back(unknown_token(r.slot));
         plan.has_unknown_tokens = true;
     }
+    plan.token_ids.insert(plan.token_ids.end(), row.draft.begin(), row.draft.end());
     for (int position = begin; position < end; ++position) plan.positions.push_back(position);
-    if (row.samples) {
-        plan.logits_rows.push_back(static_cast<int32_t>(plan.token_ids.size()) - 1);
+    for (int back = row.num_samples(); back > 0; --back) {
+        plan.logits_rows.push_back(static_cast<int32_t>(plan.token_ids.size()) - back);
         plan.logits_seqs.push_back(static_cast<int32_t>(plan.request_ids.size()));
     }
     plan.query_starts.push_back(static_cast<int32_t>(plan.token_ids.size()));

@@ -45,6 +45,7 @@ void Request::extend_keys(const SchedulerLimits& limits) {
 
 FinishReason Request::append(TokenId token, const SchedulerLimits& limits) {
     tokens.push_back(token);
+    draft.clear();
     const bool may_stop = num_known() - prompt_len >= min_tokens;
     if (may_stop && std::find(stop_token_ids.begin(), stop_token_ids.end(), token) != stop_token_ids.end())
         return FinishReason::kStop;

@@ -39,13 +39,14 @@ struct Request {
     std::vector<TokenId> stop_token_ids;
 
     std::vector<TokenId> tokens;      // the prompt, then what was sampled
+    std::vector<TokenId> draft = {};  // guesses at what follows `tokens`
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
     int num_computed = 0;         // tokens whose KV is in the blocks
     int num_cached = 0;           // of them, found in the prefix cache at admission
     int num_cached_borrowed = 0;  // of those, found in borrowed blocks
     int num_scheduled = 0;        // tokens that steps in progress compute, or the one being planned
-    int num_unknown = 0;          // tokens that steps in progress sample: they come behind `tokens`
+    int num_unknown = 0;          // tokens that steps in progress sample at least: they come behind `tokens`
     int slot = kNone;             // row slot while running
     bool was_admitted = false;
     bool is_in_step = false;    // the one being planned
@@ -55,6 +56,7 @@ struct Request {
     int num_known() const { return static_cast<int>(tokens.size()); }
     int num_tokens() const { return num_known() + num_unknown; }
     int num_planned() const { return num_computed + num_scheduled; }
+    // Below 1 while a step in progress has a draft: what comes behind it is not known before the step is over.
     int num_remaining() const { return num_tokens() - num_planned(); }
     // Whether a step in progress samples its last token.
     bool is_ending() const { return num_unknown > 0 && num_tokens() >= last_len; }
@@ -66,7 +68,7 @@ struct Request {
 
     // Adds the keys of the blocks that are full by now.
     void extend_keys(const SchedulerLimits& limits);
-    // Adds a token that was sampled, and returns whether the request ends with it.
+    // Adds a token that was sampled, behind which no draft holds, and returns whether the request ends with it.
     FinishReason append(TokenId token, const SchedulerLimits& limits);
 };
 
@@ -79,9 +81,13 @@ struct StepRow {
     Request* request;  // null: the row does not count any more
     RequestId id;
     int num_tokens;
-    bool samples;
+    bool samples;                                        // behind its last token, and behind what the draft follows
+    std::vector<TokenId> draft = {};                     // its last tokens, which are guesses
     bool is_dropped = false;                             // the request goes on without it
     std::vector<std::pair<int, BlockId>> arrivals = {};  // as in KvCache
+
+    // The tokens of the row that it samples behind are its last ones.
+    int num_samples() const { return samples ? 1 + static_cast<int>(draft.size()) : 0; }
 };
 
 }  // namespace swiftkv

@@ -1,5 +1,6 @@
 #include "scheduler.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -28,6 +29,13 @@ void Scheduler::add_request(const NewRequest& request) {
     check_request(request, limits_);
     roster_.add(make_request(request, limits_));
     note_demand();
+}
+
+void Scheduler::set_draft(RequestId id, std::span<const TokenId> tokens) {
+    const std::lock_guard lock(mutex_);
+    if (std::any_of(tokens.begin(), tokens.end(), [](TokenId token) { return token < 0; }))
+        throw std::invalid_argument("a draft has a token id below 0");
+    if (Request* request = roster_.find(id)) request->draft.assign(tokens.begin(), tokens.end());
 }
 
 bool Scheduler::has_work() const {

@@ -25,7 +25,7 @@ namespace swiftkv {
 // between requests may come and go, and so may extents.
 //
 // A step may be planned while the one before it is in progress, with tokens that are not known yet (xLLM, section 4.1).
-// That is a bet on its outcome: a request that has ended by then was computed in vain, and its row does not count.
+// Such a plan is a bet on how that step ends: a request that it ends was computed in vain, and its row does not count.
 class Scheduler {
   public:
     // Throws std::invalid_argument, also if one sequence of max_model_len tokens fits neither the pools nor what they
@@ -38,6 +38,11 @@ class Scheduler {
     // Throws std::invalid_argument.
     void add_request(const NewRequest& request);
     void abort(std::span<const RequestId> ids);
+    // Guesses the tokens that follow those of a request, in place of any guess before. The next step that decodes it
+    // computes as many of them as there is room for, and samples behind each: so it yields the token that would come
+    // without a draft, and another one for each guess that is right. A draft is forgotten when its request gets a token
+    // or is preempted; one for a request that is not known is ignored. Throws std::invalid_argument.
+    void set_draft(RequestId id, std::span<const TokenId> tokens);
     bool has_work() const;
 
     // nullptr if nothing can run, or nothing before the step in progress is committed; of those there are at most two.
@@ -66,7 +71,7 @@ class Scheduler {
     void lose(int borrow_link);
 
     // ---- of places further down ----
-    // As in KvCache: while a prefix is loading, requests that want it wait.
+    // These do what they do in KvCache; requests that want a prefix which is loading wait.
     std::vector<BlockId> begin_loading(const BlockKey& key);
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
 
@@ -94,8 +99,8 @@ class Scheduler {
     void settle_lending();
     void note_demand() { demand_.note(roster_.num_running()); }
 
-    FinishReason commit_row(const StepRow& row, TokenId token);
-    void commit_computed(const StepRow& row);
+    void commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result);
+    void commit_computed(const StepRow& row, int num_rejected);
     void end(Request& request);
     void drop_steps(Request& request);
     void leave_steps(const Request& request, bool is_dropped);

@@ -1,5 +1,4 @@
 // The end of a step: tokens are appended, requests end, and some rows do not count.
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -15,11 +14,11 @@ void Scheduler::check_is_open(const char* what) const {
 StepResult Scheduler::commit(std::span<const TokenId> sampled, double duration_s) {
     const std::lock_guard lock(mutex_);
     check_is_open("commit()");
-    const std::vector<StepRow>& rows = open_.front().rows;
-    const auto num_rows = std::count_if(rows.begin(), rows.end(), [](const StepRow& row) { return row.samples; });
-    if (static_cast<size_t>(num_rows) != sampled.size())
+    size_t num_samples = 0;
+    for (const StepRow& row : open_.front().rows) num_samples += row.num_samples();
+    if (num_samples != sampled.size())
         throw std::invalid_argument("commit() got " + std::to_string(sampled.size()) + " tokens, the plan has " +
-                                    std::to_string(num_rows) + " logits_rows");
+                                    std::to_string(num_samples) + " logits_rows");
     step_s_total_ += duration_s;
     return commit_step(sampled);
 }
@@ -28,44 +27,47 @@ StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
     const Step step = std::move(open_.front());
     open_.pop_front();
     StepResult result;
-    auto next = sampled.begin();
     for (const StepRow& row : step.rows) {
-        const TokenId token = row.samples ? *next++ : 0;
-        const FinishReason reason = commit_row(row, token);
-        result.counts.push_back(reason < FinishReason::kAborted);
-        if (!row.samples) continue;
-        result.request_ids.push_back(row.id);
-        result.token_ids.push_back(token);
-        result.finish_reasons.push_back(static_cast<uint8_t>(reason));
+        commit_row(row, sampled.first(row.num_samples()), result);
+        sampled = sampled.subspan(row.num_samples());
     }
     cache_.settle();
     return result;
 }
 
-FinishReason Scheduler::commit_row(const StepRow& row, TokenId token) {
-    if (!row.request) return row.is_dropped ? FinishReason::kDropped : FinishReason::kAborted;
+void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result) {
+    const auto tell = [&](TokenId token, FinishReason reason) {
+        result.request_ids.push_back(row.id);
+        result.token_ids.push_back(token);
+        result.finish_reasons.push_back(static_cast<uint8_t>(reason));
+    };
+    if (!row.request || row.request->is_lost) {
+        const bool is_dropped = row.request || row.is_dropped;
+        if (row.request) drop_steps(*row.request);
+        for (TokenId token : sampled) tell(token, is_dropped ? FinishReason::kDropped : FinishReason::kAborted);
+        result.counts.push_back(0);
+        return;
+    }
     Request& r = *row.request;
-    if (r.is_lost) {
-        drop_steps(r);
-        return FinishReason::kDropped;
+    FinishReason reason = FinishReason::kRunning;
+    size_t i = 0;
+    // A token counts if the tokens before it, which it was sampled behind, are those that the request has.
+    for (; i < sampled.size() && reason == FinishReason::kRunning; ++i) {
+        if (i > 0 && sampled[i - 1] != row.draft[i - 1]) break;
+        reason = sampled[i] < 0 ? FinishReason::kBroken : r.append(sampled[i], limits_);
+        tell(sampled[i], reason);
     }
-    if (row.samples && token < 0) {
-        end(r);
-        return FinishReason::kBroken;
-    }
-    commit_computed(row);
-    if (!row.samples) return FinishReason::kRunning;
-    const FinishReason reason = r.append(token, limits_);
-    if (reason != FinishReason::kRunning) {
-        demand_.note_length(r);
-        end(r);
-    }
-    return reason;
+    const int num_rejected = static_cast<int>(sampled.size() - i);
+    for (; i < sampled.size(); ++i) tell(sampled[i], FinishReason::kRejected);
+    result.counts.push_back(reason != FinishReason::kBroken);
+    if (reason != FinishReason::kBroken) commit_computed(row, num_rejected);
+    if (reason == FinishReason::kStop || reason == FinishReason::kLength) demand_.note_length(r);
+    if (reason != FinishReason::kRunning) end(r);
 }
 
-void Scheduler::commit_computed(const StepRow& row) {
+void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
     Request& r = *row.request;
-    r.num_computed += row.num_tokens;
+    r.num_computed += row.num_tokens - num_rejected;
     r.num_scheduled -= row.num_tokens;
     r.num_unknown -= row.samples;
     if (limits_.enable_prefix_caching) {
@@ -73,6 +75,7 @@ void Scheduler::commit_computed(const StepRow& row) {
         refusal_.note_commit(r, num_blocks);
         cache_.commit(r.table, r.keys, num_blocks);
     }
+    if (num_rejected > 0) cache_.trim(r.table, r.num_computed);
     cache_.release_outside_window(r.table, r.num_computed);
 }
 

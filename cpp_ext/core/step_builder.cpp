@@ -21,9 +21,11 @@ void StepBuilder::schedule_decodes() {
     const int spare = policy_.spare_blocks(running);
     for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
         Request& r = *running[i];
-        if (r.is_in_step || r.num_remaining() != 1 || r.is_ending() || !make_room(r, 1)) continue;
+        if (r.is_in_step || r.num_remaining() != 1 || r.is_ending()) continue;
+        const int num_drafted = make_room_for_draft(r, spare);
+        if (!make_room(r, 1)) continue;
         cache_.promote(r.table, spare, policy_.max_promoted_blocks());
-        add(r, 1);
+        add(r, 1, num_drafted);
     }
 }
 
@@ -98,13 +100,24 @@ bool StepBuilder::make_room(Request& r, int num_tokens) {
     return true;
 }
 
-void StepBuilder::add(Request& r, int num_tokens) {
+// Gets blocks for the next token of a decoding request and for its draft, and returns how much of the draft has them.
+// Guesses take no room that others may want soon.
+int StepBuilder::make_room_for_draft(Request& r, int spare) {
+    const int wanted = policy_.draft_length(r, budget_left_), next = r.num_planned() + 1;
+    const int in_blocks = std::min(wanted, cache_.capacity(r.table) - next);
+    for (int length : {wanted, in_blocks})
+        if (length > 0 && cache_.extend(r.table, next + length, next + length, spare)) return length;
+    return 0;
+}
+
+void StepBuilder::add(Request& r, int num_tokens, int num_drafted) {
     const bool samples = num_tokens == r.num_remaining();
-    rows_.push_back({&r, r.id, num_tokens, samples});
+    StepRow& row = rows_.emplace_back(StepRow{&r, r.id, num_tokens + num_drafted, samples});
+    row.draft.assign(r.draft.begin(), r.draft.begin() + num_drafted);
     r.is_in_step = true;
-    r.num_scheduled += num_tokens;
+    r.num_scheduled += row.num_tokens;
     r.num_unknown += samples;
-    budget_left_ -= num_tokens;
+    budget_left_ -= row.num_tokens;
 }
 
 }  // namespace swiftkv

@@ -1,4 +1,4 @@
-// What one step holds: the tokens that it computes, and blocks for them.
+// Builds a step: picks the tokens that it computes, and gets blocks for them.
 #pragma once
 
 #include <span>
@@ -26,7 +26,7 @@ class StepBuilder {
 
     // Admits a prompt that needs a step of its own; decoding pauses for it.
     void admit_oversized_prompt();
-    // Takes the next token of every request that has but one left to compute.
+    // Takes the next token of every request that has but one left to compute, and of its draft what there is room for.
     void schedule_decodes();
     // Goes on with prompts that are computed in part.
     void schedule_prefills();
@@ -46,7 +46,8 @@ class StepBuilder {
     bool is_stuck(Request& request) const;
     bool admit(Request& request, int token_budget);
     bool make_room(Request& request, int num_tokens);
-    void add(Request& request, int num_tokens);
+    int make_room_for_draft(Request& request, int spare);
+    void add(Request& request, int num_tokens, int num_drafted = 0);
     bool is_full() const { return budget_left_ <= 0; }
 
     KvCache& cache_;

@@ -17,12 +17,12 @@ from torch import Tensor
 from swiftkv.engine.logit_edits import LogitEdits
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import GREEDY_BELOW, FinishedSample, PendingSample, Sampled
+from swiftkv.engine.sampler import GREEDY_BELOW, FinishedSample, PendingSample, Sampled, split_repeated
 from swiftkv.engine.token_counts import TokenCounts
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.host_copies import download, upload
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
-from swiftkv.kernels.triton_sampling import SlotParams, sample
+from swiftkv.kernels.triton_sampling import Draw, SlotParams, sample
 
 _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4
 
@@ -69,6 +69,12 @@ class _Drawn:
         entries = [] if self.found is None else self.found.entries()
         logprobs = dict(zip(self.rows, entries, strict=True))
         return Sampled(self.drawn[0].numpy(), logprobs, self.drawn[1].numpy().astype(np.bool_))
+
+
+def _joined(draws: Sequence[Draw]) -> Draw:
+    if len(draws) == 1:
+        return draws[0]
+    return Draw(torch.cat([draw.token_ids for draw in draws]), torch.cat([draw.is_broken for draw in draws]))
 
 
 class DeviceSampler:
@@ -125,16 +131,23 @@ class DeviceSampler:
         if np.any(flags & _EDITED):
             self._edit(logits, slots, device_positions)
         if np.any(flags & _PENALISED):
-            penalise(logits, self._params, device_slots, self._counts.outputs, self._counts.in_prompt)
-        draw = sample(logits, self._params, device_slots, device_positions)
-        if np.any(flags & _PENALISED):
-            count_tokens(self._counts.outputs, self._params, device_slots, draw.token_ids)
+            parts = split_repeated(slots, (flags & _PENALISED) > 0)
+            draw = _joined([self._draw_penalised(logits[p], device_slots[p], device_positions[p]) for p in parts])
+        else:
+            draw = sample(logits, self._params, device_slots, device_positions)
         self._last_token_ids.index_copy_(0, device_slots.long(), draw.token_ids)
         drawn = download(torch.stack((draw.token_ids, draw.is_broken.int())))
         if asked_rows is None or raw_logits is None:
             return _Drawn(drawn, [], None)
         counts = self._logprob_counts[slots[asked]].tolist()
         return _Drawn(drawn, asked.tolist(), _Found.of(raw_logits, draw.token_ids.index_select(0, asked_rows), counts))
+
+    def _draw_penalised(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Draw:
+        """Draw for rows of which no two have one slot."""
+        penalise(logits, self._params, slots, self._counts.outputs, self._counts.in_prompt)
+        draw = sample(logits, self._params, slots, positions)
+        count_tokens(self._counts.outputs, self._params, slots, draw.token_ids)
+        return draw
 
     def retract(self, slots: _Int32Array, token_ids: _Int32Array) -> None:
         self._counts.retract(slots, token_ids)

@@ -21,6 +21,7 @@ from swiftkv.engine.messages import (
     FINISH_ABORTED,
     FINISH_BROKEN,
     FINISH_DROPPED,
+    FINISH_REJECTED,
     FINISH_RUNNING,
     Abort,
     AddRequest,
@@ -31,6 +32,7 @@ from swiftkv.engine.messages import (
     Shutdown,
     StepOutput,
     ToEngine,
+    TokenLogprobs,
     pack_prompt_logprobs,
 )
 from swiftkv.engine.request import Request
@@ -293,11 +295,10 @@ class Engine:
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
         if len(rows) or stats:
-            logprobs = {
-                int(result.request_ids[row]): entry
-                for row, entry in sampled.logprobs.items()
-                if reasons[row] < FINISH_ABORTED
-            }
+            logprobs: dict[int, list[TokenLogprobs]] = {}
+            for row, entry in sampled.logprobs.items():  # in order
+                if reasons[row] < FINISH_ABORTED:
+                    logprobs.setdefault(int(result.request_ids[row]), []).append(entry)
             self._send(
                 StepOutput(
                     result.request_ids[rows].tobytes(),
@@ -311,11 +312,12 @@ class Engine:
                     messages_taken=self._messages_taken,
                 )
             )
-        dropped = np.flatnonzero(reasons == FINISH_DROPPED)
-        self._sampler.retract(plan.row_slots[plan.logits_seqs[dropped]], sampled.token_ids[dropped])
+        is_retracted = (reasons == FINISH_DROPPED) | (reasons == FINISH_REJECTED)
+        retracted = np.flatnonzero(is_retracted)
+        self._sampler.retract(plan.row_slots[plan.logits_seqs[retracted]], sampled.token_ids[retracted])
         for request_id in result.request_ids[reasons == FINISH_BROKEN].tolist():
             self._send(RequestError(request_id, 500, "the logits for the next token are not finite"))
-        for request_id in result.request_ids[(reasons != FINISH_RUNNING) & (reasons != FINISH_DROPPED)].tolist():
+        for request_id in result.request_ids[(reasons != FINISH_RUNNING) & ~is_retracted].tolist():
             self._forget(request_id)
 
     def _announce_admitted(self, plan: StepPlan) -> None:

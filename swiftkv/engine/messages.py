@@ -22,15 +22,25 @@ MAX_MESSAGE_BYTES = 256 << 20
 HIGH_WATER_MARK = 10_000
 """ZMQ_SNDHWM and ZMQ_RCVHWM of both sockets, in messages."""
 
-FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_ABORTED, FINISH_DROPPED, FINISH_BROKEN = range(6)
+(
+    FINISH_RUNNING,
+    FINISH_STOP,
+    FINISH_LENGTH,
+    FINISH_ABORTED,
+    FINISH_DROPPED,
+    FINISH_BROKEN,
+    FINISH_REJECTED,
+) = range(7)
 """Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED,
-FINISH_DROPPED (the token does not count, the request goes on) and FINISH_BROKEN (there is no token) stay between
-scheduler and engine."""
+FINISH_DROPPED (the step does not count, the request goes on), FINISH_BROKEN (there is no token) and FINISH_REJECTED
+(the token follows a draft that was wrong, or its request's last token) stay between scheduler and engine."""
 
 DURATION_BOUNDS_S = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 """Upper bounds of the buckets of an engine's histograms, in seconds."""
+
+_DEADLINES_PER_WATCHDOG = 4  # so many lenders may keep one step waiting, one after the other, and it still goes on
 
 EXIT_LOAD_FAILED = 3
 """Exit code of an engine whose model cannot be loaded: starting it again would not help."""
@@ -62,6 +72,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks_directory: str = ""  # that rank 0 may make, of mode 0700: where ranks find each other
     incarnation: int = 0  # random, told in `Ready`: which start of this engine the process is
     progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none
+
+    @property
+    def copy_deadline_s(self) -> float:
+        """The longest wait for one peer in the middle of a copy."""
+        return self.watchdog_s / _DEADLINES_PER_WATCHDOG
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -150,7 +165,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """The outcome of one step: one entry of the three arrays per sampled token.
+    """The outcome of one step: one entry of the three arrays per token, those of a request one after the other.
 
     `stats` comes at most every 100 ms while the engine is busy, and always when it falls idle, so the last stats
     are right for an engine at rest. A message may consist of stats alone.
@@ -160,7 +175,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     token_ids: bytes  # int32
     finish_reasons: bytes  # uint8
     admitted: list[tuple[int, int]] = []  # request id, prompt tokens found in the cache; once per request
-    logprobs: dict[int, TokenLogprobs] | None = None  # by request id, for those that asked
+    logprobs: dict[int, list[TokenLogprobs]] | None = None  # of each token, by request id, for those that asked
     prompt_logprobs: dict[int, list[bytes]] | None = None  # with the first token: see `pack_prompt_logprobs`
     stats: EngineStats | None = None
     messages_taken: int = 0  # from the gateway, since the engine started: what it sent beyond that still waits

@@ -9,7 +9,7 @@ penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depend
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,7 +79,9 @@ class TokenSampler(Protocol):
     ) -> PendingSample:
         """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
 
-        `positions [R]` are those that the sampled tokens will have.
+        `positions [R]` are those that the sampled tokens will have. Several rows of a slot stand together, in the order
+        of their positions, and each is sampled as if the tokens of those before it counted. `last_token_ids` then has
+        one of them: nobody reads it.
         """
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
@@ -89,6 +91,13 @@ class TokenSampler(Protocol):
         self, logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
     ) -> list[TokenLogprobs]:
         """Return logprobs of `token_ids` [N] under `logits` [N, vocab], and the `top_counts[i]` likeliest of row i."""
+
+
+def split_repeated(slots: npt.NDArray[np.int32], counts: npt.NDArray[np.bool_]) -> list[slice]:
+    """Return parts of the rows, in order, with no slot twice in a part where what was sampled counts (`counts [R]`)."""
+    repeated = np.flatnonzero((slots[1:] == slots[:-1]) & counts[1:]) + 1
+    ends = [*repeated.tolist(), len(slots)]
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def open_sampler(kernels: str, vocab_size: int, last_token_ids: torch.Tensor) -> TokenSampler:
@@ -166,12 +175,16 @@ class Sampler:
         token_ids = np.empty(len(slots), np.int32)
         broken = np.empty(len(slots), np.bool_)
         logprobs: dict[int, TokenLogprobs] = {}
-        for begin in range(0, len(slots), self._rows_per_slice):
-            part = slice(begin, begin + self._rows_per_slice)
+        for part in self._slices(slots):
             some = self._sample_slice(logits[part], slots[part], positions[part])
             token_ids[part], broken[part] = some.token_ids, some.broken
-            logprobs.update((begin + row, entry) for row, entry in some.logprobs.items())
+            logprobs.update((part.start + row, entry) for row, entry in some.logprobs.items())
         return Sampled(token_ids, logprobs, broken)
+
+    def _slices(self, slots: npt.NDArray[np.int32]) -> Iterator[slice]:
+        for part in split_repeated(slots, (self._flags[slots] & _PENALISED) > 0):
+            for begin in range(part.start, part.stop, self._rows_per_slice):
+                yield slice(begin, min(part.stop, begin + self._rows_per_slice))
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
         self._counts.retract(slots, token_ids)
@@ -200,7 +213,7 @@ class Sampler:
         if len(drawn):
             token_ids[drawn] = self._draw(logits[drawn], best.values[drawn], slots[drawn], positions[drawn])
         if len(penalised):
-            self._counts.outputs[slots[penalised], token_ids[penalised]] += 1  # a slot has at most one row
+            self._counts.outputs[slots[penalised], token_ids[penalised]] += 1  # a slot has at most one row here
         if not len(asked):
             return Sampled(token_ids, {}, broken)
         entries = token_logprobs(raw_logits, token_ids[asked], self._logprob_counts[slots[asked]].tolist())

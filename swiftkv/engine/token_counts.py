@@ -62,7 +62,8 @@ class TokenCounts:
         self._parked.pop(request_id, None)
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
-        """The tokens that were counted last for `slots` do not count."""
+        """The tokens that were counted last for `slots` do not count; a slot may be there several times."""
         counted = np.flatnonzero(self._is_counted[slots])
         if len(counted):
-            self.outputs[slots[counted], token_ids[counted]] -= 1
+            rows, columns = (upload(ids[counted], self.outputs.device).long() for ids in (slots, token_ids))
+            self.outputs.index_put_((rows, columns), self.outputs.new_tensor(-1), accumulate=True)

@@ -81,7 +81,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
-    """Where the KV of one layer lies, and how attention reads it there."""
+    """Says where the KV of one layer lies, and how attention reads it there."""
 
     layer: int  # in the model
     group: int  # in the model's KV groups
@@ -91,7 +91,7 @@ class KVPlace:
 
 @dataclass(frozen=True, slots=True)
 class StepKV:
-    """The KV of one step: where it lies, and what moves it."""
+    """Says where the KV of one step lies, and moves it."""
 
     batches: Batches
     regions: Sequence[Tensor]

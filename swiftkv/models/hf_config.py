@@ -104,7 +104,7 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
     partial = rope.partial_rotary_factor if rope.partial_rotary_factor is not None else raw.partial_rotary_factor
     if partial != 1.0:
         raise ConfigError(f"{file}: partial_rotary_factor: {partial} is not supported, only 1.0 is")
-    # As in transformers, a length beside the rope parameters wins over the one inside.
+    # transformers prefers a length beside the rope parameters to one inside, too.
     original = (
         raw.original_max_position_embeddings or rope.original_max_position_embeddings or raw.max_position_embeddings
     )

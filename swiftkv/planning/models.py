@@ -108,7 +108,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
     sized = _with_pool(plan, model, memory)
     if model.lending is None or not config.node.lending.enabled:
         return sized
-    # What YAML allows may be more than the pool by less than a block.
+    # The pool is the memory that the YAML gives, less a part of a block: the budget must not be larger.
     return replace(sized, budget_bytes=min(model.lending.budget.bytes_of(sized.pool_bytes), sized.pool_bytes))
 
 

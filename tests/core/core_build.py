@@ -93,8 +93,13 @@ def extension_build(sources: Path = SOURCES) -> Build:
     return Build(("-O1", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *includes), sources=sources)
 
 
+def checked_build(sources: Path = SOURCES) -> Build:
+    """Return the build of programs that run the core with every assertion enabled."""
+    return Build(("-O1", "-g1", "-D_GLIBCXX_ASSERTIONS", f"-I{sources / 'core'}"), sources=sources)
+
+
 def replay_program(to: Path, sources: Path = SOURCES) -> Path:
-    """Return the program that replays histories, with every assertion enabled."""
-    build = Build(("-O1", "-g1", "-D_GLIBCXX_ASSERTIONS", f"-I{sources / 'core'}"), sources=sources)
+    """Return the program that replays histories."""
+    build = checked_build(sources)
     harness = build.objects(HARNESS / name for name in ("history.cpp", "simulated_engine.cpp", "replay.cpp"))
     return build.link([*build.core_objects(), *harness], to)

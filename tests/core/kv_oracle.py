@@ -2,10 +2,13 @@
 
 The bytes of a token's KV are a function of the namespace and of all tokens up to it. `Prefixes` gives each such prefix
 a number; the number stands for the bytes. A step may read a block only where it holds the numbers of that very request.
+
+It is one file, for it is one model: who checks a rule of it should find all rules beside it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +16,7 @@ from naive_scheduler import NaiveScheduler, Setup
 
 from swiftkv import _core
 
-RUNNING, STOP, LENGTH, ABORTED, DROPPED, BROKEN = range(6)
+RUNNING, STOP, LENGTH, ABORTED, DROPPED, BROKEN, REJECTED = range(7)
 
 
 class Prefixes:
@@ -44,6 +47,7 @@ class Request:
     skip_prefix_match: bool
     priority: int
     tokens: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
     computed: int | None = None  # None: waiting
     cached: int = 0  # at first admission
     was_admitted: bool = False
@@ -83,6 +87,10 @@ class Row:
     tables: list[list[int]]  # per group
 
 
+def sampled_behind(tokens: list[int]) -> int:
+    return (sum(tokens) + len(tokens)) % 3
+
+
 def rows_of(plan: _core.StepPlan) -> list[Row]:
     rows = []
     for s, request_id in enumerate(plan.request_ids.tolist()):
@@ -112,6 +120,7 @@ class Engine:
         self.bytes: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> prefix number
         self.computed_tokens: list[int] = []  # of each step
         self.plans: list[_core.StepPlan] = []  # in progress, the oldest first
+        self.drafts: list[dict[int, list[int]]] = []  # of each of them, what its rows end with, by request id
         self.last_tokens: dict[int, int] = {}  # by slot
         self.slots: dict[int, int] = {}
         self.loads: dict[int, Load] = {}
@@ -151,6 +160,17 @@ class Engine:
             self.requests.pop(request_id, None)
             self.slots.pop(request_id, None)
 
+    def set_draft(self, request_id: int, num_right: int, wrong: list[int]) -> None:
+        """Guess `num_right` tokens as they will be sampled, and then `wrong`."""
+        request = self.requests[request_id]
+        tokens = list(request.tokens)
+        for _ in range(num_right):
+            tokens.append(sampled_behind(tokens))
+        draft = tokens[len(request.tokens) :] + wrong
+        self.scheduler.set_draft(request_id, np.array(draft, np.int32))
+        self.naive.set_draft(request_id, draft)
+        request.draft = draft
+
     def begin_loading(self, namespace: bytes, tokens: list[int]) -> None:
         """`tokens` end with the block that is loaded."""
         size = self.setup.block_size
@@ -184,12 +204,15 @@ class Engine:
             self._check_budget(rows)
             for row in rows:
                 self._check_progress(self.requests[row.request_id], row)
+            samples = Counter(plan.request_ids[plan.logits_seqs].tolist())
             self.plans.append(plan)
+            self.drafts.append({i: self.requests[i].draft[: count - 1] for i, count in samples.items()})
         return plan
 
     def _note_admissions(self, plan: _core.StepPlan) -> None:
         for request_id in plan.preempted_request_ids.tolist():
             self.requests[request_id].computed = None
+            self.requests[request_id].draft = []
             del self.slots[request_id]
         for request_id, cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
             request = self.requests[request_id]
@@ -199,7 +222,7 @@ class Engine:
             request.was_admitted = True
             request.cached = cached
 
-    def _run(self, plan: _core.StepPlan) -> None:
+    def _run(self, plan: _core.StepPlan, drafts: dict[int, list[int]]) -> None:
         rows = rows_of(plan)
         ids = [row.request_id for row in rows]
         assert len(set(ids)) == len(ids)
@@ -218,15 +241,16 @@ class Engine:
             if request is None:  # computed in vain
                 self._spoil(row, written)
                 continue
-            assert tokens == request.tokens[row.begin : row.end]
-            assert ((at - 1, s) in logits) == (row.end == len(request.tokens))
-            self._read_and_write(request, row, written)
+            draft = drafts.get(row.request_id, [])
+            all_tokens = request.tokens + draft
+            assert tokens == all_tokens[row.begin : row.end]
+            first = at - 1 - len(draft) if row.end == len(all_tokens) else at
+            assert [i for i, sequence in logits if sequence == s] == list(range(first, at))
+            self._read_and_write(request, row, all_tokens, written)
         self.bytes.update(written)
         assert plan.has_unknown_tokens == bool((plan.token_ids < 0).any())
         assert at == len(plan.token_ids) == len(plan.positions) == plan.query_starts[-1]
         assert logits == sorted(logits)
-        assert len(set(plan.logits_seqs.tolist())) == len(logits)
-        assert all(row == plan.query_starts[s + 1] - 1 for row, s in logits)
 
     def _check_budget(self, rows: list[Row]) -> None:
         num_tokens = sum(row.end - row.begin for row in rows)
@@ -256,9 +280,11 @@ class Engine:
                 assert place not in written, "two requests write to one place"
                 written[place] = -1
 
-    def _read_and_write(self, request: Request, row: Row, written: dict[tuple[int, int, int], int]) -> None:
+    def _read_and_write(
+        self, request: Request, row: Row, tokens: list[int], written: dict[tuple[int, int, int], int]
+    ) -> None:
         size = self.setup.block_size
-        prefix = self.prefixes.of(request.namespace, request.tokens[: row.end])
+        prefix = self.prefixes.of(request.namespace, tokens[: row.end])
         for g, ((num_layers, num_blocks, window), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
             assert len(table) == -(-row.end // size)
             for position in range(row.end):
@@ -278,24 +304,48 @@ class Engine:
                     assert place not in written, "two requests write to one place"
                     written[place] = prefix[position]
 
-    def commit(self, choose: dict[int, int] | None = None) -> _core.StepResult:
-        """Commit the oldest step. `choose` has tokens by request id (-1: none); others follow from those so far."""
-        plan = self.plans.pop(0)
-        self._run(plan)
+    def commit(self, choose: dict[int, int] | None = None, broken: int = -1) -> _core.StepResult:
+        """Commit the oldest step.
+
+        `choose` has the first tokens of some requests by id (-1: none); others follow from those so far, but there is
+        none for row `broken` of those that sample.
+        """
+        plan, drafts = self.plans.pop(0), self.drafts.pop(0)
+        self._run(plan, drafts)
         ids = plan.request_ids[plan.logits_seqs].tolist()
-        sampled = [(choose or {}).get(i, self._sample(i)) for i in ids]
+        by_request = {i: self._sample(i, draft) for i, draft in drafts.items()}
+        for i, token in (choose or {}).items():
+            by_request.get(i, [0])[0] = token
+        if broken < len(ids) and broken >= 0:
+            by_request[ids[broken]][broken - ids.index(ids[broken])] = -1
+        sampled = [token for tokens in by_request.values() for token in tokens]
         self.last_tokens.update(zip(plan.row_slots[plan.logits_seqs].tolist(), sampled, strict=True))
         result = self.scheduler.commit(np.array(sampled, np.int32))
-        self.naive.commit(dict(zip(ids, sampled, strict=True)))
+        self.naive.commit(by_request)
         assert result.request_ids.tolist() == ids
         assert result.token_ids.tolist() == sampled
-        for request_id, token, reason in zip(ids, sampled, result.finish_reasons.tolist(), strict=True):
-            assert reason == self._append(request_id, token)
+        reasons = [reason for i, tokens in by_request.items() for reason in self._append_all(i, tokens, drafts[i])]
+        assert result.finish_reasons.tolist() == reasons
         return result
 
-    def _sample(self, request_id: int) -> int:
-        request = self.requests.get(request_id)
-        return 0 if request is None else (sum(request.tokens) + len(request.tokens)) % 3
+    def _sample(self, request_id: int, draft: list[int]) -> list[int]:
+        """Return a token behind the request's last one, and behind each of its draft."""
+        counts = range(len(draft) + 1)
+        if request_id not in self.requests:
+            return [0 for _ in counts]
+        return [sampled_behind(self.requests[request_id].tokens + draft[:i]) for i in counts]
+
+    def _append_all(self, request_id: int, tokens: list[int], draft: list[int]) -> list[int]:
+        """Return the reason of every token of a row."""
+        request, reasons = self.requests.get(request_id), list[int]()
+        if request is None:
+            return [ABORTED] * len(tokens)
+        for i, token in enumerate(tokens):
+            counts = tokens[:i] == draft[:i] and all(reason == RUNNING for reason in reasons)
+            reasons.append(self._append(request_id, token) if counts else REJECTED)
+        if draft and request.computed is not None:
+            request.computed -= reasons.count(REJECTED)
+        return reasons
 
     def _append(self, request_id: int, token: int) -> int:
         if request_id not in self.requests:
@@ -306,6 +356,7 @@ class Engine:
             del self.slots[request_id]
             return BROKEN
         request.tokens.append(token)
+        request.draft = []
         num_outputs = len(request.outputs)
         if token in request.stop and num_outputs >= request.min_tokens:
             reason = STOP

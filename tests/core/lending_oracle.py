@@ -4,11 +4,14 @@ A layer block is a list of marks, one per token; the mark of a token's KV names 
 token. Memory that nobody may count on is emptied: between steps where blocks are staged, and extents that went home. A
 step may read a block only where the marks of that very request lie, and write only where it may. Steps are carried out
 as late as they may be, when they are committed: whatever has been lent, freed or recalled since must not matter.
+
+It is one file, for it is one model: who checks a rule of it should find all rules beside it.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,7 +22,7 @@ from visits import State, Visits, states_of
 
 from swiftkv import _core
 
-DROPPED = 4
+DROPPED, REJECTED = 4, 6
 WIDTH_BYTES = 64  # of a layer block; any number does
 PEER_BASE_BYTES = 10_000
 LOCAL_BASE_BYTES = 1_000
@@ -81,6 +84,11 @@ class SimulatedRequest:
     tokens: list[int]
     last_len: int
     prompt_len: int
+    draft: list[int] = field(default_factory=list)
+
+
+def sampled_behind(tokens: list[int]) -> int:
+    return (sum(tokens) * 7 + len(tokens)) % 3
 
 
 @dataclass
@@ -89,6 +97,7 @@ class Planned:
 
     plan: _core.StepPlan
     number: int
+    drafts: dict[int, list[int]]  # by request id, of the rows that sample
     void: set[int] = field(default_factory=set)  # requests that were dropped since
 
 
@@ -143,6 +152,15 @@ class LendingEngine:
         self._note("abort")
         self.scheduler.abort(np.array([request_id], np.uint64))
         self.requests.pop(request_id, None)
+
+    def set_draft(self, request_id: int, num_right: int, wrong: list[int]) -> None:
+        """Guess `num_right` tokens as they will be sampled, and then `wrong`."""
+        request = self.requests[request_id]
+        tokens = list(request.tokens)
+        for _ in range(num_right):
+            tokens.append(sampled_behind(tokens))
+        request.draft = tokens[len(request.tokens) :] + wrong
+        self.scheduler.set_draft(request_id, np.array(request.draft, np.int32))
 
     # ---- extents ----
 
@@ -226,7 +244,9 @@ class LendingEngine:
         for request_id in plan.preempted_request_ids.tolist():
             self.misread.pop(request_id, None)
         self.num_planned += 1
-        self.planned.append(Planned(plan, self.num_planned))
+        samples = Counter(plan.request_ids[plan.logits_seqs].tolist())
+        drafts = {i: self.requests[i].draft[: count - 1] for i, count in samples.items()}
+        self.planned.append(Planned(plan, self.num_planned, drafts))
         return True
 
     def _note_plan(self, states: list[State], plan: _core.StepPlan | None) -> None:
@@ -263,11 +283,13 @@ class LendingEngine:
             for _ in self._run(step, group):
                 pass
         ids = plan.request_ids[plan.logits_seqs].tolist()
-        sampled = [self._sample(request_id) for request_id in ids]
+        sampled = [token for request_id in dict.fromkeys(ids) for token in self._sample(step, request_id)]
         self.last_tokens.update(zip(plan.row_slots[plan.logits_seqs].tolist(), sampled, strict=True))
         result = self.scheduler.commit(np.array(sampled, np.int32))
         self._end_step()
         for request_id, token, reason in zip(ids, sampled, result.finish_reasons.tolist(), strict=True):
+            if reason == REJECTED:
+                continue
             if reason == DROPPED:
                 for later in self.planned:
                     later.void.add(request_id)
@@ -281,7 +303,10 @@ class LendingEngine:
             end = int(step.plan.context_lens[s])
             tokens = [self.last_tokens[~t] if t < 0 else t for t in token_ids[starts[s] : starts[s + 1]]]
             if self._counts(step, request_id):
-                assert tokens == self.requests[request_id].tokens[end - len(tokens) : end]
+                assert tokens == self._tokens(step, request_id)[end - len(tokens) : end]
+
+    def _tokens(self, step: Planned, request_id: int) -> list[int]:
+        return self.requests[request_id].tokens + step.drafts.get(request_id, [])
 
     def _counts(self, step: Planned, request_id: int) -> bool:
         return request_id in self.requests and request_id not in step.void
@@ -307,13 +332,17 @@ class LendingEngine:
                 del orphaned[extent]
                 self._empty_extent(link, extent)
 
-    def _sample(self, request_id: int) -> int:
-        request = self.requests.get(request_id)
-        return 0 if request is None else (sum(request.tokens) * 7 + len(request.tokens)) % 3
+    def _sample(self, step: Planned, request_id: int) -> list[int]:
+        """Return a token behind the request's last one, and behind each of its draft."""
+        draft = step.drafts[request_id]
+        if request_id not in self.requests:
+            return [0] * (len(draft) + 1)
+        return [sampled_behind(self.requests[request_id].tokens + draft[:i]) for i in range(len(draft) + 1)]
 
     def _append(self, request_id: int, token: int, reason: int) -> None:
         request = self.requests[request_id]
         request.tokens.append(token)
+        request.draft = []
         assert (reason != 0) == (len(request.tokens) == request.last_len)
         if reason:
             self.outputs[request_id] = request.tokens[request.prompt_len :]
@@ -412,7 +441,7 @@ class LendingEngine:
         written = set()
         for request_id, begin, end, table in self._rows(step.plan, group, layer):
             if self._counts(step, request_id):
-                prefix = self.prefixes.of(b"", self.requests[request_id].tokens[:end])
+                prefix = self.prefixes.of(b"", self._tokens(step, request_id)[:end])
             else:
                 prefix = [-1] * end  # computed in vain, and written all the same
             for position in range(begin, end):
@@ -428,7 +457,7 @@ class LendingEngine:
         for request_id, begin, end, table in self._rows(step.plan, group, layer):
             if not self._counts(step, request_id):
                 continue
-            prefix = self.prefixes.of(b"", self.requests[request_id].tokens[:end])
+            prefix = self.prefixes.of(b"", self._tokens(step, request_id)[:end])
             first = max(0, begin - window + 1) if window else 0
             for position in range(first, end):
                 marks = self.local.get(self._address(group, table[position // size], layer), [])

@@ -2,6 +2,8 @@
 
 A full block is identified by (namespace, tokens up to its end) itself; no hashing, no block numbers. The plans must be
 equal row for row, and so must the counts of the pools.
+
+It is one file, for it is one model: who checks a rule of it should find all rules beside it.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class NaiveRequest:
     computed: int = 0
     scheduled: int = 0  # by steps in progress
     unknown: int = 0  # tokens that they sample
+    draft: list[int] = field(default_factory=list)
+    drafting: bool = False  # a step in progress has a draft of it
     in_step: bool = False  # that is being planned
     admitted: bool = False
 
@@ -145,6 +149,7 @@ class NaivePool:
 class NaivePlan:
     rows: list[tuple[int, int, int]] = field(default_factory=list)  # request id, first position, number of tokens
     samples: list[bool] = field(default_factory=list)  # of each row
+    drafts: list[list[int]] = field(default_factory=list)  # of each row: its last tokens
     new: list[tuple[int, int]] = field(default_factory=list)  # request id, cached tokens
     preempted: list[int] = field(default_factory=list)
 
@@ -183,12 +188,18 @@ class NaiveScheduler:
         self.clear(request)
         self.wait(request)
 
+    def set_draft(self, request_id: int, tokens: list[int]) -> None:
+        for request in [*self.waiting, *self.running]:
+            if request.id == request_id:
+                request.draft = tokens
+
     def wait(self, request: NaiveRequest) -> None:
         self.waiting = sorted([*self.waiting, request], key=lambda r: r.order)
 
     def clear(self, request: NaiveRequest) -> None:
         request.tables = [[] for _ in self.pools]
         request.computed = request.scheduled = request.unknown = 0
+        request.drafting = False
 
     def abort(self, request_id: int) -> None:
         self.preempted = [i for i in self.preempted if i != request_id]
@@ -225,10 +236,11 @@ class NaiveScheduler:
             for request in list(self.running):
                 due = request in self.running and not request.in_step and (request.remaining() == 1) == is_decode
                 n = min(self.budget, request.remaining())
-                if not due or request.is_ending() or self.budget <= 0 or self.must_commit:
+                if not due or request.is_ending() or request.drafting or self.budget <= 0 or self.must_commit:
                     continue
+                drafted = self.fitting_draft(request) if is_decode else []
                 if self.make_room(request, n):
-                    self.put(request, n)
+                    self.put(request, n, drafted)
         if not self.must_commit and (len(self.preempted) == num_preempted or not self.plan.rows):
             self.admit_waiting()
         for request in self.running:
@@ -325,19 +337,34 @@ class NaiveScheduler:
         self.put(request, n)
         return True
 
-    def put(self, request: NaiveRequest, n: int) -> None:
-        self.plan.rows.append((request.id, request.computed + request.scheduled, n))
+    def fitting_draft(self, request: NaiveRequest) -> list[int]:
+        """Return what there is room for of the draft. Only what follows known tokens can be computed."""
+        if request.unknown:
+            return []
+        wanted = min(len(request.draft), self.budget - 1, request.last_len - len(request.tokens) - 1)
+        held = min(len(table) for table in request.tables) * self.setup.block_size
+        for length in (wanted, min(wanted, held - request.computed - request.scheduled - 1)):
+            if length > 0 and self.extend(request, 1 + length, spare=len(self.running)):
+                return request.draft[:length]
+        return []
+
+    def put(self, request: NaiveRequest, n: int, drafted: list[int] | None = None) -> None:
+        size = n + len(drafted or [])
+        self.plan.rows.append((request.id, request.computed + request.scheduled, size))
         self.plan.samples.append(n == request.remaining())
+        self.plan.drafts.append(drafted or [])
         request.unknown += n == request.remaining()
-        request.scheduled += n
+        request.scheduled += size
+        request.drafting = bool(drafted)
         request.in_step = True
-        self.budget -= n
+        self.budget -= size
 
     def extend(self, request: NaiveRequest, n: int, spare: int) -> bool:
         size = self.setup.block_size
         missing = []
         for pool, window, table in zip(self.pools, self.windows, request.tables, strict=True):
-            end = request.num_tokens() if window == 0 else request.computed + request.scheduled + n
+            chunk_end = request.computed + request.scheduled + n
+            end = max(request.num_tokens(), chunk_end) if window == 0 else chunk_end
             missing.append(-(-end // size) - len(table))
             if missing[-1] > 0 and missing[-1] + spare > pool.num_available():
                 return False
@@ -358,6 +385,7 @@ class NaiveScheduler:
                 self.must_commit = not victim.in_step
                 return False
             self.leave(victim)
+            victim.draft = []
             self.wait(victim)
             self.preempted.append(victim.id)
             self.num_preemptions += 1
@@ -367,24 +395,46 @@ class NaiveScheduler:
 
     # ---- commit ----
 
-    def commit(self, sampled: dict[int, int]) -> None:
-        """`sampled` by request id, below 0 if there is no token; requests that have ended since are passed over."""
+    def commit(self, sampled: dict[int, list[int]]) -> None:
+        """`sampled` by request id: a token behind the last one of its row that is not drafted, and one behind each that
+        is; below 0 if there is no token. Requests that have ended since are passed over.
+        """
         plan = self.open.pop(0)
-        for (request_id, _, n), samples in zip(plan.rows, plan.samples, strict=True):
+        for (request_id, _, n), samples, draft in zip(plan.rows, plan.samples, plan.drafts, strict=True):
             for request in [r for r in self.running if r.id == request_id]:
-                if samples and sampled[request_id] < 0:
-                    self.leave(request)
-                    continue
-                request.computed += n
                 request.scheduled -= n
                 request.unknown -= samples
-                self.enter_index(request)
-                self.leave_window(request)
-                if samples:
-                    self.append(request, sampled[request_id])
+                request.drafting = request.drafting and not draft
+                request.computed += n - len(draft)
+                self.commit_row(request, sampled[request_id] if samples else [], draft)
         self.num_settled += 1
         for pool in self.pools:
             pool.settle(self.num_settled)
+
+    def commit_row(self, request: NaiveRequest, sampled: list[int], draft: list[int]) -> None:
+        tokens = [token for i, token in enumerate(sampled) if sampled[:i] == draft[:i]]
+        num_before, has_ended = len(request.tokens), False
+        for i, token in enumerate(tokens):
+            if token < 0:
+                self.leave(request)
+                return
+            has_ended = self.append(request, token)
+            request.computed += i > 0
+            if has_ended:
+                break
+        self.enter_index(request)
+        if len(request.tokens) - num_before < len(sampled):
+            self.trim(request)
+        self.leave_window(request)
+        if has_ended:
+            self.leave(request)
+
+    def trim(self, request: NaiveRequest) -> None:
+        """Free the blocks in which only drafted tokens lie."""
+        for pool, table in zip(self.pools, request.tables, strict=True):
+            while len(table) > -(-request.computed // self.setup.block_size):
+                assert table.pop() == PRIVATE
+                self.let_go(pool, PRIVATE)
 
     def let_go(self, pool: NaivePool, prefix: Prefix) -> None:
         """Free the request's blocks, unless the next step was planned with them."""
@@ -417,11 +467,12 @@ class NaiveScheduler:
                 if prefix is not None:
                     self.let_go(pool, prefix)
 
-    def append(self, request: NaiveRequest, token: int) -> None:
+    def append(self, request: NaiveRequest, token: int) -> bool:
+        """Return whether the request ends with the token."""
         request.tokens.append(token)
+        request.draft = []
         enough = len(request.tokens) - request.prompt_len >= request.min_tokens
-        if len(request.tokens) >= request.last_len or (enough and token in request.stop):
-            self.leave(request)
+        return len(request.tokens) >= request.last_len or (enough and token in request.stop)
 
     def reset_prefix_cache(self) -> None:
         for pool, window in zip(self.pools, self.windows, strict=True):

@@ -197,7 +197,15 @@ class Run:
 
     # Steps, of which two may be in progress.
 
+    def draft(self) -> None:
+        """Now and then somebody guesses what follows, right at first."""
+        if self.engine.requests and self.rare.random() < 0.2:
+            request_id = self.rare.choice(sorted(self.engine.requests))
+            wrong = [self.rare.randrange(TOKENS) for _ in range(self.rare.randint(0, 4))]
+            self.engine.set_draft(request_id, self.rare.randint(0, 4), wrong)
+
     def step(self) -> None:
+        self.draft()
         engine = self.engine
         if not engine.planned or (len(engine.planned) == 1 and self.rng.random() < 0.6):
             engine.schedule()
@@ -206,6 +214,7 @@ class Run:
 
     def steps(self) -> None:
         for _ in range(self.rng.randint(1, 9)):
+            self.draft()
             if len(self.engine.planned) < 2:
                 self.engine.step_ahead()
 

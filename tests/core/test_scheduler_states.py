@@ -80,8 +80,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, broken: int) -> None:
         # Sampled tokens become a prefix of later prompts: the next turn of a conversation.
         self.history.extend(list(r.tokens) for r in self.engine.requests.values())
-        ids = self.engine.plans[0].request_ids.tolist()
-        self.engine.commit({ids[broken]: -1} if broken < len(ids) else None)
+        self.engine.commit(broken=broken)
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(pick=st.integers(0, 1 << 16), num_right=st.integers(0, 6), wrong=st.lists(TOKENS, max_size=6))
+    def set_draft(self, pick: int, num_right: int, wrong: list[int]) -> None:
+        ids = sorted(self.engine.requests)
+        self.engine.set_draft(ids[pick % len(ids)], num_right, wrong)
+
+    @precondition(lambda self: not self.engine.plans)
+    @rule(steps=st.integers(1, 16), num_right=st.integers(0, 5), wrong=st.lists(TOKENS, max_size=3))
+    def run_drafted(self, steps: int, num_right: int, wrong: list[int]) -> None:
+        for _ in range(steps):
+            for request_id in self.engine.requests:
+                self.engine.set_draft(request_id, num_right, wrong)
+            self.engine.step()
 
     @precondition(lambda self: not self.engine.plans)
     @rule(steps=st.integers(1, 16))

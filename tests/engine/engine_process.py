@@ -153,7 +153,7 @@ class EngineClient:
             answer.token_ids.append(token_id)
             answer.finish_reason = finish_reason
         for request_id, logprobs in (message.logprobs or {}).items():
-            self.answers[request_id].logprobs.append(logprobs)
+            self.answers[request_id].logprobs += logprobs
         for request_id, prompt_logprobs in (message.prompt_logprobs or {}).items():
             assert self.answers[request_id].prompt_logprobs is None
             self.answers[request_id].prompt_logprobs = list(unpack_prompt_logprobs(prompt_logprobs))

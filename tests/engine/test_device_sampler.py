@@ -67,6 +67,35 @@ def test_both_samplers_say_the_same_through_preemption_and_retraction() -> None:
         slots = slots + np.int32(3) if step == 2 else slots
 
 
+def test_rows_of_one_slot_follow_each_other() -> None:
+    """Three rows of each slot at once are three steps, and those that are retracted have not been."""
+    requests = [make_request(i, [1, 2, 3, 2], **params) for i, params in enumerate(PARAMS)]
+    slots = np.arange(len(PARAMS), dtype=np.int32)
+    logits = torch.stack([logits_of(step) for step in range(3)], 1)  # [slot, step, vocab]
+    for at_once, one_by_one in zip(samplers(), samplers(), strict=True):
+        for slot, request in enumerate(requests):
+            at_once.seat(slot, request)
+            one_by_one.seat(slot, request)
+        positions = np.tile(np.arange(4, 7, dtype=np.int32), len(slots))
+        drawn = at_once.sample(logits.flatten(0, 1).clone(), np.repeat(slots, 3), positions).result()
+        steps = [
+            one_by_one.sample(logits[:, step].clone(), slots, np.full(len(slots), 4 + step, np.int32)).result()
+            for step in range(3)
+        ]
+        assert drawn.token_ids.reshape(-1, 3).T.tolist() == [step.token_ids.tolist() for step in steps]
+        assert drawn.logprobs == {
+            3 * row + i: entry for i, step in enumerate(steps) for row, entry in step.logprobs.items()
+        }
+        for step in (2, 1):
+            one_by_one.retract(slots, steps[step].token_ids)
+        is_later = np.tile([False, True, True], len(slots))
+        at_once.retract(np.repeat(slots, 3)[is_later], drawn.token_ids[is_later])
+        again = [
+            sampler.sample(logits[:, 2].clone(), slots, positions[1::3]).result() for sampler in (at_once, one_by_one)
+        ]
+        assert again[0].token_ids.tolist() == again[1].token_ids.tolist()
+
+
 def test_rows_without_a_token_are_told() -> None:
     slots, positions = np.arange(4, dtype=np.int32), np.ones(4, np.int32)
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))

@@ -110,7 +110,7 @@ class EchoEngine:
 
     def step(self) -> None:
         tokens, finishes = [], []
-        logprobs: dict[int, TokenLogprobs] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[bytes]] = {}
         request_ids = list(self.sequences)
         for request_id in request_ids:
@@ -129,7 +129,7 @@ class EchoEngine:
             if finish != FINISH_RUNNING:
                 del self.sequences[request_id]
             if sampling.logprobs is not None:
-                logprobs[request_id] = token_logprobs(token, sampling.logprobs)
+                logprobs[request_id] = [token_logprobs(token, sampling.logprobs)]
             tokens.append(token)
             finishes.append(finish)
         self.send(

@@ -1,3 +1,4 @@
+// One file, for it is one model: who checks a rule of it should find all rules beside it.
 #include "simulated_engine.h"
 
 #include <algorithm>
@@ -18,6 +19,11 @@ uint64_t mix(uint64_t a, uint64_t b) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
     x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
     return (x ^ (x >> 31)) | 1;  // never 0
+}
+
+// The token behind `length` tokens, which `prefix` names.
+TokenId sampled_behind(uint64_t prefix, size_t length) {
+    return static_cast<TokenId>(mix(prefix, length) % kVocabulary);
 }
 
 Setup with_bytes(Setup setup) {
@@ -100,11 +106,38 @@ void SimulatedEngine::abort(RequestId id) {
     requests_.erase(id);
 }
 
-TokenId SimulatedEngine::sample(RequestId id) const {
-    const auto found = requests_.find(id);
-    if (found == requests_.end()) return 0;
-    const Request& request = found->second;
-    return static_cast<TokenId>(mix(request.prefixes.back(), request.tokens.size()) % kVocabulary);
+// Guesses what follows some of the requests, right at first. It depends on nothing but the step's number, so that an
+// input of the fuzzer need not say it.
+void SimulatedEngine::draft_some() {
+    for (auto& [id, request] : requests_) {
+        const uint64_t dice = mix(id, static_cast<uint64_t>(num_planned_));
+        if (dice % 16 >= 5) continue;
+        const size_t num_right = (dice >> 8) % 4, num_wrong = (dice >> 16) % 4;
+        request.draft.clear();
+        Mark prefix = request.prefixes.back();
+        for (size_t i = 0; i < num_right + num_wrong; ++i) {
+            const TokenId right = sampled_behind(prefix, request.tokens.size() + i);
+            request.draft.push_back(i < num_right ? right : static_cast<TokenId>((dice >> (20 + i)) % kVocabulary));
+            prefix = mix(prefix, request.draft.back());
+        }
+        scheduler_.set_draft(id, request.draft);
+    }
+}
+
+std::map<RequestId, SimulatedEngine::Draft> SimulatedEngine::drafts_of(const StepPlan& plan) const {
+    std::map<RequestId, Draft> drafts;
+    for (const int32_t s : plan.logits_seqs) {
+        const RequestId id = plan.request_ids.at(s);
+        const auto [found, is_first] = drafts.try_emplace(id);
+        if (is_first) continue;
+        Draft& draft = found->second;
+        const Request& request = requests_.at(id);
+        require(draft.tokens.size() < request.draft.size(), "a row samples more often than its draft allows");
+        draft.tokens.push_back(request.draft[draft.tokens.size()]);
+        draft.prefixes.push_back(
+            mix(draft.prefixes.empty() ? request.prefixes.back() : draft.prefixes.back(), draft.tokens.back()));
+    }
+    return drafts;
 }
 
 FinishReason SimulatedEngine::expected_reason(const Request& request) const {
@@ -115,6 +148,7 @@ FinishReason SimulatedEngine::expected_reason(const Request& request) const {
 }
 
 void SimulatedEngine::take_token(RequestId id, TokenId token, FinishReason reason) {
+    if (reason == FinishReason::kRejected) return;
     if (reason == FinishReason::kDropped) {
         for (Step& step : open_) step.dropped.insert(id);
         return;
@@ -132,6 +166,7 @@ void SimulatedEngine::take_token(RequestId id, TokenId token, FinishReason reaso
     }
     if (request.misread) throw Failure(request.misread);
     append(request, token);
+    request.draft.clear();
     require(reason == expected_reason(request), "a request ends too early or too late");
     if (reason != FinishReason::kRunning) requests_.erase(found);
 }
@@ -209,6 +244,7 @@ void SimulatedEngine::take_back(int link, int first, int count) {
 // ---- steps ----
 
 bool SimulatedEngine::schedule() {
+    draft_some();
     std::unique_ptr<StepPlan> plan = scheduler_.schedule(++now_s_);
     if (!plan) {
         require(!scheduler_.schedule(now_s_), "there was something to do, had one asked twice");
@@ -220,7 +256,8 @@ bool SimulatedEngine::schedule() {
         require(found != requests_.end(), "a plan names a preempted request that has ended");
         found->second.misread = nullptr;
     }
-    open_.push_back({std::move(plan), ++num_planned_});
+    std::map<RequestId, Draft> drafts = drafts_of(*plan);
+    open_.push_back({std::move(plan), ++num_planned_, std::move(drafts)});
     return true;
 }
 
@@ -245,9 +282,11 @@ void SimulatedEngine::check_plan(const StepPlan& plan) const {
             require(plan.positions[i] == plan.context_lens[s] - (end - i), "positions follow each other");
     }
     require(plan.logits_rows.size() == plan.logits_seqs.size(), "every row that samples has a sequence");
-    for (size_t i = 0; i < plan.logits_rows.size(); ++i)
-        require(plan.logits_rows[i] == plan.query_starts.at(plan.logits_seqs[i] + 1) - 1,
-                "the last token of a row samples");
+    for (size_t i = 0; i < plan.logits_rows.size(); ++i) {
+        const bool is_last = i + 1 == plan.logits_rows.size() || plan.logits_seqs[i + 1] != plan.logits_seqs[i];
+        const int next = is_last ? plan.query_starts.at(plan.logits_seqs[i] + 1) : plan.logits_rows[i + 1];
+        require(plan.logits_rows[i] == next - 1, "the last tokens of a row sample");
+    }
 }
 
 void SimulatedEngine::check_tokens(const Step& step) const {
@@ -255,7 +294,9 @@ void SimulatedEngine::check_tokens(const Step& step) const {
     for (size_t s = 0; s < plan.request_ids.size(); ++s) {
         const auto found = requests_.find(plan.request_ids[s]);
         if (found == requests_.end() || step.dropped.count(plan.request_ids[s])) continue;
-        const std::vector<TokenId>& tokens = found->second.tokens;
+        std::vector<TokenId> tokens = found->second.tokens;
+        if (const auto draft = step.drafts.find(plan.request_ids[s]); draft != step.drafts.end())
+            tokens.insert(tokens.end(), draft->second.tokens.begin(), draft->second.tokens.end());
         require(plan.context_lens[s] <= static_cast<int>(tokens.size()), "a row ends behind its request");
         for (int i = plan.query_starts[s]; i < plan.query_starts[s + 1]; ++i) {
             const TokenId token = plan.token_ids[i] < 0 ? last_tokens_.at(~plan.token_ids[i]) : plan.token_ids[i];
@@ -271,10 +312,19 @@ void SimulatedEngine::commit(int broken) {
     for (int g = 0; g < static_cast<int>(local_.size()); ++g) run(step, g, -1, true);
     std::vector<RequestId> ids;
     std::vector<TokenId> sampled;
+    std::map<RequestId, size_t> num_sampled;
     for (const int32_t s : plan.logits_seqs) {
         ids.push_back(plan.request_ids[s]);
+        const size_t i = num_sampled[ids.back()]++;
         const bool is_broken = static_cast<int>(sampled.size()) == broken;
-        sampled.push_back(is_broken ? -1 : sample(ids.back()));
+        const auto found = requests_.find(ids.back());
+        TokenId token = 0;
+        if (found != requests_.end()) {
+            const Mark prefix =
+                i == 0 ? found->second.prefixes.back() : step.drafts.at(ids.back()).prefixes[i - 1];
+            token = sampled_behind(prefix, found->second.tokens.size() + i);
+        }
+        sampled.push_back(is_broken ? -1 : token);
         last_tokens_[plan.row_slots[s]] = sampled.back();
     }
     const StepResult result = scheduler_.commit(sampled, 0.0);
@@ -369,7 +419,9 @@ std::vector<SimulatedEngine::Row> SimulatedEngine::rows(const Step& step, int g,
         const int end = plan.context_lens[s], begin = end - (plan.query_starts[s + 1] - plan.query_starts[s]);
         const int first = plan.table_starts[g][s], last = plan.table_starts[g][s + 1];
         require(last - first == ceil_div(end, setup_.limits.block_size), "a row has a block for every token");
-        rows.push_back({counts ? &found->second : nullptr, begin, end, table.data() + first});
+        const auto draft = step.drafts.find(plan.request_ids[s]);
+        rows.push_back({counts ? &found->second : nullptr, draft == step.drafts.end() ? nullptr : &draft->second, begin,
+                        end, table.data() + first});
     }
     return rows;
 }
@@ -381,7 +433,7 @@ void SimulatedEngine::write(const Step& step, int g, int layer) {
         for (int i = row.begin; i < row.end; ++i) {
             Mark* mark = table_marks(g, row.table[i / size], layer) + i % size;
             require(written.insert(mark).second, "two requests write to one place");
-            *mark = row.request ? mix(row.request->prefixes[i + 1], layer) : mix(~0ull, i);
+            *mark = row.request ? mix(row.prefix(i), layer) : mix(~0ull, i);
         }
     }
 }
@@ -392,7 +444,7 @@ void SimulatedEngine::read(const Step& step, int g, int layer) {
         if (!row.request) continue;
         for (int i = window > 0 ? std::max(0, row.begin - window + 1) : 0; i < row.end; ++i) {
             const Mark mark = table_marks(g, row.table[i / size], layer)[i % size];
-            if (mark != mix(row.request->prefixes[i + 1], layer))
+            if (mark != mix(row.prefix(i), layer))
                 row.request->misread = "a token came from a step that read other bytes than its request's";
         }
     }

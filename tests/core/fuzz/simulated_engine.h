@@ -84,11 +84,17 @@ class SimulatedEngine {
         std::vector<Mark> prefixes;  // of the tokens up to each
         int prompt_len, last_len, min_tokens;
         std::optional<TokenId> stop;
+        std::vector<TokenId> draft = {};
         const char* misread = nullptr;  // must be computed again before it counts
+    };
+    struct Draft {
+        std::vector<TokenId> tokens;
+        std::vector<Mark> prefixes;  // of the tokens up to each
     };
     struct Step {
         std::unique_ptr<StepPlan> plan;
         int64_t number;
+        std::map<RequestId, Draft> drafts = {};  // of the rows that sample
         std::set<RequestId> dropped = {};  // since it was planned
     };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kOrphaned };
@@ -97,13 +103,21 @@ class SimulatedEngine {
         int64_t last_step = 0;  // of an orphan: the last one that may still reach it
     };
     struct Row {
-        Request* request;  // null: computed in vain
+        Request* request;    // null: computed in vain
+        const Draft* draft;  // null: it does not sample
         int begin, end;
         const int32_t* table;
+
+        // Names the tokens up to position `i`.
+        Mark prefix(size_t i) const {
+            const size_t num_known = request->tokens.size();
+            return i < num_known ? request->prefixes[i + 1] : draft->prefixes.at(i - num_known);
+        }
     };
 
     void append(Request& request, TokenId token) const;
-    TokenId sample(RequestId id) const;
+    void draft_some();
+    std::map<RequestId, Draft> drafts_of(const StepPlan& plan) const;
     FinishReason expected_reason(const Request& request) const;
     void take_token(RequestId id, TokenId token, FinishReason reason);
     void check_plan(const StepPlan& plan) const;

@@ -39,10 +39,11 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name, (Edit(file, old, new),))
 
 
-POOL, CACHE, CACHE_LENDING = "core/block_pool.cpp", "core/kv_cache.cpp", "core/kv_cache_lending.cpp"
+POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
+CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
 SCHEDULER, COMMIT, LENDING = "core/scheduler.cpp", "core/scheduler_commit.cpp", "core/scheduler_lending.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
-REFUSAL, BUILDER = "core/refusal.cpp", "core/step_builder.cpp"
+REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
@@ -61,10 +62,17 @@ MUTANTS = [
         "records_[sentinel(where)].newer;",
         "records_[sentinel(where)].older;",
     ),
-    one("an extent in use is lent", POOL, "lend.num_pinned[extent] > 0 || is_found", "is_found"),
-    one("all blocks of an extent lie at its begin", POOL, "+ within * block_bytes", "+ 0 * within * block_bytes"),
-    one("a lost extent is returned", POOL, "if (!is_lost) link.returned", "link.returned"),
-    one("a recall leaves free blocks behind", POOL, "if (state(b) == BlockState::kFree) give_up(b);\n        if", "if"),
+    one("an extent in use is lent", POOL_EXTENTS, "lend.num_pinned[extent] > 0 || is_found", "is_found"),
+    one(
+        "all blocks of an extent lie at its begin", POOL_EXTENTS, "+ within * block_bytes", "+ 0 * within * block_bytes"
+    ),
+    one("a lost extent is returned", POOL_EXTENTS, "if (!is_lost) link.returned", "link.returned"),
+    one(
+        "a recall leaves free blocks behind",
+        POOL_EXTENTS,
+        "if (state(b) == BlockState::kFree) give_up(b);\n        if",
+        "if",
+    ),
     # The set of free blocks.
     one(
         "the highest member is the lowest of its word",
@@ -82,11 +90,11 @@ MUTANTS = [
     ),
     one(
         "a window is left a block too early",
-        CACHE,
+        CACHE_RELEASE,
         "num_computed - groups_[g].spec.window)",
         "num_computed - groups_[g].spec.window + block_size_)",
     ),
-    one("what the step after uses is let go at once", CACHE, "if (num_steps_ > 1) {", "if (false) {"),
+    one("what the step after uses is let go at once", CACHE_RELEASE, "if (num_steps_ > 1) {", "if (false) {"),
     one(
         "a loading block is read", CACHE, "== BlockState::kLoading) return true;", "== BlockState::kLoading) continue;"
     ),
@@ -134,7 +142,7 @@ MUTANTS = [
     Mutant(
         "a recalled block is evicted to make room",
         (
-            Edit(POOL, "if (state(b) == BlockState::kCached) move_to(b, BlockState::kLeaving);", ""),
+            Edit(POOL_EXTENTS, "if (state(b) == BlockState::kCached) move_to(b, BlockState::kLeaving);", ""),
             Edit(POOL, "is_leaving(block) ? BlockState::kLeaving : BlockState::kCached", "BlockState::kCached"),
             Edit(
                 CACHE_LENDING,
@@ -173,6 +181,26 @@ MUTANTS = [
     one("what failed copies wrote counts", COMMIT, "cache_.settle_failed();", "cache_.settle();"),
     one("a step that reads what is lost counts", LENDING, "row.request && reads_lost(row)", "false"),
     one("who holds what is lost goes on", LENDING, "if (!cache_.holds_lost(r->table)) continue;", "continue;"),
+    # Drafts.
+    one("a wrong guess counts", COMMIT, "if (i > 0 && sampled[i - 1] != row.draft[i - 1]) break;", ""),
+    one(
+        "KV of wrong guesses counts",
+        COMMIT,
+        "r.num_computed += row.num_tokens - num_rejected;",
+        "r.num_computed += row.num_tokens;",
+    ),
+    one("blocks of wrong guesses stay", COMMIT, "if (num_rejected > 0) cache_.trim", "if (false) cache_.trim"),
+    one("a draft outlives a token", REQUESTS, "    draft.clear();\n", ""),
+    one("a draft outlives a preemption", ROSTER, "    r.draft.clear();\n", ""),
+    one("a draft follows what is not known", POLICY, "if (r.num_unknown > 0) return 0;", ""),
+    one("an answer grows beyond its end", POLICY, "r.last_len - r.num_known() - 1", "r.last_len"),
+    one("a draft exceeds the budget of its step", POLICY, "std::min({length, budget - 1, ", "std::min({length, "),
+    one(
+        "only the last guess is sampled behind",
+        PLAN,
+        "int back = row.num_samples(); back > 0",
+        "int back = 1; back > 0",
+    ),
     # The refusal.
     one(
         "a refusal outlives a freed block",
@@ -180,7 +208,9 @@ MUTANTS = [
         "::rest(BlockId block) {\n    ++num_room_changes_;",
         "::rest(BlockId block) {",
     ),
-    one("a refusal outlives extents that come home", POOL, "] = false;\n    ++num_room_changes_;", "] = false;"),
+    one(
+        "a refusal outlives extents that come home", POOL_EXTENTS, "] = false;\n    ++num_room_changes_;", "] = false;"
+    ),
     one("a refusal outlives a block that the prompt needs", COMMIT, "refusal_.note_commit(r, num_blocks);", ""),
     one(
         "a refusal outlives a step with less room",

@@ -1,0 +1,184 @@
+// The part of the pool whose blocks come and go by the extent.
+#include <algorithm>
+#include <utility>
+
+#include "../common/check.h"
+#include "block_pool.h"
+
+namespace swiftkv {
+
+// ---- lending ----
+
+std::vector<int> BlockPool::lendable(int lend_link, int max_extents, bool or_cached) const {
+    const LendLink& lend = lend_links_[lend_link];
+    std::vector<int> found;
+    for (int e = lend.clean.highest_below(lend.link.num_extents); e >= 0; e = lend.clean.highest_below(e)) {
+        if (static_cast<int>(found.size()) == max_extents) return found;
+        found.push_back(e);
+    }
+    if (!or_cached) return found;
+    std::vector<bool> is_found(lend.link.num_extents);
+    const BlockId end = sentinel(Place::kLocal);
+    for (BlockId b = records_[end].newer; b != end && static_cast<int>(found.size()) < max_extents;
+         b = records_[b].newer) {
+        const int extent = b / lend.link.blocks_per_extent;
+        if (extent >= lend.link.num_extents || lend.num_pinned[extent] > 0 || is_found[extent]) continue;
+        is_found[extent] = true;
+        found.push_back(extent);
+    }
+    return found;
+}
+
+void BlockPool::lend(int lend_link, int extent) noexcept {
+    const BlockId first = first_block(lend_link, extent);
+    for (BlockId b = first; b < first + blocks_per_extent(lend_link); ++b) {
+        ensure(state(b) == BlockState::kFree, "what is lent is free");
+        move_to(b, BlockState::kLent);
+    }
+    lend_links_[lend_link].is_lent[extent] = true;
+}
+
+void BlockPool::take_back(int lend_link, int extent) noexcept {
+    const BlockId first = first_block(lend_link, extent);
+    for (BlockId b = first; b < first + blocks_per_extent(lend_link); ++b) {
+        ensure(state(b) == BlockState::kLent, "what comes home was lent");
+        move_to(b, BlockState::kFree);
+    }
+    lend_links_[lend_link].is_lent[extent] = false;
+    ++num_room_changes_;
+}
+
+void BlockPool::check_lent(int lend_link, std::span<const ExtentId> extents) const {
+    const LendLink& lend = lend_links_[lend_link];
+    check_extents(extents, lend.link.num_extents);
+    for (const ExtentId extent : extents)
+        if (!lend.is_lent[extent]) refuse_extent(extent, "is not lent");
+}
+
+// ---- borrowing ----
+
+const BlockPool::BorrowLink& BlockPool::borrow_link_of(BlockId borrowed) const {
+    const auto found = std::find_if(borrow_links_.begin(), borrow_links_.end(), [&](const BorrowLink& link) {
+        return borrowed >= link.first && borrowed < link.first + link.link.num_extents * link.link.blocks_per_extent;
+    });
+    ensure(found != borrow_links_.end(), "a borrowed block is one of a link's");
+    return *found;
+}
+
+BlockPool::BorrowLink& BlockPool::borrow_link_of(BlockId borrowed) {
+    return const_cast<BorrowLink&>(std::as_const(*this).borrow_link_of(borrowed));
+}
+
+bool BlockPool::is_leaving(BlockId block) const {
+    if (place(block) == Place::kLocal) return false;
+    const BorrowLink& link = borrow_link_of(block);
+    return link.tenure[extent_of(link, block)] != Tenure::kHeld;
+}
+
+bool BlockPool::is_lost(BlockId block) const {
+    if (place(block) == Place::kLocal) return false;
+    const BorrowLink& link = borrow_link_of(block);
+    return link.tenure[extent_of(link, block)] == Tenure::kLost;
+}
+
+BlockPool::Location BlockPool::locate(BlockId borrowed, int64_t block_bytes) const {
+    const BorrowLink& link = borrow_link_of(borrowed);
+    const int extent = extent_of(link, borrowed);
+    const int within = (borrowed - link.first) % link.link.blocks_per_extent;
+    return {static_cast<int>(&link - borrow_links_.data()),
+            link.link.base_offset_bytes + extent * link.link.extent_bytes + within * block_bytes};
+}
+
+void BlockPool::check_not_held(int borrow_link, std::span<const ExtentId> extents) const {
+    const BorrowLink& link = borrow_links_[borrow_link];
+    check_extents(extents, link.link.num_extents);
+    for (const ExtentId extent : extents) {
+        if (link.tenure[extent] == Tenure::kHeld) refuse_extent(extent, "is borrowed already");
+        if (link.tenure[extent] == Tenure::kRecalled) refuse_extent(extent, "was recalled and has not been returned");
+        if (link.tenure[extent] == Tenure::kLost)
+            refuse_extent(extent, "was lost, and a step in progress still uses it");
+    }
+}
+
+void BlockPool::check_held(int borrow_link, std::span<const ExtentId> extents) const {
+    const BorrowLink& link = borrow_links_[borrow_link];
+    check_extents(extents, link.link.num_extents);
+    for (const ExtentId extent : extents)
+        if (link.tenure[extent] != Tenure::kHeld) refuse_extent(extent, "is not held");
+}
+
+void BlockPool::borrow(int borrow_link, int extent) noexcept {
+    BorrowLink& link = borrow_links_[borrow_link];
+    ensure(link.tenure[extent] == Tenure::kNone && link.num_present[extent] == 0, "what is borrowed was not held");
+    link.tenure[extent] = Tenure::kHeld;
+    link.num_present[extent] = link.link.blocks_per_extent;
+    num_held_blocks_ += link.link.blocks_per_extent;
+    const BlockId first = link.first + extent * link.link.blocks_per_extent;
+    for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) move_to(b, BlockState::kFree);
+    ++num_room_changes_;
+}
+
+void BlockPool::recall(int borrow_link, int extent) noexcept {
+    BorrowLink& link = borrow_links_[borrow_link];
+    ensure(link.tenure[extent] == Tenure::kHeld, "what is recalled is held");
+    link.tenure[extent] = Tenure::kRecalled;
+    num_held_blocks_ -= link.link.blocks_per_extent;
+    num_draining_ += link.num_present[extent];
+    const BlockId first = link.first + extent * link.link.blocks_per_extent;
+    for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) {
+        if (state(b) == BlockState::kFree) give_up(b);
+        if (state(b) == BlockState::kCached) move_to(b, BlockState::kLeaving);
+    }
+}
+
+void BlockPool::lose(int borrow_link) noexcept {
+    BorrowLink& link = borrow_links_[borrow_link];
+    link.returned.clear();
+    for (int extent = 0; extent < link.link.num_extents; ++extent) {
+        Tenure& tenure = link.tenure[extent];
+        if (tenure == Tenure::kHeld) num_held_blocks_ -= link.link.blocks_per_extent;
+        if (tenure == Tenure::kRecalled) num_draining_ -= link.num_present[extent];
+        if (tenure != Tenure::kNone) tenure = Tenure::kLost;
+        const BlockId first = link.first + extent * link.link.blocks_per_extent;
+        for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) {
+            ensure(node(b) == kNone, "the prefix index forgets what is lost");
+            if (state(b) == BlockState::kFree) give_up(b);
+        }
+    }
+}
+
+// A block that is nobody's any more leaves with its extent; the last one takes the extent along.
+void BlockPool::give_up(BlockId borrowed) {
+    BorrowLink& link = borrow_link_of(borrowed);
+    const int extent = extent_of(link, borrowed);
+    move_to(borrowed, BlockState::kAbsent);
+    const bool is_lost = link.tenure[extent] == Tenure::kLost;
+    if (!is_lost) --num_draining_;
+    ensure(num_draining_ >= 0 && link.num_present[extent] > 0, "a block that leaves was there");
+    if (--link.num_present[extent] > 0) return;
+    link.tenure[extent] = Tenure::kNone;
+    if (!is_lost) link.returned.push_back(extent);
+}
+
+std::vector<int> BlockPool::take_returned(int borrow_link) {
+    return std::exchange(borrow_links_[borrow_link].returned, {});
+}
+
+void BlockPool::for_each_leaving(const std::function<void(BlockId)>& visit) const {
+    for (int i = 0; i < static_cast<int>(borrow_links_.size()); ++i)
+        for_each_of_link(i, [&](BlockId block) {
+            if (is_leaving(block)) visit(block);
+        });
+}
+
+void BlockPool::for_each_of_link(int borrow_link, const std::function<void(BlockId)>& visit) const {
+    const BorrowLink& link = borrow_links_[borrow_link];
+    for (int extent = 0; extent < link.link.num_extents; ++extent) {
+        if (link.num_present[extent] == 0) continue;
+        const BlockId first = link.first + extent * link.link.blocks_per_extent;
+        for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b)
+            if (state(b) != BlockState::kAbsent) visit(b);
+    }
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,76 @@
+#include "parts.h"
+
+namespace swiftkv::parts {
+
+TEST(lower_priorities_and_then_earlier_arrivals_go_first) {
+    Parts parts(16);
+    Request& late = parts.add(1, tokens(4), 5);
+    Request& first = parts.add(2, tokens(4), 1);
+    Request& second = parts.add(3, tokens(4), 1);
+    const std::vector<Request*> order(parts.roster.waiting().begin(), parts.roster.waiting().end());
+    EXPECT(order == std::vector<Request*>{&first, &second, &late});
+}
+
+TEST(the_last_in_order_makes_room) {
+    Parts parts(16);
+    std::vector<Request*> running{&parts.add(1, tokens(4), 5), &parts.add(2, tokens(4), 9)};
+    EXPECT(&parts.policy.victim(running) == running.back());
+}
+
+TEST(a_prompt_is_split_where_that_is_allowed) {
+    Parts split(16);
+    EXPECT(!split.policy.is_oversized(split.add(1, tokens(30))));
+    EXPECT(split.policy.first_chunk(*split.roster.find(1), 10) == 10);
+    EXPECT(split.policy.first_chunk(*split.roster.find(1), 40) == 30);
+    SchedulerLimits limits = kLimits;
+    limits.enable_chunked_prefill = false;
+    Parts whole(16, limits);
+    EXPECT(whole.policy.is_oversized(whole.add(1, tokens(30))));
+    EXPECT(!whole.policy.is_oversized(whole.add(2, tokens(16, 2))));
+    EXPECT(whole.policy.first_chunk(*whole.roster.find(1), 10) == 30);
+}
+
+TEST(a_draft_is_as_long_as_budget_and_answer_allow) {
+    Parts parts(16);
+    Request& r = parts.add(1, tokens(4));
+    r.draft = tokens(6);
+    EXPECT(parts.policy.draft_length(r, 16) == 6);
+    EXPECT(parts.policy.draft_length(r, 5) == 4);
+    EXPECT(parts.policy.draft_length(r, 1) == 0);
+    r.last_len = r.num_known() + 3;
+    EXPECT(parts.policy.draft_length(r, 16) == 2);
+    r.num_unknown = 1;
+    EXPECT(parts.policy.draft_length(r, 16) == 0);
+}
+
+TEST(a_prefix_comes_while_a_running_request_computes_its_next_block) {
+    Parts parts(16);
+    Request& running = parts.add(1, tokens(12));
+    parts.roster.start(running);
+    Request& same = parts.add(2, tokens(20));
+    Request& other = parts.add(3, tokens(20, 3));
+    EXPECT(parts.policy.is_prefix_coming(same, parts.roster.running()));
+    EXPECT(!parts.policy.is_prefix_coming(other, parts.roster.running()));
+    running.num_computed = 12;  // all that they share
+    EXPECT(!parts.policy.is_prefix_coming(same, parts.roster.running()));
+    running.num_computed = 0;
+    same.skip_prefix_match = true;
+    EXPECT(!parts.policy.is_prefix_coming(same, parts.roster.running()));
+}
+
+TEST(a_prefix_comes_while_its_blocks_are_loading) {
+    Parts parts(16);
+    Request& r = parts.add(1, tokens(20));
+    const std::vector<BlockId> blocks = parts.cache.begin_loading(r.keys[0]);
+    EXPECT(parts.policy.is_prefix_coming(r, {}));
+    parts.cache.end_loading(blocks, true);
+    EXPECT(!parts.policy.is_prefix_coming(r, {}));
+}
+
+TEST(who_would_not_fit_alone_cannot_be_held) {
+    Parts parts(5);
+    EXPECT(parts.policy.could_hold(parts.add(1, tokens(20))));
+    EXPECT(!parts.policy.could_hold(parts.add(2, tokens(21, 2))));
+}
+
+}  // namespace swiftkv::parts

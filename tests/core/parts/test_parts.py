@@ -1,0 +1,26 @@
+"""The parts of the scheduler do what they promise, each without the others: the tests are in C++ beside this file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from core_build import checked_build
+
+HERE = Path(__file__).parent
+NAMES = [name for file in sorted(HERE.glob("*.cpp")) for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build = checked_build()
+    objects = [*build.core_objects(), *build.objects(sorted(HERE.glob("*.cpp")))]
+    return build.link(objects, tmp_path_factory.mktemp("parts") / "parts")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_part(name: str, program: Path) -> None:
+    done = subprocess.run([program, name], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

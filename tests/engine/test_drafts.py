@@ -1,0 +1,102 @@
+"""With drafts, right or wrong, an engine says what it says without them, in fewer steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swiftkv._core import Scheduler, StepPlan, StepResult
+from swiftkv.engine.engine import Engine
+from swiftkv.engine.messages import FINISH_ABORTED, FINISH_REJECTED
+from swiftkv.engine.runner import ModelRunner
+from tests.engine.engine_process import Answer, EngineProcess
+from tests.engine.engine_thread import EngineThread
+from tests.support.checkpoints import make_checkpoint
+
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+ASKED: list[dict[str, Any]] = [
+    {"max_tokens": 40},
+    {"max_tokens": 40, "presence_penalty": 1.2, "frequency_penalty": 0.3, "repetition_penalty": 1.3, "logprobs": 2},
+    {"max_tokens": 37, "temperature": 1.3, "seed": 3, "logprobs": 0, "prompt_logprobs": 1},
+    {"max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 4, "frequency_penalty": 0.9},
+    {"max_tokens": 40, "temperature": 0.9, "seed": 5, "min_tokens": 20, "stop_token_ids": list(range(40, 80))},
+    {"max_tokens": 3, "logit_bias": {11: 4.0}},
+]
+
+
+def ask(engine: EngineProcess | EngineThread[ModelRunner]) -> list[Answer]:
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 320, n).tolist() for n in (5, 90, 33, 17, 2, 48)]
+    return engine.wait([engine.add(prompt, **asked) for prompt, asked in zip(prompts, ASKED, strict=True)])
+
+
+class Drafting:
+    """The scheduler of an engine, and somebody who guesses before most of its steps: the first tokens are right."""
+
+    def __init__(self, scheduler: Scheduler, known: dict[int, list[int]]) -> None:
+        self._scheduler = scheduler
+        self._known = known
+        self._rng = random.Random(0)
+        self._outputs: dict[int, list[int]] = {}
+        self._num_open = 0
+        self.num_rejected = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        if self._num_open and self._rng.random() < 0.5:  # an engine that runs ahead finishes its step first
+            return None
+        for request_id, outputs in self._outputs.items():
+            right = self._known[request_id][len(outputs) :][: self._rng.randint(0, 5)]
+            wrong = [self._rng.randrange(3, 320) for _ in range(self._rng.randint(0, 3))]
+            self._scheduler.set_draft(request_id, np.array(right + wrong, np.int32))
+        plan = self._scheduler.schedule(now_s)
+        self._num_open += plan is not None
+        return plan
+
+    def commit(self, sampled: Any, duration_s: float) -> StepResult:
+        result = self._scheduler.commit(sampled, duration_s)
+        self._num_open -= 1
+        rows = zip(result.request_ids.tolist(), result.token_ids.tolist(), result.finish_reasons.tolist(), strict=True)
+        for request_id, token, reason in rows:
+            self.num_rejected += reason == FINISH_REJECTED
+            if reason < FINISH_ABORTED:
+                self._outputs.setdefault(request_id, []).append(token)
+        return result
+
+
+class DraftingEngine(EngineThread[ModelRunner]):
+    """An engine whose scheduler gets drafts of answers that are known."""
+
+    def __init__(self, checkpoint: Path, known: list[Answer], **options: object) -> None:
+        super().__init__(checkpoint, ModelRunner, **options)
+        self._known = {number: answer.token_ids for number, answer in enumerate(known, 1)}
+        self.drafting: Drafting
+
+    def prepare(self, engine: Engine) -> None:
+        self.drafting = Drafting(engine._scheduler, self._known)
+        engine._scheduler = self.drafting  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in step", "a step ahead"])
+@pytest.mark.parametrize("num_blocks", [64, 14], ids=["with room", "with preemptions"])
+def test_drafts_change_nothing_but_the_number_of_steps(num_blocks: int, is_ahead: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with EngineProcess(tmp_path, **OPTIONS) as alone:
+        expected = ask(alone)
+        block_bytes = alone.config.memory.num_bytes // alone.ready.num_blocks
+        num_steps = alone.wait_for_rest().steps_total
+    options = {**OPTIONS, "kv_bytes": num_blocks * block_bytes, "max_model_len": 192, "async_scheduling": is_ahead}
+    engine = DraftingEngine(tmp_path, expected, **options)
+    with engine.running():
+        assert ask(engine) == expected
+        stats = engine.wait_for_rest()
+    assert engine.drafting.num_rejected > 20
+    assert (stats.num_preemptions_total > 0) == (num_blocks < 64)
+    assert is_ahead or num_blocks < 64 or stats.steps_total < num_steps
+    assert stats.num_used_blocks == 0
