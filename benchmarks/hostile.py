@@ -10,8 +10,8 @@ it. Where an attack has the other engine compute (not where all of it is refused
 they would with ordinary requests, so as many ordinary requests a second are measured first (the controls), and the
 table has the ratio to them.
 
-Attacker, probes and streams are processes of their own. The attacker is niced (--nice), for it would be another
-machine's load. The engine that streams has one core, all else shares the others; with --shared-cores the system
+Attacker, probes and streams are processes of their own. The attacker runs only when nothing else would (SCHED_IDLE),
+for it would be another machine's load. The engine that streams has one core, all else shares the others; with --shared-cores the system
 decides. After an attack that failed, the node is started anew, so that what it left does not count against the next.
 
 Asked for: `/health` within 100 ms (P99 50 ms) and always answered; the P99 time between tokens at most 1.2 times the
@@ -227,7 +227,7 @@ class Stage:
         command += ["--seconds", str(self._args.seconds)]
         self._take()
         begin_s = time.monotonic()
-        attacker = subprocess.Popen(["nice", "-n", str(self._args.nice), *command], stdout=subprocess.PIPE, text=True)
+        attacker = subprocess.Popen(["chrt", "--idle", "0", *command], stdout=subprocess.PIPE, text=True)
         self._pin_to_others(attacker.pid)
         ended = self._watch(attacker, begin_s + self._args.seconds + _ATTACKER_END_S)
         window = self._take()
@@ -337,7 +337,6 @@ def main() -> None:
     arguments.add_argument(
         "--checkpoint", type=Path, default=DEMO_CHECKPOINTS / "code", help="of the model that streams"
     )
-    arguments.add_argument("--nice", type=int, default=10, help="of the attacker")
     arguments.add_argument("--shared-cores", action="store_true", help="let all processes run on all cores")
     arguments.add_argument("--memory-limit", type=int, default=4096, help="MiB of growth at which the node is killed")
     arguments.add_argument("--markdown", action="store_true", help="print the table as Markdown")

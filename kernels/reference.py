@@ -94,7 +94,7 @@ def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K], rounded again."""
+    """Return x [..., K] / sqrt(mean(x^2) + eps), rounded to the dtype of x, times weight [K], rounded again."""
     wide = x.to(_accumulator(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

@@ -46,11 +46,16 @@ def attention(
     layer: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally from the step's queries to their sequences' KV -> `[num_tokens, num_heads * head_dim]`.
+    """Attend causally from the step's queries to the KV of their sequences, in the pool.
 
-    qkv bfloat16 or float16 `[num_tokens, (num_heads + 2 num_kv_heads) * head_dim]`, rotated; pool uint8, flat, from
-    the KV group's first byte on, 16-byte aligned. sinks `[num_heads]`: scores of a key with a value of zero that every
-    query sees (gpt-oss), unscaled and not capped. Call after the KV of the same layer is written.
+    Return `[num_tokens, num_heads * head_dim]`, of qkv's dtype. Call this after the step's keys and values of the layer
+    are in the pool: those in qkv are not read.
+
+    qkv: bfloat16 or float16 `[num_tokens, (num_heads + 2 num_kv_heads) * head_dim]`, queries first; rope is applied.
+    pool: uint8, flat, the part of the pool that belongs to the layer's KV group; its address is a multiple of 16.
+    layer: the layer's index in its KV group.
+    sinks: `[num_heads]`, for each head the score of one more key, whose value vector is zero, that every query sees
+        (gpt-oss); neither the scale nor the cap of the scores is applied to it.
     """
     assert qkv.is_contiguous()
     assert spec.block_size % 16 == 0

@@ -81,7 +81,11 @@ class Exchange:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 if every answer came and lending changed none, 1 if not, 2 for a mistake in the file."""
+    """Run the demo on the node that the YAML file in `argv` describes, and print its tables.
+
+    Return the exit code: 0 if every answer came and none differs from the one without lending, 1 if not, 2 if there is
+    a mistake in the file.
+    """
     parser = argparse.ArgumentParser(prog="python -m swiftkv.demo", description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/embedded.yaml"))
     args = parser.parse_args(argv)

@@ -78,7 +78,10 @@ class EngineSupervisor:
         return self._watch is not None and self._watch.is_unresponsive
 
     async def start(self) -> Ready:
-        """Start the process and wait until it serves. Raises `EngineError` if it ends before."""
+        """Start the process, and wait until its model is loaded and it takes requests.
+
+        Raises `EngineError` if the process ends before that, or is ended because it took longer than `load_timeout`.
+        """
         life = await self._spawn()
         ready = asyncio.create_task(self._client.wait_ready())
         try:
@@ -122,7 +125,10 @@ class EngineSupervisor:
         self._config = msgspec.structs.replace(self._config, lending=lending)
 
     async def stop(self) -> None:
-        """End the process: politely, then by its life line, then by force. Returns once it is gone."""
+        """End the process, and return once it is gone; without one, do nothing.
+
+        Ask it to; if that does not help, close its standard input, which ends it, and at last send SIGKILL.
+        """
         process, life = self._process, self._life
         if process is None or life is None:
             return

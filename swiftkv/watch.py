@@ -38,7 +38,10 @@ class _Clock:
         self._last_s = time.monotonic()
 
     async def tick(self) -> _Interval:
-        """Wait for the rest of the interval since the last call."""
+        """Wait until the interval that began with the last tick is over, and return the time since then.
+
+        A tick that is late does not wait; it counts as two intervals at most.
+        """
         await asyncio.sleep(max(0.0, self._last_s + self._interval_s - time.monotonic()))
         now_s = time.monotonic()
         elapsed_s, self._last_s = now_s - self._last_s, now_s

@@ -41,7 +41,7 @@ class Policy {
     // The tokens of a prompt that the step takes when it has `budget` left; more than that where it must be whole.
     int first_chunk(const Request& request, int budget) const;
     int next_chunk(const Request& request, int budget) const;
-    // The tokens of its draft that a decoding request computes beside its next one; the step has `budget` left for both.
+    // The tokens of its draft that a decoding request computes beside its next one, within `budget`.
     int draft_length(const Request& request, int budget) const;
     // Whether a prompt needs room for its first chunk rather than for all of it: sliding windows move on with each
     // chunk.

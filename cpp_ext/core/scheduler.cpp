@@ -48,6 +48,7 @@ void Scheduler::abort(std::span<const RequestId> ids) {
     for (RequestId id : ids) abort_one(id);
 }
 
+// A step in progress goes on computing the request, in vain: its row does not count any more.
 void Scheduler::abort_one(RequestId id) noexcept {
     if (Request* request = roster_.find(id)) end(*request);
 }
@@ -70,26 +71,27 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     return plan_step(now_s);
 }
 
-// Copies happen between the layers of a step, so blocks lie where the books say only when the step is over. Extents
-// come and go only while no step is in progress.
+// Copies happen between the layers of a step, so blocks lie where the block tables say only when the step is over.
+// Extents come and go only while no step is in progress.
 bool Scheduler::can_plan_ahead() const {
     return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_staging();
 }
 
 std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     must_commit_ = false;
-    cache_.begin_step();
+    cache_.begin_step();  // from here on blocks are let go as ones that this step may use
     StepBuilder step(cache_, roster_, policy_, refusal_, now_s);
 
-    settle_lending();
+    settle_lending();  // extents that were recalled are emptied, and the layer-stream cache follows what is borrowed
     cache_.forget_idle_moves();
-    // The copies go alone: whoever recalled extents waits for them, and need not wait for a step as well.
+    // The copies go alone: the lender that recalled extents waits for them, and need not wait for a step as well.
     if (cache_.has_copies()) return open(step);
     fill(step);
-    note_demand();
+    note_demand();  // what lenders decide by
     cache_.forget_idle_moves();
 
     if (!step.is_empty() || cache_.has_copies()) return open(step);
+    // There is nothing to do: it is as if no step had begun.
     if (open_.empty()) {
         cache_.settle();
     } else {
@@ -98,13 +100,15 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     return nullptr;
 }
 
+// Who runs goes on before anybody is admitted. Where prompts are not split, one that is longer than the budget of a
+// step has a step of its own, before all others.
 void Scheduler::fill(StepBuilder& step) {
     const int num_preempted = roster_.num_preempted();
     step.admit_oversized_prompt();
     step.schedule_decodes();
     step.schedule_prefills();
     const bool has_preempted = roster_.num_preempted() > num_preempted;
-    // A waiting request must not take blocks that others were made to leave, unless nobody is left for whom they did.
+    // Nobody is admitted into blocks that were just taken from a preempted request, unless nobody else runs.
     if (!step.must_commit() && (!has_preempted || step.is_empty())) {
         if (has_preempted) {  // their blocks may be of other use now
             settle_lending();
@@ -112,10 +116,11 @@ void Scheduler::fill(StepBuilder& step) {
         }
         step.admit_waiting();
     }
-    must_commit_ = step.must_commit();
+    must_commit_ = step.must_commit();  // it would have had to preempt a request that the step in progress computes
     prefix_matches_total_ += step.num_matches();
 }
 
+// The step is in progress from now on, until it is committed.
 std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
     std::unique_ptr<StepPlan> plan = writer_.write(step.rows(), step.admitted(), roster_.take_preempted());
     for (const Request* r : step.admitted()) {
@@ -130,6 +135,117 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
     }
     open_.push_back({std::move(step.rows()), cache_.has_copies()});
     return plan;
+}
+
+// ---- commit ----
+
+void Scheduler::check_is_open(const char* what) const {
+    if (open_.empty()) throw std::logic_error(std::string(what) + " without a step in progress");
+}
+
+StepResult Scheduler::commit(std::span<const TokenId> sampled, double duration_s) {
+    const std::lock_guard lock(mutex_);
+    check_is_open("commit()");
+    size_t num_samples = 0;
+    for (const StepRow& row : open_.front().rows) num_samples += row.num_samples();
+    if (num_samples != sampled.size())
+        throw std::invalid_argument("commit() got " + std::to_string(sampled.size()) + " tokens, the plan has " +
+                                    std::to_string(num_samples) + " logits_rows");
+    step_s_total_ += duration_s;
+    return commit_step(sampled);
+}
+
+StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
+    const Step step = std::move(open_.front());
+    open_.pop_front();
+    StepResult result;
+    for (const StepRow& row : step.rows) {
+        commit_row(row, sampled.first(row.num_samples()), result);
+        sampled = sampled.subspan(row.num_samples());
+    }
+    cache_.settle();
+    return result;
+}
+
+void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result) {
+    const auto tell = [&](TokenId token, FinishReason reason) {
+        result.request_ids.push_back(row.id);
+        result.token_ids.push_back(token);
+        result.finish_reasons.push_back(static_cast<uint8_t>(reason));
+    };
+    if (!row.request || row.request->is_lost) {
+        const bool is_dropped = row.request || row.is_dropped;
+        if (row.request) drop_steps(*row.request);
+        for (TokenId token : sampled) tell(token, is_dropped ? FinishReason::kDropped : FinishReason::kAborted);
+        result.counts.push_back(0);
+        return;
+    }
+    Request& r = *row.request;
+    FinishReason reason = FinishReason::kRunning;
+    size_t i = 0;
+    // A token counts if the tokens before it, which it was sampled behind, are those that the request has.
+    for (; i < sampled.size() && reason == FinishReason::kRunning; ++i) {
+        if (i > 0 && sampled[i - 1] != row.draft[i - 1]) break;
+        reason = sampled[i] < 0 ? FinishReason::kBroken : r.append(sampled[i], limits_);
+        tell(sampled[i], reason);
+    }
+    const int num_rejected = static_cast<int>(sampled.size() - i);
+    for (; i < sampled.size(); ++i) tell(sampled[i], FinishReason::kRejected);
+    result.counts.push_back(reason != FinishReason::kBroken);
+    if (reason != FinishReason::kBroken) commit_computed(row, num_rejected);
+    if (reason == FinishReason::kStop || reason == FinishReason::kLength) demand_.note_length(r);
+    if (reason != FinishReason::kRunning) end(r);
+}
+
+void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
+    Request& r = *row.request;
+    r.num_computed += row.num_tokens - num_rejected;
+    r.num_scheduled -= row.num_tokens;
+    r.num_unknown -= row.samples;
+    if (limits_.enable_prefix_caching) {
+        const int num_blocks = r.num_computed / limits_.block_size;
+        refusal_.note_commit(r, num_blocks);
+        cache_.commit(r.table, r.keys, num_blocks);
+    }
+    if (num_rejected > 0) cache_.trim(r.table, r.num_computed);
+    cache_.release_outside_window(r.table, r.num_computed);
+}
+
+void Scheduler::end(Request& r) {
+    leave_steps(r, false);
+    refusal_.forget(r);
+    roster_.erase(r);
+}
+
+// From now on the request's rows in the steps in progress do not count.
+void Scheduler::leave_steps(const Request& r, bool is_dropped) {
+    for (Step& step : open_) {
+        for (StepRow& row : step.rows) {
+            if (row.request != &r) continue;
+            row.request = nullptr;
+            row.is_dropped = is_dropped;
+        }
+    }
+}
+
+void Scheduler::drop_steps(Request& r) {
+    leave_steps(r, true);
+    r.is_lost = false;
+    roster_.preempt(r);
+}
+
+void Scheduler::abandon() {
+    const std::lock_guard lock(mutex_);
+    check_is_open("abandon()");
+    if (open_.size() > 1) throw std::logic_error("abandon() before commit() of the step before it");
+    abandon_step();
+}
+
+void Scheduler::abandon_step() noexcept {
+    open_.pop_front();
+    // Also those that had no part in the step: what it moved may be theirs.
+    while (!roster_.running().empty()) drop_steps(*roster_.running().back());
+    cache_.settle_failed();
 }
 
 // ---- what others see ----

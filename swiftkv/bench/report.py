@@ -80,7 +80,7 @@ def table(
     request_rate: float,
     max_concurrency: int | None,
 ) -> str:
-    """Return `result` as the table that `vllm bench serve` prints."""
+    """Return the figures of `result` as text, in the layout of the table that `vllm bench serve` prints."""
     rows: list[tuple[str, int | float]] = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),

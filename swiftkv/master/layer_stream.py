@@ -175,9 +175,9 @@ class LayerStream:
         self._launched.append(step)
 
     def step_ended(self) -> None:
-        """Enter the oldest step with copies in the books: it has ended, and the caller has waited for it.
+        """Record the times and bytes of the oldest step with copies that is not recorded yet.
 
-        Call this once for each step that did not fail.
+        Call this once for each step with copies that did not fail, after waiting until the device has ended it.
         """
         self.recent.append(self._launched.popleft().timings())
 

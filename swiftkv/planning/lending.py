@@ -43,7 +43,7 @@ class LendingPair:
 
     @property
     def lent_blocks(self) -> int:
-        """The lender's blocks that are lent."""
+        """The number of its own blocks that the lender lends to this borrower when its whole budget is lent."""
         return self.num_extents * self.extent.meu_w
 
     @property

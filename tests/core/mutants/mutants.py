@@ -41,7 +41,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 
 POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
 CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
-SCHEDULER, COMMIT, LENDING = "core/scheduler.cpp", "core/scheduler_commit.cpp", "core/scheduler_lending.cpp"
+SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
@@ -178,18 +178,18 @@ MUTANTS = [
     one("a prompt is matched whole", REQUEST, "(num_tokens() - 1) / block_size", "num_tokens() / block_size"),
     one("a step is planned beside copies", SCHEDULER, "!open_.back().has_copies && ", ""),
     one("a request may stop too late", REQUESTS, ">= min_tokens", "> min_tokens"),
-    one("what failed copies wrote counts", COMMIT, "cache_.settle_failed();", "cache_.settle();"),
+    one("what failed copies wrote counts", SCHEDULER, "cache_.settle_failed();", "cache_.settle();"),
     one("a step that reads what is lost counts", LENDING, "row.request && reads_lost(row)", "false"),
     one("who holds what is lost goes on", LENDING, "if (!cache_.holds_lost(r->table)) continue;", "continue;"),
     # Drafts.
-    one("a wrong guess counts", COMMIT, "if (i > 0 && sampled[i - 1] != row.draft[i - 1]) break;", ""),
+    one("a wrong guess counts", SCHEDULER, "if (i > 0 && sampled[i - 1] != row.draft[i - 1]) break;", ""),
     one(
         "KV of wrong guesses counts",
-        COMMIT,
+        SCHEDULER,
         "r.num_computed += row.num_tokens - num_rejected;",
         "r.num_computed += row.num_tokens;",
     ),
-    one("blocks of wrong guesses stay", COMMIT, "if (num_rejected > 0) cache_.trim", "if (false) cache_.trim"),
+    one("blocks of wrong guesses stay", SCHEDULER, "if (num_rejected > 0) cache_.trim", "if (false) cache_.trim"),
     one("a draft outlives a token", REQUESTS, "    draft.clear();\n", ""),
     one("a draft outlives a preemption", ROSTER, "    r.draft.clear();\n", ""),
     one("a draft follows what is not known", POLICY, "if (r.num_unknown > 0) return 0;", ""),
@@ -211,7 +211,7 @@ MUTANTS = [
     one(
         "a refusal outlives extents that come home", POOL_EXTENTS, "] = false;\n    ++num_room_changes_;", "] = false;"
     ),
-    one("a refusal outlives a block that the prompt needs", COMMIT, "refusal_.note_commit(r, num_blocks);", ""),
+    one("a refusal outlives a block that the prompt needs", SCHEDULER, "refusal_.note_commit(r, num_blocks);", ""),
     one(
         "a refusal outlives a step with less room",
         REFUSAL,

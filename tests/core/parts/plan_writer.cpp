@@ -62,7 +62,8 @@ TEST(logits_are_asked_behind_a_token_and_behind_each_of_its_draft) {
 
 TEST(borrowed_blocks_are_staged_side_by_side) {
     // Two extents of two blocks; a block has two layers of 100 bytes.
-    const Link link{.group = 0, .num_extents = 2, .blocks_per_extent = 2, .extent_bytes = 400, .base_offset_bytes = 5000};
+    const Link link{
+        .group = 0, .num_extents = 2, .blocks_per_extent = 2, .extent_bytes = 400, .base_offset_bytes = 5000};
     Parts parts(2, kLimits, {link});
     parts.cache.borrow(0, std::vector<int32_t>{1});
     parts.cache.begin_step();
