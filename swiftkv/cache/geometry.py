@@ -145,7 +145,7 @@ class Extent:
         return self.num_bytes == math.lcm(self.lender_block_bytes, self.borrower_block_bytes)
 
     def count_within(self, budget_bytes: Fraction) -> int:
-        """Return how many whole extents fit in a budget, which may be a fraction of a byte if it is a part of a pool."""
+        """Return how many whole extents fit in a budget, which need not be a whole number of bytes."""
         return math.floor(budget_bytes / self.num_bytes)
 
 

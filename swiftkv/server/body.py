@@ -61,7 +61,10 @@ def parse_body(content: bytes, body_type: type[B]) -> B:
 
 
 def parsed(body_type: type[B]) -> Any:
-    """Return the annotation of a route's parameter that is to be the request's body."""
+    """Return the annotation of a route's parameter that is to be the request's body.
+
+    The body's size is in `request.state.num_body_bytes` then.
+    """
     return Depends(_reader(body_type))
 
 
@@ -82,7 +85,7 @@ def body_schemas() -> dict[str, Any]:
 def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
     async def read(request: Request) -> B:
         pieces = await _pieces(request)
-        num_bytes = sum(map(len, pieces))
+        num_bytes = request.state.num_body_bytes = sum(map(len, pieces))
         if not num_bytes or not _is_json(request.headers.get("content-type", "")):
             raise ApiError(400, "the body must be a JSON object, with 'Content-Type: application/json'")
         if num_bytes <= _SMALL_BYTES:

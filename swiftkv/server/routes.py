@@ -107,7 +107,7 @@ def openai_router(models: ModelTable) -> APIRouter:
 
 async def _in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
     """Do `work` in the model's threads, unless the client hangs up before it has begun."""
-    return await unless_gone(request, model.threads.run(work, len(await request.body())))
+    return await unless_gone(request, model.threads.run(work, request.state.num_body_bytes))
 
 
 async def _generate(
