@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_STEP = 256
 MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
-"""The message that passes this is the last one before the next step."""
+"""A message that makes the bytes since the last step exceed this is the last one before the next step."""
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
@@ -132,9 +132,9 @@ class Engine:
             busy = self.step()
 
     def step(self) -> bool:
-        """Launch the next step, and finish the one before it; without asynchronous scheduling, the step itself.
+        """Launch the next step; then finish all steps but that one, or without asynchronous scheduling that one, too.
 
-        False: there is nothing to do before something happens.
+        Return whether the next step can follow at once; if not, a message or something about leases must come first.
         """
         now_s = time.monotonic()
         self._refuse_starved(now_s)
@@ -145,7 +145,7 @@ class Engine:
             self._send_stats()
         if plan is not None:
             self._launch(plan)
-        self._finish(but=1 if plan is not None and self._config.async_scheduling else 0)
+        self._finish(keep=1 if plan is not None and self._config.async_scheduling else 0)
         return self._scheduler.has_work()
 
     def _launch(self, plan: StepPlan) -> None:
@@ -164,9 +164,9 @@ class Engine:
         sample = self._sample(plan, hidden)
         self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s))
 
-    def _finish(self, but: int = 0) -> None:
-        """Wait for the steps that were launched, `but` the last ones, and tell what came of them."""
-        while len(self._launched) > but:
+    def _finish(self, keep: int = 0) -> None:
+        """Wait for the steps that were launched, all but the newest `keep`, and tell what came of them."""
+        while len(self._launched) > keep:
             step = self._launched.popleft()
             step.fence.wait()  # also without tokens: what the step used may be lent after it
             if self._runner.layer_stream is not None and step.plan.has_copies:
@@ -180,7 +180,7 @@ class Engine:
             self._publish(step.plan, sampled, result)
 
     def _take_duration(self, launched_s: float) -> float:
-        """Return the seconds that the step which is over took, without those it waited for the step before it."""
+        """Return how long the device was busy with the step that is over, which waited for the one before it."""
         begun_s, self._finished_s = max(launched_s, self._finished_s), time.monotonic()
         return self._finished_s - begun_s
 
@@ -219,7 +219,7 @@ class Engine:
         return messages
 
     def _refuse_starved(self, now_s: float) -> None:
-        """Requests for which there was no room for too long: it is lent at other times."""
+        """Refuse requests that have waited too long for memory. Without lending there would never be more."""
         if self._config.lending is None:
             return
         starved = self._scheduler.starved(now_s, self._config.lending.max_wait_s)
@@ -277,7 +277,7 @@ class Engine:
         self._prompt_logprobs.discard(request_id)
 
     def _seat(self, plan: StepPlan) -> None:
-        """Give row slots to the requests that came or came back, after those that were preempted left theirs."""
+        """Give row slots to the requests that are new, or run again; those that were preempted leave theirs first."""
         for request_id in plan.preempted_request_ids.tolist():
             for slot in np.flatnonzero(self._slot_taken & (self._slot_request_ids == request_id)).tolist():
                 self._slot_taken[slot] = False
@@ -294,9 +294,9 @@ class Engine:
         self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
-        if len(rows) or stats:
+        if len(rows) or stats is not None:
             logprobs: dict[int, list[TokenLogprobs]] = {}
-            for row, entry in sampled.logprobs.items():  # in order
+            for row, entry in sampled.logprobs.items():  # in the order of rows
                 if reasons[row] < FINISH_ABORTED:
                     logprobs.setdefault(int(result.request_ids[row]), []).append(entry)
             self._send(
@@ -327,7 +327,8 @@ class Engine:
             self._send(StepOutput(b"", b"", b"", admitted, messages_taken=self._messages_taken))
 
     def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[bytes]] | None:
-        found = {request_id: self._prompt_logprobs.pop(request_id) for request_id in request_ids.tolist()}
+        each_once = dict.fromkeys(request_ids.tolist())
+        found = {request_id: self._prompt_logprobs.pop(request_id) for request_id in each_once}
         return {
             request_id: pack_prompt_logprobs(logprobs) for request_id, logprobs in found.items() if logprobs is not None
         } or None

@@ -1,8 +1,8 @@
-"""Qwen3, Qwen2, Llama and Mistral: one stack of dense layers that differ in what is present. Imports no torch.
+"""Qwen3, Qwen2, Llama and Mistral: one stack of dense layers that differ in which tensors they have.
 
 A step embeds its tokens; every layer then adds attention and a gated MLP (`models/parts.py`) to their hidden states, in
 the loop of `models/decoder.py`; the head turns hidden states into logits. This file says which numbers of `config.json`
-and which tensors of the checkpoint make such a model.
+and which tensors of the checkpoint make such a model. It imports no torch, so that `swiftkv plan` answers at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Biases:
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """The traits that the name of an architecture implies beyond the numbers in `config.json`."""
+    """What an architecture has that its `config.json` does not say."""
 
     biases: Callable[[HFConfig], _Biases]
     sliding_window: Callable[[HFConfig], int | None] = lambda raw: None
