@@ -81,6 +81,7 @@ def create_model_app(
 def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="swiftkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.body_threads = body_threads()
+    app.state.turns = settings.limits.turns
     install_error_handlers(app)
 
     @app.exception_handler(RequestValidationError)

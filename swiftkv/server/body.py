@@ -9,9 +9,10 @@ import msgspec
 from fastapi import Depends
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from swiftkv.server.errors import ApiError
+from swiftkv.server.limits import Turns
 from swiftkv.server.price import check_json
 from swiftkv.server.protocol import (
     Body,
@@ -98,10 +99,18 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
 
 
 async def _pieces(request: Request) -> list[bytes]:
-    try:
-        return [piece async for piece in request.stream()]
-    except ClientDisconnect:
-        raise ClientGone from None
+    """Return the body as it came. Raises `ClientGone`."""
+    pieces: list[bytes] = []
+    has_more = True
+    while has_more:
+        event = await request.receive()
+        if event["type"] == "http.disconnect":
+            turns: Turns = request.app.state.turns  # somebody may hang up on a thousand bodies at once
+            await turns.take()
+            raise ClientGone
+        pieces.append(event.get("body", b""))
+        has_more = event.get("more_body", False)
+    return pieces
 
 
 def _is_json(content_type: str) -> bool:
