@@ -159,7 +159,7 @@ class StepPlan:
         """Per group [S+1]"""
     @property
     def logits_rows(self) -> Int32Array:
-        """[R] rows of T whose successor is to be sampled: the last one of a sequence, and one for each draft token"""
+        """[R] rows of T whose successor is to be sampled: the last known one of a sequence, and each of its draft"""
     @property
     def logits_seqs(self) -> Int32Array:
         """[R] the sequence, of S, that each belongs to"""
@@ -248,11 +248,12 @@ class Scheduler:
     def set_draft(self, request_id: int, token_ids: Int32Array) -> None:
         """Guess the tokens that follow those of a request, in place of any guess before.
 
-        The next step that decodes the request computes as many of them as there is room for, and samples behind each:
-        so it yields the token that would come without a draft, and another one for each guess that is right. A draft is
-        forgotten when its request gets a token or is preempted; one for an unknown id is ignored.
+        The next step that decodes the request computes as many of them as nobody else wants room for, and samples
+        behind each: so it yields the token that would come without a draft, and another one for each guess that is
+        right. A draft is forgotten when its request gets a token: one that comes while a step in progress samples for
+        its request is in vain. One for an unknown id is ignored.
 
-        Raises ValueError for a token id below 0.
+        Raises ValueError for a token id below 0; that none exceeds the vocabulary is the caller's business.
         """
 
     def has_work(self) -> bool: ...

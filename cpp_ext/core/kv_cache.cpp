@@ -154,6 +154,14 @@ int KvCache::capacity(const BlockTable& table) const {
     return static_cast<int>(smallest->entries.size()) * block_size_;
 }
 
+bool KvCache::has_free(const BlockTable& table, int num_tokens, int spare) const {
+    for (int g = 0; g < num_groups(); ++g) {
+        const int missing = ceil_div(num_tokens, block_size_) - static_cast<int>(table.groups[g].entries.size());
+        if (missing > 0 && groups_[g].pool.num_free(Place::kLocal) < missing + spare) return false;
+    }
+    return true;
+}
+
 int64_t KvCache::room_version() const {
     int64_t version = num_room_changes_;
     for (const Group& group : groups_) version += group.pool.num_room_changes();

@@ -61,6 +61,8 @@ class KvCache {
     bool extend(BlockTable& table, int chunk_end, int prompt_end, int spare);
     // The tokens that a table's blocks have room for in every group.
     int capacity(const BlockTable& table) const;
+    // Whether free local blocks suffice for `num_tokens` tokens of a table, and `spare` more are left in every group.
+    bool has_free(const BlockTable& table, int num_tokens, int spare) const;
     // Grows whenever extend() may succeed, or acquire_prefix() find more, where it did not before; other than by a
     // commit of the very blocks that are looked for.
     int64_t room_version() const;

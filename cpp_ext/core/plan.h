@@ -26,8 +26,8 @@ struct GroupCopies {
     std::vector<CopyRuns> stores;  // per stream buffer, to peers, once the layer's KV is written
 };
 
-// T tokens of S sequences; R of the tokens need a successor: the last ones of a sequence, one and as many as its draft
-// has, or none. A plan may have no token and only copies.
+// T tokens of S sequences; R of the tokens need a successor: the last known one of a sequence and each of its draft, or
+// none where a prompt is not at its end. A plan may have no token and only copies.
 struct StepPlan {
     std::vector<TokenId> token_ids;      // [T] or unknown_token(row slot)
     std::vector<int32_t> positions;      // [T]
@@ -53,7 +53,7 @@ struct StepPlan {
 
 // kDropped: the request goes on, but what it needed was lost during the step: it is computed again.
 // kBroken: there is no token for it, and what the step computed is not kept.
-// kRejected: it follows a drafted token that was not sampled in its place, or the last token of its request.
+// kRejected: it was sampled behind a wrong guess, or behind the token that ended its request.
 enum class FinishReason : uint8_t {
     kRunning = 0,
     kStop = 1,

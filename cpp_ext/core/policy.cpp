@@ -43,11 +43,10 @@ int Policy::first_chunk(const Request& r, int budget) const {
     return splits_prompts() ? std::min(r.num_remaining(), budget) : r.num_remaining();
 }
 
-// Behind the last token that a request may have nothing is sampled. A draft follows what is known.
-int Policy::draft_length(const Request& r, int budget) const {
-    if (r.num_unknown > 0) return 0;
-    const int length = static_cast<int>(r.draft.size());
-    return std::max(0, std::min({length, budget - 1, r.last_len - r.num_known() - 1}));
+int Policy::draft_length(const Request& r, int most) const {
+    if (r.num_planned() != r.num_known()) return 0;
+    // Its row samples one token more than it has guesses.
+    return std::max(0, std::min({static_cast<int>(r.draft.size()), most, r.last_len - r.num_known() - 1}));
 }
 
 int Policy::next_chunk(const Request& r, int budget) const {

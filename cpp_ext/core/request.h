@@ -46,7 +46,7 @@ struct Request {
     int num_cached = 0;           // of them, found in the prefix cache at admission
     int num_cached_borrowed = 0;  // of those, found in borrowed blocks
     int num_scheduled = 0;        // tokens that steps in progress compute, or the one being planned
-    int num_unknown = 0;          // tokens that steps in progress sample at least: they come behind `tokens`
+    int num_unknown = 0;          // rows of steps in progress that sample: each brings a token behind `tokens`, or more
     int slot = kNone;             // row slot while running
     bool was_admitted = false;
     bool is_in_step = false;    // the one being planned
@@ -81,7 +81,7 @@ struct StepRow {
     Request* request;  // null: the row does not count any more
     RequestId id;
     int num_tokens;
-    bool samples;                                        // behind its last token, and behind what the draft follows
+    bool samples;                                        // behind its last known token, and behind each guess
     std::vector<TokenId> draft = {};                     // its last tokens, which are guesses
     bool is_dropped = false;                             // the request goes on without it
     std::vector<std::pair<int, BlockId>> arrivals = {};  // as in KvCache

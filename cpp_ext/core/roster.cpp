@@ -76,7 +76,6 @@ void Roster::stop(Request& r) {
         cache_.release(r.table);
     }
     r.num_scheduled = r.num_unknown = 0;
-    r.draft.clear();
     free_slots_.push_back(r.slot);
     std::push_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = kNone;

@@ -87,7 +87,8 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     // The copies go alone: the lender that recalled extents waits for them, and need not wait for a step as well.
     if (cache_.has_copies()) return open(step);
     fill(step);
-    note_demand();  // what lenders decide by
+    note_demand();  // what lenders decide by: guesses are none
+    if (!must_commit_) step.add_drafts();
     cache_.forget_idle_moves();
 
     if (!step.is_empty() || cache_.has_copies()) return open(step);

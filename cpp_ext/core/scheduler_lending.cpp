@@ -62,8 +62,8 @@ void Scheduler::end_loading(std::span<const BlockId> blocks, bool is_loaded) {
     cache_.end_loading(blocks, is_loaded);
 }
 
-// Steps in progress are committed before anything else is planned: whose rows they drop keeps its slot until then, and
-// samplers take back by slot what they counted.
+// Nothing is planned until the steps in progress are committed: nobody else gets the slot of a request that they drop
+// before samplers have taken back, by slot, what they counted for it.
 void Scheduler::drop_lost() noexcept {
     for (const Step& step : open_)
         for (const StepRow& row : step.rows)

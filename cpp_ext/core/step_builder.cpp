@@ -21,11 +21,9 @@ void StepBuilder::schedule_decodes() {
     const int spare = policy_.spare_blocks(running);
     for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
         Request& r = *running[i];
-        if (r.is_in_step || r.num_remaining() != 1 || r.is_ending()) continue;
-        const int num_drafted = make_room_for_draft(r, spare);
-        if (!make_room(r, 1)) continue;
+        if (r.is_in_step || r.num_remaining() != 1 || r.is_ending() || !make_room(r, 1)) continue;
         cache_.promote(r.table, spare, policy_.max_promoted_blocks());
-        add(r, 1, num_drafted);
+        add(r, 1);
     }
 }
 
@@ -100,24 +98,32 @@ bool StepBuilder::make_room(Request& r, int num_tokens) {
     return true;
 }
 
-// Gets blocks for the next token of a decoding request and for its draft, and returns how much of the draft has them.
-// Guesses take no room that others may want soon.
-int StepBuilder::make_room_for_draft(Request& r, int spare) {
-    const int wanted = policy_.draft_length(r, budget_left_), next = r.num_planned() + 1;
-    const int in_blocks = std::min(wanted, cache_.capacity(r.table) - next);
-    for (int length : {wanted, in_blocks})
-        if (length > 0 && cache_.extend(r.table, next + length, next + length, spare)) return length;
-    return 0;
+void StepBuilder::add(Request& r, int num_tokens) {
+    const bool samples = num_tokens == r.num_remaining();
+    rows_.push_back({&r, r.id, num_tokens, samples});
+    num_samples_ += samples;
+    r.is_in_step = true;
+    r.num_scheduled += num_tokens;
+    r.num_unknown += samples;
+    budget_left_ -= num_tokens;
 }
 
-void StepBuilder::add(Request& r, int num_tokens, int num_drafted) {
-    const bool samples = num_tokens == r.num_remaining();
-    StepRow& row = rows_.emplace_back(StepRow{&r, r.id, num_tokens + num_drafted, samples});
-    row.draft.assign(r.draft.begin(), r.draft.begin() + num_drafted);
-    r.is_in_step = true;
-    r.num_scheduled += row.num_tokens;
-    r.num_unknown += samples;
-    budget_left_ -= row.num_tokens;
+// Guesses take nothing that others may want: no token of the step, no cached block, and no block that a request needs
+// next.
+void StepBuilder::add_drafts() {
+    const int spare = policy_.spare_blocks(roster_.running());
+    for (StepRow& row : rows_) {
+        Request& r = *row.request;
+        const int wanted = policy_.draft_length(r, std::min(budget_left_, policy_.max_samples() - num_samples_));
+        const int end = r.num_planned(), held = cache_.capacity(r.table) - end;
+        const int length = cache_.has_free(r.table, end + wanted, spare) ? wanted : std::min(wanted, held);
+        if (length <= 0 || !cache_.extend(r.table, end + length, end + length, 0)) continue;
+        row.draft.assign(r.draft.begin(), r.draft.begin() + length);
+        row.num_tokens += length;
+        r.num_scheduled += length;
+        num_samples_ += length;
+        budget_left_ -= length;
+    }
 }
 
 }  // namespace swiftkv

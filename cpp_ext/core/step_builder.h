@@ -26,13 +26,16 @@ class StepBuilder {
 
     // Admits a prompt that needs a step of its own; decoding pauses for it.
     void admit_oversized_prompt();
-    // Takes the next token of every request that has but one left to compute, and of its draft what there is room for.
+    // Takes the next token of every request that has but one left to compute.
     void schedule_decodes();
     // Goes on with prompts that are computed in part.
     void schedule_prefills();
     // Admits waiting requests in order. Nobody overtakes a request that waits for blocks. One that waits for another's
     // prefix lets others by, and so does one for which there would not be room if it were alone: until more is lent.
     void admit_waiting();
+
+    // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
+    void add_drafts();
 
     bool is_empty() const { return rows_.empty(); }
     int num_matches() const { return num_matches_; }  // look-ups in the prefix cache
@@ -46,8 +49,7 @@ class StepBuilder {
     bool is_stuck(Request& request) const;
     bool admit(Request& request, int token_budget);
     bool make_room(Request& request, int num_tokens);
-    int make_room_for_draft(Request& request, int spare);
-    void add(Request& request, int num_tokens, int num_drafted = 0);
+    void add(Request& request, int num_tokens);
     bool is_full() const { return budget_left_ <= 0; }
 
     KvCache& cache_;
@@ -56,6 +58,7 @@ class StepBuilder {
     Refusal& refusal_;
     const double now_s_;
     int budget_left_;  // tokens
+    int num_samples_ = 0;
     bool must_commit_ = false;
     int num_matches_ = 0;
     std::vector<StepRow> rows_;

@@ -5,7 +5,7 @@ smallest that holds it: its arrays are written into that graph's tensors, the se
 absent, and the graph is replayed. Context lengths are data. Steps that copy borrowed KV have graphs of their own, with
 the copies between the layers (`master.graph_stream`), for each number of buffers that it may be streamed through. This
 is xLLM's adaptive graph mode (section 4.2) for the one shape that is worth it: steps with prompts in them run eagerly,
-for their kernels are long, as does a step that no graph holds.
+for their kernels are long, as do steps with drafts and those that no graph holds.
 
 One graph has all layers. Graphs of single layers, with 2-D copies on copy engines between them, would need some forty
 launches per step and events between them; the host would be busy again while the device works, and no less would have

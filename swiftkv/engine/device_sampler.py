@@ -143,7 +143,7 @@ class DeviceSampler:
         return _Drawn(drawn, asked.tolist(), _Found.of(raw_logits, draw.token_ids.index_select(0, asked_rows), counts))
 
     def _draw_penalised(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Draw:
-        """Draw for rows of which no two have one slot."""
+        """Draw for rows of which no two have one slot with penalties."""
         penalise(logits, self._params, slots, self._counts.outputs, self._counts.in_prompt)
         draw = sample(logits, self._params, slots, positions)
         count_tokens(self._counts.outputs, self._params, slots, draw.token_ids)

@@ -33,7 +33,8 @@ HIGH_WATER_MARK = 10_000
 ) = range(7)
 """Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED,
 FINISH_DROPPED (the step does not count, the request goes on), FINISH_BROKEN (there is no token) and FINISH_REJECTED
-(the token follows a draft that was wrong, or its request's last token) stay between scheduler and engine."""
+(the token was sampled behind a wrong guess, or behind the one that ended its request) stay between scheduler and
+engine."""
 
 DURATION_BOUNDS_S = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,

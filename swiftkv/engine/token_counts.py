@@ -66,4 +66,4 @@ class TokenCounts:
         counted = np.flatnonzero(self._is_counted[slots])
         if len(counted):
             rows, columns = (upload(ids[counted], self.outputs.device).long() for ids in (slots, token_ids))
-            self.outputs.index_put_((rows, columns), self.outputs.new_tensor(-1), accumulate=True)
+            self.outputs.index_put_((rows, columns), self.outputs.new_full((), -1), accumulate=True)

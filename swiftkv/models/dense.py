@@ -38,7 +38,7 @@ class _Biases:
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What an architecture has that its `config.json` does not say."""
+    """Lists what an architecture has and its `config.json` does not say."""
 
     biases: Callable[[HFConfig], _Biases]
     sliding_window: Callable[[HFConfig], int | None] = lambda raw: None

@@ -28,7 +28,6 @@ from swiftkv.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HostMiddleware,
-    TurnsMiddleware,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.protocol import explain_invalid
@@ -101,7 +100,6 @@ def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)
-    app.add_middleware(TurnsMiddleware, turns=settings.limits.turns)
     app.openapi = lambda: _openapi(app, models, settings)  # type: ignore[method-assign]
     return app
 

@@ -86,28 +86,36 @@ def body_schemas() -> dict[str, Any]:
 def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
     async def read(request: Request) -> B:
         pieces = await _pieces(request)
+        # Many bodies may come to their end, or be hung up on, in one instant.
+        turns: Turns = request.app.state.turns
+        await turns.take()
+        if pieces is None:
+            raise ClientGone
         num_bytes = request.state.num_body_bytes = sum(map(len, pieces))
         if not num_bytes or not _is_json(request.headers.get("content-type", "")):
             raise ApiError(400, "the body must be a JSON object, with 'Content-Type: application/json'")
+
+        def parse() -> B:
+            content = b"".join(pieces)
+            pieces.clear()
+            return parse_body(content, body_type)
+
         if num_bytes <= _SMALL_BYTES:
-            return parse_body(b"".join(pieces), body_type)
+            return parse()
         threads: BoundedThreads = request.app.state.body_threads
-        # In a thread, for joining 16 MiB takes milliseconds, too.
-        return await unless_gone(request, threads.run(lambda: parse_body(b"".join(pieces), body_type), num_bytes))
+        return await unless_gone(request, threads.run(parse, num_bytes))  # joining 16 MiB takes milliseconds, too
 
     return read
 
 
-async def _pieces(request: Request) -> list[bytes]:
-    """Return the body as it came. Raises `ClientGone`."""
+async def _pieces(request: Request) -> list[bytes] | None:
+    """Return the body as it came, or `None` if the client hung up first. Nothing else may read the body after this."""
     pieces: list[bytes] = []
     has_more = True
     while has_more:
         event = await request.receive()
         if event["type"] == "http.disconnect":
-            turns: Turns = request.app.state.turns  # somebody may hang up on a thousand bodies at once
-            await turns.take()
-            raise ClientGone
+            return None
         pieces.append(event.get("body", b""))
         has_more = event.get("more_body", False)
     return pieces

@@ -13,18 +13,19 @@ from typing import Any
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from swiftkv.server.errors import ApiError
-from swiftkv.server.limits import MONITORING_PATHS, Admission, NodeLimits
+from swiftkv.server.limits import MONITORING_PATHS, URGENT_PATHS, Admission, NodeLimits
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 128
 MAX_TRAILER_BYTES = 8 << 10
 MAX_IGNORED_BYTES = 64 << 10
 _SPREAD = 0.25
-"""The part of a deadline by which it may be later."""
+"""A deadline comes up to this part of it late."""
 _CHUNK_OVERHEAD_BYTES = 32
 """A chunk's size in hexadecimal, two line ends, and some room."""
 _TRAILERS_TOO_LONG = ApiError(431, f"the request's trailers are larger than {MAX_TRAILER_BYTES} bytes")
@@ -120,6 +121,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for timer in (self._phase_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
+        self._limits.turns.leave(self)  # a request that has not begun never does
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -210,6 +212,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._section_ended = True
         super().on_message_complete()
         self._enter(_Phase.IDLE if self.cycle.response_complete else _Phase.ANSWER)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        begin = partial(super()._start_asgi_task, cycle, app)
+        if cycle.scope["path"] in URGENT_PATHS:
+            begin()
+        else:
+            self._limits.turns.enter(self, begin)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

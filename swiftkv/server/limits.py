@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -14,6 +13,8 @@ from swiftkv.server.log_limit import LogLimit
 SPARE_CONNECTIONS = 64
 """Connections beyond the limit that are kept for monitoring, one short request each."""
 MONITORING_PATHS = frozenset({"/health", "/ready", "/metrics"})
+URGENT_PATHS = frozenset({"/health", "/ready"})
+"""Requests for these begin at once: they cost little, and who asks wants to know how quickly the node answers."""
 FREE_BODY_BYTES = 32 << 10
 """A body up to this size does not count: a place for it comes with its connection."""
 
@@ -86,41 +87,52 @@ class BodyBudget:
 
 
 class Turns:
-    """Begins a few requests in each round of the event loop.
+    """Begins a few pieces of work in each round of one event loop.
 
-    Whoever comes with a hundred at once takes as long as before; but between any two rounds everybody else's tokens and
-    answers go on.
+    A hundred requests that come at once begin over fifty rounds; in each of them the tokens and answers of others go
+    on, and wait for two of the hundred instead of all.
     """
 
     def __init__(self, per_round: int = 2) -> None:
         self._per_round = per_round
         self._left = per_round
         self._is_counting = False
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[Hashable, Callable[[], None]] = {}  # in order
 
-    async def take(self) -> None:
-        """Wait for a turn, in the order of the calls."""
-        loop = asyncio.get_running_loop()
+    def enter(self, who: Hashable, begin: Callable[[], None]) -> None:
+        """Call `begin` in turn: at once if this round has room. `who` waits for one turn at a time."""
+        assert who not in self._waiting
         if not self._is_counting:
             self._is_counting = True
-            loop.call_soon(self._begin_round, loop)
+            asyncio.get_running_loop().call_soon(self._begin_round)
         if self._left > 0:
             self._left -= 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+            begin()
+        else:
+            self._waiting[who] = begin
 
-    def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
+    def leave(self, who: Hashable) -> None:
+        """Wait no longer."""
+        self._waiting.pop(who, None)
+
+    async def take(self) -> None:
+        """Return in turn."""
+        turn = asyncio.get_running_loop().create_future()
+        try:
+            self.enter(turn, lambda: None if turn.done() else turn.set_result(None))
+            await turn
+        finally:
+            self.leave(turn)
+
+    def _begin_round(self) -> None:
         self._left = self._per_round
+        self._is_counting = bool(self._waiting)
+        if self._is_counting:  # first, for the others' turns come whatever `begin` does
+            asyncio.get_running_loop().call_soon(self._begin_round)
         while self._waiting and self._left > 0:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else it was cancelled
-                turn.set_result(None)
-                self._left -= 1
-        self._is_counting = self._left < self._per_round
-        if self._is_counting:
-            loop.call_soon(self._begin_round, loop)
+            begin = self._waiting.pop(next(iter(self._waiting)))
+            self._left -= 1
+            begin()
 
 
 @dataclass(slots=True)

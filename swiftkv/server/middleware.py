@@ -1,4 +1,4 @@
-"""Check every request before its body is read: whether it is its turn, the host, the keys, the size of the body."""
+"""Check every request before its body is read: the host it names, the keys, and the size of the body."""
 
 from __future__ import annotations
 
@@ -13,23 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv.config import is_loopback
 from swiftkv.server.errors import ApiError
-from swiftkv.server.limits import MONITORING_PATHS, NodeLimits, Turns
+from swiftkv.server.limits import NodeLimits
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 ADMIN_PATH = "/admin"
-
-
-class TurnsMiddleware:
-    """Begin requests in turns, except those that monitor the node."""
-
-    def __init__(self, app: ASGIApp, turns: Turns) -> None:
-        self.app = app
-        self._turns = turns
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in MONITORING_PATHS:
-            await self._turns.take()
-        await self.app(scope, receive, send)
 
 
 class _BearerKey:

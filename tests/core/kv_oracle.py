@@ -212,7 +212,6 @@ class Engine:
     def _note_admissions(self, plan: _core.StepPlan) -> None:
         for request_id in plan.preempted_request_ids.tolist():
             self.requests[request_id].computed = None
-            self.requests[request_id].draft = []
             del self.slots[request_id]
         for request_id, cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
             request = self.requests[request_id]

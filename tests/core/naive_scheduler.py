@@ -238,11 +238,15 @@ class NaiveScheduler:
                 n = min(self.budget, request.remaining())
                 if not due or request.is_ending() or request.drafting or self.budget <= 0 or self.must_commit:
                     continue
-                drafted = self.fitting_draft(request) if is_decode else []
                 if self.make_room(request, n):
-                    self.put(request, n, drafted)
-        if not self.must_commit and (len(self.preempted) == num_preempted or not self.plan.rows):
+                    self.put(request, n)
+        has_preempted = len(self.preempted) > num_preempted
+        if not self.must_commit and (not has_preempted or not self.plan.rows):
+            if has_preempted and not self.setup.enable_chunked_prefill:
+                self.admit_oversized()
             self.admit_waiting()
+        if not self.must_commit:
+            self.add_drafts()
         for request in self.running:
             request.in_step = False
         if self.plan.rows:
@@ -337,27 +341,37 @@ class NaiveScheduler:
         self.put(request, n)
         return True
 
-    def fitting_draft(self, request: NaiveRequest) -> list[int]:
-        """Return what there is room for of the draft. Only what follows known tokens can be computed."""
-        if request.unknown:
-            return []
-        wanted = min(len(request.draft), self.budget - 1, request.last_len - len(request.tokens) - 1)
-        held = min(len(table) for table in request.tables) * self.setup.block_size
-        for length in (wanted, min(wanted, held - request.computed - request.scheduled - 1)):
-            if length > 0 and self.extend(request, 1 + length, spare=len(self.running)):
-                return request.draft[:length]
-        return []
+    def add_drafts(self) -> None:
+        """Lengthen rows that end with their request's last known token, with what nobody else wants."""
+        size = self.setup.block_size
+        for i, (request_id, begin, n) in enumerate(self.plan.rows):
+            [request] = [r for r in self.running if r.id == request_id]
+            end = begin + n
+            most = min(self.budget, self.setup.max_num_seqs - sum(self.plan.samples) - sum(map(len, self.plan.drafts)))
+            wanted = min(len(request.draft), most, request.last_len - len(request.tokens) - 1)
+            if end != len(request.tokens) or wanted <= 0:
+                continue
+            missing = [-(-(end + wanted) // size) - len(table) for table in request.tables]
+            room = [pool.num_free() - len(self.running) for pool in self.pools]
+            if any(count > max(0, free) for count, free in zip(missing, room, strict=True)):
+                wanted = min(wanted, min(len(table) for table in request.tables) * size - end)
+            if wanted <= 0:
+                continue
+            self.plan.rows[i] = (request_id, begin, n + wanted)
+            self.plan.drafts[i] = request.draft[:wanted]
+            assert self.extend(request, wanted, spare=0)
+            request.scheduled += wanted
+            request.drafting = True
+            self.budget -= wanted
 
-    def put(self, request: NaiveRequest, n: int, drafted: list[int] | None = None) -> None:
-        size = n + len(drafted or [])
-        self.plan.rows.append((request.id, request.computed + request.scheduled, size))
+    def put(self, request: NaiveRequest, n: int) -> None:
+        self.plan.rows.append((request.id, request.computed + request.scheduled, n))
         self.plan.samples.append(n == request.remaining())
-        self.plan.drafts.append(drafted or [])
+        self.plan.drafts.append([])
         request.unknown += n == request.remaining()
-        request.scheduled += size
-        request.drafting = bool(drafted)
+        request.scheduled += n
         request.in_step = True
-        self.budget -= size
+        self.budget -= n
 
     def extend(self, request: NaiveRequest, n: int, spare: int) -> bool:
         size = self.setup.block_size
@@ -385,7 +399,6 @@ class NaiveScheduler:
                 self.must_commit = not victim.in_step
                 return False
             self.leave(victim)
-            victim.draft = []
             self.wait(victim)
             self.preempted.append(victim.id)
             self.num_preemptions += 1

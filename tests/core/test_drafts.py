@@ -13,7 +13,7 @@ WRONG = 900  # no token that is ever sampled
 
 def engine(num_blocks: int = 64, *, windows: tuple[int, ...] = (0,), max_num_batched_tokens: int = 32) -> Engine:
     groups = tuple((2, num_blocks, window) for window in windows)
-    return Engine(Setup(groups, BLOCK, 4, max_num_batched_tokens, 64))
+    return Engine(Setup(groups, BLOCK, 32, max_num_batched_tokens, 64))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -88,13 +88,15 @@ def test_an_answer_ends_within_a_draft(num_right: int) -> None:
     e = engine()
     e.add(1, prompt(6), max_tokens=3)
     e.step()
-    assert drafted(e, 1, num_right, [WRONG] * 4)[: num_right + 2][-1] in (LENGTH, REJECTED)
+    # Two tokens are left: more than one guess is not computed.
+    expected = [RUNNING, REJECTED] if num_right == 0 else [RUNNING, LENGTH]
+    assert drafted(e, 1, num_right, [WRONG] * 4) == expected
     e.drain()
     assert len(e.finished[1].outputs) == 3
     stopped = engine()
     stopped.add(1, prompt(6), max_tokens=30, stop=[e.finished[1].outputs[1]], min_tokens=2)
     stopped.step()
-    assert drafted(stopped, 1, 6, [])[0] == STOP
+    assert drafted(stopped, 1, 6, []) == [STOP] + [REJECTED] * 6
     assert not stopped.requests
 
 
@@ -126,10 +128,10 @@ def test_drafts_take_the_room_that_others_leave() -> None:
         e.add(i, prompt(4, i), max_tokens=40)
     e.step()
     for i in (1, 2):
-        e.set_draft(i, 6, [])
+        e.set_draft(i, 12, [])
     plan = e.schedule()
     assert plan is not None
-    assert np.diff(plan.query_starts).tolist() == [7, 1]  # the budget of the step
+    assert np.diff(plan.query_starts).tolist() == [7, 1]  # each has its own token, and the first what is left
     e.commit()
     crowded = engine(num_blocks=16)
     for length, i in ((29, 1), (25, 2)):
@@ -138,8 +140,28 @@ def test_drafts_take_the_room_that_others_leave() -> None:
     assert free(crowded) == 1
     assert drafted(crowded, 1, 6, []) == [RUNNING] * 2  # in the block that it has
     assert len(crowded.requests[1].tokens) == 33
-    assert drafted(crowded, 1, 6, []) == [RUNNING]
+    assert drafted(crowded, 1, 6, []) == [RUNNING] * 4  # in the one that it needs next
     assert crowded.scheduler.stats().num_preemptions_total == 0
+
+
+def test_a_step_samples_no_more_tokens_than_it_may_have_requests() -> None:
+    e = Engine(Setup(((2, 64, 0),), BLOCK, 4, 32, 64))
+    for i in (1, 2):
+        e.add(i, prompt(4, i), max_tokens=40)
+    e.step()
+    assert drafted(e, 1, 9, []) == [RUNNING] * 3
+
+
+def test_guesses_evict_nothing() -> None:
+    e = engine(num_blocks=16, max_num_batched_tokens=64)
+    e.add(1, prompt(9, 1), max_tokens=1)
+    e.step()
+    assert e.scheduler.stats().groups[0].cached == 2
+    e.add(2, prompt(51, 2), max_tokens=12)
+    e.step()
+    assert free(e) == 1
+    assert drafted(e, 2, 8, []) == [RUNNING]  # one block is free, and the request itself may want it next
+    assert e.scheduler.stats().groups[0].cached == 2
 
 
 def test_who_has_a_draft_in_a_step_is_not_in_the_step_ahead() -> None:

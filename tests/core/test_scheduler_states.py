@@ -30,7 +30,7 @@ def setups(draw: st.DrawFn) -> Setup:
     return Setup(
         tuple(group(window) for window in windows),
         block_size,
-        draw(st.integers(1, 6)),
+        draw(st.integers(1, 9)),
         max_num_batched_tokens,
         max_model_len,
         draw(st.booleans()),

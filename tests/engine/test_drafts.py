@@ -17,7 +17,7 @@ from tests.engine.engine_process import Answer, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
 
-OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 32, "max_num_batched_tokens": 64}
 ASKED: list[dict[str, Any]] = [
     {"max_tokens": 40},
     {"max_tokens": 40, "presence_penalty": 1.2, "frequency_penalty": 0.3, "repetition_penalty": 1.3, "logprobs": 2},

@@ -376,6 +376,21 @@ def test_connections_for_monitoring_must_be_quick() -> None:
     asyncio.run(run())
 
 
+def test_many_requests_at_once_begin_in_turns_and_health_before_them() -> None:
+    async def run() -> list[str]:
+        async with serving() as server:
+            writers = [(await server.connect())[1] for _ in range(101)]
+            for writer in writers[:100]:
+                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: here\r\n\r\n")
+            writers[100].write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+            await server.wait_until(lambda: len(server.ended) == 101)
+            for writer in writers:
+                writer.close()
+            return server.ended
+
+    assert asyncio.run(run()).index("/health") < 20
+
+
 def test_bad_requests_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("uvicorn.error")
 

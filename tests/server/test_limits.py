@@ -65,10 +65,6 @@ def test_a_few_requests_begin_in_each_round_of_the_event_loop() -> None:
     rounds = 0
     begun: list[tuple[int, int]] = []  # request, round
 
-    async def request(number: int) -> None:
-        await turns.take()
-        begun.append((number, rounds))
-
     async def run() -> None:
         loop = asyncio.get_running_loop()
 
@@ -78,15 +74,30 @@ def test_a_few_requests_begin_in_each_round_of_the_event_loop() -> None:
             loop.call_soon(count)
 
         count()
-        requests = [asyncio.create_task(request(number)) for number in range(100)]
-        await asyncio.sleep(0)
-        requests[50].cancel()
-        await asyncio.wait(requests)
+        for number in range(100):
+            turns.enter(number, lambda number=number: begun.append((number, rounds)))
+        turns.leave(50)
+        while len(begun) < 99:
+            await asyncio.sleep(0)
 
     asyncio.run(run())
     assert [number for number, _ in begun] == [number for number in range(100) if number != 50]
-    assert max(Counter(round for _, round in begun).values()) <= 4  # what the round before woke comes with it
-    assert len({round for _, round in begun}) >= 25
+    assert max(Counter(round for _, round in begun).values()) == 2
+    assert begun[0][1] == 1
+
+
+def test_who_gives_up_waiting_takes_no_turn() -> None:
+    turns = Turns(per_round=1)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(turns.take()) for _ in range(4)]
+        await asyncio.sleep(0)
+        for task in tasks[1:3]:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert [task.cancelled() for task in tasks] == [False, True, True, False]
+
+    asyncio.run(run())
 
 
 def test_who_comes_alone_does_not_wait() -> None:
@@ -94,9 +105,9 @@ def test_who_comes_alone_does_not_wait() -> None:
 
     async def run() -> None:
         for _ in range(3):
-            coroutine = turns.take()
-            with pytest.raises(StopIteration):
-                coroutine.send(None)
+            begun: list[bool] = []
+            turns.enter("one", lambda begun=begun: begun.append(True))
+            assert begun
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 

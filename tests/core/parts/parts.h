@@ -90,6 +90,7 @@ struct Parts {
     // The step is over; rows that sample get their request's next token, which is `token`.
     void end_step(StepBuilder& step, TokenId token = 7) {
         for (StepRow& row : step.rows()) {
+            EXPECT(row.draft.empty());
             Request& r = *row.request;
             r.is_in_step = false;
             r.num_computed += row.num_tokens;

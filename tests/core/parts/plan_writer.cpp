@@ -52,6 +52,7 @@ TEST(logits_are_asked_behind_a_token_and_behind_each_of_its_draft) {
     r.draft = {50, 51};
     StepBuilder next = parts.begin_step();
     next.schedule_decodes();
+    next.add_drafts();
     const auto plan = parts.writer.write(next.rows(), {}, {});
     EXPECT(plan->token_ids == Ints{7, 50, 51, 7});
     EXPECT(plan->positions == Ints{6, 7, 8, 3});

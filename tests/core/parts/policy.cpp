@@ -30,16 +30,18 @@ TEST(a_prompt_is_split_where_that_is_allowed) {
     EXPECT(whole.policy.first_chunk(*whole.roster.find(1), 10) == 30);
 }
 
-TEST(a_draft_is_as_long_as_budget_and_answer_allow) {
+TEST(a_draft_follows_what_is_known_and_leaves_room_for_what_is_sampled_behind_it) {
     Parts parts(16);
     Request& r = parts.add(1, tokens(4));
     r.draft = tokens(6);
+    EXPECT(parts.policy.draft_length(r, 16) == 0);  // the step does not have the request's last token
+    r.num_scheduled = 4;
     EXPECT(parts.policy.draft_length(r, 16) == 6);
-    EXPECT(parts.policy.draft_length(r, 5) == 4);
-    EXPECT(parts.policy.draft_length(r, 1) == 0);
+    EXPECT(parts.policy.draft_length(r, 5) == 5);
+    EXPECT(parts.policy.draft_length(r, -1) == 0);
     r.last_len = r.num_known() + 3;
     EXPECT(parts.policy.draft_length(r, 16) == 2);
-    r.num_unknown = 1;
+    r.num_scheduled = 5;  // a token that is not known
     EXPECT(parts.policy.draft_length(r, 16) == 0);
 }
 

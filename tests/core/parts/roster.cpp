@@ -32,10 +32,9 @@ TEST(who_is_preempted_waits_in_its_old_place_without_blocks) {
     parts.roster.start(r);
     EXPECT(parts.cache.extend(r.table, 8, 8, 0));
     r.num_computed = 8;
-    r.draft = tokens(2);
     parts.roster.preempt(r);
     EXPECT(*parts.roster.waiting().begin() == &r);
-    EXPECT(r.num_computed == 0 && r.slot == kNone && r.draft.empty());
+    EXPECT(r.num_computed == 0 && r.slot == kNone);
     EXPECT(parts.cache.stats()[0].free == 16);
     EXPECT(parts.roster.num_preemptions_total() == 1);
     EXPECT(parts.roster.take_preempted() == std::vector<RequestId>{1});

@@ -2,6 +2,13 @@
 
 namespace swiftkv::parts {
 
+constexpr SchedulerLimits kManySeqs{.block_size = kBlockSize,
+                                    .max_num_seqs = 16,
+                                    .max_num_batched_tokens = 16,
+                                    .max_model_len = 64,
+                                    .enable_prefix_caching = true,
+                                    .enable_chunked_prefill = true};
+
 // Runs steps until all requests decode.
 void prefill(Parts& parts) {
     for (int i = 0; i < 20; ++i) {
@@ -79,30 +86,31 @@ TEST(nobody_is_preempted_whom_a_step_in_progress_has) {
     EXPECT(parts.roster.take_preempted().empty());
 }
 
-TEST(a_draft_takes_what_others_leave) {
-    Parts parts(5);
-    Request& r = parts.add(1, tokens(8));
+// The rows of a step in which a request that decodes has a draft of so many tokens.
+Rows drafted(Parts& parts, Request& r, int length) {
     prefill(parts);
-    r.draft = tokens(6, 9);
+    r.draft = tokens(length, 9);
     StepBuilder step = parts.begin_step();
     step.schedule_decodes();
-    EXPECT(rows_of(step) == Rows{{1, 7}});
-    EXPECT(step.rows()[0].num_samples() == 7);
-    Parts crowded(4);
-    Request& other = crowded.add(1, tokens(8));
-    prefill(crowded);
-    other.draft = tokens(6, 9);  // two blocks, and none would be left
-    StepBuilder without = crowded.begin_step();
-    without.schedule_decodes();
-    EXPECT(rows_of(without) == Rows{{1, 1}});
-    EXPECT(without.rows()[0].draft.empty());
-    Parts partly(4);
-    Request& third = partly.add(1, tokens(6));
-    prefill(partly);
-    third.draft = tokens(12, 9);  // its second block has room for one
-    StepBuilder one = partly.begin_step();
-    one.schedule_decodes();
-    EXPECT(rows_of(one) == Rows{{1, 2}});
+    step.schedule_prefills();
+    step.admit_waiting();
+    step.add_drafts();
+    EXPECT(step.rows()[0].num_samples() == step.rows()[0].num_tokens);
+    return rows_of(step);
+}
+
+TEST(a_draft_takes_what_others_leave) {
+    Parts parts(5, kManySeqs);
+    EXPECT(drafted(parts, parts.add(1, tokens(8)), 6) == Rows{{1, 7}});
+    Parts crowded(4, kManySeqs);  // after its own next block none would be left
+    EXPECT(drafted(crowded, crowded.add(1, tokens(8)), 6) == Rows{{1, 4}});
+    Parts partly(4, kManySeqs);  // the second block has room for one
+    EXPECT(drafted(partly, partly.add(1, tokens(6)), 12) == Rows{{1, 2}});
+    Parts short_step(16, kManySeqs);
+    short_step.limits.max_num_batched_tokens = 5;
+    EXPECT(drafted(short_step, short_step.add(1, tokens(4)), 12) == Rows{{1, 5}});
+    Parts few(16);
+    EXPECT(drafted(few, few.add(1, tokens(4)), 12) == Rows{{1, 4}});  // no more samples than max_num_seqs
 }
 
 TEST(an_oversized_prompt_goes_alone) {
