@@ -42,7 +42,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
 unit: setup
 	$(BIN)/python -m pytest
@@ -62,7 +62,7 @@ mutants: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find cpp_ext tests/core/fuzz -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
 clean:
 	rm -rf build $(VENV)

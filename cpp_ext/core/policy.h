@@ -41,8 +41,8 @@ class Policy {
     // The tokens of a prompt that the step takes when it has `budget` left; more than that where it must be whole.
     int first_chunk(const Request& request, int budget) const;
     int next_chunk(const Request& request, int budget) const;
-    // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft follows
-    // what is known.
+    // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft
+    // follows what is known.
     int draft_length(const Request& request, int most) const;
     // The most tokens that one step samples: drafts add to those of the requests, and not where all may run.
     int max_samples() const { return limits_.max_num_seqs; }

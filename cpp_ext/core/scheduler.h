@@ -39,11 +39,11 @@ class Scheduler {
     void add_request(const NewRequest& request);
     void abort(std::span<const RequestId> ids);
     // Guesses the tokens that follow those of a request, in place of any guess before. The next step that decodes it
-    // computes as many of them as nobody else wants room for, and samples behind each: so it yields the token that would
-    // come without a draft, and another one for each guess that is right. A draft is forgotten when its request gets a
-    // token: one that comes while a step in progress samples for its request is in vain. One for a request that is not
-    // known is ignored. Throws std::invalid_argument for a negative token; that no token exceeds the vocabulary is the
-    // caller's business.
+    // computes as many of them as nobody else wants room for, and samples behind each: so it yields the token that
+    // would come without a draft, and another one for each guess that is right. A draft is forgotten when its request
+    // gets a token: one that comes while a step in progress samples for its request is in vain. One for a request that
+    // is not known is ignored. Throws std::invalid_argument for a negative token; that no token exceeds the vocabulary
+    // is the caller's business.
     void set_draft(RequestId id, std::span<const TokenId> tokens);
     bool has_work() const;
 

@@ -114,6 +114,7 @@ void StepBuilder::add_drafts() {
     const int spare = policy_.spare_blocks(roster_.running());
     for (StepRow& row : rows_) {
         Request& r = *row.request;
+        if (r.draft.empty()) continue;
         const int wanted = policy_.draft_length(r, std::min(budget_left_, policy_.max_samples() - num_samples_));
         const int end = r.num_planned(), held = cache_.capacity(r.table) - end;
         const int length = cache_.has_free(r.table, end + wanted, spare) ? wanted : std::min(wanted, held);

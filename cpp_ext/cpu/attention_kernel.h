@@ -1,7 +1,7 @@
 #pragma once
 
-// The kernels of attention.h for one instruction set. Include after a simd_*.h; all of it has internal linkage. It is one
-// file, because a piece of it alone compiles for no instruction set, and is read with the tile that it fills.
+// The kernels of attention.h for one instruction set. Include after a simd_*.h; all of it has internal linkage. It is
+// one file, because a piece of it alone compiles for no instruction set, and is read with the tile that it fills.
 #include "attention_element.h"
 #include "attention_rope.h"
 

@@ -320,8 +320,7 @@ void SimulatedEngine::commit(int broken) {
         const auto found = requests_.find(ids.back());
         TokenId token = 0;
         if (found != requests_.end()) {
-            const Mark prefix =
-                i == 0 ? found->second.prefixes.back() : step.drafts.at(ids.back()).prefixes[i - 1];
+            const Mark prefix = i == 0 ? found->second.prefixes.back() : step.drafts.at(ids.back()).prefixes[i - 1];
             token = sampled_behind(prefix, found->second.tokens.size() + i);
         }
         sampled.push_back(is_broken ? -1 : token);

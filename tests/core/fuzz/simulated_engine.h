@@ -95,7 +95,7 @@ class SimulatedEngine {
         std::unique_ptr<StepPlan> plan;
         int64_t number;
         std::map<RequestId, Draft> drafts = {};  // of the rows that sample
-        std::set<RequestId> dropped = {};  // since it was planned
+        std::set<RequestId> dropped = {};        // since it was planned
     };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kOrphaned };
     struct Extent {

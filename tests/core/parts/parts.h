@@ -30,13 +30,13 @@ struct Registered {
     Registered(const char* name, void (*test)()) { tests()[name] = test; }
 };
 
-#define TEST(name)                                      \
-    static void name();                                 \
+#define TEST(name)                                          \
+    static void name();                                     \
     static const Registered registered_##name{#name, name}; \
     static void name()
 
-#define EXPECT(...)                                                                                    \
-    do {                                                                                               \
+#define EXPECT(...)                                                                                   \
+    do {                                                                                              \
         if (!(__VA_ARGS__)) throw std::runtime_error(std::to_string(__LINE__) + ": " + #__VA_ARGS__); \
     } while (false)
 
