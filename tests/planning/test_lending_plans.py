@@ -20,7 +20,8 @@ from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_node
 from swiftkv.planning.report import lending_as_dict
 from swiftkv.units import PoolBytes
-from tests.planning.test_model_plans import PUBLISHED, TINY, TINY_BLOCK_BYTES, make
+from tests.planning.test_model_plans import PUBLISHED, TINY_BLOCK_BYTES, make
+from tests.support.hf_configs import LLAMA
 
 
 def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fraction | None = None) -> SizedPlan:
@@ -46,7 +47,7 @@ def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fracti
 def planned(tmp_path: Path, *models_yaml: str, node_yaml: str = "") -> tuple[ModelPlan, ...]:
     for name, hf_config in PUBLISHED.items():
         make(tmp_path / name, hf_config)
-    make(tmp_path / "tiny", TINY)
+    make(tmp_path / "tiny", LLAMA)
     file = tmp_path / "node.yaml"
     file.write_text(f"node: {{{node_yaml}}}\nmodels: [{', '.join(f'{{{text}}}' for text in models_yaml)}]")
     plans = plan_node(load_config(file), need_weights=False)
