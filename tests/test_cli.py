@@ -15,13 +15,15 @@ from swiftkv import __version__
 from swiftkv.cli import app
 from tests.support.hf_configs import LLAMA
 
+MULTI_HEAD = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Complete as far as names go; an engine could not load it."""
     directory = tmp_path / "tiny"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(LLAMA))
+    (directory / "config.json").write_text(json.dumps(MULTI_HEAD))
     (directory / "model.safetensors").touch()
     (directory / "tokenizer.json").touch()
     return directory

@@ -33,10 +33,11 @@ def normalised(requirements: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("extra", ["", "demo"])
 def test_every_import_is_a_declared_dependency(extra: str) -> None:
-    """`swiftkv.demo` alone may need its extra."""
+    """The demo alone may need its extra."""
     declared = normalised(PROJECT["dependencies"] + PROJECT["optional-dependencies"].get(extra, []))
     files = {*(ROOT / "swiftkv").rglob("*.py"), *(ROOT / "kernels").glob("*.py")}
-    files = {ROOT / "swiftkv" / "demo.py"} if extra == "demo" else files - {ROOT / "swiftkv" / "demo.py"}
+    demo = set((ROOT / "swiftkv").glob("demo*.py"))
+    files = demo if extra == "demo" else files - demo
     distributions = packages_distributions()
     for module in set().union(*map(imported, files)):
         names = {name.lower().replace("_", "-") for name in distributions[module]}
