@@ -415,16 +415,12 @@ class NaiveScheduler:
         plan = self.open.pop(0)
         for (request_id, _, n), samples, draft in zip(plan.rows, plan.samples, plan.drafts, strict=True):
             for request in [r for r in self.running if r.id == request_id]:
-                request.scheduled -= n
-                request.unknown -= samples
-                request.drafting = request.drafting and not draft
-                request.computed += n - len(draft)
-                self.commit_row(request, sampled[request_id] if samples else [], draft)
+                self.commit_row(request, n, sampled[request_id] if samples else [], draft)
         self.num_settled += 1
         for pool in self.pools:
             pool.settle(self.num_settled)
 
-    def commit_row(self, request: NaiveRequest, sampled: list[int], draft: list[int]) -> None:
+    def commit_row(self, request: NaiveRequest, n: int, sampled: list[int], draft: list[int]) -> None:
         tokens = [token for i, token in enumerate(sampled) if sampled[:i] == draft[:i]]
         num_before, has_ended = len(request.tokens), False
         for i, token in enumerate(tokens):
@@ -435,6 +431,10 @@ class NaiveScheduler:
             request.computed += i > 0
             if has_ended:
                 break
+        request.scheduled -= n
+        request.unknown -= bool(sampled)
+        request.drafting = request.drafting and not draft
+        request.computed += n - len(draft)
         self.enter_index(request)
         if len(request.tokens) - num_before < len(sampled):
             self.trim(request)
