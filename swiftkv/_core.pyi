@@ -191,7 +191,7 @@ class StepResult:
     def finish_reasons(self) -> UInt8Array:
         """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it,
         4 dropped: a lender died, ignore the token, the request goes on, 5 broken: there was no token, the request ends,
-        6 rejected: ignore the token, it follows a draft that was wrong, or its request's last token
+        6 rejected: ignore the token, it was sampled behind a wrong guess, or behind the one that ended its request
         """
     @property
     def counts(self) -> UInt8Array:

@@ -44,7 +44,7 @@ class Policy {
     // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft
     // follows what is known.
     int draft_length(const Request& request, int most) const;
-    // The most tokens that one step samples: drafts add to those of the requests, and not where all may run.
+    // The most tokens that one step samples, drafts included: memory is reserved for the logits of so many rows.
     int max_samples() const { return limits_.max_num_seqs; }
     // Whether a prompt needs room for its first chunk rather than for all of it: sliding windows move on with each
     // chunk.

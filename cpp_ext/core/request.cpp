@@ -6,6 +6,10 @@
 
 namespace swiftkv {
 
+bool are_tokens(std::span<const TokenId> ids) {
+    return std::none_of(ids.begin(), ids.end(), [](TokenId id) { return id < 0; });
+}
+
 void check_request(const NewRequest& n, const SchedulerLimits& limits) {
     const std::string name = "request " + std::to_string(n.id);
     if (n.prompt.empty()) throw std::invalid_argument(name + " has an empty prompt");
@@ -14,9 +18,7 @@ void check_request(const NewRequest& n, const SchedulerLimits& limits) {
                                     " tokens; with max_model_len " + std::to_string(limits.max_model_len) +
                                     " at most " + std::to_string(limits.max_model_len - 1) +
                                     " leave room for an answer");
-    // A number below 0 stands for a token that a step in progress samples.
-    if (std::any_of(n.prompt.begin(), n.prompt.end(), [](TokenId token) { return token < 0; }))
-        throw std::invalid_argument(name + " has a prompt with a token id below 0");
+    if (!are_tokens(n.prompt)) throw std::invalid_argument(name + " has a prompt with a token id below 0");
     if (n.max_tokens < 1) throw std::invalid_argument(name + " has max_tokens < 1");
     if (n.min_tokens < 0) throw std::invalid_argument(name + " has min_tokens < 0");
 }

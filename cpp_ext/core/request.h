@@ -68,10 +68,13 @@ struct Request {
 
     // Adds the keys of the blocks that are full by now.
     void extend_keys(const SchedulerLimits& limits);
-    // Adds a token that was sampled, behind which no draft holds, and returns whether the request ends with it.
+    // Adds a token that was sampled, and forgets the draft, which followed the token before. Returns whether the
+    // request ends with it.
     FinishReason append(TokenId token, const SchedulerLimits& limits);
 };
 
+// Whether all of these are tokens: a number below 0 stands for one that a step in progress samples.
+bool are_tokens(std::span<const TokenId> ids);
 // Throws std::invalid_argument unless a scheduler with these limits can serve the request.
 void check_request(const NewRequest& request, const SchedulerLimits& limits);
 std::unique_ptr<Request> make_request(const NewRequest& request, const SchedulerLimits& limits);

@@ -1,6 +1,5 @@
 #include "scheduler.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -33,8 +32,7 @@ void Scheduler::add_request(const NewRequest& request) {
 
 void Scheduler::set_draft(RequestId id, std::span<const TokenId> tokens) {
     const std::lock_guard lock(mutex_);
-    if (std::any_of(tokens.begin(), tokens.end(), [](TokenId token) { return token < 0; }))
-        throw std::invalid_argument("a draft has a token id below 0");
+    if (!are_tokens(tokens)) throw std::invalid_argument("a draft has a token id below 0");
     if (Request* request = roster_.find(id)) request->draft.assign(tokens.begin(), tokens.end());
 }
 
@@ -101,7 +99,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     return nullptr;
 }
 
-// Who runs goes on before anybody is admitted. Where prompts are not split, one that is longer than the budget of a
+// Requests that run go on before any is admitted. Where prompts are not split, one that is longer than the budget of a
 // step has a step of its own, before all others.
 void Scheduler::fill(StepBuilder& step) {
     const int num_preempted = roster_.num_preempted();

@@ -101,7 +101,6 @@ bool StepBuilder::make_room(Request& r, int num_tokens) {
 void StepBuilder::add(Request& r, int num_tokens) {
     const bool samples = num_tokens == r.num_remaining();
     rows_.push_back({&r, r.id, num_tokens, samples});
-    num_samples_ += samples;
     r.is_in_step = true;
     r.num_scheduled += num_tokens;
     r.num_unknown += samples;
@@ -112,17 +111,19 @@ void StepBuilder::add(Request& r, int num_tokens) {
 // next.
 void StepBuilder::add_drafts() {
     const int spare = policy_.spare_blocks(roster_.running());
+    int num_samples = 0;
+    for (const StepRow& row : rows_) num_samples += row.samples;
     for (StepRow& row : rows_) {
         Request& r = *row.request;
         if (r.draft.empty()) continue;
-        const int wanted = policy_.draft_length(r, std::min(budget_left_, policy_.max_samples() - num_samples_));
+        const int wanted = policy_.draft_length(r, std::min(budget_left_, policy_.max_samples() - num_samples));
         const int end = r.num_planned(), held = cache_.capacity(r.table) - end;
         const int length = cache_.has_free(r.table, end + wanted, spare) ? wanted : std::min(wanted, held);
         if (length <= 0 || !cache_.extend(r.table, end + length, end + length, 0)) continue;
         row.draft.assign(r.draft.begin(), r.draft.begin() + length);
         row.num_tokens += length;
         r.num_scheduled += length;
-        num_samples_ += length;
+        num_samples += length;
         budget_left_ -= length;
     }
 }

@@ -58,7 +58,6 @@ class StepBuilder {
     Refusal& refusal_;
     const double now_s_;
     int budget_left_;  // tokens
-    int num_samples_ = 0;
     bool must_commit_ = false;
     int num_matches_ = 0;
     std::vector<StepRow> rows_;

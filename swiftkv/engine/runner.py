@@ -96,10 +96,12 @@ class ModelRunner:
                 self.decode_graphs = capture_graphs(config, self._model, self._regions, self.last_token_ids)
         self.transport = _open_transport(config, self.pool)
         """Reaches the pools of lenders; `None` if there can be none."""
-        self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups)
-        if self.layer_stream is not None and self.transport is not None and self.decode_graphs is not None:
-            with torch.inference_mode():
-                capture_streaming(config, self.decode_graphs, self.layer_stream, self.transport)
+        self.layer_stream: LayerStream | None = None
+        if self.transport is not None:
+            self.layer_stream = LayerStream(self.transport, groups)
+            if self.decode_graphs is not None:
+                with torch.inference_mode():
+                    capture_streaming(config, self.decode_graphs, self.layer_stream, self.transport)
         self.pool.prefault()
 
     def close(self) -> None:

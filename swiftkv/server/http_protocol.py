@@ -8,17 +8,19 @@ from asyncio import TimerHandle
 from enum import Enum, auto
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from swiftkv.server.errors import ApiError
 from swiftkv.server.limits import MONITORING_PATHS, URGENT_PATHS, Admission, NodeLimits
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 128

@@ -12,9 +12,9 @@ from swiftkv.server.log_limit import LogLimit
 
 SPARE_CONNECTIONS = 64
 """Connections beyond the limit that are kept for monitoring, one short request each."""
-MONITORING_PATHS = frozenset({"/health", "/ready", "/metrics"})
 URGENT_PATHS = frozenset({"/health", "/ready"})
 """Requests for these begin at once: they cost little, and who asks wants to know how quickly the node answers."""
+MONITORING_PATHS = URGENT_PATHS | {"/metrics"}
 FREE_BODY_BYTES = 32 << 10
 """A body up to this size does not count: a place for it comes with its connection."""
 

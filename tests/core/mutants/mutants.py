@@ -194,7 +194,7 @@ MUTANTS = [
     one("a draft follows what is not known", POLICY, "if (r.num_planned() != r.num_known()) return 0;", ""),
     one("an answer grows beyond its end", POLICY, "r.last_len - r.num_known() - 1", "r.last_len"),
     one("a draft exceeds the budget of its step", BUILDER, "std::min(budget_left_, policy_", "(policy_"),
-    one("a step samples as much as it likes", BUILDER, "policy_.max_samples() - num_samples_", "budget_left_"),
+    one("a step samples as much as it likes", BUILDER, "policy_.max_samples() - num_samples", "budget_left_"),
     one("guesses take the blocks that others want next", BUILDER, "end + wanted, spare)", "end + wanted, 0)"),
     one(
         "only the last guess is sampled behind",

@@ -2,12 +2,11 @@
 
 namespace swiftkv::parts {
 
-constexpr SchedulerLimits kManySeqs{.block_size = kBlockSize,
-                                    .max_num_seqs = 16,
-                                    .max_num_batched_tokens = 16,
-                                    .max_model_len = 64,
-                                    .enable_prefix_caching = true,
-                                    .enable_chunked_prefill = true};
+constexpr SchedulerLimits kManySeqs = [] {
+    SchedulerLimits limits = kLimits;
+    limits.max_num_seqs = 16;
+    return limits;
+}();
 
 // Runs steps until all requests decode.
 void prefill(Parts& parts) {
