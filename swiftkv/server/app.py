@@ -33,6 +33,7 @@ from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.responses import EngineView, Health, NotReady, Readiness, Version, openapi_components
 from swiftkv.server.routes import documented, openai_router
+from swiftkv.server.scrape import Scrapes
 from swiftkv.server.streaming import ClientGone, json_response
 
 
@@ -137,11 +138,15 @@ def _status_router(
 
     metrics_text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
-    async def scrape() -> Response:
+    async def observe() -> None:
         metrics.engines.observe(models.engines())
         await lending.observe(metrics.lending, only_model)
-        return Response(metrics.render(only_model), media_type=CONTENT_TYPE)
+
+    scrapes = Scrapes(observe, lambda: metrics.render(only_model))
+
+    @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
+    async def scrape() -> Response:
+        return Response(await scrapes.text(), media_type=CONTENT_TYPE)
 
     return router
 

@@ -133,7 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self._deadlines.write_s, self.transport.abort)
+        self._write_timer = self.loop.call_later(_spread(self._deadlines.write_s), self.transport.abort)
 
     def resume_writing(self) -> None:
         if self._write_timer is not None:
@@ -280,9 +280,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._phase_timer is not None:
             self._phase_timer.cancel()
         self._phase = phase
-        # Connections that were opened in one instant must not all end in one.
-        grace = random.uniform(1.0, 1.0 + _SPREAD)
-        self._phase_timer = self.loop.call_later(self._allowed_s(phase) * grace, self._expire)
+        self._phase_timer = self.loop.call_later(_spread(self._allowed_s(phase)), self._expire)
 
     def _allowed_s(self, phase: _Phase) -> float:
         deadlines = self._deadlines
@@ -321,6 +319,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.flow.read_paused:  # by us, because the application does not read
             return False
         return self._window_bytes < self._deadlines.min_body_rate * self._deadlines.body_window_s
+
+
+def _spread(deadline_s: float) -> float:
+    """Return when to act on a deadline: what began in one instant on many connections must not all end in one."""
+    return deadline_s * random.uniform(1.0, 1.0 + _SPREAD)
 
 
 def _bytes_of(error: ApiError) -> bytes:

@@ -99,6 +99,11 @@ class Turns:
         self._is_counting = False
         self._waiting: dict[Hashable, Callable[[], None]] = {}  # in order
 
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that wait for their turn."""
+        return len(self._waiting)
+
     def enter(self, who: Hashable, begin: Callable[[], None]) -> None:
         """Call `begin` in turn: at once if this round has room. `who` waits for one turn at a time."""
         assert who not in self._waiting

@@ -286,6 +286,9 @@ class _Limits(Collector):
     def collect(self) -> Iterable[Metric]:
         limits = self._limits
         yield GaugeMetricFamily("swiftkv:http_connections", "Connections of clients", limits.num_connections)
+        yield GaugeMetricFamily(
+            "swiftkv:http_requests_waiting", "Requests that wait to begin", limits.turns.num_waiting
+        )
         yield GaugeMetricFamily("swiftkv:http_body_bytes", "Bytes of bodies that take room", limits.body_bytes)
         refused = CounterMetricFamily(
             "swiftkv:http_refused", "Connections and bodies that the node had no room for", labels=("limit",)

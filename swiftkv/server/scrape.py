@@ -1,0 +1,39 @@
+"""The text for those who scrape metrics: made once for all who wait for it, and not too often."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+_PART_OF_TIME = 0.1
+"""Rendering takes at most this part of the event loop's time, however often the metrics are scraped."""
+
+
+class Scrapes:
+    """Answers scrapes with fresh metrics, each rendering for all who have asked before it began."""
+
+    def __init__(self, observe: Callable[[], Awaitable[None]], render: Callable[[], bytes]) -> None:
+        """`observe` brings the figures up to date, `render` makes the text of them."""
+        self._observe = observe
+        self._render = render
+        self._lock = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None
+        self._not_before_s = 0.0
+
+    async def text(self) -> bytes:
+        """Return what is true at some time after this call."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._answer_all())
+        return await asyncio.shield(self._next)
+
+    async def _answer_all(self) -> bytes:
+        async with self._lock:
+            await asyncio.sleep(max(0.0, self._not_before_s - time.monotonic()))
+            self._next = None
+            await self._observe()
+            started_s = time.monotonic()
+            text = self._render()
+            ended_s = time.monotonic()
+            self._not_before_s = ended_s + (ended_s - started_s) * (1 / _PART_OF_TIME - 1)
+            return text
