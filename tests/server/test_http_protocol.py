@@ -3,141 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import re
 import socket
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
-import uvicorn
+from protocol_server import GET, LINE, PATIENCE_S, PATIENT, SOON, after, ask, serving
 
-from swiftkv.server.http_protocol import MAX_FIELDS, MAX_HEAD_BYTES, MAX_IGNORED_BYTES, MAX_TRAILER_BYTES, http_config
-from swiftkv.server.limits import SPARE_CONNECTIONS, Deadlines, NodeLimits
-from swiftkv.server.log_limit import LogLimit
+from swiftkv.server.http_protocol import MAX_FIELDS, MAX_HEAD_BYTES, MAX_IGNORED_BYTES, MAX_TRAILER_BYTES
+from swiftkv.server.limits import Deadlines
 
-PATIENCE_S = 20
-"""A deadline for events that happen at once, on a machine that may be busy."""
-
-
-def after(seconds: float) -> Deadlines:
-    """Every deadline, and bodies as slow as they like."""
-    return Deadlines(seconds, seconds, seconds, 0.0, seconds, seconds, seconds, seconds)
-
-
-PATIENT = after(3600.0)
-
-
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
-
-
-@dataclass
-class Server:
-    """An application on a port of its own, and how each of its requests ended."""
-
-    listening: socket.socket
-    limits: NodeLimits
-    ended: list[str] = field(default_factory=list)
-
-    @property
-    def address(self) -> Any:
-        return self.listening.getsockname()
-
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Answer with the body's length, refuse without reading it, or stream until the client is gone, by path."""
-        path = scope["path"]
-        if path == "/refuse":
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
-            await send({"type": "http.response.body"})
-        elif path in ("/stream", "/wait"):
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
-            leaving = asyncio.create_task(leave(receive))
-            while path == "/stream" and not leaving.done():
-                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
-                await asyncio.sleep(0)
-            await leaving
-        else:
-            length = 0
-            while (message := await receive())["type"] == "http.request":
-                length += len(message["body"])
-                if not message["more_body"]:
-                    break
-            else:
-                self.ended.append(f"{path} without its body")
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
-            await send({"type": "http.response.body", "body": b"%08d" % length})
-        self.ended.append(path)
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(*self.address)
-
-    async def exchange(self, parts: Sequence[bytes], pause_s: float = 0.0) -> bytes:
-        """Return what the server says to `parts`, written one by one, until it hangs up."""
-        reader, writer = await self.connect()
-        said = bytearray()
-
-        async def listen() -> None:
-            with contextlib.suppress(ConnectionError):  # it hangs up while more is on its way
-                while data := await reader.read(65536):
-                    said.extend(data)
-
-        listening = asyncio.create_task(listen())
-        for part in parts:
-            if not listening.done():
-                writer.write(part)
-                await asyncio.sleep(pause_s)
-        await asyncio.wait_for(listening, PATIENCE_S)
-        writer.close()
-        return bytes(said)
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-
-
-async def leave(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-@asynccontextmanager
-async def serving(deadlines: Deadlines = PATIENT, max_connections: int = 4096) -> AsyncIterator[Server]:
-    """The deadlines that a test is not about never come."""
-    limits = NodeLimits(max_connections=max_connections, deadlines=deadlines)
-    running = Server(socket.create_server(("127.0.0.1", 0), backlog=1024), limits)
-    config = http_config(running, limits)
-    config.load()
-    server = uvicorn.Server(config)
-    server.lifespan = config.lifespan_class(config)
-    await server.startup([running.listening])
-    try:
-        yield running
-    finally:
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
-        await server.shutdown()
-
-
-def ask(*parts: bytes, **options: Any) -> bytes:
-    async def run() -> bytes:
-        async with serving(**options) as server:
-            return await server.exchange(parts)
-
-    return asyncio.run(run())
-
-
-LINE = b"POST / HTTP/1.1\r\nhost: here\r\n"
 CHUNKED = LINE + b"transfer-encoding: chunked\r\n\r\n"
 REFUSED = b"POST /refuse HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
-GET = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 def in_pieces(content: bytes) -> list[bytes]:
@@ -227,9 +104,6 @@ def test_trailers_are_read_and_dropped() -> None:
             writer.close()
 
     asyncio.run(run())
-
-
-SOON = 0.3
 
 
 @pytest.mark.parametrize(
@@ -340,83 +214,3 @@ def test_a_request_that_is_sent_ahead_is_not_answered() -> None:
     answer = ask(GET + GET)
     assert answer.count(b"HTTP/1.1 200 OK") == 1
     assert b"connection: close" in answer
-
-
-def test_connections_beyond_the_limit_are_refused_and_health_is_not() -> None:
-    async def run() -> None:
-        async with serving(max_connections=3) as server:
-            idle = [await server.connect() for _ in range(3)]
-            await server.wait_until(lambda: server.limits.num_connections == 3)
-            refused = await server.exchange([GET])
-            assert refused.startswith(b"HTTP/1.1 503 ")
-            assert b"retry-after: 1\r\n" in refused
-            for path in (b"/health", b"/ready", b"/metrics"):
-                answer = await server.exchange([b"GET %s HTTP/1.1\r\nhost: here\r\n\r\n" % path])
-                assert answer.startswith(b"HTTP/1.1 200 ")
-                assert b"connection: close" in answer
-            await server.wait_until(lambda: server.limits.num_connections == 3)
-            idle += [await server.connect() for _ in range(SPARE_CONNECTIONS)]
-            await server.wait_until(lambda: server.limits.num_connections == 3 + SPARE_CONNECTIONS)
-            assert (await server.exchange([])).startswith(b"HTTP/1.1 503 ")
-            for _, writer in idle:
-                writer.close()
-            await server.wait_until(lambda: server.limits.num_connections == 0)
-            assert (await server.exchange([LINE + b"connection: close\r\n\r\n"])).startswith(b"HTTP/1.1 200 ")
-
-    asyncio.run(run())
-
-
-def test_connections_for_monitoring_must_be_quick() -> None:
-    async def run() -> None:
-        async with serving(replace(PATIENT, spare_head_s=SOON), max_connections=1) as server:
-            _, regular = await server.connect()
-            assert await server.exchange([]) == b""
-            regular.close()
-
-    asyncio.run(run())
-
-
-def test_many_requests_at_once_begin_in_turns_and_health_before_them() -> None:
-    async def run() -> list[str]:
-        async with serving() as server:
-            writers = [(await server.connect())[1] for _ in range(101)]
-            for writer in writers[:100]:
-                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: here\r\n\r\n")
-            writers[100].write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
-            await server.wait_until(lambda: len(server.ended) == 101)
-            for writer in writers:
-                writer.close()
-            return server.ended
-
-    assert asyncio.run(run()).index("/health") < 20
-
-
-def test_bad_requests_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("uvicorn.error")
-
-    async def run() -> None:
-        async with serving() as server:
-            logger.addHandler(caplog.handler)
-            for _ in range(50):
-                assert (await server.exchange([b"\x00\x01\r\n\r\n"])).startswith(b"HTTP/1.1 400 ")
-
-    try:
-        asyncio.run(run())
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]
-
-
-def test_messages_that_were_left_out_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("tests.log_limit")
-    limit = LogLimit(interval_s=0.2)
-    logger.addFilter(limit)
-    for number in range(5):
-        logger.warning("request %d is bad", number)
-    logger.warning("something else")
-    time.sleep(0.2)
-    logger.warning("request %d is bad", 5)
-    logger.removeFilter(limit)
-    assert [record.getMessage() for record in caplog.records] == [
-        "request 0 is bad", "something else", "request 5 is bad (4 more like it were left out)",
-    ]  # fmt: skip
