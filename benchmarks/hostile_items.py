@@ -6,6 +6,8 @@ Sends ITEM once a second, each time from a new thread, so that the attacker neve
 how it was answered: HTTP statuses, `closed` (before the answer had ended), `no answer` (nothing came for 20 s),
 `refused` (no connection was to be had), `waiting` (not yet at their end), `held` (connections still open). All sockets
 are closed when the program ends. `given up` and `unread` are requests whose answer nobody waited for.
+
+It is one file, for it is one list: each attack stands beside what it sends.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from copy_rate import copy_rate
 from lending_node import (
     Node,
     StreamSeconds,
     Tokens,
     ask,
-    copy_rate,
     model,
     nodes_up,
     only,

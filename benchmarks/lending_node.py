@@ -14,7 +14,6 @@ import platform
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import numpy as np
 import psutil
 import yaml
 from peers import processor_name
@@ -34,16 +32,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv.admin_key import find_admin_key
 from swiftkv.bench.client import Answer, Target, send
-from swiftkv.cache.geometry import KVGroup
-from swiftkv.cache.pool import Pool
 from swiftkv.checkpoint import make, read_texts, save, standard_library_files, train_tokenizer
 from swiftkv.config import Config, load_config
 from swiftkv.planning.lending import plan_lending
 from swiftkv.planning.models import ModelPlan
 from swiftkv.planning.node import plan_node
-from swiftkv.transport.base import Runs
-from swiftkv.transport.rendezvous import handle_of
-from swiftkv.transport.shm import ShmTransport
 
 OUT = Path(__file__).parent / "out"
 VOCAB = (300, 31000)
@@ -348,30 +341,6 @@ async def ask(target: Target, prompt: list[int], num_tokens: int) -> Answer:
 def time_per_output_token(answer: Answer) -> float:
     """Return the seconds per token, of all tokens but the first."""
     return (answer.latency_s - answer.ttft_s) / (answer.num_output_tokens - 1)
-
-
-def copy_rate(group: KVGroup, num_blocks: int, num_threads: int = 1) -> tuple[float, float]:
-    """Measure one layer's load and store in this machine, nothing else running; return (load, store) in bytes a second.
-
-    The layer stream's copies: from consecutive blocks of the peer's pool to adjacent layer blocks of ours.
-    """
-    peer, own = Pool([(group, num_blocks)]), Pool([(group, -(-num_blocks // group.num_layers))])
-    peer.tensor.fill_(1)
-    own.tensor.fill_(2)
-    transport = ShmTransport(own, num_threads)
-    transport.attach(0, handle_of(OUT / "unused", peer))
-    rows = np.array([[0, 0, 0, num_blocks, 1]], np.int64)
-    runs = Runs(rows, group.layer_block_bytes, group.block_bytes)
-    rates = []
-    for to_peer, from_peer in ((None, runs), (runs, None)):
-        times_s = []
-        for number in range(2 * group.num_layers):
-            begin_s = time.perf_counter()
-            transport.wait(transport.submit(to_peer, from_peer, number % group.num_layers))
-            times_s.append(time.perf_counter() - begin_s)
-        rates.append(runs.num_bytes / statistics.median(times_s))
-    transport.close()
-    return rates[0], rates[1]
 
 
 def quantile(values: Sequence[float], part: float) -> float:

@@ -27,11 +27,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from copy_rate import copy_rate
 from lending_node import (
     Node,
     Tokens,
     ask,
-    copy_rate,
     model,
     nodes_up,
     only,

@@ -27,11 +27,11 @@ from typing import Any
 import httpx
 import msgspec
 import zmq
+from copy_rate import copy_rate
 from lending_node import (
     Node,
     Tokens,
     ask,
-    copy_rate,
     model,
     nodes_up,
     parser,

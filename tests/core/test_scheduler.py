@@ -1,4 +1,7 @@
-"""The scheduler's promises, one per test; the engine of kv_oracle checks everything else alongside."""
+"""The scheduler's promises, one per test; the engine of kv_oracle checks everything else alongside.
+
+It is one file, for it is one list of promises: who asks what the scheduler promises finds it here.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 `python -m tests.lease.lending_process`: the first line of standard input is a `Setup`, each that follows a command.
 Each request that ends is a line on standard output. It checks the scheduler's invariants after every step.
+
+It is one file, for both of its ends are in it: what a test sends stands beside what the process does with it.
 """
 
 from __future__ import annotations
