@@ -9,6 +9,10 @@ are divided by --shrink, for the demo models are small; equal blocks of the trac
 begins again, with other tokens. --speed is to load the machine without saturating it: the program prints the share of
 the machine that the node took, and how many requests were in flight at most.
 
+First, --fill requests of the trace are sent as fast as the node takes them, their answers cut short: what has an end,
+as the C library's caches of freed pieces in every thread, is then full. They use another salt, so that the replay finds
+nothing of theirs.
+
 Every two seconds the resident memory, threads, open files and sockets of the gateway and of each engine are noted.
 After a warm-up (a sixth of the time), a line is fitted to the least of each minute. Its slope has an interval of 95 %,
 made wider where the residuals of neighbours resemble each other. Asked for: the interval reaches 0, or ends below a
@@ -51,6 +55,9 @@ _MAX_POINTS = 60
 _WIDTH = 2.0
 """Standard errors on each side of a slope, for an interval of 95 %."""
 _REQUEST_TIMEOUT_S = 300.0
+_FILL_AT_ONCE = 32
+_FILL_TOKENS = 2
+_FILL_SALT = 1 << 15
 _REST_TIMEOUT_S = 60.0
 _REPORT_S = 60.0
 
@@ -147,6 +154,25 @@ class Replay:
                 if time.monotonic() > next_report_s:
                     next_report_s += _REPORT_S
                     self._report(time.monotonic() - begin_s)
+
+    async def fill(self, num_requests: int) -> None:
+        """Send so many, `_FILL_AT_ONCE` at a time."""
+        places = asyncio.Semaphore(_FILL_AT_ONCE)
+
+        async def ask_soon(client: httpx.AsyncClient, arrival: Arrival) -> None:
+            question = question_of(arrival, self.shrink, _FILL_SALT)
+            short = Question(question.prompt, min(question.max_tokens, _FILL_TOKENS))
+            answer = await ask(client, self.url, model_of(arrival), Known(short, ()))
+            places.release()
+            if answer.error:
+                self.errors.append(f"{model_of(arrival)}: {answer.error}")
+
+        async with httpx.AsyncClient(timeout=_REQUEST_TIMEOUT_S) as client, asyncio.TaskGroup() as group:
+            for number in range(num_requests):
+                await places.acquire()
+                group.create_task(ask_soon(client, self.arrivals[number % len(self.arrivals)]))
+                if number % 1000 == 999:
+                    say(f"filled with {number + 1:,} of {num_requests:,}")
 
     async def _ask(self, client: httpx.AsyncClient, arrival: Arrival, turn: int) -> None:
         name, question = model_of(arrival), question_of(arrival, self.shrink, turn)
@@ -249,6 +275,7 @@ def main() -> None:
     arguments.add_argument("trace", type=Path)
     arguments.add_argument("--minutes", type=float, default=60)
     arguments.add_argument("--speed", type=float, default=4.0, help="how much faster than the trace's own time")
+    arguments.add_argument("--fill", type=int, default=12000, help="requests that are sent before the time begins")
     arguments.add_argument("--shrink", type=int, default=16, help="lengths are divided by this")
     arguments.add_argument("--check", type=float, default=0.01, help="the part of the answers whose tokens are checked")
     arguments.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -257,8 +284,9 @@ def main() -> None:
     seconds = 60 * args.minutes
     replay_rng = random.Random(args.seed)
     with make_node() as node, Monitor(node.pids, _SAMPLE_S) as monitor:
-        first_pids, begin_s, busy_s = node.pids(), time.monotonic(), processor_seconds(node)
         replay = Replay(node.url, arrivals, args.shrink, args.speed, args.check, replay_rng)
+        asyncio.run(replay.fill(args.fill))
+        first_pids, begin_s, busy_s = node.pids(), time.monotonic(), processor_seconds(node)
         asyncio.run(replay.run(seconds))
         end_s, busy_s = time.monotonic(), processor_seconds(node) - busy_s
         checks = Checks()
