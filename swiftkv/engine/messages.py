@@ -196,7 +196,7 @@ _unpack = msgspec.msgpack.Decoder(list[TokenLogprobs])
 
 
 def pack_prompt_logprobs(entries: list[TokenLogprobs]) -> list[bytes]:
-    """Pack what a prompt's tokens 1, 2, … came to: in parts, so that nobody has to read all of it at once."""
+    """Pack the log probabilities of a prompt's tokens 1, 2, … in parts, so that nobody must read them all at once."""
     starts = range(0, len(entries), _PACKED_POSITIONS)
     return [_pack.encode(entries[start : start + _PACKED_POSITIONS]) for start in starts]
 
