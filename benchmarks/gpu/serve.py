@@ -101,20 +101,23 @@ def make_config(shape: dict[str, Any]) -> DecoderConfig:
 
 def matrix_parameters(config: DecoderConfig) -> int:
     """Count the matrix parameters of the layers, with which every token is multiplied."""
-    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    heads = sum(len(kind.layers) * kind.head_dim * (kind.num_heads + kind.num_kv_heads) for kind in config.attention)
+    return config.hidden_size * (2 * heads + 3 * config.num_layers * config.intermediate_size)
 
 
 def decode_bytes(config: DecoderConfig, batch: int, context: int) -> int:
     """Count the bytes that a decode step must read: the layers' matrices and the head's, and all KV; 2 bytes each."""
-    kv = batch * context * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    kv = batch * context * sum(2 * len(kind.layers) * kind.num_kv_heads * kind.head_dim for kind in config.attention)
     return 2 * (matrix_parameters(config) + config.vocab_size * config.hidden_size + kv)
 
 
 def prefill_operations(config: DecoderConfig, num_new: int, num_cached: int = 0) -> int:
-    """Count multiplications and additions of layers, attention (without the masked half) and one row of logits."""
+    """Count multiplications and additions of layers, attention (without the masked half) and one row of logits.
+
+    For models without windows.
+    """
     pairs = num_new * num_cached + num_new * (num_new + 1) // 2
-    attention = 4 * config.head_dim * config.num_heads * config.num_layers * pairs
+    attention = 4 * pairs * sum(len(kind.layers) * kind.head_dim * kind.num_heads for kind in config.attention)
     return 2 * matrix_parameters(config) * num_new + attention + 2 * config.vocab_size * config.hidden_size
 
 

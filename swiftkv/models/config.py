@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
-from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.geometry import KVGroup, KVKind
 from swiftkv.errors import ConfigError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -30,6 +31,11 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0  # the part of a head that is turned, its first dimensions
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """The dimensions of a head that are turned."""
+        return int(head_dim * self.partial_rotary_factor)
 
     @property
     def scaled_positions(self) -> int:
@@ -42,16 +48,43 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """The attention of some of a model's layers. Their KV is one KV group."""
+
+    layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    rope: RopeConfig
+    window: int = 0  # tokens a query looks back on, itself included; 0: all of them
+
+    def __post_init__(self) -> None:
+        assert self.layers
+
+    def kv_group(self, block_size: int, dtype: str) -> KVGroup:
+        """Return the KV group of these layers. `dtype` is a key of `DTYPE_BYTES`."""
+        kind: KVKind = "window" if self.window else "full"
+        return KVGroup(self.layers, self.num_kv_heads, self.head_dim, dtype, block_size, kind, self.window)
+
+
+def with_window(kind: AttentionKind, layers: Iterable[int], window: int | None) -> tuple[AttentionKind, ...]:
+    """Divide a kind: `layers` get the window, unless it is as long as any sequence; the others see everything."""
+    if not window or window >= kind.rope.scaled_positions:
+        return (kind,)
+    windowed = frozenset(layers)
+    parts = ((0, [one for one in kind.layers if one not in windowed]), (window, sorted(windowed)))
+    return tuple(replace(kind, layers=tuple(of), window=length) for length, of in parts if of)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The shape of a model. A family that needs more of it, or has several KV groups, derives a class of its own."""
+    """The shape of a model. A family that needs more of it derives a class of its own."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: tuple[AttentionKind, ...]  # every layer is of one kind; in the order of the pool's KV groups
     intermediate_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -59,50 +92,52 @@ class DecoderConfig:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    rope: RopeConfig
-    max_position_embeddings: int
-    sliding_window: int | None  # None: no layer has one
     eos_token_ids: tuple[int, ...]
 
     @property
     def max_context_len(self) -> int:
-        """The longest context that can be served: up to its length, a sliding window changes nothing."""
-        return min(self.rope.scaled_positions, self.sliding_window or self.rope.scaled_positions)
+        """The longest context that the model was made for: the positions that all of its layers know."""
+        return min(kind.rope.scaled_positions for kind in self.attention)
 
     def check_max_model_len(self, max_model_len: int) -> None:
-        """Raise `ConfigError` if sequences of `max_model_len` tokens are more than the model or this server can do."""
-        if self.sliding_window is not None and max_model_len > self.sliding_window:
-            raise ConfigError(
-                f"max_model_len: {max_model_len} is more than the model's sliding_window, and sliding windows are not "
-                f"supported: at most {self.sliding_window}"
-            )
+        """Raise `ConfigError` if sequences of `max_model_len` tokens are more than the model can do."""
         if max_model_len > self.max_context_len:
             raise ConfigError(
                 f"max_model_len: {max_model_len} is more than the {self.max_context_len} positions that the model has"
             )
 
     def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
-        """Return the layers by attention kind, here all in one group. `dtype` is a key of `DTYPE_BYTES`."""
-        return (KVGroup(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, block_size),)
+        """Return the layers by attention kind. `dtype` is a key of `DTYPE_BYTES`."""
+        return tuple(kind.kv_group(block_size, dtype) for kind in self.attention)
 
-    def of_rank(self, num_ranks: int) -> DecoderConfig:
+    def of_rank(self, num_ranks: int) -> Self:
         """Return the shape of the part that each of `num_ranks` tensor-parallel ranks has: its heads and its MLP.
 
         Ranks share KV heads where there are fewer of them. Raises `ConfigError` for a number that does not divide.
         """
         if not self._can_divide(num_ranks):
             possible = ", ".join(str(n) for n in range(1, _MAX_RANKS + 1) if self._can_divide(n))
+            heads = ", ".join(f"{kind.num_heads} heads, {kind.num_kv_heads} KV heads" for kind in self.attention)
             raise ConfigError(
-                f"tensor_parallel_size: {num_ranks} ranks cannot divide {self.num_heads} heads, {self.num_kv_heads} KV "
-                f"heads and an intermediate_size of {self.intermediate_size} evenly; possible: {possible}"
+                f"tensor_parallel_size: {num_ranks} ranks cannot divide {heads} and an intermediate_size of "
+                f"{self.intermediate_size} evenly; possible: {possible}"
             )
         return replace(
             self,
-            num_heads=self.num_heads // num_ranks,
-            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+            attention=tuple(
+                replace(
+                    kind,
+                    num_heads=kind.num_heads // num_ranks,
+                    num_kv_heads=max(1, kind.num_kv_heads // num_ranks),
+                )
+                for kind in self.attention
+            ),
             intermediate_size=self.intermediate_size // num_ranks,
         )
 
     def _can_divide(self, num_ranks: int) -> bool:
-        more, fewer = max(self.num_kv_heads, num_ranks), min(self.num_kv_heads, num_ranks)
-        return self.num_heads % num_ranks == self.intermediate_size % num_ranks == more % fewer == 0
+        return self.intermediate_size % num_ranks == 0 and all(
+            kind.num_heads % num_ranks == 0
+            and max(kind.num_kv_heads, num_ranks) % min(kind.num_kv_heads, num_ranks) == 0
+            for kind in self.attention
+        )

@@ -14,7 +14,7 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.ops import AnyOps, PackedLinear
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.config import AttentionKind, DecoderConfig
 from swiftkv.models.stream import NO_STREAM, KVStream
 from swiftkv.models.weights import RankSlices, Weight
 from swiftkv.progress import PROGRESS
@@ -124,8 +124,8 @@ class Layer:
     mlp: MlpPart
 
 
-def attention_spec(group: KVGroup, num_heads: int) -> AttentionSpec:
-    """Return how `num_heads` query heads attend to a KV group.
+def attention_spec(group: KVGroup, kind: AttentionKind) -> AttentionSpec:
+    """Return how the query heads of a kind attend to its KV group.
 
     Raises `ConfigError` for a group that no kernel can read yet.
     """
@@ -137,7 +137,7 @@ def attention_spec(group: KVGroup, num_heads: int) -> AttentionSpec:
             "supported, only equal sizes are"
         )
     return AttentionSpec(
-        num_heads=num_heads,
+        num_heads=kind.num_heads,
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         block_size=group.block_size,

@@ -7,18 +7,18 @@ and which tensors of the checkpoint make such a model. It imports no torch, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.config import AttentionKind, DecoderConfig, with_window
 from swiftkv.models.decoder import KVPlace, Layer, LayeredDecoder, LayerStack, attention_spec, kv_places
 from swiftkv.models.hf_config import HFConfig, read_eos_token_ids, read_json, read_rope
 from swiftkv.models.parts import Attention, GatedMlp
-from swiftkv.models.weights import RankSlices, Weight
+from swiftkv.models.weights import HeadSlices, RankSlices, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,31 +41,30 @@ class _Traits:
     """Lists what an architecture has and its `config.json` does not say."""
 
     biases: Callable[[HFConfig], _Biases]
-    sliding_window: Callable[[HFConfig], int | None] = lambda raw: None
+    window_layers: Callable[[HFConfig], Sequence[int]] = lambda raw: ()
     qk_norm: bool = False
     head_dim: int | None = None  # where config.json does not say; None: hidden_size / num_attention_heads
 
 
-def _window_of_some_layers(raw: HFConfig) -> int | None:
+def _window_of_later_layers(raw: HFConfig) -> Sequence[int]:
     if not raw.use_sliding_window:
-        return None
-    sliding = raw.max_window_layers < raw.num_hidden_layers
-    if raw.layer_types is not None:
-        sliding = "sliding_attention" in raw.layer_types
-    return raw.sliding_window if sliding else None
+        return ()
+    if raw.layer_types is None:
+        return range(raw.max_window_layers, raw.num_hidden_layers)
+    return [layer for layer, kind in enumerate(raw.layer_types) if kind == "sliding_attention"]
 
 
 _TRAITS = {
     "Qwen3ForCausalLM": _Traits(
         biases=lambda raw: _Biases(raw.attention_bias, raw.attention_bias, False),
-        sliding_window=_window_of_some_layers,
+        window_layers=_window_of_later_layers,
         qk_norm=True,
         head_dim=128,
     ),
-    "Qwen2ForCausalLM": _Traits(biases=lambda raw: _Biases(True, False, False), sliding_window=_window_of_some_layers),
+    "Qwen2ForCausalLM": _Traits(biases=lambda raw: _Biases(True, False, False), window_layers=_window_of_later_layers),
     "LlamaForCausalLM": _Traits(biases=lambda raw: _Biases(raw.attention_bias, raw.attention_bias, raw.mlp_bias)),
     "MistralForCausalLM": _Traits(
-        biases=lambda raw: _Biases(False, False, False), sliding_window=lambda raw: raw.sliding_window
+        biases=lambda raw: _Biases(False, False, False), window_layers=lambda raw: range(raw.num_hidden_layers)
     ),
 }
 
@@ -74,10 +73,12 @@ class DenseDecoder(LayeredDecoder):
     """A `Decoder` of pre-normalised layers, each rotary attention and a gated MLP."""
 
     def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
-        specs = tuple(attention_spec(group, config.num_heads) for group in groups)
-        cos_sin = packer.cos_sin(config.rope, config.head_dim)
+        specs = tuple(map(attention_spec, groups, config.attention))
+        cos_sin = [packer.cos_sin(kind.rope, kind.head_dim) for kind in config.attention]
         stack = LayerStack(
-            layers=tuple(_layer(config, place, cos_sin, packer, ranks) for place in kv_places(groups, specs)),
+            layers=tuple(
+                _layer(config, place, cos_sin[place.group], packer, ranks) for place in kv_places(groups, specs)
+            ),
             embedding=packer.tensor("model.embed_tokens.weight"),
             final_norm=packer.vector("model.norm.weight"),
             norm_eps=config.rms_norm_eps,
@@ -104,15 +105,25 @@ class DenseDecoder(LayeredDecoder):
                 f"{file}: head_dim: {head_dim} is not supported, multiples of {_HEAD_DIM_MULTIPLE} up to "
                 f"{_MAX_HEAD_DIM} are"
             )
+        rope = read_rope(file, raw)
+        if rope.partial_rotary_factor != 1:  # transformers ignores it in these
+            raise ConfigError(
+                f"{file}: partial_rotary_factor: {rope.partial_rotary_factor} is not supported for {architecture}"
+            )
         biases = traits.biases(raw)
+        one_kind = AttentionKind(
+            layers=tuple(range(raw.num_hidden_layers)),
+            num_heads=raw.num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope=rope,
+        )
         return DecoderConfig(
             architecture=architecture,
             vocab_size=raw.vocab_size,
             hidden_size=raw.hidden_size,
             num_layers=raw.num_hidden_layers,
-            num_heads=raw.num_attention_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            attention=with_window(one_kind, traits.window_layers(raw), raw.sliding_window),
             intermediate_size=raw.intermediate_size,
             rms_norm_eps=raw.rms_norm_eps,
             tie_word_embeddings=raw.tie_word_embeddings,
@@ -120,9 +131,6 @@ class DenseDecoder(LayeredDecoder):
             attention_out_bias=biases.attention_out,
             mlp_bias=biases.mlp,
             qk_norm=traits.qk_norm,
-            rope=read_rope(file, raw),
-            max_position_embeddings=raw.max_position_embeddings,
-            sliding_window=traits.sliding_window(raw),
             eos_token_ids=read_eos_token_ids(directory, raw),
         )
 
@@ -136,14 +144,17 @@ class DenseDecoder(LayeredDecoder):
                 embedding, (part.vocab,), "model.embed_tokens.weight" if config.tie_word_embeddings else None
             ),
         }
-        for index in range(config.num_layers):
-            weights |= _layer_weights(config, part, f"model.layers.{index}")
+        for kind, heads in zip(config.attention, part.heads, strict=True):
+            for layer in kind.layers:
+                weights |= _layer_weights(config, kind, heads, part, f"model.layers.{layer}")
         return weights
 
 
-def _layer_weights(config: DecoderConfig, part: RankSlices, prefix: str) -> dict[str, Weight]:
-    hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+def _layer_weights(
+    config: DecoderConfig, kind: AttentionKind, heads: HeadSlices, part: RankSlices, prefix: str
+) -> dict[str, Weight]:
+    hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, kind.head_dim
+    q_size, kv_size = kind.num_heads * head_dim, kind.num_kv_heads * head_dim
     attention = f"{prefix}.self_attn"
     weights = {
         f"{prefix}.input_layernorm.weight": Weight((hidden,)),
@@ -152,9 +163,9 @@ def _layer_weights(config: DecoderConfig, part: RankSlices, prefix: str) -> dict
     if config.qk_norm:
         weights |= {f"{attention}.{name}.weight": Weight((head_dim,)) for name in ("q_norm", "k_norm")}
     by_rows = {
-        f"{attention}.q_proj": (q_size, part.q, config.qkv_bias),
-        f"{attention}.k_proj": (kv_size, part.kv, config.qkv_bias),
-        f"{attention}.v_proj": (kv_size, part.kv, config.qkv_bias),
+        f"{attention}.q_proj": (q_size, heads.q, config.qkv_bias),
+        f"{attention}.k_proj": (kv_size, heads.kv, config.qkv_bias),
+        f"{attention}.v_proj": (kv_size, heads.kv, config.qkv_bias),
         f"{prefix}.mlp.gate_proj": (mlp, part.mlp, config.mlp_bias),
         f"{prefix}.mlp.up_proj": (mlp, part.mlp, config.mlp_bias),
     }
@@ -163,7 +174,7 @@ def _layer_weights(config: DecoderConfig, part: RankSlices, prefix: str) -> dict
         if has_bias:
             weights[f"{module}.bias"] = Weight((size,), (rows,))
     by_columns = {
-        f"{attention}.o_proj": (q_size, part.q, config.attention_out_bias),
+        f"{attention}.o_proj": (q_size, heads.q, config.attention_out_bias),
         f"{prefix}.mlp.down_proj": (mlp, part.mlp, config.mlp_bias),
     }
     for module, (size, columns, has_bias) in by_columns.items():

@@ -102,8 +102,10 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
     if rope_type not in get_args(RopeType):
         raise ConfigError(f"{file}: {key}: rope_type {rope_type!r} is none of {', '.join(get_args(RopeType))}")
     partial = rope.partial_rotary_factor if rope.partial_rotary_factor is not None else raw.partial_rotary_factor
-    if partial != 1.0:
-        raise ConfigError(f"{file}: partial_rotary_factor: {partial} is not supported, only 1.0 is")
+    if not 0 < partial <= 1:
+        raise ConfigError(
+            f"{file}: partial_rotary_factor: {partial} is not a part of a head, more than 0 and at most 1"
+        )
     # transformers prefers a length beside the rope parameters to one inside, too.
     original = (
         raw.original_max_position_embeddings or rope.original_max_position_embeddings or raw.max_position_embeddings
@@ -128,6 +130,7 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
         mscale=rope.mscale,
         mscale_all_dim=rope.mscale_all_dim,
         truncate=rope.truncate,
+        partial_rotary_factor=partial,
     )
 
 

@@ -12,64 +12,65 @@ from swiftkv.models.config import RopeConfig, RopeType
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
-    """float32 `[max_len, head_dim]`: the first half of a row cosines, the second sines, scaled by yarn's factor.
+    """float32 `[max_len, rotary_dim]`: the first half of a row cosines, the second sines, scaled by yarn's factor.
 
-    Dimension `i` of a head is turned together with dimension `i + head_dim / 2`.
+    Dimension `i` of a head is turned together with dimension `i + rotary_dim / 2`; those from `rotary_dim` on are not.
 
     `dynamic` depends on how long the sequence is when a token is computed. Here position `p` always gets the base of a
     sequence of `p + 1` tokens, at least `max_position_embeddings`: what transformers does when it goes token by token.
     A token's result then does not depend on the batch or chunk that it came in, and its KV can be cached.
     """
     positions = torch.arange(max_len, dtype=torch.float32)
-    inv_freq = _INV_FREQ[rope.rope_type](rope, head_dim, positions)  # [head_dim / 2], or [max_len, head_dim / 2]
+    rotary_dim = rope.rotary_dim(head_dim)
+    inv_freq = _INV_FREQ[rope.rope_type](rope, rotary_dim, positions)  # [rotary_dim / 2], or [max_len, rotary_dim / 2]
     angles = positions[:, None] * inv_freq
     scale = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
     return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(scale)
 
 
-def _exponents(head_dim: int) -> Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def _exponents(rotary_dim: int) -> Tensor:
+    return torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
 
 
-def _default(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    return 1.0 / rope.theta ** _exponents(head_dim)
+def _default(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
+    return 1.0 / rope.theta ** _exponents(rotary_dim)
 
 
-def _linear(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    return _default(rope, head_dim, positions) / rope.factor
+def _linear(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
+    return _default(rope, rotary_dim, positions) / rope.factor
 
 
-def _dynamic(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+def _dynamic(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
     """NTK scaling: the base grows with the sequence, so that the slowest dimension is interpolated by its length."""
     lengths = (positions + 1).clamp(min=rope.max_position_embeddings)
     growth = rope.factor * lengths / rope.max_position_embeddings - (rope.factor - 1)
-    theta = rope.theta * growth ** (head_dim / (head_dim - 2))
-    return 1.0 / theta[:, None] ** _exponents(head_dim)
+    theta = rope.theta * growth ** (rotary_dim / (rotary_dim - 2))
+    return 1.0 / theta[:, None] ** _exponents(rotary_dim)
 
 
-def _llama3(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+def _llama3(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
     """Slow dimensions interpolated, fast ones kept, a ramp between."""
-    inv_freq = _default(rope, head_dim, positions)
+    inv_freq = _default(rope, rotary_dim, positions)
     turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)  # of a dimension in the original context
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(inv_freq / rope.factor, inv_freq, keep.clamp(0, 1))
 
 
-def _yarn(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+def _yarn(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
     """Scale like llama3, with a ramp linear in the dimension (https://arxiv.org/abs/2309.00071, section 3.2)."""
 
     def dimension_that_turns(times: float) -> float:
         wavelength = rope.original_max_position_embeddings / times
-        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension_that_turns(rope.beta_fast), dimension_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp
-    inv_freq = _default(rope, head_dim, positions)
-    interpolate = ((torch.arange(head_dim // 2) - low) / (high - low)).clamp(0, 1)
+    inv_freq = _default(rope, rotary_dim, positions)
+    interpolate = ((torch.arange(rotary_dim // 2) - low) / (high - low)).clamp(0, 1)
     return torch.lerp(inv_freq, inv_freq / rope.factor, interpolate)
 
 

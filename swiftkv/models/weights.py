@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swiftkv.arithmetic import ceil_div
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.config import AttentionKind, DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,28 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSlices:
+    """One rank's part of the heads of one attention kind."""
+
+    q: slice  # num_heads * head_dim
+    kv: slice  # num_kv_heads * head_dim; ranks share a head where there are fewer heads than ranks
+
+    @classmethod
+    def of(cls, kind: AttentionKind, part: AttentionKind, rank: int, num_ranks: int) -> HeadSlices:
+        """Divide the whole model's `kind`, of which every rank has a `part`."""
+        first_kv_head = rank * kind.num_kv_heads // num_ranks
+        return cls(
+            q=_slice(rank * part.num_heads * kind.head_dim, part.num_heads * kind.head_dim),
+            kv=_slice(first_kv_head * kind.head_dim, part.num_kv_heads * kind.head_dim),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RankSlices:
     """One rank's part of a model's dimensions."""
 
     rank: int
-    q: slice  # num_heads * head_dim
-    kv: slice  # num_kv_heads * head_dim; ranks share a head where there are fewer heads than ranks
+    heads: tuple[HeadSlices, ...]  # by attention kind
     mlp: slice  # intermediate_size
     vocab: slice  # all ranks' are as long, so the last ones may end behind the vocabulary
 
@@ -42,11 +58,12 @@ class RankSlices:
         """Divide the whole model's `config`. Raises `ConfigError` if it cannot be divided by `num_ranks`."""
         part = config.of_rank(num_ranks)
         vocab_part = ceil_div(config.vocab_size, num_ranks)
-        first_kv_head = rank * config.num_kv_heads // num_ranks
         return cls(
             rank=rank,
-            q=_slice(rank * part.num_heads * config.head_dim, part.num_heads * config.head_dim),
-            kv=_slice(first_kv_head * config.head_dim, part.num_kv_heads * config.head_dim),
+            heads=tuple(
+                HeadSlices.of(kind, of_rank, rank, num_ranks)
+                for kind, of_rank in zip(config.attention, part.attention, strict=True)
+            ),
             mlp=_slice(rank * part.intermediate_size, part.intermediate_size),
             vocab=_slice(rank * vocab_part, vocab_part),
         )

@@ -36,8 +36,9 @@ def read(tmp_path: Path, values: dict[str, Any], generation: dict[str, Any] | No
 
 def test_shape(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
-    assert config.rope.theta == 10000.0
+    [kind] = config.attention
+    assert (kind.layers, kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.window) == ((0, 1, 2), 4, 2, 16, 0)
+    assert kind.rope.theta == 10000.0
     assert not config.tie_word_embeddings
     assert config.kv_groups(32, "bfloat16") == (KVGroup((0, 1, 2), 2, 16, "bfloat16", 32),)
 
@@ -45,11 +46,11 @@ def test_shape(tmp_path: Path) -> None:
 def test_what_an_architecture_implies(tmp_path: Path) -> None:
     qwen2 = read(tmp_path, QWEN2_5)
     assert (qwen2.qkv_bias, qwen2.attention_out_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen2.sliding_window, qwen2.rope.theta, qwen2.tie_word_embeddings) == (None, 1e6, True)
+    assert (qwen2.attention[0].window, qwen2.attention[0].rope.theta, qwen2.tie_word_embeddings) == (0, 1e6, True)
     qwen3 = read(tmp_path, LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.attention[0].head_dim) == (False, True, 128)
     no_gqa = read(tmp_path, {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})
-    assert no_gqa.num_kv_heads == 4
+    assert no_gqa.attention[0].num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -81,26 +82,34 @@ def test_scaling_stretches_the_context(tmp_path: Path, scaling: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("values", "window"),
+    ("values", "windows"),
     [
-        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
-        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 256}, 256),
-        (LLAMA | {"architectures": ["MistralForCausalLM"]}, 4096),  # as transformers reads it
-        (QWEN2_5 | {"use_sliding_window": True}, 128),
-        (QWEN2_5 | {"use_sliding_window": True, "max_window_layers": 3}, None),
-        (QWEN2_5 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
-        (LLAMA | {"sliding_window": 128}, None),
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, {(0, 1, 2): 0}),
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 256}, {(0, 1, 2): 256}),
+        (LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 512}, {(0, 1, 2): 0}),  # all there is
+        (LLAMA | {"architectures": ["MistralForCausalLM"]}, {(0, 1, 2): 0}),  # 4096, as transformers reads it
+        (QWEN2_5 | {"use_sliding_window": True}, {(0, 1): 0, (2,): 128}),
+        (QWEN2_5 | {"use_sliding_window": True, "max_window_layers": 0}, {(0, 1, 2): 128}),
+        (QWEN2_5 | {"use_sliding_window": True, "max_window_layers": 3}, {(0, 1, 2): 0}),
+        (QWEN2_5 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}, {(0, 1, 2): 0}),
+        (
+            QWEN2_5 | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            {(1,): 0, (0, 2): 128},
+        ),
+        (LLAMA | {"sliding_window": 128}, {(0, 1, 2): 0}),
     ],
 )
-def test_sequences_may_be_as_long_as_the_window(tmp_path: Path, values: dict[str, Any], window: int | None) -> None:
+def test_layers_of_one_window_are_one_group(
+    tmp_path: Path, values: dict[str, Any], windows: dict[tuple[int, ...], int]
+) -> None:
     config = read(tmp_path, values)
-    assert config.sliding_window == window
-    longest = min(512, window or 512)
-    assert config.max_context_len == longest
-    config.check_max_model_len(longest)
-    with pytest.raises(ConfigError, match=r"max_model_len: \d+ is more than") as error:
-        config.check_max_model_len(longest + 1)
-    assert ("sliding_window" in str(error.value)) == (longest == window)
+    assert {kind.layers: kind.window for kind in config.attention} == windows
+    groups = config.kv_groups(16, "float32")
+    assert {group.layers: group.window for group in groups} == windows
+    assert config.max_context_len == 512
+    config.check_max_model_len(512)
+    with pytest.raises(ConfigError, match=r"max_model_len: 513 is more than the 512 positions"):
+        config.check_max_model_len(513)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,8 @@ def test_sequences_may_be_as_long_as_the_window(tmp_path: Path, values: dict[str
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters", "low_freq_factor"]),
         ({"rope_scaling": {"type": "linear", "factor": "big"}}, ["rope_scaling", "factor", "float"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "LlamaForCausalLM"]),
     ],
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.batch import ModelInput
-from swiftkv.models.config import DecoderConfig
+from swiftkv.models.config import AttentionKind, RopeConfig
 from swiftkv.models.decoder import attention_spec, kv_places
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.registry import read_config
@@ -24,27 +24,13 @@ FULL_LAYERS, WINDOWED_LAYERS = (1, 4), (0, 2, 3)
 LENGTHS = (7, 50, 3, 1, 1)  # of the chunks of one prompt
 
 
-class Hybrid(DecoderConfig):
-    """A dense model's configuration, with the windows that its `layer_types` ask for."""
-
-    def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
-        full = KVGroup(FULL_LAYERS, self.num_kv_heads, self.head_dim, dtype, block_size)
-        return (full, replace(full, layers=WINDOWED_LAYERS, kind="window", window=WINDOW))
-
-    def check_max_model_len(self, max_model_len: int) -> None:
-        pass
-
-
-def hybrid_of(config: DecoderConfig) -> Hybrid:
-    return Hybrid(**{field.name: getattr(config, field.name) for field in fields(config)})
-
-
 def test_logits_equal_transformers_where_some_layers_have_a_window(ops: AnyOps, tmp_path: Path) -> None:
     types = ["sliding_attention" if layer in WINDOWED_LAYERS else "full_attention" for layer in range(5)]
     model = make_checkpoint(
         tmp_path, "qwen3", num_hidden_layers=5, layer_types=types, sliding_window=WINDOW, use_sliding_window=True
     )
-    config = hybrid_of(read_config(tmp_path))
+    config = read_config(tmp_path)
+    assert [group.layers for group in config.kv_groups(BLOCK_SIZE, "float32")] == [FULL_LAYERS, WINDOWED_LAYERS]
     decoder = load_decoder(config, MappedWeights(tmp_path), torch.float32, "cpu", 128, BLOCK_SIZE, ops)
     prompt = torch.randint(320, (sum(LENGTHS),), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode():
@@ -71,9 +57,14 @@ def test_logits_equal_transformers_where_some_layers_have_a_window(ops: AnyOps, 
         begin = end
 
 
+def kind_of(group: KVGroup) -> AttentionKind:
+    rope = RopeConfig("default", 1e4, 512, 512)
+    return AttentionKind(group.layers, 4, group.num_kv_heads, group.head_dim, rope)
+
+
 def test_every_layer_has_its_place() -> None:
     config_groups = (KVGroup((1, 4), 2, 16, "float32", 16), KVGroup((0, 2, 3), 2, 16, "float32", 16))
-    specs = [attention_spec(group, 4) for group in config_groups]
+    specs = [attention_spec(group, kind_of(group)) for group in config_groups]
     places = kv_places(config_groups, specs)
     assert [(place.layer, place.group, place.index) for place in places] == [
         (0, 1, 0), (1, 0, 0), (2, 1, 1), (3, 1, 2), (4, 0, 1),
@@ -83,6 +74,6 @@ def test_every_layer_has_its_place() -> None:
 def test_what_no_kernel_reads_is_refused_by_name() -> None:
     group = KVGroup((0, 2), 2, 16, "float32", 16)
     with pytest.raises(ConfigError, match=r"layers \(0, 2\): keys of 16 and values of 32 dimensions"):
-        attention_spec(replace(group, v_head_dim=32), 4)
+        attention_spec(replace(group, v_head_dim=32), kind_of(group))
     with pytest.raises(ConfigError, match=r"layers \(0, 2\): recurrent state"):
-        attention_spec(replace(group, kind="recurrent"), 4)
+        attention_spec(replace(group, kind="recurrent"), kind_of(group))

@@ -66,7 +66,15 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-yarn-mscale": {"arch": "llama"} | yarn(mscale=1.2, mscale_all_dim=0.6),
     "llama-yarn-untruncated": {"arch": "llama"} | yarn(truncate=False),
     "mistral": {"arch": "mistral"},
-    "mistral-wide-window": {"arch": "mistral", "sliding_window": 128, "num_key_value_heads": 4},
+    "mistral-window": {"arch": "mistral", "sliding_window": 20, "num_key_value_heads": 4},
+    "qwen3-windows": {
+        "arch": "qwen3",
+        "num_hidden_layers": 4,
+        "max_window_layers": 2,
+        "sliding_window": 33,
+        "use_sliding_window": True,
+    },
+    "qwen2-windows": {"arch": "qwen2", "max_window_layers": 1, "sliding_window": 17, "use_sliding_window": True},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,12 @@ def test_table_equals_transformers(name: str, tmp_path: Path) -> None:
     length = 512 if name == "dynamic" else LENGTH  # beyond its positions it has another base for each
     expected = table_of(inv_freq, scale, torch.arange(length))
     # An error of one unit in the last place of a frequency turns position 600 by 600 * 6e-8.
-    torch.testing.assert_close(cos_sin_table(ours.rope, HEAD_DIM, length), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(cos_sin_table(ours.attention[0].rope, HEAD_DIM, length), expected, atol=1e-4, rtol=0)
 
 
 def test_dynamic_has_the_base_of_a_sequence_that_ends_at_the_position(tmp_path: Path) -> None:
     theirs, ours = make_config(tmp_path, PARAMETERS["dynamic"])
-    table = cos_sin_table(ours.rope, HEAD_DIM, LENGTH)
+    table = cos_sin_table(ours.attention[0].rope, HEAD_DIM, LENGTH)
     for position in range(500, LENGTH):
         inv_freq, scale = ROPE_INIT_FUNCTIONS["dynamic"](theirs, seq_len=position + 1)
         expected = table_of(inv_freq, scale, torch.tensor([position]))[0]
@@ -80,5 +81,13 @@ def test_dynamic_has_the_base_of_a_sequence_that_ends_at_the_position(tmp_path: 
 
 def test_a_longer_table_begins_with_the_shorter_one(tmp_path: Path) -> None:
     for parameters in PARAMETERS.values():
-        rope = make_config(tmp_path, parameters)[1].rope
+        rope = make_config(tmp_path, parameters)[1].attention[0].rope
         assert torch.equal(cos_sin_table(rope, HEAD_DIM, LENGTH)[:100], cos_sin_table(rope, HEAD_DIM, 100))
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "dynamic"])
+def test_a_part_of_a_head_is_turned_like_a_smaller_head(name: str, tmp_path: Path) -> None:
+    rope = make_config(tmp_path, PARAMETERS[name])[1].attention[0].rope
+    part = cos_sin_table(replace(rope, partial_rotary_factor=0.334), 192, LENGTH)
+    assert part.shape == (LENGTH, 64)
+    assert torch.equal(part, cos_sin_table(rope, 64, LENGTH))

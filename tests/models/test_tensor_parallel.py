@@ -158,13 +158,19 @@ def test_ranks_share_the_weights_and_every_head_is_with_its_kv_head(checkpoint: 
     config = read_config(checkpoint("qwen3")[0])
     for size in (1, 2, 4):
         slices = [RankSlices.of(config, rank, size) for rank in range(size)]
-        for part, whole in (("q", 4 * 32), ("mlp", 96), ("vocab", 320)):
-            ends = [0, *(getattr(of_rank, part).stop for of_rank in slices)]
-            assert [getattr(of_rank, part).start for of_rank in slices] == ends[:-1]
+        for parts, whole in (
+            ([of_rank.heads[0].q for of_rank in slices], 4 * 32),
+            ([of_rank.mlp for of_rank in slices], 96),
+            ([of_rank.vocab for of_rank in slices], 320),
+        ):
+            ends = [0, *(part.stop for part in parts)]
+            assert [part.start for part in parts] == ends[:-1]
             assert ends[-1] == whole
+        [kind] = config.attention
         for of_rank in slices:
-            kv_heads = {head // (config.num_heads // config.num_kv_heads) for head in heads(of_rank.q)}
-            assert kv_heads == heads(of_rank.kv)
+            [part] = of_rank.heads
+            kv_heads = {head // (kind.num_heads // kind.num_kv_heads) for head in heads(part.q)}
+            assert kv_heads == heads(part.kv)
 
 
 def heads(part: slice) -> set[int]:

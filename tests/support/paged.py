@@ -13,38 +13,71 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swiftkv._core import NO_BLOCK
+from swiftkv.cache.geometry import KVGroup
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.registry import read_config
 
 
+class _Group:
+    """The pool of one KV group, and which of its blocks each sequence has. Free blocks are garbage."""
+
+    def __init__(self, group: KVGroup, num_blocks: int, rng: random.Random, shared_layers: bool) -> None:
+        # All bits set is NaN in every dtype: a kernel that reads a slot nobody wrote shows it.
+        self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8)
+        self._group = group
+        self._free = rng.sample(range(num_blocks), num_blocks)
+        self._shared_layers = shared_layers
+        self._blocks: dict[str, list[int | None]] = defaultdict(list)  # None: behind the window
+
+    def grow(self, name: str, num_tokens: int) -> None:
+        """Make room for a sequence of so many tokens."""
+        while len(self._blocks[name]) * self._group.block_size < num_tokens:
+            self._blocks[name].append(self._free.pop())
+
+    def slide(self, name: str, num_tokens: int) -> None:
+        """Take the blocks that no token after the first `num_tokens` looks back on."""
+        if not self._group.window:
+            return
+        first_seen = max(0, num_tokens + 1 - self._group.window)
+        for i in range(first_seen // self._group.block_size):
+            block, self._blocks[name][i] = self._blocks[name][i], None
+            if block is not None:
+                self.pool.view(-1, self._group.block_bytes)[block] = 0xFF
+                self._free.insert(0, block)
+
+    def table(self, name: str) -> list[int]:
+        return [self._entry(block) for block in self._blocks[name]]
+
+    def _entry(self, block: int | None) -> int:
+        if block is None:
+            return NO_BLOCK
+        return ~block if self._shared_layers else block * self._group.num_layers
+
+
 class PagedRunner:
-    """Sequences by name, each with blocks drawn at random from a pool that starts as garbage."""
+    """Sequences by name, each with blocks drawn at random from pools that start as garbage."""
 
     def __init__(self, decoder: Decoder, num_blocks: int = 64, seed: int = 0, shared_layers: bool = False) -> None:
         """`shared_layers`: table entries name one layer block for all layers instead of a whole block."""
         self.decoder = decoder
-        self.block_size = decoder.kv_groups[0].block_size
-        (group,) = decoder.kv_groups
-        self.num_layers = group.num_layers
-        # All bits set is NaN in every dtype: a kernel that reads a slot nobody wrote shows it.
-        self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8)
-        self._free = random.Random(seed).sample(range(num_blocks), num_blocks)
-        self._shared_layers = shared_layers
-        self._blocks: dict[str, list[int]] = defaultdict(list)
+        rng = random.Random(seed)
+        self._groups = [_Group(group, num_blocks, rng, shared_layers) for group in decoder.kv_groups]
         self._lengths: dict[str, int] = defaultdict(int)
 
     def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Compute the next tokens of some sequences together; float32 logits [number of tokens, vocab] of each."""
         for name, new in tokens.items():
-            needed = -(-(self._lengths[name] + len(new)) // self.block_size)
-            while len(self._blocks[name]) < needed:
-                self._blocks[name].append(self._free.pop())
+            for group in self._groups:
+                group.grow(name, self._lengths[name] + len(new))
         batch = self._batch(tokens)
+        logits = self.decoder.logits(self.decoder.forward(batch, [group.pool for group in self._groups]))
         for name, new in tokens.items():
             self._lengths[name] += len(new)
-        logits = self.decoder.logits(self.decoder.forward(batch, [self.pool]))
+            for group in self._groups:
+                group.slide(name, self._lengths[name])
         return dict(zip(tokens, logits.split([len(new) for new in tokens.values()]), strict=True))
 
     def run(self, prompts: Mapping[str, Sequence[int]], chunk_sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -66,18 +99,15 @@ class PagedRunner:
 
     def _batch(self, tokens: Mapping[str, Sequence[int]]) -> ModelInput:
         starts = {name: self._lengths[name] for name in tokens}
-        tables = [[self._entry(block) for block in self._blocks[name]] for name in tokens]
+        tables = [[group.table(name) for name in tokens] for group in self._groups]
         return ModelInput(
             token_ids=int32([token for new in tokens.values() for token in new]),
             positions=int32([starts[name] + i for name, new in tokens.items() for i in range(len(new))]),
             query_starts=int32(offsets([len(new) for new in tokens.values()])),
             context_lens=int32([starts[name] + len(new) for name, new in tokens.items()]),
-            stream_tables=((int32([entry for table in tables for entry in table]),),),
-            table_starts=(int32(offsets([len(table) for table in tables])),),
+            stream_tables=(tuple(int32([entry for table in of for entry in table]) for of in tables),),
+            table_starts=tuple(int32(offsets([len(table) for table in of])) for of in tables),
         )
-
-    def _entry(self, block: int) -> int:
-        return ~block if self._shared_layers else block * self.num_layers
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:
