@@ -36,6 +36,24 @@ MODES: dict[str, dict[str, object]] = {
 }
 
 
+WINDOWS_ONLY = "mistral with windows only"
+HYBRIDS: dict[str, dict[str, object]] = {
+    "qwen3 with a window layer": {
+        "arch": "qwen3",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 40,
+        "use_sliding_window": True,
+    },
+    WINDOWS_ONLY: {"arch": "mistral", "sliding_window": 33},
+}
+MODELS: dict[str, dict[str, object]] = {arch: {"arch": arch} for arch in ARCHITECTURES} | HYBRIDS
+SERVINGS = [
+    (model, mode)
+    for model, mode in product(MODELS, MODES)
+    if model != WINDOWS_ONLY or not mode.startswith("preempted")  # a few blocks are enough for all of its windows
+]
+
+
 def mixed_prompts() -> list[list[int]]:
     """16 prompts of 5 lengths, most of which begin like others; two are equal."""
     generator = np.random.default_rng(0)
@@ -100,18 +118,18 @@ class Serving:
 @pytest.fixture(scope="module")
 def oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
     @cache
-    def make(arch: str) -> Oracle:
-        checkpoint = tmp_path_factory.mktemp(arch)
-        model = make_checkpoint(checkpoint, arch)
+    def make(name: str) -> Oracle:
+        checkpoint = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        model = make_checkpoint(checkpoint, **MODELS[name])
         return Oracle(checkpoint, model, greedy(model, mixed_prompts()))
 
     return make
 
 
-@pytest.fixture(scope="module", params=product(ARCHITECTURES, MODES), ids=" ".join)
+@pytest.fixture(scope="module", params=SERVINGS, ids=" ".join)
 def serving(oracle_of: Callable[[str], Oracle], request: pytest.FixtureRequest) -> Iterator[Serving]:
-    arch, mode = request.param
-    oracle = oracle_of(arch)
+    name, mode = request.param
+    oracle = oracle_of(name)
     with start_engine(oracle.checkpoint, mode) as engine:
         yield Serving(oracle, mode, engine)
 
