@@ -32,8 +32,7 @@ def run(directory: Path, dtype: str, device: str, chunks: tuple[int, ...], share
     config = read_config(directory)
     decoder = load_decoder(config, MappedWeights(directory), getattr(torch, dtype), device, 128, ops=ops)
     assert decoder.ops.name == ("reference" if device == "cpu" else "triton")
-    runner = PagedRunner(decoder, shared_layers=shared_layers)
-    runner.pool = runner.pool.to(device)
+    runner = PagedRunner(decoder, shared_layers=shared_layers, device=device)
     return torch.cat(list(runner.run(PROMPTS, chunks).values())).cpu()
 
 

@@ -40,7 +40,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def model(name: str, path: Path, memory: str, **options: Any) -> dict[str, Any]:
-    return {"name": name, "path": str(path), "dtype": "float32", "threads": 1, "kv_cache": {"memory": memory}, **options}
+    return {
+        "name": name,
+        "path": str(path),
+        "dtype": "float32",
+        "threads": 1,
+        "kv_cache": {"memory": memory},
+        **options,
+    }
 
 
 @pytest.fixture(scope="module")

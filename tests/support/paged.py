@@ -24,9 +24,9 @@ from swiftkv.models.registry import read_config
 class _Group:
     """The pool of one KV group, and which of its blocks each sequence has. Free blocks are garbage."""
 
-    def __init__(self, group: KVGroup, num_blocks: int, rng: random.Random, shared_layers: bool) -> None:
+    def __init__(self, group: KVGroup, num_blocks: int, rng: random.Random, shared_layers: bool, device: str) -> None:
         # All bits set is NaN in every dtype: a kernel that reads a slot nobody wrote shows it.
-        self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8)
+        self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8, device=device)
         self._group = group
         self._free = rng.sample(range(num_blocks), num_blocks)
         self._shared_layers = shared_layers
@@ -60,11 +60,13 @@ class _Group:
 class PagedRunner:
     """Sequences by name, each with blocks drawn at random from pools that start as garbage."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int = 64, seed: int = 0, shared_layers: bool = False) -> None:
+    def __init__(
+        self, decoder: Decoder, num_blocks: int = 64, seed: int = 0, shared_layers: bool = False, device: str = "cpu"
+    ) -> None:
         """`shared_layers`: table entries name one layer block for all layers instead of a whole block."""
         self.decoder = decoder
         rng = random.Random(seed)
-        self._groups = [_Group(group, num_blocks, rng, shared_layers) for group in decoder.kv_groups]
+        self._groups = [_Group(group, num_blocks, rng, shared_layers, device) for group in decoder.kv_groups]
         self._lengths: dict[str, int] = defaultdict(int)
 
     def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:

@@ -89,14 +89,14 @@ class StreamedRunner(PagedRunner):
         seed: int,
     ) -> None:
         """`peers` are the pools behind links 0, 1, ..., as they are mapped here; their first 48 bytes stay unused."""
-        super().__init__(decoder, num_blocks=num_blocks, seed=seed)
+        super().__init__(decoder)
         (self.group,) = decoder.kv_groups
         self.pool = own.tensor
         self.layer_stream = LayerStream(transport, [self.group])
         self.num_moves = {"spill": 0, "promotion": 0, "load": 0, "store": 0}
         self._transport, self._peers = transport, peers
         self._random = random.Random(seed)
-        self._free_places: list[Place] = [*self._free]
+        self._free_places: list[Place] = [*range(num_blocks)]
         for link, peer in enumerate(peers):
             peer.fill_(GARBAGE)
             last = peer.numel() - self.group.block_bytes
@@ -105,7 +105,7 @@ class StreamedRunner(PagedRunner):
         self._places: dict[str, list[Place]] = {}
         width = self.group.layer_block_bytes
         self._slots = [
-            range((first := num_blocks * self.num_layers + buffer * num_slots), first + num_slots)
+            range((first := num_blocks * self.group.num_layers + buffer * num_slots), first + num_slots)
             for buffer in range(num_buffers)
         ]
         self.pool.fill_(GARBAGE)
@@ -120,7 +120,7 @@ class StreamedRunner(PagedRunner):
             self._discard(left)
         for name, new in tokens.items():
             places = self._places.setdefault(name, [])
-            while len(places) < -(-(self._lengths[name] + len(new)) // self.block_size):
+            while len(places) < -(-(self._lengths[name] + len(new)) // self.group.block_size):
                 places.append(self._free_places.pop())
         plan = HandMadePlan(len(self._slots))
         left = self._plan_moves(plan)
@@ -170,7 +170,7 @@ class StreamedRunner(PagedRunner):
         return [
             (name, index)
             for name, places in self._places.items()
-            for index in range(min(len(places), -(-self._lengths[name] // self.block_size)))
+            for index in range(min(len(places), -(-self._lengths[name] // self.group.block_size)))
         ]
 
     def _take(self, kind: type) -> Place | None:
@@ -199,11 +199,11 @@ class StreamedRunner(PagedRunner):
             for name, new in tokens.items():
                 for index, place in enumerate(self._places[name]):
                     if isinstance(place, int):
-                        tables[-1].append(place * self.num_layers)
+                        tables[-1].append(place * self.group.num_layers)
                         continue
                     slot = free_slots.pop(0)
                     tables[-1].append(~slot)
-                    begin, end = index * self.block_size, (index + 1) * self.block_size
+                    begin, end = index * self.group.block_size, (index + 1) * self.group.block_size
                     offset = slot * self.group.layer_block_bytes
                     if begin < starts[name]:
                         plan.add("load", buffer, place, offset, staged=True)
