@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_STEP = 256
 MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
-"""A message that makes the bytes since the last step exceed this is the last one before the next step."""
+"""When so many bytes of messages have been read, the next step comes before the rest."""
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
-_IDLE_POLL_MS = 1000  # an engine at rest shows that it lives
+_IDLE_POLL_MS = 1000  # each time, the supervisor sees that an engine at rest lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,9 @@ class Engine:
     Per step, Python touches arrays, not sequences; per request, it acts when one arrives, takes a row slot, asks for
     log-probabilities, or ends.
 
-    With asynchronous scheduling a step is launched before the one before it is finished (xLLM, section 4.1): the device
-    has always something to do, and what ends is noticed one step late, when its next token was computed in vain.
+    With asynchronous scheduling a step is launched before the one before it is finished (xLLM Technical Report, section
+    4.1). So the device always has something to do; but that a request has ended is noticed one step late, when its next
+    token has been computed in vain.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Engine:
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
         self._sampler = open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
         self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
-        self._finished_s = 0.0  # monotonic: when the step before was over
+        self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._requests: dict[int, Request] = {}
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
@@ -119,22 +120,23 @@ class Engine:
             PROGRESS.works()
             if not busy and self._stats_changed:
                 self._send_stats()
-            self._lending.before_step(self._finish)
+            self._lending.before_step(self._finish_steps)
             if not busy:
                 PROGRESS.rests()
                 self._wait()
                 PROGRESS.works()
             for message in self._receive():
                 if isinstance(message, Shutdown):
-                    self._finish()  # while the other ranks are there
+                    self._finish_steps()  # while the other ranks are there
                     return
                 self._handle(message)
             busy = self.step()
 
     def step(self) -> bool:
-        """Launch the next step; then finish all steps but that one, or without asynchronous scheduling that one, too.
+        """Launch the next step and finish the one before it; without asynchronous scheduling finish both.
 
-        Return whether the next step can follow at once; if not, a message or something about leases must come first.
+        Return whether another step may follow at once. If not, nothing can be scheduled before a message arrives or
+        memory is lent.
         """
         now_s = time.monotonic()
         self._refuse_starved(now_s)
@@ -145,7 +147,7 @@ class Engine:
             self._send_stats()
         if plan is not None:
             self._launch(plan)
-        self._finish(keep=1 if plan is not None and self._config.async_scheduling else 0)
+        self._finish_steps(keep=1 if plan is not None and self._config.async_scheduling else 0)
         return self._scheduler.has_work()
 
     def _launch(self, plan: StepPlan) -> None:
@@ -155,8 +157,8 @@ class Engine:
         try:
             hidden = self._runner.forward(plan)
         except TransferError as error:
-            logger.warning("the step is computed again: %s", error)
-            self._finish()
+            logger.warning("a copy of lent KV failed, so running requests are computed again: %s", error)
+            self._finish_steps()
             self._runner.fence().wait()
             self._lending.transfer_failed(plan, error.links)
             return
@@ -164,11 +166,11 @@ class Engine:
         sample = self._sample(plan, hidden)
         self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s))
 
-    def _finish(self, keep: int = 0) -> None:
+    def _finish_steps(self, keep: int = 0) -> None:
         """Wait for the steps that were launched, all but the newest `keep`, and tell what came of them."""
         while len(self._launched) > keep:
             step = self._launched.popleft()
-            step.fence.wait()  # also without tokens: what the step used may be lent after it
+            step.fence.wait()  # sampled or not: after the commit, others may write to blocks that the step reads
             if self._runner.layer_stream is not None and step.plan.has_copies:
                 self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
@@ -180,9 +182,9 @@ class Engine:
             self._publish(step.plan, sampled, result)
 
     def _take_duration(self, launched_s: float) -> float:
-        """Return how long the device was busy with the step that is over, which waited for the one before it."""
-        begun_s, self._finished_s = max(launched_s, self._finished_s), time.monotonic()
-        return self._finished_s - begun_s
+        """Return how long the device took for the step that is over, without the time behind the step before it."""
+        begun_s, self._previous_end_s = max(launched_s, self._previous_end_s), time.monotonic()
+        return self._previous_end_s - begun_s
 
     def _collect_prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[PromptPart]:
         if not self._prompt_logprobs:
@@ -219,7 +221,10 @@ class Engine:
         return messages
 
     def _refuse_starved(self, now_s: float) -> None:
-        """Refuse requests that have waited too long for memory. Without lending there would never be more."""
+        """Refuse requests that have waited too long for others to lend memory.
+
+        Without lending nobody waits for that: what cannot fit is refused when it arrives.
+        """
         if self._config.lending is None:
             return
         starved = self._scheduler.starved(now_s, self._config.lending.max_wait_s)
@@ -277,20 +282,20 @@ class Engine:
         self._prompt_logprobs.discard(request_id)
 
     def _seat(self, plan: StepPlan) -> None:
-        """Give row slots to the requests that are new, or run again; those that were preempted leave theirs first."""
+        """Tell the sampler who sits in which row slot of the plan; preempted requests leave theirs first."""
         for request_id in plan.preempted_request_ids.tolist():
             for slot in np.flatnonzero(self._slot_taken & (self._slot_request_ids == request_id)).tolist():
                 self._slot_taken[slot] = False
                 self._sampler.park(slot, self._requests[request_id])
         slots, request_ids = plan.row_slots, plan.request_ids
-        for sequence in np.flatnonzero(~self._slot_taken[slots] | (self._slot_request_ids[slots] != request_ids)):
-            self._sampler.seat(int(slots[sequence]), self._requests[int(request_ids[sequence])])
+        for index in np.flatnonzero(~self._slot_taken[slots] | (self._slot_request_ids[slots] != request_ids)):
+            self._sampler.seat(int(slots[index]), self._requests[int(request_ids[index])])
         self._slot_request_ids[slots] = request_ids
         self._slot_taken[slots] = True
 
     def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
         reasons = result.finish_reasons
-        rows = np.flatnonzero(reasons < FINISH_ABORTED)
+        rows = np.flatnonzero(reasons < FINISH_ABORTED)  # those below are of tokens that clients get
         self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
@@ -321,7 +326,7 @@ class Engine:
             self._forget(request_id)
 
     def _announce_admitted(self, plan: StepPlan) -> None:
-        """Before the step runs: waiting in the queue ends here, and a prefill may take seconds."""
+        """Tell the gateway who has left the queue before the step runs, for a prefill may take seconds."""
         if len(plan.new_request_ids):
             admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
             self._send(StepOutput(b"", b"", b"", admitted, messages_taken=self._messages_taken))
