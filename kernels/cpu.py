@@ -15,10 +15,14 @@ from torch import Tensor
 from swiftkv import _cpu
 from swiftkv._cpu import PackedLinear
 from swiftkv.kernels.cpu_attention import attention, prepare_batch, rope_write_kv
+from swiftkv.kernels.cpu_experts import PackedExperts, add_experts, pack_experts, route
+from swiftkv.kernels.cpu_tensors import DTYPES, check
 from swiftkv.kernels.reference import biases_of
 
 __all__ = [
+    "PackedExperts",
     "PackedLinear",
+    "add_experts",
     "attention",
     "embed",
     "linear",
@@ -27,21 +31,18 @@ __all__ = [
     "name",
     "norm_gate_up_silu",
     "norm_linear",
+    "pack_experts",
     "pack_linear",
     "prepare_batch",
     "rms_norm",
     "rope_write_kv",
+    "route",
     "set_num_threads",
 ]
 
 name = "cpu"
 
-_DTYPES = {
-    torch.float32: _cpu.DType.F32,
-    torch.bfloat16: _cpu.DType.BF16,
-    torch.float16: _cpu.DType.F16,
-}
-_TORCH_DTYPES = {ours: theirs for theirs, ours in _DTYPES.items()}
+_TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
 def set_num_threads(n: int) -> None:
@@ -58,14 +59,14 @@ def pack_linear(
     """
     biases = biases_of(weights, biases)
     in_features, dtype = weights[0].shape[1], weights[0].dtype
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"no CPU kernel for {dtype}: use float32, bfloat16 or float16")
     rows = [w.contiguous() for w in weights]
     bias_rows = [None if b is None else b.to(torch.float32).contiguous() for b in biases]
     sources = [
         (w.data_ptr(), w.shape[0], 0 if b is None else b.data_ptr()) for w, b in zip(rows, bias_rows, strict=True)
     ]
-    return PackedLinear(sources, in_features, _DTYPES[dtype], interleave)
+    return PackedLinear(sources, in_features, DTYPES[dtype], interleave)
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:
@@ -90,7 +91,7 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
 def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
     """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x, norm_weight, eps, w); all in float32."""
     out = x.new_empty((x.shape[0], w.out_features // 2))
-    _multiply(x, w, norm_weight, eps, _cpu.Epilogue.SILU_MUL, out)
+    _multiply(x, w, norm_weight, eps, _cpu.Epilogue.GATED, out)
     return out
 
 
@@ -104,18 +105,18 @@ def logits(x: Tensor, w: PackedLinear) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x [M, K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K]."""
     rows, k = x.shape
-    _check(x, x.dtype, (rows, k), "x")
-    _check(weight, x.dtype, (k,), "weight")
+    check(x, x.dtype, (rows, k), "x")
+    check(weight, x.dtype, (k,), "weight")
     out = torch.empty_like(x)
-    _cpu.rms_norm(x.data_ptr(), rows, k, weight.data_ptr(), eps, _DTYPES[x.dtype], out.data_ptr())
+    _cpu.rms_norm(x.data_ptr(), rows, k, weight.data_ptr(), eps, DTYPES[x.dtype], out.data_ptr())
     return out
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
     """Return rows of table [V, K] for token_ids int32 [T], [T, K]. Raises `IndexError` for an id outside [0, V)."""
     vocab_size, k = table.shape
-    _check(token_ids, torch.int32, (token_ids.numel(),), "token_ids")
-    _check(table, table.dtype, (vocab_size, k), "table")
+    check(token_ids, torch.int32, (token_ids.numel(),), "token_ids")
+    check(table, table.dtype, (vocab_size, k), "table")
     out = table.new_empty((token_ids.numel(), k))
     _cpu.embed(
         token_ids.data_ptr(),
@@ -132,12 +133,12 @@ def _multiply(
     x: Tensor, w: PackedLinear, norm_weight: Tensor | None, eps: float, epilogue: _cpu.Epilogue, out: Tensor
 ) -> None:
     rows, dtype = x.shape[0], _TORCH_DTYPES[w.dtype]
-    _check(x, dtype, (rows, w.in_features), "x")
+    check(x, dtype, (rows, w.in_features), "x")
     if norm_weight is not None:
-        _check(norm_weight, dtype, (w.in_features,), "norm_weight")
-    silu_mul = epilogue == _cpu.Epilogue.SILU_MUL
-    assert w.interleaved == silu_mul, "interleaved weights belong to norm_gate_up_silu, others do not"
-    _check(out, out.dtype, (rows, w.out_features // 2 if silu_mul else w.out_features), "out")
+        check(norm_weight, dtype, (w.in_features,), "norm_weight")
+    gated = epilogue == _cpu.Epilogue.GATED
+    assert w.interleaved == gated, "interleaved weights belong to norm_gate_up_silu, others do not"
+    check(out, out.dtype, (rows, w.out_features // 2 if gated else w.out_features), "out")
     _cpu.linear(
         w,
         x.data_ptr(),
@@ -145,14 +146,6 @@ def _multiply(
         0 if norm_weight is None else norm_weight.data_ptr(),
         eps,
         epilogue,
-        _DTYPES[out.dtype],
+        DTYPES[out.dtype],
         out.data_ptr(),
     )
-
-
-def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
-    """Raise `ValueError` for a tensor that C++, which sees only an address, would read or write wildly."""
-    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
-        raise ValueError(
-            f"{name}: got {x.dtype} {tuple(x.shape)}, contiguous={x.is_contiguous()}; need contiguous {dtype} {shape}"
-        )

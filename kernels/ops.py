@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from swiftkv.kernels.experts import PackedExperts
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from swiftkv.kernels.attention_spec import AttentionSpec
+    from swiftkv.kernels.experts import Choices, ExpertLayer, Router
 
 
 class PackedLinear(Protocol):
@@ -31,11 +34,12 @@ class PackedLinear(Protocol):
 
 
 Packed = TypeVar("Packed", bound=PackedLinear)
+Experts = TypeVar("Experts", bound=PackedExperts)
 Batch = TypeVar("Batch")
 
 
-class Ops(Protocol[Packed, Batch]):
-    """One kind of kernels. Only it looks into its `Packed` weights and into the `Batch` that it prepares."""
+class Ops(Protocol[Packed, Experts, Batch]):
+    """One kind of kernels. Only it looks into its packed weights and experts, and into the `Batch` that it prepares."""
 
     @property
     def name(self) -> str:
@@ -69,6 +73,19 @@ class Ops(Protocol[Packed, Batch]):
 
     def logits(self, x: Tensor, w: Packed) -> Tensor:
         """Return x [M, K] @ w.T + bias in float32, [M, N]."""
+
+    def route(self, logits: Tensor, router: Router, select_bias: Tensor | None = None) -> Choices:
+        """Choose experts for each token by logits float32 [T, num_experts]; `select_bias` is float32 [num_experts]."""
+
+    def pack_experts(self, layer: ExpertLayer) -> Experts:
+        """Pack a layer's experts, one after the other, where their weights are."""
+
+    def add_experts(self, x: Tensor, choices: Choices, experts: Experts, residual: Tensor) -> None:
+        """Add the weighted sum of each token's experts to `residual` [T, hidden_size] in place.
+
+        An expert returns down(activation(gate(x), up(x))) of x [T, hidden_size]. Adds the choices to
+        `experts.tokens_per_expert`.
+        """
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """Return rows of table [V, K] for token_ids int32 [T], [T, K]."""
@@ -128,5 +145,5 @@ class Ops(Protocol[Packed, Batch]):
         """
 
 
-AnyOps = Ops[Any, Any]
-"""Some kind of kernels, for code that only passes their packed weights and batches on."""
+AnyOps = Ops[Any, Any, Any]
+"""Some kind of kernels, for code that only passes their packed weights, experts and batches on."""

@@ -19,6 +19,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.reference_experts import PackedExperts, add_experts, pack_experts, route
+
+__all__ = [
+    "PackedExperts",
+    "PackedLinear",
+    "add_experts",
+    "attention",
+    "embed",
+    "linear",
+    "linear_residual",
+    "logits",
+    "name",
+    "norm_gate_up_silu",
+    "norm_linear",
+    "pack_experts",
+    "pack_linear",
+    "prepare_batch",
+    "rms_norm",
+    "rope_write_kv",
+    "route",
+    "set_num_threads",
+]
 
 name = "reference"
 

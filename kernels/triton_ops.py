@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.reference import PackedLinear, pack_linear
+from swiftkv.kernels.reference_experts import PackedExperts, add_experts, pack_experts, route
 from swiftkv.kernels.triton_attention import attention, prepare_batch
 from swiftkv.kernels.triton_elementwise import rms_norm, rope_write_kv, silu_and_mul
 
 __all__ = [
+    "PackedExperts",
     "PackedLinear",
+    "add_experts",
     "attention",
     "embed",
     "linear",
@@ -25,10 +28,12 @@ __all__ = [
     "name",
     "norm_gate_up_silu",
     "norm_linear",
+    "pack_experts",
     "pack_linear",
     "prepare_batch",
     "rms_norm",
     "rope_write_kv",
+    "route",
     "set_num_threads",
 ]
 

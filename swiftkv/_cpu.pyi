@@ -17,7 +17,7 @@ class DType(enum.Enum):
 class Epilogue(enum.Enum):
     STORE = 0
     RESIDUAL = 1
-    SILU_MUL = 2
+    GATED = 2
 
 class PackedLinear:
     def __init__(
@@ -47,6 +47,47 @@ def linear(
 ) -> None: ...
 def rms_norm(x: int, rows: int, k: int, weight: int, eps: float, dtype: DType, out: int) -> None: ...
 def embed(ids: int, count: int, table: int, vocab_size: int, row_bytes: int, out: int) -> None: ...
+
+class Score(enum.Enum):
+    SOFTMAX = 0
+    SOFTMAX_OF_CHOSEN = 1
+    SIGMOID = 2
+
+class Router:
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        score: Score,
+        num_groups: int,
+        top_groups: int,
+        renormalise: bool,
+        scale: float,
+    ) -> None: ...
+
+def route(router: Router, logits: int, num_tokens: int, select_bias: int, experts: int, weights: int) -> None: ...
+
+class PackedExperts:
+    def __init__(
+        self, hidden_size: int, inner_size: int, dtype: DType, alpha: float, limit: float, up_offset: float
+    ) -> None: ...
+    def append(self, gate: int, up: int, down: int, gate_bias: int, up_bias: int, down_bias: int) -> None:
+        """Addresses of weights, and of float32 biases or 0."""
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def add_experts(
+    experts: PackedExperts,
+    x: int,
+    chosen: int,
+    weights: int,
+    num_tokens: int,
+    top_k: int,
+    tokens_per_expert: int,
+    residual: int,
+) -> None:
+    """Raises `IndexError` for an expert that does not exist; then nothing was done."""
 
 class AttentionSpec:
     def __init__(

@@ -9,6 +9,7 @@ namespace nb = nanobind;
 namespace swiftkv {
 void bind_gemm(nb::module_& m);       // gemm_bind.cpp
 void bind_attention(nb::module_& m);  // attention_bind.cpp
+void bind_experts(nb::module_& m);    // experts_bind.cpp
 }  // namespace swiftkv
 
 NB_MODULE(_cpu, m) {
@@ -18,4 +19,5 @@ NB_MODULE(_cpu, m) {
     m.def("set_num_threads", &swiftkv::set_num_threads, nb::arg("n"));
     swiftkv::bind_gemm(m);
     swiftkv::bind_attention(m);
+    swiftkv::bind_experts(m);
 }

@@ -114,29 +114,75 @@ V biased(const float* sums, const float* bias, int64_t i) {
     return bias == nullptr ? Simd::load(sums + i) : Simd::add(Simd::load(sums + i), Simd::load(bias + i));
 }
 
+V sigmoid(V x) {
+    return Simd::div(Simd::set1(1.0f), Simd::add(Simd::set1(1.0f), exp(Simd::sub(Simd::zero(), x))));
+}
+
+// A NaN passes: min and max return their second operand where one of them is none.
+V activate(V gate, V up, const swiftkv::GatedActivation& gated) {
+    const V limit = Simd::set1(gated.limit);
+    const V least = Simd::set1(-gated.limit);
+    gate = Simd::min(limit, gate);
+    up = Simd::add(Simd::max(least, Simd::min(limit, up)), Simd::set1(gated.up_offset));
+    const V e = exp(Simd::mul(Simd::set1(-gated.alpha), gate));
+    return Simd::mul(Simd::div(gate, Simd::add(Simd::set1(1.0f), e)), up);
+}
+
 template <Epilogue kKind, DType kType>
 void finish_vector(const float* sums, const float* bias, int64_t panel_width, int64_t i, int64_t count,
-                   typename Element<kType>::T* out) {
+                   const swiftkv::GatedActivation& gated, typename Element<kType>::T* out) {
     V y = biased(sums, bias, i);
     if constexpr (kKind == Epilogue::kResidual) y = Simd::add(y, load_some<kType>(out + i, count));
-    if constexpr (kKind == Epilogue::kSiluMul) {
-        const V up = biased(sums, bias, panel_width / 2 + i);
-        y = Simd::mul(Simd::div(y, Simd::add(Simd::set1(1.0f), exp(Simd::sub(Simd::zero(), y)))), up);
-    }
+    if constexpr (kKind == Epilogue::kGated) y = activate(y, biased(sums, bias, panel_width / 2 + i), gated);
     store_some<kType>(out + i, y, count);
 }
 
 template <Epilogue kKind, DType kType>
-void finish(const float* sums, int64_t rows, const float* bias, int64_t panel_width, int64_t count, void* out_bytes,
-            int64_t out_stride_bytes) {
+void finish(const float* sums, int64_t rows, const float* bias, int64_t panel_width, int64_t count,
+            const swiftkv::GatedActivation& gated, void* out_bytes, int64_t out_stride_bytes) {
     for (int64_t r = 0; r < rows; ++r) {
         const float* row = sums + r * panel_width;
         auto* out = reinterpret_cast<typename Element<kType>::T*>(static_cast<char*>(out_bytes) + r * out_stride_bytes);
         int64_t i = 0;
         for (; i + Simd::kLanes <= count; i += Simd::kLanes)
-            finish_vector<kKind, kType>(row, bias, panel_width, i, Simd::kLanes, out);
-        if (i < count) finish_vector<kKind, kType>(row, bias, panel_width, i, count - i, out);
+            finish_vector<kKind, kType>(row, bias, panel_width, i, Simd::kLanes, gated, out);
+        if (i < count) finish_vector<kKind, kType>(row, bias, panel_width, i, count - i, gated, out);
     }
+}
+
+template <DType kType>
+void add_weighted(const void* const* rows, const float* weights, int64_t count, int64_t k, void* out_bytes) {
+    using T = typename Element<kType>::T;
+    auto* out = static_cast<T*>(out_bytes);
+    for (int64_t i = 0; i < k; i += Simd::kLanes) {
+        V sum = Simd::zero();
+        for (int64_t r = 0; r < count; ++r)
+            sum = Simd::fma(Simd::set1(weights[r]), load_some<kType>(static_cast<const T*>(rows[r]) + i, k - i), sum);
+        store_some<kType>(out + i, Simd::add(sum, load_some<kType>(out + i, k - i)), k - i);
+    }
+}
+
+float largest(const float* x, int64_t n) {
+    float most = x[0];
+    for (int64_t i = 1; i < n; ++i) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+void softmax(const float* x, int64_t n, float* out) {
+    const V most = Simd::set1(largest(x, n));
+    float total = 0.0f;
+    for (int64_t i = 0; i < n; i += Simd::kLanes) {
+        store_some<DType::kF32>(out + i, exp(Simd::sub(load_some<DType::kF32>(x + i, n - i), most)), n - i);
+        total += Simd::sum(load_some<DType::kF32>(out + i, n - i));
+    }
+    const V share = Simd::set1(1.0f / total);
+    for (int64_t i = 0; i < n; i += Simd::kLanes)
+        store_some<DType::kF32>(out + i, Simd::mul(load_some<DType::kF32>(out + i, n - i), share), n - i);
+}
+
+void sigmoid(const float* x, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; i += Simd::kLanes)
+        store_some<DType::kF32>(out + i, sigmoid(load_some<DType::kF32>(x + i, n - i)), n - i);
 }
 
 constexpr swiftkv::ElementwiseKernels kKernels = {
@@ -147,8 +193,11 @@ constexpr swiftkv::ElementwiseKernels kKernels = {
       finish<Epilogue::kStore, DType::kF16>},
      {finish<Epilogue::kResidual, DType::kF32>, finish<Epilogue::kResidual, DType::kBf16>,
       finish<Epilogue::kResidual, DType::kF16>},
-     {finish<Epilogue::kSiluMul, DType::kF32>, finish<Epilogue::kSiluMul, DType::kBf16>,
-      finish<Epilogue::kSiluMul, DType::kF16>}},
+     {finish<Epilogue::kGated, DType::kF32>, finish<Epilogue::kGated, DType::kBf16>,
+      finish<Epilogue::kGated, DType::kF16>}},
+    {add_weighted<DType::kF32>, add_weighted<DType::kBf16>, add_weighted<DType::kF16>},
+    softmax,
+    sigmoid,
 };
 
 }  // namespace

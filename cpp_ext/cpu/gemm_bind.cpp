@@ -33,7 +33,7 @@ void bind_gemm(nb::module_& m) {
     nb::enum_<Epilogue>(m, "Epilogue")
         .value("STORE", Epilogue::kStore)
         .value("RESIDUAL", Epilogue::kResidual)
-        .value("SILU_MUL", Epilogue::kSiluMul);
+        .value("GATED", Epilogue::kGated);
 
     nb::class_<PackedLinear>(m, "PackedLinear")
         .def(

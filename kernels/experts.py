@@ -1,0 +1,98 @@
+"""Mixture of experts as data: how a layer chooses experts for a token, and what an expert computes. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a layer chooses experts for a token, and how much each of them counts.
+
+    Logits become scores: `softmax` over all experts, `sigmoid` of each, or with `softmax_of_chosen` the logits
+    themselves. The `top_k` experts of the largest scores are chosen, to which a selection bias is added for choosing
+    only; of equal ones the lower expert. With groups, of consecutive experts, only the `top_groups` groups take part
+    whose two largest scores have the largest sums. An expert's weight is its score, or with `softmax_of_chosen` the
+    softmax over the chosen ones; then divided by their sum if `renormalise`; then times `scale`.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Score
+    renormalise: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"{self.top_k} of {self.num_experts} experts cannot be chosen")
+        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(
+                f"{self.top_groups} of {self.num_groups} groups of {self.num_experts} experts do not exist"
+            )
+        if self.top_k > self.num_experts // self.num_groups * self.top_groups:
+            raise ValueError(f"{self.top_groups} groups have fewer than {self.top_k} of {self.num_experts} experts")
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivation:
+    """The activation (up' + up_offset) * gate' * sigmoid(alpha * gate'), with limited gate' and up'.
+
+    gate' is min(gate, limit), up' is up within `limit` on both sides. The default is silu(gate) * up; gpt-oss has 1.702,
+    7 and 1.
+    """
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    up_offset: float = 0.0
+
+
+SILU = GatedActivation()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One expert: weights `gate` and `up` [inner_size, hidden_size], `down` [hidden_size, inner_size], biases or None."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """The experts of one layer, to be packed one after the other: `weights` yields `num_experts` times."""
+
+    num_experts: int
+    activation: GatedActivation
+    weights: Iterable[ExpertWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The experts of each of a step's tokens, and their weights; both [T, top_k]."""
+
+    experts: Tensor  # int32
+    weights: Tensor  # float32
+
+
+class PackedExperts(Protocol):
+    """The experts of one layer, in the form that one kind of kernels reads."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """How often each expert was chosen since it was packed, int64 [num_experts], where the kernels run."""
