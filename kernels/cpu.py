@@ -16,7 +16,8 @@ from swiftkv import _cpu
 from swiftkv._cpu import PackedLinear
 from swiftkv.kernels.cpu_attention import attention, prepare_batch, rope_write_kv
 from swiftkv.kernels.cpu_experts import PackedExperts, add_experts, pack_experts, route
-from swiftkv.kernels.cpu_tensors import DTYPES, check
+from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation, norm_weight_kind
+from swiftkv.kernels.experts import SILU, GatedActivation
 from swiftkv.kernels.reference import biases_of
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
     "linear_residual",
     "logits",
     "name",
-    "norm_gate_up_silu",
+    "norm_gate_up",
     "norm_linear",
     "pack_experts",
     "pack_linear",
@@ -88,10 +89,12 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return out
 
 
-def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x, norm_weight, eps, w); all in float32."""
+def norm_gate_up(
+    x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear, activation: GatedActivation = SILU
+) -> Tensor:
+    """Return the activation of gate, up = norm_linear(x, norm_weight, eps, w), [M, N / 2]; all in float32."""
     out = x.new_empty((x.shape[0], w.out_features // 2))
-    _multiply(x, w, norm_weight, eps, _cpu.Epilogue.GATED, out)
+    _multiply(x, w, norm_weight, eps, _cpu.Epilogue.GATED, out, activation)
     return out
 
 
@@ -103,12 +106,12 @@ def logits(x: Tensor, w: PackedLinear) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [M, K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K]."""
+    """Return x [M, K] / sqrt(mean(x^2) + eps) times weight [K] (`Ops.rms_norm`)."""
     rows, k = x.shape
     check(x, x.dtype, (rows, k), "x")
-    check(weight, x.dtype, (k,), "weight")
+    kind = norm_weight_kind(weight, x.dtype, k)
     out = torch.empty_like(x)
-    _cpu.rms_norm(x.data_ptr(), rows, k, weight.data_ptr(), eps, DTYPES[x.dtype], out.data_ptr())
+    _cpu.rms_norm(x.data_ptr(), rows, k, weight.data_ptr(), kind, eps, DTYPES[x.dtype], out.data_ptr())
     return out
 
 
@@ -130,22 +133,30 @@ def embed(token_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def _multiply(
-    x: Tensor, w: PackedLinear, norm_weight: Tensor | None, eps: float, epilogue: _cpu.Epilogue, out: Tensor
+    x: Tensor,
+    w: PackedLinear,
+    norm_weight: Tensor | None,
+    eps: float,
+    epilogue: _cpu.Epilogue,
+    out: Tensor,
+    activation: GatedActivation = SILU,
 ) -> None:
     rows, dtype = x.shape[0], _TORCH_DTYPES[w.dtype]
     check(x, dtype, (rows, w.in_features), "x")
-    if norm_weight is not None:
-        check(norm_weight, dtype, (w.in_features,), "norm_weight")
+    no_norm = _cpu.NormWeight.SAME_DTYPE
+    norm_kind = no_norm if norm_weight is None else norm_weight_kind(norm_weight, dtype, w.in_features)
     gated = epilogue == _cpu.Epilogue.GATED
-    assert w.interleaved == gated, "interleaved weights belong to norm_gate_up_silu, others do not"
+    assert w.interleaved == gated, "interleaved weights belong to norm_gate_up, others do not"
     check(out, out.dtype, (rows, w.out_features // 2 if gated else w.out_features), "out")
     _cpu.linear(
         w,
         x.data_ptr(),
         rows,
         0 if norm_weight is None else norm_weight.data_ptr(),
+        norm_kind,
         eps,
         epilogue,
+        native_activation(activation),
         DTYPES[out.dtype],
         out.data_ptr(),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swiftkv import _cpu
-from swiftkv.kernels.cpu_tensors import DTYPES, check
+from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation
 from swiftkv.kernels.experts import Choices, ExpertLayer, ExpertWeights, Router
 
 _SCORES = {
@@ -72,12 +72,10 @@ def pack_experts(layer: ExpertLayer) -> PackedExperts:
 
 def _start(layer: ExpertLayer, like: ExpertWeights) -> PackedExperts:
     inner_size, hidden_size = like.gate.shape
-    dtype, activation = like.gate.dtype, layer.activation
+    dtype = like.gate.dtype
     if dtype not in DTYPES:
         raise ValueError(f"no CPU kernel for {dtype}: use float32, bfloat16 or float16")
-    native = _cpu.PackedExperts(
-        hidden_size, inner_size, DTYPES[dtype], activation.alpha, activation.limit, activation.up_offset
-    )
+    native = _cpu.PackedExperts(hidden_size, inner_size, DTYPES[dtype], native_activation(layer.activation))
     return PackedExperts(native, hidden_size, inner_size, dtype, torch.zeros(layer.num_experts, dtype=torch.int64))
 
 

@@ -45,18 +45,22 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """The activation (up' + up_offset) * gate' * sigmoid(alpha * gate'), with limited gate' and up'.
+    """The activation (up' + up_offset) * gate' * sigmoid(alpha * gate' + cubic * gate'^3), with limited gate' and up'.
 
-    gate' is min(gate, limit), up' is up within `limit` on both sides. The default is silu(gate) * up; gpt-oss has 1.702,
-    7 and 1.
+    gate' is min(gate, limit), up' is up within `limit` on both sides. The default is silu(gate) * up; gpt-oss has an
+    alpha of 1.702, a limit of 7 and an offset of 1.
     """
 
     alpha: float = 1.0
+    cubic: float = 0.0
     limit: float = math.inf
     up_offset: float = 0.0
 
 
 SILU = GatedActivation()
+_GELU_ALPHA = 2 * math.sqrt(2 / math.pi)
+GELU_TANH = GatedActivation(alpha=_GELU_ALPHA, cubic=0.044715 * _GELU_ALPHA)
+"""gelu(gate) * up in its usual approximation, gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from swiftkv.kernels.experts import PackedExperts
+from swiftkv.kernels.experts import SILU, GatedActivation, PackedExperts
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class Ops(Protocol[Packed, Experts, Batch]):
     ) -> Packed:
         """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs.
 
-        `interleave` is for (gate, up) of equal size: `norm_gate_up_silu` needs it and nothing else takes it.
+        `interleave` is for (gate, up) of equal size: `norm_gate_up` needs it and nothing else takes it.
         """
 
     def linear(self, x: Tensor, w: Packed) -> Tensor:
@@ -63,13 +63,20 @@ class Ops(Protocol[Packed, Experts, Batch]):
         """Add x [M, K] @ w.T + bias to `residual` [M, N] in place."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x [M, K] / sqrt(mean(x^2) + eps), rounded to the dtype, times weight [K]."""
+        """Return x [M, K] / sqrt(mean(x^2) + eps) times weight [K].
+
+        A weight of the dtype of `x` takes part as in Llama: the quotient is rounded to the dtype, and so is the product.
+        One in float32, where the dtype is another, takes part as in Gemma: only the product is rounded. All norms below
+        do likewise.
+        """
 
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
         """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
 
-    def norm_gate_up_silu(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
-        """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x [M, K], norm_weight [K], eps, w)."""
+    def norm_gate_up(
+        self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed, activation: GatedActivation = SILU
+    ) -> Tensor:
+        """Return the activation, [M, N / 2], of gate, up = norm_linear(x [M, K], norm_weight [K], eps, w)."""
 
     def logits(self, x: Tensor, w: Packed) -> Tensor:
         """Return x [M, K] @ w.T + bias in float32, [M, N]."""

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.reference_experts import PackedExperts, add_experts, pack_experts, route
+from swiftkv.kernels.experts import SILU, GatedActivation
+from swiftkv.kernels.reference_experts import PackedExperts, activate, add_experts, pack_experts, route
 
 __all__ = [
     "PackedExperts",
@@ -31,7 +32,7 @@ __all__ = [
     "linear_residual",
     "logits",
     "name",
-    "norm_gate_up_silu",
+    "norm_gate_up",
     "norm_linear",
     "pack_experts",
     "pack_linear",
@@ -52,7 +53,7 @@ def set_num_threads(n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is for `norm_gate_up_silu`."""
+    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is for `norm_gate_up`."""
 
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
@@ -116,10 +117,13 @@ def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., K] / sqrt(mean(x^2) + eps), rounded to the dtype of x, times weight [K], rounded again."""
+    """Return x [..., K] / sqrt(mean(x^2) + eps) times weight [K], rounded before it and after, or after it alone.
+
+    The latter if weight is float32 and x is not (`Ops.rms_norm`).
+    """
     wide = x.to(_accumulator(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
@@ -127,11 +131,13 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
-def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x, norm_weight, eps, w); rounded once."""
+def norm_gate_up(
+    x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear, activation: GatedActivation = SILU
+) -> Tensor:
+    """Return the activation of gate, up = norm_linear(x, norm_weight, eps, w), [M, N / 2]; rounded once."""
     assert w.interleaved
     gate, up = _multiply(rms_norm(x, norm_weight, eps), w).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    return activate(gate, up, activation).to(x.dtype)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:

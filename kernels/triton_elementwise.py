@@ -1,4 +1,4 @@
-"""The work of a decoder between its matrix products, on a GPU: RMSNorm, SiLU, rotary embedding, writing new KV.
+"""The work of a decoder between its matrix products, on a GPU: RMSNorm, gated activations, rotary embedding, writing new KV.
 
 Each is bound by memory: one launch reads every operand once and writes every result once. Sums and products are float32
 and are rounded to the tensors' dtype where a model in that dtype would store them; a row of a result depends on its own
@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.experts import SILU, GatedActivation
 from swiftkv.kernels.triton_layout import NO_BLOCK_JIT, key_offset, layer_block_index, layer_block_offset
 
 _HEADS_TILE = 2048  # elements of q, k and v that one program turns and writes
-_SILU_TILE = 1024
+_GATED_TILE = 1024
 _ELEMENTS_PER_THREAD = 8  # 16 bytes of a 2-byte dtype
 
 
@@ -34,7 +35,7 @@ class TokenBlocks(Protocol):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x `[..., K]` / sqrt(mean(x^2) + eps), rounded to the dtype, times weight `[K]`, rounded again."""
+    """Return x `[..., K]` / sqrt(mean(x^2) + eps) times weight `[K]`, rounded as `Ops.rms_norm` says."""
     width = x.shape[-1]
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -46,14 +47,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, rounded once: gate_up `[T, 2 * N]`, gates first -> `[T, N]`."""
+def gated(gate_up: Tensor, activation: GatedActivation = SILU) -> Tensor:
+    """Return the activation of gate and up, rounded once: gate_up `[T, 2 * N]`, gates first -> `[T, N]`."""
     assert gate_up.is_contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, width))
     if out.numel():
-        tile = min(_SILU_TILE, triton.next_power_of_2(width))
-        _silu_and_mul[(num_rows, triton.cdiv(width, tile))](gate_up, out, width, TILE=tile, num_warps=_num_warps(tile))
+        tile = min(_GATED_TILE, triton.next_power_of_2(width))
+        _gated[(num_rows, triton.cdiv(width, tile))](
+            gate_up,
+            out,
+            width,
+            ALPHA=activation.alpha,
+            CUBIC=activation.cubic,
+            LIMIT=activation.limit,
+            UP_OFFSET=activation.up_offset,
+            TILE=tile,
+            num_warps=_num_warps(tile),
+        )
     return out
 
 
@@ -130,19 +141,33 @@ def _rms_norm(
     mask = offsets < width
     dtype = out.dtype.element_ty
     wide = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)).to(dtype).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    if weight.dtype == x.dtype:
+        normed = normed.to(dtype).to(tl.float32)
     scale = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + start + offsets, (normed * scale).to(dtype), mask=mask)
 
 
 @triton.jit
-def _silu_and_mul(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, TILE: tl.constexpr) -> None:
+def _gated(
+    gate_up: tl.tensor,  # [rows, 2 * width]
+    out: tl.tensor,  # [rows, width]
+    width: tl.tensor,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = offsets < width
     gate = tl.load(gate_up + row * 2 * width + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + offsets, mask=mask, other=0.0).to(tl.float32)
-    activated = gate / (1.0 + tl.exp(-gate)) * up
+    if float("inf") > LIMIT:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    activated = gate / (1.0 + tl.exp(-gate * (ALPHA + CUBIC * gate * gate))) * (up + UP_OFFSET)
     tl.store(out + row * width + offsets, activated.to(out.dtype.element_ty), mask=mask)
 
 

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swiftkv.kernels.experts import SILU, GatedActivation
 from swiftkv.kernels.reference import PackedLinear, pack_linear
 from swiftkv.kernels.reference_experts import PackedExperts, add_experts, pack_experts, route
 from swiftkv.kernels.triton_attention import attention, prepare_batch
-from swiftkv.kernels.triton_elementwise import rms_norm, rope_write_kv, silu_and_mul
+from swiftkv.kernels.triton_elementwise import gated, rms_norm, rope_write_kv
 
 __all__ = [
     "PackedExperts",
@@ -26,7 +27,7 @@ __all__ = [
     "linear_residual",
     "logits",
     "name",
-    "norm_gate_up_silu",
+    "norm_gate_up",
     "norm_linear",
     "pack_experts",
     "pack_linear",
@@ -63,10 +64,12 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
-def norm_gate_up_silu(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
-    """Return silu(gate) * up, [M, N / 2], for gate, up = norm_linear(x, norm_weight, eps, w), rounded to the dtype."""
+def norm_gate_up(
+    x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear, activation: GatedActivation = SILU
+) -> Tensor:
+    """Return the activation of gate, up = norm_linear(x, norm_weight, eps, w), rounded to the dtype, [M, N / 2]."""
     assert w.interleaved
-    return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), w.weight, w.bias))
+    return gated(F.linear(rms_norm(x, norm_weight, eps), w.weight, w.bias), activation)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:

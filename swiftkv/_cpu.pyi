@@ -19,6 +19,15 @@ class Epilogue(enum.Enum):
     RESIDUAL = 1
     GATED = 2
 
+class NormWeight(enum.Enum):
+    SAME_DTYPE = 0
+    FLOAT32 = 1
+
+class GatedActivation:
+    """The activation of `kernels.experts.GatedActivation`."""
+
+    def __init__(self, alpha: float, cubic: float, limit: float, up_offset: float) -> None: ...
+
 class PackedLinear:
     def __init__(
         self, sources: Sequence[tuple[int, int, int]], in_features: int, dtype: DType, interleave: bool
@@ -40,12 +49,14 @@ def linear(
     x: int,
     rows: int,
     norm_weight: int,
+    norm_kind: NormWeight,
     eps: float,
     epilogue: Epilogue,
+    gated: GatedActivation,
     out_dtype: DType,
     out: int,
 ) -> None: ...
-def rms_norm(x: int, rows: int, k: int, weight: int, eps: float, dtype: DType, out: int) -> None: ...
+def rms_norm(x: int, rows: int, k: int, weight: int, kind: NormWeight, eps: float, dtype: DType, out: int) -> None: ...
 def embed(ids: int, count: int, table: int, vocab_size: int, row_bytes: int, out: int) -> None: ...
 
 class Score(enum.Enum):
@@ -68,9 +79,7 @@ class Router:
 def route(router: Router, logits: int, num_tokens: int, select_bias: int, experts: int, weights: int) -> None: ...
 
 class PackedExperts:
-    def __init__(
-        self, hidden_size: int, inner_size: int, dtype: DType, alpha: float, limit: float, up_offset: float
-    ) -> None: ...
+    def __init__(self, hidden_size: int, inner_size: int, dtype: DType, gated: GatedActivation) -> None: ...
     def append(self, gate: int, up: int, down: int, gate_bias: int, up_bias: int, down_bias: int) -> None:
         """Addresses of weights, and of float32 biases or 0."""
     def __len__(self) -> int: ...

@@ -112,7 +112,7 @@ def kernels(num_tokens: int) -> list[tuple[str, Callable[[int], object], int]]:
     where = Block(positions, torch.randperm(num_blocks, device="cuda").int()[positions.long() // SPEC.block_size])
     return [
         ("rms_norm", lambda i: elementwise.rms_norm(x[i % len(x)], weight, EPS), norm_bytes),
-        ("silu_and_mul", lambda i: elementwise.silu_and_mul(gate_up[i % len(gate_up)]), silu_bytes),
+        ("gated", lambda i: elementwise.gated(gate_up[i % len(gate_up)]), silu_bytes),
         (
             "rope_write_kv",
             lambda i: elementwise.rope_write_kv(

@@ -13,14 +13,18 @@ enum class Epilogue : int {
 };
 inline constexpr int kNumEpilogues = 3;
 
-// The activation (up' + up_offset) * gate' / (1 + exp(-alpha * gate')), where gate' = min(gate, limit) and up' is up
-// within +-limit.
+// The activation (up' + up_offset) * gate' / (1 + exp(-alpha * gate' - cubic * gate'^3)), where gate' = min(gate, limit)
+// and up' is up within +-limit.
 struct GatedActivation {
     float alpha;
+    float cubic;
     float limit;
     float up_offset;
 };
-inline constexpr GatedActivation kSilu{1.0f, __builtin_inff(), 0.0f};  // silu(gate) * up
+inline constexpr GatedActivation kSilu{1.0f, 0.0f, __builtin_inff(), 0.0f};  // silu(gate) * up
+
+enum class NormWeight : int { kSameDType = 0, kFloat32 = 1 };
+inline constexpr int kNumNormWeights = 2;
 
 // sums[rows][panel_width] + bias[panel_width] (may be null) -> out[rows][count], rows of out out_stride_bytes apart.
 // Only kGated reads `gated`.
@@ -29,10 +33,12 @@ using Finish = void (*)(const float* sums, int64_t rows, const float* bias, int6
 
 // All arithmetic in float32; a row's result does not depend on other rows.
 struct ElementwiseKernels {
-    // out[k] = x / sqrt(mean(x^2) + eps), rounded to dtype, times weight, rounded to dtype.
-    void (*rms_norm[kNumDTypes])(const void* x, const void* weight, float eps, int64_t k, void* out);
+    // out[k] = x / sqrt(mean(x^2) + eps), rounded to dtype, times weight of the same dtype, rounded to dtype. With
+    // kFloat32, the weight is float32, and only the product is rounded.
+    void (*rms_norm[kNumNormWeights][kNumDTypes])(const void* x, const void* weight, float eps, int64_t k, void* out);
     // The same values, stored as float32.
-    void (*rms_norm_widen[kNumDTypes])(const void* x, const void* weight, float eps, int64_t k, float* out);
+    void (*rms_norm_widen[kNumNormWeights][kNumDTypes])(const void* x, const void* weight, float eps, int64_t k,
+                                                        float* out);
     void (*widen[kNumDTypes])(const void* x, int64_t k, float* out);
     Finish finish[kNumEpilogues][kNumDTypes];
     // out[k] += the sum of weights[i] * rows[i][k] over `count` rows in their order, rounded once.

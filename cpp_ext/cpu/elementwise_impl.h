@@ -7,6 +7,7 @@ namespace {
 
 using swiftkv::DType;
 using swiftkv::Epilogue;
+using swiftkv::NormWeight;
 using V = Simd::V;
 
 template <DType kType>
@@ -74,10 +75,11 @@ V exp(V x) {
     return Simd::mul(p, Simd::pow2(n));
 }
 
-template <DType kType, DType kOut>
+template <DType kType, DType kOut, NormWeight kWeight>
 void rms_norm_as(const void* x_bytes, const void* weight_bytes, float eps, int64_t k, void* out_bytes) {
     const auto* x = static_cast<const typename Element<kType>::T*>(x_bytes);
-    const auto* weight = static_cast<const typename Element<kType>::T*>(weight_bytes);
+    constexpr DType kWeightType = kWeight == NormWeight::kFloat32 ? DType::kF32 : kType;
+    const auto* weight = static_cast<const typename Element<kWeightType>::T*>(weight_bytes);
     auto* out = static_cast<typename Element<kOut>::T*>(out_bytes);
     V squares[2] = {Simd::zero(), Simd::zero()};
     for (int64_t i = 0, odd = 0; i < k; i += Simd::kLanes, odd ^= 1) {
@@ -87,20 +89,21 @@ void rms_norm_as(const void* x_bytes, const void* weight_bytes, float eps, int64
     const float mean = Simd::sum(Simd::add(squares[0], squares[1])) / static_cast<float>(k);
     const V scale = Simd::set1(1.0f / __builtin_sqrtf(mean + eps));
     for (int64_t i = 0; i < k; i += Simd::kLanes) {
-        const V normal = rounded<kType>(Simd::mul(load_some<kType>(x + i, k - i), scale));
-        const V scaled = Simd::mul(normal, load_some<kType>(weight + i, k - i));
+        V normal = Simd::mul(load_some<kType>(x + i, k - i), scale);
+        if constexpr (kWeight == NormWeight::kSameDType) normal = rounded<kType>(normal);
+        const V scaled = Simd::mul(normal, load_some<kWeightType>(weight + i, k - i));
         store_some<kOut>(out + i, rounded<kType>(scaled), k - i);
     }
 }
 
-template <DType kType>
+template <DType kType, NormWeight kWeight>
 void rms_norm(const void* x, const void* weight, float eps, int64_t k, void* out) {
-    rms_norm_as<kType, kType>(x, weight, eps, k, out);
+    rms_norm_as<kType, kType, kWeight>(x, weight, eps, k, out);
 }
 
-template <DType kType>
+template <DType kType, NormWeight kWeight>
 void rms_norm_widen(const void* x, const void* weight, float eps, int64_t k, float* out) {
-    rms_norm_as<kType, DType::kF32>(x, weight, eps, k, out);
+    rms_norm_as<kType, DType::kF32, kWeight>(x, weight, eps, k, out);
 }
 
 template <DType kType>
@@ -124,7 +127,8 @@ V activate(V gate, V up, const swiftkv::GatedActivation& gated) {
     const V least = Simd::set1(-gated.limit);
     gate = Simd::min(limit, gate);
     up = Simd::add(Simd::max(least, Simd::min(limit, up)), Simd::set1(gated.up_offset));
-    const V e = exp(Simd::mul(Simd::set1(-gated.alpha), gate));
+    const V slope = Simd::fma(Simd::mul(gate, gate), Simd::set1(-gated.cubic), Simd::set1(-gated.alpha));
+    const V e = exp(Simd::mul(slope, gate));
     return Simd::mul(Simd::div(gate, Simd::add(Simd::set1(1.0f), e)), up);
 }
 
@@ -186,8 +190,14 @@ void sigmoid(const float* x, int64_t n, float* out) {
 }
 
 constexpr swiftkv::ElementwiseKernels kKernels = {
-    {rms_norm<DType::kF32>, rms_norm<DType::kBf16>, rms_norm<DType::kF16>},
-    {rms_norm_widen<DType::kF32>, rms_norm_widen<DType::kBf16>, rms_norm_widen<DType::kF16>},
+    {{rms_norm<DType::kF32, NormWeight::kSameDType>, rms_norm<DType::kBf16, NormWeight::kSameDType>,
+      rms_norm<DType::kF16, NormWeight::kSameDType>},
+     {rms_norm<DType::kF32, NormWeight::kFloat32>, rms_norm<DType::kBf16, NormWeight::kFloat32>,
+      rms_norm<DType::kF16, NormWeight::kFloat32>}},
+    {{rms_norm_widen<DType::kF32, NormWeight::kSameDType>, rms_norm_widen<DType::kBf16, NormWeight::kSameDType>,
+      rms_norm_widen<DType::kF16, NormWeight::kSameDType>},
+     {rms_norm_widen<DType::kF32, NormWeight::kFloat32>, rms_norm_widen<DType::kBf16, NormWeight::kFloat32>,
+      rms_norm_widen<DType::kF16, NormWeight::kFloat32>}},
     {widen<DType::kF32>, widen<DType::kBf16>, widen<DType::kF16>},
     {{finish<Epilogue::kStore, DType::kF32>, finish<Epilogue::kStore, DType::kBf16>,
       finish<Epilogue::kStore, DType::kF16>},

@@ -46,11 +46,10 @@ void bind_experts(nb::module_& m) {
     nb::class_<PackedExperts>(m, "PackedExperts")
         .def(
             "__init__",
-            [](PackedExperts* self, int64_t hidden_size, int64_t inner_size, DType dtype, float alpha, float limit,
-               float up_offset) {
-                new (self) PackedExperts(hidden_size, inner_size, dtype, GatedActivation{alpha, limit, up_offset});
+            [](PackedExperts* self, int64_t hidden_size, int64_t inner_size, DType dtype, const GatedActivation& gated) {
+                new (self) PackedExperts(hidden_size, inner_size, dtype, gated);
             },
-            "hidden_size"_a, "inner_size"_a, "dtype"_a, "alpha"_a, "limit"_a, "up_offset"_a)
+            "hidden_size"_a, "inner_size"_a, "dtype"_a, "gated"_a)
         .def(
             "append",
             [](PackedExperts& self, uintptr_t gate, uintptr_t up, uintptr_t down, uintptr_t gate_bias,

@@ -10,12 +10,12 @@
 namespace swiftkv {
 
 void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optional<RmsNorm> norm, Epilogue epilogue,
-            DType out_dtype, void* out) {
-    if (rows > 0) Product(weights, prepare(weights, x, rows, norm), rows, epilogue, out_dtype, out).run();
+            DType out_dtype, void* out, const GatedActivation& gated) {
+    if (rows > 0) Product(weights, prepare(weights, x, rows, norm), rows, epilogue, out_dtype, out, gated).run();
 }
 
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out) {
-    const auto kernel = elementwise_kernels(active_isa()).rms_norm[static_cast<int>(dtype)];
+    const auto kernel = elementwise_kernels(active_isa()).rms_norm[static_cast<int>(norm.kind)][static_cast<int>(dtype)];
     const int64_t stride = k * item_size(dtype);
     parallel_for(
         rows,

@@ -9,14 +9,15 @@
 namespace swiftkv {
 
 struct RmsNorm {
-    const void* weight;  // [in_features] in the dtype of the activations
+    const void* weight;  // [in_features]
+    NormWeight kind;
     float eps;
 };
 
 // out[rows, outputs] (+)= epilogue(norm(x[rows, in_features]) @ weights.T + bias). x and norm have the weights' dtype,
 // out has out_dtype. Rows do not influence each other's bits, nor does the number of threads.
 void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optional<RmsNorm> norm, Epilogue epilogue,
-            DType out_dtype, void* out);
+            DType out_dtype, void* out, const GatedActivation& gated = kSilu);
 
 // out[rows, k] = rms_norm(x[rows, k]); see ElementwiseKernels.
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out);

@@ -19,9 +19,9 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-std::optional<RmsNorm> norm_at(uintptr_t weight, float eps) {
+std::optional<RmsNorm> norm_at(uintptr_t weight, NormWeight kind, float eps) {
     if (weight == 0) return std::nullopt;
-    return RmsNorm{at<const void>(weight), eps};
+    return RmsNorm{at<const void>(weight), kind, eps};
 }
 
 }  // namespace
@@ -34,6 +34,16 @@ void bind_gemm(nb::module_& m) {
         .value("STORE", Epilogue::kStore)
         .value("RESIDUAL", Epilogue::kResidual)
         .value("GATED", Epilogue::kGated);
+    nb::enum_<NormWeight>(m, "NormWeight")
+        .value("SAME_DTYPE", NormWeight::kSameDType)
+        .value("FLOAT32", NormWeight::kFloat32);
+    nb::class_<GatedActivation>(m, "GatedActivation")
+        .def(
+            "__init__",
+            [](GatedActivation* self, float alpha, float cubic, float limit, float up_offset) {
+                new (self) GatedActivation{alpha, cubic, limit, up_offset};
+            },
+            "alpha"_a, "cubic"_a, "limit"_a, "up_offset"_a);
 
     nb::class_<PackedLinear>(m, "PackedLinear")
         .def(
@@ -55,17 +65,20 @@ void bind_gemm(nb::module_& m) {
 
     m.def(
         "linear",
-        [](const PackedLinear& weights, uintptr_t x, int64_t rows, uintptr_t norm_weight, float eps, Epilogue epilogue,
-           DType out_dtype, uintptr_t out) {
-            linear(weights, at<const void>(x), rows, norm_at(norm_weight, eps), epilogue, out_dtype, at<void>(out));
+        [](const PackedLinear& weights, uintptr_t x, int64_t rows, uintptr_t norm_weight, NormWeight norm_kind,
+           float eps, Epilogue epilogue, const GatedActivation& gated, DType out_dtype, uintptr_t out) {
+            linear(weights, at<const void>(x), rows, norm_at(norm_weight, norm_kind, eps), epilogue, out_dtype,
+                   at<void>(out), gated);
         },
-        "weights"_a, "x"_a, "rows"_a, "norm_weight"_a, "eps"_a, "epilogue"_a, "out_dtype"_a, "out"_a, no_gil);
+        "weights"_a, "x"_a, "rows"_a, "norm_weight"_a, "norm_kind"_a, "eps"_a, "epilogue"_a, "gated"_a, "out_dtype"_a,
+        "out"_a, no_gil);
     m.def(
         "rms_norm",
-        [](uintptr_t x, int64_t rows, int64_t k, uintptr_t weight, float eps, DType dtype, uintptr_t out) {
-            rms_norm(at<const void>(x), rows, k, {at<const void>(weight), eps}, dtype, at<void>(out));
+        [](uintptr_t x, int64_t rows, int64_t k, uintptr_t weight, NormWeight kind, float eps, DType dtype,
+           uintptr_t out) {
+            rms_norm(at<const void>(x), rows, k, {at<const void>(weight), kind, eps}, dtype, at<void>(out));
         },
-        "x"_a, "rows"_a, "k"_a, "weight"_a, "eps"_a, "dtype"_a, "out"_a, no_gil);
+        "x"_a, "rows"_a, "k"_a, "weight"_a, "kind"_a, "eps"_a, "dtype"_a, "out"_a, no_gil);
     m.def(
         "embed",
         [](uintptr_t ids, int64_t count, uintptr_t table, int64_t vocab_size, int64_t row_bytes, uintptr_t out) {

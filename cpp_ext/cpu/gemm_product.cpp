@@ -53,9 +53,10 @@ Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, co
                 char* row = out + r * stride;
                 if (padded) std::memset(row + k * element_bytes, 0, stride - k * element_bytes);
                 if (norm && widen)
-                    elementwise.rms_norm_widen[dtype](in, norm->weight, norm->eps, k, reinterpret_cast<float*>(row));
+                    elementwise.rms_norm_widen[static_cast<int>(norm->kind)][dtype](in, norm->weight, norm->eps, k,
+                                                                                    reinterpret_cast<float*>(row));
                 else if (norm)
-                    elementwise.rms_norm[dtype](in, norm->weight, norm->eps, k, row);
+                    elementwise.rms_norm[static_cast<int>(norm->kind)][dtype](in, norm->weight, norm->eps, k, row);
                 else if (widen)
                     elementwise.widen[dtype](in, k, reinterpret_cast<float*>(row));
                 else

@@ -53,5 +53,5 @@ class GatedMlp:
     down: PackedLinear  # intermediate_size -> hidden_size
 
     def add_to(self, hidden: Tensor) -> None:
-        activated = self.ranks.ops.norm_gate_up_silu(hidden, self.norm, self.norm_eps, self.gate_up)
+        activated = self.ranks.ops.norm_gate_up(hidden, self.norm, self.norm_eps, self.gate_up)
         self.ranks.linear_residual(activated, self.down, hidden)

@@ -39,11 +39,11 @@ def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 1000), (2000, 12_288)])
-def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_gated(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = 4 * draw(rows, 2 * width, dtype=dtype)
     gate_up[0, 0] = -1e4
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(elementwise.silu_and_mul(gate_up), (gate * gate.sigmoid() * up).to(dtype))
+    assert_close(elementwise.gated(gate_up), (gate * gate.sigmoid() * up).to(dtype))
 
 
 SHAPES = [  # heads, kv heads, head_dim, rotary_dim, block_size

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv import _cpu
 from swiftkv.kernels import cpu
+from swiftkv.kernels.experts import GELU_TANH, SILU, GatedActivation
 
 ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,9 +97,20 @@ def test_norm_then_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None
     assert_close(cpu.norm_linear(x, norm_weight, EPS, cpu.pack_linear([weight])), exact, dtype, slack=4, terms=k)
 
 
+ACTIVATIONS: dict[str, tuple[GatedActivation, Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": (SILU, lambda gate, up: F.silu(gate) * up),
+    "gelu": (GELU_TANH, lambda gate, up: F.gelu(gate, approximate="tanh") * up),
+    "limited": (
+        GatedActivation(alpha=1.702, limit=1.0, up_offset=1.0),
+        lambda gate, up: (up.clamp(-1, 1) + 1) * gate.clamp(max=1) * torch.sigmoid(1.702 * gate.clamp(max=1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
-def test_norm_gate_up_silu(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_norm_gate_up(rows: int, n: int, k: int, dtype: torch.dtype, activation: str) -> None:
     poison_scratch(k + 5, dtype)
     x, norm_weight = draw(rows, k, dtype=dtype), draw(k, dtype=dtype)
     gate, up = draw_weight(n, k, dtype), draw_weight(n, k, dtype)
@@ -107,7 +120,8 @@ def test_norm_gate_up_silu(rows: int, n: int, k: int, dtype: torch.dtype) -> Non
     g = normal @ gate.double().T + gate_bias.double()
     u = normal @ up.double().T + up_bias.double()
     assert packed.out_features == 2 * n
-    assert_close(cpu.norm_gate_up_silu(x, norm_weight, EPS, packed), g * g.sigmoid() * u, dtype, slack=8, terms=k)
+    ours, theirs = ACTIVATIONS[activation]
+    assert_close(cpu.norm_gate_up(x, norm_weight, EPS, packed, ours), theirs(g, u), dtype, slack=8, terms=k)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,6 +154,16 @@ def test_rms_norm(k: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_with_a_float32_weight_is_rounded_once(dtype: torch.dtype) -> None:
+    x, weight = draw(70, 100, dtype=dtype) * 3, 1 + draw(100, dtype=torch.float32)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * weight.double()
+    got = cpu.rms_norm(x, weight, EPS)
+    assert (got != exact.to(dtype)).float().mean() < 0.01  # the sum of squares may round the other way
+    linear = cpu.pack_linear([draw_weight(30, 100, dtype)])
+    assert torch.equal(cpu.norm_linear(x, weight, EPS, linear), cpu.linear(got, linear))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [96, 257, 2100])
 def test_a_row_is_the_same_in_every_batch_and_for_every_number_of_threads(k: int, dtype: torch.dtype) -> None:
     rows, n = 230, 200 if k < 1000 else 40
@@ -154,7 +178,7 @@ def test_a_row_is_the_same_in_every_batch_and_for_every_number_of_threads(k: int
         return [
             cpu.linear(part, packed),
             cpu.norm_linear(part, norm_weight, EPS, packed),
-            cpu.norm_gate_up_silu(part, norm_weight, EPS, gate_up),
+            cpu.norm_gate_up(part, norm_weight, EPS, gate_up),
             cpu.logits(part, packed),
             added,
         ]
@@ -184,7 +208,7 @@ def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
 def test_silu_of_large_gates() -> None:
     gates = torch.tensor([-1e30, -1e4, -90.0, -88.0, -20.0, 0.0, 20.0, 88.0, 90.0, 1e4, 1e30])
     packed = cpu.pack_linear([gates[:, None], torch.ones(11, 1)], interleave=True)
-    got = cpu.norm_gate_up_silu(torch.ones(1, 1), torch.ones(1), 0.0, packed)[0]
+    got = cpu.norm_gate_up(torch.ones(1, 1), torch.ones(1), 0.0, packed)[0]
     assert_close(got, torch.nn.functional.silu(gates.double()), torch.float32)
 
 

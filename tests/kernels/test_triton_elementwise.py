@@ -12,6 +12,7 @@ from torch import Tensor
 from swiftkv._core import NO_BLOCK
 from swiftkv.kernels import triton_elementwise as elementwise
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.experts import GELU_TANH, GatedActivation
 from swiftkv.kernels.triton_layout import layer_blocks
 from tests.support.elementwise import EPS, NUM_LAYERS, Step, cos_sin_table, exact_norm, int32, make_step, turned
 from tests.support.interpreter import round_to_nearest
@@ -40,21 +41,29 @@ def assert_close(got: Tensor, expected: Tensor, slack: float = 2.0) -> None:
 def test_rms_norm(width: int, dtype: torch.dtype) -> None:
     x, weight = (3 * torch.randn(2, 3, width)).to(dtype), torch.randn(width).to(dtype)
     assert_close(elementwise.rms_norm(x, weight, EPS), exact_norm(x, weight))
+    wide = 1 + torch.randn(width)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * wide.double()
+    assert_close(elementwise.rms_norm(x, wide, EPS), exact.to(dtype), slack=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 96, 1500])
-def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
+def test_gated(width: int, dtype: torch.dtype) -> None:
     gate_up = (4 * torch.randn(3, 2 * width)).to(dtype)
     gate_up[0, 0], gate_up[1, 0] = -88.0, 1e4
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(elementwise.silu_and_mul(gate_up), (gate * gate.sigmoid() * up).to(dtype))
+    assert_close(elementwise.gated(gate_up), (gate * gate.sigmoid() * up).to(dtype))
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    assert_close(elementwise.gated(gate_up, GELU_TANH), (gelu * up).to(dtype))
+    limited = gate.clamp(max=7)
+    swiglu = (up.clamp(-7, 7) + 1) * limited * torch.sigmoid(1.702 * limited)
+    assert_close(elementwise.gated(gate_up, GatedActivation(1.702, limit=7.0, up_offset=1.0)), swiglu.to(dtype))
 
 
 def test_nothing_is_done_for_no_tokens() -> None:
     empty = torch.empty(0, 64)
     assert elementwise.rms_norm(empty, torch.ones(64), EPS).shape == (0, 64)
-    assert elementwise.silu_and_mul(empty).shape == (0, 32)
+    assert elementwise.gated(empty).shape == (0, 32)
     step = make_step(16, [], 1, seed=0)
     pool = torch.zeros(2 * 16 * 64 * 4, dtype=torch.uint8)
     spec = AttentionSpec(1, 1, 64, 16, 1.0)
