@@ -1,4 +1,7 @@
-"""Mixture of experts as data: how a layer chooses experts for a token, and what an expert computes. Imports no torch."""
+"""Mixture of experts as data: how a layer chooses experts for a token, and what an expert computes.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ GELU_TANH = GatedActivation(alpha=_GELU_ALPHA, cubic=0.044715 * _GELU_ALPHA)
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert: weights `gate` and `up` [inner_size, hidden_size], `down` [hidden_size, inner_size], biases or None."""
+    """The weights `gate` and `up` [inner_size, hidden_size] and `down` [hidden_size, inner_size] of one expert."""
 
     gate: Tensor
     up: Tensor

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from swiftkv.errors import CheckpointError
 
-Architecture = Literal["qwen3", "qwen2", "llama", "mistral"]
+Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral"]
 Size = Literal["tiny", "small"]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -61,6 +61,15 @@ _HABITS: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False},
     "llama": {"rope_theta": 5e5, "tie_word_embeddings": False},
     "mistral": {"rope_theta": 1e6, "tie_word_embeddings": False, "sliding_window": None},
+    "qwen3_moe": {"rope_theta": 1e6, "tie_word_embeddings": False, "norm_topk_prob": True},
+    "mixtral": {"rope_theta": 1e6, "tie_word_embeddings": False, "sliding_window": None},
+}
+# The experts of each size together are a few times its MLP; those of one token are about as large.
+_EXPERTS: dict[tuple[str, str], dict[str, int]] = {
+    ("qwen3_moe", "tiny"): {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+    ("qwen3_moe", "small"): {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 384},
+    ("mixtral", "tiny"): {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    ("mixtral", "small"): {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 1536},
 }
 _VOCAB_SIZES = {"tiny": 2048, "small": 32000}
 # Reading more text does not change what a small vocabulary learns, it only takes longer.
@@ -181,7 +190,7 @@ def _config(arch: Architecture, size: Size, tokenizer: Any) -> Any:
 
     return AutoConfig.for_model(
         arch,
-        **_SHAPES[size],
+        **(_SHAPES[size] | _EXPERTS.get((arch, size), {})),
         **_HABITS[arch],
         vocab_size=len(tokenizer),
         rms_norm_eps=1e-6,

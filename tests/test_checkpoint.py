@@ -12,12 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from swiftkv.checkpoint import Architecture, make
 from swiftkv.errors import CheckpointError
+from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.registry import read_config
 
 CLASS_OF = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 
 
@@ -99,3 +103,11 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be made: File exists"):
         make("qwen3", "tiny", tmp_path / "notes.txt")
     assert not (tmp_path / "a").exists()
+
+
+def test_the_server_knows_every_architecture(made: tuple[Architecture, Path]) -> None:
+    arch, directory = made
+    config = read_config(directory)
+    assert config.architecture == CLASS_OF[arch]
+    files = MappedWeights(directory)
+    assert load_decoder(config, files, torch.bfloat16, "cpu", 64).kv_groups[0].num_layers == 3

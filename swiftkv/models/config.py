@@ -118,9 +118,10 @@ class DecoderConfig:
         if not self._can_divide(num_ranks):
             possible = ", ".join(str(n) for n in range(1, _MAX_RANKS + 1) if self._can_divide(n))
             heads = ", ".join(f"{kind.num_heads} heads, {kind.num_kv_heads} KV heads" for kind in self.attention)
+            sizes = " and ".join(f"{text} of {size}" for text, size in self._inner_sizes().items())
             raise ConfigError(
-                f"tensor_parallel_size: {num_ranks} ranks cannot divide {heads} and an intermediate_size of "
-                f"{self.intermediate_size} evenly; possible: {possible}"
+                f"tensor_parallel_size: {num_ranks} ranks cannot divide {heads} and {sizes} evenly; "
+                f"possible: {possible}"
             )
         return replace(
             self,
@@ -135,8 +136,12 @@ class DecoderConfig:
             intermediate_size=self.intermediate_size // num_ranks,
         )
 
+    def _inner_sizes(self) -> dict[str, int]:
+        """Return what ranks divide beside heads, under the words of a message."""
+        return {"an intermediate_size": self.intermediate_size}
+
     def _can_divide(self, num_ranks: int) -> bool:
-        return self.intermediate_size % num_ranks == 0 and all(
+        return all(size % num_ranks == 0 for size in self._inner_sizes().values()) and all(
             kind.num_heads % num_ranks == 0
             and max(kind.num_kv_heads, num_ranks) % min(kind.num_kv_heads, num_ranks) == 0
             for kind in self.attention

@@ -10,7 +10,7 @@ import msgspec
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import RopeConfig, RopeType
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Value = TypeVar("_Value")
 
 
 class _Architectures(msgspec.Struct):
@@ -145,7 +145,58 @@ def read_eos_token_ids(directory: Path, raw: HFConfig) -> tuple[int, ...]:
     return tuple(token for token in dict.fromkeys(ids) if 0 <= token < raw.vocab_size)
 
 
-def read_json(file: Path, kind: type[_Struct]) -> _Struct:
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+"""Keys of `config.json` that change nothing that a server computes: those of training, of output, and of origin."""
+
+
+def refuse_unknown_keys(file: Path, kind: type[msgspec.Struct]) -> None:
+    """Raise `ConfigError` for a key that `kind` does not have: it might change what the model computes."""
+    keys = {key for key, value in read_json(file, dict[str, Any]).items() if value is not None}
+    unknown = sorted(keys - set(kind.__struct_fields__) - _WITHOUT_EFFECT)
+    if unknown:
+        raise ConfigError(
+            f"{file}: {unknown[0]}: this key is not known, and may change what the model computes; "
+            "remove it if it does not"
+        )
+
+
+def read_json(file: Path, kind: type[_Value]) -> _Value:
     """Decode `file`. Raises `ConfigError` for a key of another type, `CheckpointError` if it cannot be read."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)

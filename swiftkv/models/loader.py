@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from torch import Tensor
 from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError
 from swiftkv.kernels.dispatch import select_ops
+from swiftkv.kernels.experts import ExpertLayer, ExpertWeights, GatedActivation, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear
 from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.parallel import ALONE, Communicator, Ranks
 from swiftkv.models.registry import DECODERS
 from swiftkv.models.rope import cos_sin_table
-from swiftkv.models.weights import RankSlices, Weight
+from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, Weight
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -60,6 +61,9 @@ class MappedWeights:
             raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}, neither of {', '.join(map(str, _DTYPES))}")
         return tensor
 
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
     def forget(self, name: str) -> None:
         """Stop counting the bytes of tensor `name` as this process's: whoever reads it again reads the file again."""
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
@@ -88,17 +92,40 @@ class Packer:
             [self.tensor(f"{module}.bias") if f"{module}.bias" in self.weights else None for module in modules],
             interleave,
         )
-        for name in names:
-            self.files.forget(self.weights[name].stored_as or name)
+        self._forget(names)
         return packed
+
+    def experts(self, modules: Sequence[ExpertModules], activation: GatedActivation) -> PackedExperts:
+        """Pack the experts of one layer, one after the other."""
+        packed: PackedExperts = self.ops.pack_experts(ExpertLayer(len(modules), activation, self._each(modules)))
+        return packed
+
+    def _each(self, modules: Sequence[ExpertModules]) -> Iterator[ExpertWeights]:
+        for expert in modules:
+            names = [f"{module}.weight" for module in (expert.gate, expert.up, expert.down)]
+            yield ExpertWeights(*(self.tensor(name) for name in names))
+            self._forget(names)
 
     def tensor(self, name: str) -> Tensor:
         """Return this rank's part of a tensor: the mapped file itself where dtype and device are the same."""
         weight = self.weights[name]
-        stored = self.files.get(weight.stored_as or name, weight.shape)[weight.part]
+        packed = self._packed(weight)
+        if packed is None:
+            stored = self.files.get(weight.stored_as or name, weight.shape)[weight.part]
+        else:
+            stored = self.files.get(packed.name, packed.shape)[packed.index][weight.part]
         here = stored.to(device=self.device, dtype=self.dtype)
         missing = weight.part_shape[0] - len(here)
         return F.pad(here, (0, 0, 0, missing)) if missing else here
+
+    def _packed(self, weight: Weight) -> PackedPart | None:
+        """Return where the checkpoint has a weight as part of another tensor, if it does."""
+        return weight.packed if weight.packed is not None and self.files.has(weight.packed.name) else None
+
+    def _forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            packed = self._packed(self.weights[name])
+            self.files.forget(self.weights[name].stored_as or name if packed is None else packed.name)
 
     def vector(self, name: str) -> Tensor:
         """Return a copy of a tensor: a view would keep the file mapped."""

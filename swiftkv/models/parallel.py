@@ -1,7 +1,8 @@
 """Tensor parallelism as in Megatron (arXiv:1909.08053, section 3): where the ranks of one model meet.
 
-Heads, the inner size of the MLP and the vocabulary are divided; the residual stream and the embedding are on every
-rank. Ranks meet behind attention and behind the MLP, where their products are added up, and when logits are wanted.
+Heads, the inner size of the MLP or of each expert, and the vocabulary are divided; the residual stream and the
+embedding are on every rank. Ranks meet behind attention and behind the MLP, where their products are added up, and when
+logits are wanted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from swiftkv.kernels.experts import Choices, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear
 
 _TWO_PHASES_FROM_BYTES = 1 << 20
@@ -73,6 +75,15 @@ class Ranks:
             self.ops.linear_residual(x, w, residual)
         else:
             add_all(residual, self.ops.linear(x, w), self.communicator)
+
+    def add_experts(self, x: Tensor, choices: Choices, experts: PackedExperts, residual: Tensor) -> None:
+        """Add everybody's experts to `residual` [T, hidden_size]; `experts` are this rank's parts of all of them."""
+        if self.communicator.size == 1:
+            self.ops.add_experts(x, choices, experts, residual)
+        else:
+            partial = torch.zeros_like(residual)
+            self.ops.add_experts(x, choices, experts, partial)
+            add_all(residual, partial, self.communicator)
 
     def logits(self, x: Tensor, w: PackedLinear) -> Tensor:
         """Return all logits [M, vocab_size] on rank 0, [M, 0] elsewhere; `w` is this rank's part of the vocabulary."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swiftkv.kernels.experts import PackedExperts, Router
 from swiftkv.kernels.ops import PackedLinear
 from swiftkv.models.decoder import KVPlace, StepKV
 
@@ -55,3 +56,22 @@ class GatedMlp:
     def add_to(self, hidden: Tensor) -> None:
         activated = self.ranks.ops.norm_gate_up(hidden, self.norm, self.norm_eps, self.gate_up)
         self.ranks.linear_residual(activated, self.down, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """Some experts out of many for each token; the gate, which every rank has whole, chooses them."""
+
+    ranks: Ranks
+    norm: Tensor  # [hidden_size]
+    norm_eps: float
+    gate: PackedLinear  # hidden_size -> num_experts
+    select_bias: Tensor | None  # float32 [num_experts]
+    router: Router
+    experts: PackedExperts
+
+    def add_to(self, hidden: Tensor) -> None:
+        ops = self.ranks.ops
+        normed = ops.rms_norm(hidden, self.norm, self.norm_eps)
+        choices = ops.route(ops.logits(normed, self.gate), self.router, self.select_bias)
+        self.ranks.add_experts(normed, choices, self.experts, hidden)

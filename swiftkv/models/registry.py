@@ -10,6 +10,7 @@ from swiftkv.models.config import DecoderConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.hf_config import read_architectures
+from swiftkv.models.moe import MoeDecoder
 from swiftkv.models.weights import RankSlices, num_parameters
 
 DECODERS: dict[str, type[Decoder]] = {
@@ -17,6 +18,8 @@ DECODERS: dict[str, type[Decoder]] = {
     "Qwen2ForCausalLM": DenseDecoder,
     "LlamaForCausalLM": DenseDecoder,
     "MistralForCausalLM": DenseDecoder,
+    "Qwen3MoeForCausalLM": MoeDecoder,
+    "MixtralForCausalLM": MoeDecoder,
 }
 
 

@@ -14,17 +14,36 @@ from swiftkv.models.config import AttentionKind, DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPart:
+    """A tensor that holds several weights, and the part of it that is one of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
     """One tensor of a checkpoint, and the part of it that a rank has."""
 
     shape: tuple[int, ...]  # in the checkpoint
     part: tuple[slice, ...] = ()  # by dimension; the rest is whole. A slice may end behind the tensor: zeros follow
     stored_as: str | None = None  # None: under its own name
+    packed: PackedPart | None = None  # None: no checkpoint has it as part of another
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of the rank's part."""
         return (*(part.stop - part.start for part in self.part), *self.shape[len(self.part) :])
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertModules:
+    """The names of one expert's three linear layers in a checkpoint."""
+
+    gate: str
+    up: str
+    down: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +68,7 @@ class RankSlices:
     """One rank's part of a model's dimensions."""
 
     rank: int
+    num_ranks: int
     heads: tuple[HeadSlices, ...]  # by attention kind
     mlp: slice  # intermediate_size
     vocab: slice  # all ranks' are as long, so the last ones may end behind the vocabulary
@@ -60,6 +80,7 @@ class RankSlices:
         vocab_part = ceil_div(config.vocab_size, num_ranks)
         return cls(
             rank=rank,
+            num_ranks=num_ranks,
             heads=tuple(
                 HeadSlices.of(kind, of_rank, rank, num_ranks)
                 for kind, of_rank in zip(config.attention, part.attention, strict=True)
@@ -67,6 +88,10 @@ class RankSlices:
             mlp=_slice(rank * part.intermediate_size, part.intermediate_size),
             vocab=_slice(rank * vocab_part, vocab_part),
         )
+
+    def of_size(self, size: int) -> slice:
+        """Return this rank's part of a dimension of `size`, which the number of ranks divides."""
+        return _slice(self.rank * (size // self.num_ranks), size // self.num_ranks)
 
 
 def num_parameters(weights: Mapping[str, Weight]) -> int:

@@ -274,7 +274,7 @@ def test_mistakes_are_refused() -> None:
         assert not out.any()
     with pytest.raises(ValueError, match="x: got"):
         cpu.add_experts(x[:, :-1], draw_choices(2), packed, x)
-    with pytest.raises(ValueError, match="no CPU kernel for torch.float64"):
+    with pytest.raises(ValueError, match="no CPU kernel for"):
         cpu.pack_experts(ExpertLayer(NUM_EXPERTS, SILU, draw_experts(torch.float64, biases=False)))
     other = draw_experts(torch.float32, biases=False, inner=INNER + 1)[0]
     with pytest.raises(ValueError, match="weight of an expert"):

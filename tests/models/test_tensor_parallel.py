@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama with all biases": {"arch": "llama", "attention_bias": True, "mlp_bias": True},
     "llama tied": {"arch": "llama", "tie_word_embeddings": True},
     "one KV head": {"arch": "llama", "num_key_value_heads": 1, "head_dim": 64},
+    "qwen3_moe": {"arch": "qwen3_moe", "num_hidden_layers": 2, "mlp_only_layers": [0]},
+    "mixtral": {"arch": "mixtral"},
     "odd vocabulary": {"arch": "qwen3", "vocab_size": 321, "tie_word_embeddings": True},
 }
 

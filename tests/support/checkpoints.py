@@ -14,12 +14,16 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 ARCHITECTURES = {
@@ -27,6 +31,8 @@ ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
 
 SHAPE = {
@@ -45,6 +51,8 @@ SHAPE = {
 ARCHITECTURE_SHAPE = {
     "qwen2": {"head_dim": ...},  # its config class has none
     "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 CHAT_TEMPLATE = (
@@ -133,4 +141,4 @@ def _randomize(name: str, weight: torch.Tensor) -> None:
     elif "embed_tokens" in name:
         weight.normal_(0.0, 0.2)
     else:
-        weight.normal_(0.0, 1.5 / weight.shape[1] ** 0.5)
+        weight.normal_(0.0, 1.5 / weight.shape[-1] ** 0.5)

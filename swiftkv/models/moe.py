@@ -1,0 +1,229 @@
+"""Qwen3-MoE and Mixtral: the layers of `models/dense.py`, whose MLP is in some or all of them a mixture of experts.
+
+Checkpoints have a tensor for each expert's matrix, or one for all experts of a layer (`gate_up_proj`, `down_proj`).
+This file imports no torch, so that `swiftkv plan` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.errors import ConfigError
+from swiftkv.kernels.experts import SILU, Router
+from swiftkv.models.config import DecoderConfig
+from swiftkv.models.decoder import LayeredDecoder, MlpPart, attention_spec, kv_places
+from swiftkv.models.dense import (
+    Biases,
+    Traits,
+    decoder_config,
+    decoder_weights,
+    layer_stack,
+    mlp_part,
+    mlp_weights,
+)
+from swiftkv.models.hf_config import HFConfig, read_json, refuse_unknown_keys
+from swiftkv.models.parts import ExpertMlp
+from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, Weight
+
+if TYPE_CHECKING:
+    from swiftkv.models.loader import Packer
+    from swiftkv.models.parallel import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig(DecoderConfig):
+    """The shape of a model some of whose layers have experts."""
+
+    router: Router
+    expert_size: int  # inner size of each expert
+    expert_layers: tuple[int, ...]
+
+    def _inner_sizes(self) -> dict[str, int]:
+        return DecoderConfig._inner_sizes(self) | {"experts": self.expert_size}
+
+    def of_rank(self, num_ranks: int) -> Self:
+        return replace(DecoderConfig.of_rank(self, num_ranks), expert_size=self.expert_size // num_ranks)
+
+
+class _Keys(HFConfig):
+    """The keys of both families; defaults are those of transformers."""
+
+    num_experts: int | None = None  # transformers knows either name
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("num_experts", "num_local_experts", "num_experts_per_tok"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ValueError(f"{key}: {value} is not a positive number")
+
+
+class _MixtralKeys(_Keys):
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    sliding_window: int | None = None
+
+
+class _Qwen3Keys(_Keys):
+    num_key_value_heads: int | None = 4
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The experts of a model, as its `config.json` says."""
+
+    num_experts: int
+    renormalise: bool
+    inner_size: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names in checkpoints: a layer's block of experts, and the matrices of one of them."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+def _experts_of_mixtral(raw: HFConfig) -> _Experts:
+    assert isinstance(raw, _MixtralKeys)
+    num_experts = raw.num_local_experts or raw.num_experts or 8
+    return _Experts(num_experts, True, raw.intermediate_size, tuple(range(raw.num_hidden_layers)))
+
+
+def _experts_of_qwen3(raw: HFConfig) -> _Experts:
+    assert isinstance(raw, _Qwen3Keys)
+    if raw.decoder_sparse_step < 1 or raw.moe_intermediate_size < 1:
+        raise ValueError("decoder_sparse_step and moe_intermediate_size must be positive numbers")
+    without = set(raw.mlp_only_layers or ())
+    layers = range(raw.decoder_sparse_step - 1, raw.num_hidden_layers, raw.decoder_sparse_step)
+    return _Experts(
+        num_experts=raw.num_experts or raw.num_local_experts or 128,
+        renormalise=raw.norm_topk_prob,
+        inner_size=raw.moe_intermediate_size,
+        layers=tuple(layer for layer in layers if layer not in without),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    keys: type[_Keys]
+    traits: Traits
+    experts: Callable[[HFConfig], _Experts]
+    names: _Names
+
+
+_FAMILIES = {
+    "MixtralForCausalLM": _Family(
+        keys=_MixtralKeys,
+        traits=Traits(
+            biases=lambda raw: Biases(False, False, False), window_layers=lambda raw: range(raw.num_hidden_layers)
+        ),
+        experts=_experts_of_mixtral,
+        names=_Names("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        keys=_Qwen3Keys,
+        traits=Traits(
+            biases=lambda raw: Biases(raw.attention_bias, raw.attention_bias, False),
+            window_layers=lambda raw: range(raw.num_hidden_layers) if raw.use_sliding_window else (),
+            qk_norm=True,
+        ),
+        experts=_experts_of_qwen3,
+        names=_Names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    ),
+}
+
+
+class MoeDecoder(LayeredDecoder):
+    """A `Decoder` of pre-normalised layers, each rotary attention and an MLP or a mixture of experts."""
+
+    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
+        specs = tuple(map(attention_spec, groups, config.attention))
+        stack = layer_stack(config, kv_places(groups, specs), packer, ranks, _mlp_part)
+        super().__init__(groups, specs, stack, ranks, packer.device)
+
+    @staticmethod
+    def read_config(architecture: str, directory: Path) -> DecoderConfig:
+        file, family = directory / "config.json", _FAMILIES[architecture]
+        refuse_unknown_keys(file, family.keys)
+        raw = read_json(file, family.keys)
+        shape = decoder_config(architecture, directory, raw, family.traits)
+        try:
+            experts = family.experts(raw)
+            router = Router(experts.num_experts, raw.num_experts_per_tok, "softmax", experts.renormalise)
+        except ValueError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        return MoeConfig(
+            **{field.name: getattr(shape, field.name) for field in fields(shape)},
+            router=router,
+            expert_size=experts.inner_size,
+            expert_layers=experts.layers,
+        )
+
+    @staticmethod
+    def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
+        return decoder_weights(config, part, _mlp_weights)
+
+
+def _mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
+    assert isinstance(config, MoeConfig)
+    if layer not in config.expert_layers:
+        return mlp_weights(config, part, layer)
+    hidden, inner, count = config.hidden_size, config.expert_size, config.router.num_experts
+    rows, prefix = part.of_size(inner), f"model.layers.{layer}"
+    block = f"{prefix}.{_FAMILIES[config.architecture].names.block}"
+    weights = {
+        f"{prefix}.post_attention_layernorm.weight": Weight((hidden,)),
+        f"{block}.gate.weight": Weight((count, hidden)),
+    }
+    gate_up, down = f"{prefix}.mlp.experts.gate_up_proj", f"{prefix}.mlp.experts.down_proj"
+    for index in range(count):
+        expert = _expert(config, layer, index)
+        gate_in = PackedPart(gate_up, (count, 2 * inner, hidden), (index, slice(0, inner)))
+        up_in = PackedPart(gate_up, (count, 2 * inner, hidden), (index, slice(inner, 2 * inner)))
+        down_in = PackedPart(down, (count, hidden, inner), (index,))
+        weights |= {
+            f"{expert.gate}.weight": Weight((inner, hidden), (rows,), packed=gate_in),
+            f"{expert.up}.weight": Weight((inner, hidden), (rows,), packed=up_in),
+            f"{expert.down}.weight": Weight((hidden, inner), (slice(0, hidden), rows), packed=down_in),
+        }
+    return weights
+
+
+def _mlp_part(config: DecoderConfig, packer: Packer, ranks: Ranks, layer: int) -> MlpPart:
+    assert isinstance(config, MoeConfig)
+    if layer not in config.expert_layers:
+        return mlp_part(config, packer, ranks, layer)
+    prefix = f"model.layers.{layer}"
+    experts = [_expert(config, layer, index) for index in range(config.router.num_experts)]
+    return ExpertMlp(
+        ranks=ranks,
+        norm=packer.vector(f"{prefix}.post_attention_layernorm.weight"),
+        norm_eps=config.rms_norm_eps,
+        gate=packer.linear(f"{prefix}.{_FAMILIES[config.architecture].names.block}.gate"),
+        select_bias=None,
+        router=config.router,
+        experts=packer.experts(experts, SILU),
+    )
+
+
+def _expert(config: MoeConfig, layer: int, index: int) -> ExpertModules:
+    names = _FAMILIES[config.architecture].names
+    module = f"model.layers.{layer}.{names.block}.experts.{index}"
+    return ExpertModules(f"{module}.{names.gate}", f"{module}.{names.up}", f"{module}.{names.down}")
