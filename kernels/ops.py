@@ -65,9 +65,8 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [M, K] / sqrt(mean(x^2) + eps) times weight [K].
 
-        A weight of the dtype of `x` takes part as in Llama: the quotient is rounded to the dtype, and so is the product.
-        One in float32, where the dtype is another, takes part as in Gemma: only the product is rounded. All norms below
-        do likewise.
+        A weight of the dtype of `x` takes part as in Llama: quotient and product are both rounded to the dtype. One in
+        float32, where the dtype is another, takes part as in Gemma: only the product is rounded. So do all norms below.
         """
 
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:

@@ -109,9 +109,8 @@ def activate(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
     """Return the gated activation of `gate` and `up`, of one shape."""
     gate = gate.clamp(max=activation.limit)
     up = up.clamp(-activation.limit, activation.limit)
-    return (
-        (up + activation.up_offset) * gate * torch.sigmoid(gate * (activation.alpha + activation.cubic * gate.square()))
-    )
+    slope = activation.alpha + activation.cubic * gate.square()
+    return (up + activation.up_offset) * gate * torch.sigmoid(slope * gate)
 
 
 def _linear(x: Tensor, weights: Tensor, biases: Tensor | None, index: int) -> Tensor:

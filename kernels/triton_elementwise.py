@@ -1,4 +1,4 @@
-"""The work of a decoder between its matrix products, on a GPU: RMSNorm, gated activations, rotary embedding, writing new KV.
+"""The work of a decoder between its matrix products, on a GPU: norms, gated activations, rotary embedding, new KV.
 
 Each is bound by memory: one launch reads every operand once and writes every result once. Sums and products are float32
 and are rounded to the tensors' dtype where a model in that dtype would store them; a row of a result depends on its own
