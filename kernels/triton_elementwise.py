@@ -167,7 +167,10 @@ def _gated(
     if float("inf") > LIMIT:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    activated = gate / (1.0 + tl.exp(-gate * (ALPHA + CUBIC * gate * gate))) * (up + UP_OFFSET)
+    exponent = -ALPHA * gate
+    if CUBIC:
+        exponent -= CUBIC * gate * gate * gate
+    activated = gate / (1.0 + tl.exp(exponent)) * (up + UP_OFFSET)
     tl.store(out + row * width + offsets, activated.to(out.dtype.element_ty), mask=mask)
 
 

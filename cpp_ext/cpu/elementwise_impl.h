@@ -127,7 +127,8 @@ V activate(V gate, V up, const swiftkv::GatedActivation& gated) {
     const V least = Simd::set1(-gated.limit);
     gate = Simd::min(limit, gate);
     up = Simd::add(Simd::max(least, Simd::min(limit, up)), Simd::set1(gated.up_offset));
-    const V slope = Simd::fma(Simd::mul(gate, gate), Simd::set1(-gated.cubic), Simd::set1(-gated.alpha));
+    V slope = Simd::set1(-gated.alpha);
+    if (gated.cubic != 0.0f) slope = Simd::fma(Simd::mul(gate, gate), Simd::set1(-gated.cubic), slope);
     const V e = exp(Simd::mul(slope, gate));
     return Simd::mul(Simd::div(gate, Simd::add(Simd::set1(1.0f), e)), up);
 }

@@ -57,6 +57,8 @@ class AttentionKind:
     head_dim: int  # of queries and keys
     rope: RopeConfig
     window: int = 0  # tokens a query looks back on, itself included; 0: all of them
+    scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
 
     def __post_init__(self) -> None:
         assert self.layers

@@ -141,8 +141,9 @@ def attention_spec(group: KVGroup, kind: AttentionKind) -> AttentionSpec:
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         block_size=group.block_size,
-        scale=group.head_dim**-0.5,
+        scale=group.head_dim**-0.5 if kind.scale is None else kind.scale,
         window=group.window,
+        soft_cap=kind.soft_cap,
     )
 
 
@@ -165,6 +166,8 @@ class LayerStack:
     final_norm: Tensor  # [hidden_size]
     norm_eps: float
     lm_head: PackedLinear
+    embedding_scale: float = 1.0
+    logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: as they are
 
 
 class LayeredDecoder:
@@ -210,6 +213,8 @@ class LayeredDecoder:
     ) -> Tensor:
         kv = StepKV(batches, regions, stream)
         hidden = self.ops.embed(token_ids, self._stack.embedding)  # [T, hidden_size]
+        if self._stack.embedding_scale != 1:
+            hidden *= self._stack.embedding_scale
         for layer in self._stack.layers:
             layer.attention.add_to(hidden, kv)
             layer.mlp.add_to(hidden)
@@ -218,4 +223,5 @@ class LayeredDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         normed = self.ops.rms_norm(hidden, self._stack.final_norm, self._stack.norm_eps)
-        return self._ranks.logits(normed, self._stack.lm_head)
+        logits, cap = self._ranks.logits(normed, self._stack.lm_head), self._stack.logit_soft_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -46,6 +46,7 @@ class Traits:
     window_layers: Callable[[HFConfig], Sequence[int]] = lambda raw: ()
     qk_norm: bool = False
     head_dim: int | None = None  # where config.json does not say; None: hidden_size / num_attention_heads
+    hidden_act: str = "silu"
 
 
 def _window_of_later_layers(raw: HFConfig) -> Sequence[int]:
@@ -92,8 +93,8 @@ class DenseDecoder(LayeredDecoder):
 def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Traits) -> DecoderConfig:
     """Return the shape of a model whose `config.json` is `raw`. Raises `ConfigError` for what is not supported."""
     file = directory / "config.json"
-    if raw.hidden_act != "silu":
-        raise ConfigError(f"{file}: hidden_act: {raw.hidden_act!r} is not supported, only 'silu' is")
+    if raw.hidden_act != traits.hidden_act:
+        raise ConfigError(f"{file}: hidden_act: {raw.hidden_act!r} is not supported, only {traits.hidden_act!r} is")
     if raw.quantization_config is not None:
         raise ConfigError(f"{file}: quantization_config: quantized weights are not supported, use the originals")
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
@@ -170,7 +171,7 @@ def layer_stack(
     return LayerStack(
         layers=tuple(
             Layer(
-                _attention_part(config, place, cos_sin[place.group], packer, ranks),
+                attention_part(config, place, cos_sin[place.group], packer, ranks),
                 mlp_part(config, packer, ranks, place.layer),
             )
             for place in places
@@ -216,7 +217,8 @@ def _by_columns(module: str, shape: tuple[int, int], columns: slice, has_bias: b
     return weights | ({f"{module}.bias": Weight(shape[:1])} if has_bias else {})
 
 
-def _attention_part(config: DecoderConfig, place: KVPlace, cos_sin: Tensor, packer: Packer, ranks: Ranks) -> Attention:
+def attention_part(config: DecoderConfig, place: KVPlace, cos_sin: Tensor, packer: Packer, ranks: Ranks) -> Attention:
+    """Pack the attention of a layer and the norm before it."""
     prefix = f"model.layers.{place.layer}"
     attention = f"{prefix}.self_attn"
     return Attention(

@@ -188,7 +188,7 @@ _WITHOUT_EFFECT = frozenset(
 def refuse_unknown_keys(file: Path, kind: type[msgspec.Struct]) -> None:
     """Raise `ConfigError` for a key that `kind` does not have: it might change what the model computes."""
     keys = {key for key, value in read_json(file, dict[str, Any]).items() if value is not None}
-    unknown = sorted(keys - set(kind.__struct_fields__) - _WITHOUT_EFFECT)
+    unknown = sorted(keys - set(kind.__struct_encode_fields__) - _WITHOUT_EFFECT)
     if unknown:
         raise ConfigError(
             f"{file}: {unknown[0]}: this key is not known, and may change what the model computes; "

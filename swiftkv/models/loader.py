@@ -131,6 +131,14 @@ class Packer:
         """Return a copy of a tensor: a view would keep the file mapped."""
         return self.tensor(name).clone()
 
+    def norm(self, name: str, plus: float) -> Tensor:
+        """Return the weight of a norm with `plus` added, in float32: no dtype rounds the sum."""
+        return self.tensor(name).float() + plus
+
+    def rounded(self, number: float) -> float:
+        """Return a number as the model's dtype stores it."""
+        return torch.tensor(number, dtype=self.dtype).item()
+
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> Tensor:
         """Return the rotary table of `cos_sin_table` for every position that the model serves."""
         return cos_sin_table(rope, head_dim, self.max_model_len).to(self.device)

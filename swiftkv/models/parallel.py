@@ -69,6 +69,14 @@ class Ranks:
     communicator: Communicator
     vocab_size: int
 
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        """Return the sum of everybody's products, [M, N]; `x` and `w` are this rank's part of the inputs."""
+        product: Tensor = self.ops.linear(x, w)
+        if self.communicator.size > 1:
+            partial, product = product, torch.zeros_like(product)
+            add_all(product, partial, self.communicator)
+        return product
+
     def linear_residual(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
         """Add everybody's products to `residual` [M, N]; `x` and `w` are this rank's part of the inputs."""
         if self.communicator.size == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftkv.kernels.experts import PackedExperts, Router
+from swiftkv.kernels.experts import SILU, GatedActivation, PackedExperts, Router
 from swiftkv.kernels.ops import PackedLinear
 from swiftkv.models.decoder import KVPlace, StepKV
 
@@ -28,6 +28,7 @@ class Attention:
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
     out: PackedLinear  # num_heads * head_dim -> hidden_size
+    post_norm: Tensor | None = None  # [hidden_size], of what is added
 
     def add_to(self, hidden: Tensor, kv: StepKV) -> None:
         ops, place, stream = self.ranks.ops, self.place, kv.stream
@@ -40,22 +41,32 @@ class Attention:
         stream.after_write(place.layer)
         attended = ops.attention(qkv, place.spec, batch, region, place.index)  # [T, num_heads * head_dim]
         stream.after_attention(place.layer)
-        self.ranks.linear_residual(attended, self.out, hidden)
+        _add(self.ranks, attended, self.out, self.post_norm, self.norm_eps, hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """The MLP of Llama: silu(gate) * up, then down."""
+    """The MLP of Llama: an activation of gate and up, then down."""
 
     ranks: Ranks
     norm: Tensor  # [hidden_size]
     norm_eps: float
     gate_up: PackedLinear  # hidden_size -> 2 * intermediate_size
     down: PackedLinear  # intermediate_size -> hidden_size
+    activation: GatedActivation = SILU
+    post_norm: Tensor | None = None  # [hidden_size], of what is added
 
     def add_to(self, hidden: Tensor) -> None:
-        activated = self.ranks.ops.norm_gate_up(hidden, self.norm, self.norm_eps, self.gate_up)
-        self.ranks.linear_residual(activated, self.down, hidden)
+        activated = self.ranks.ops.norm_gate_up(hidden, self.norm, self.norm_eps, self.gate_up, self.activation)
+        _add(self.ranks, activated, self.down, self.post_norm, self.norm_eps, hidden)
+
+
+def _add(ranks: Ranks, x: Tensor, w: PackedLinear, norm: Tensor | None, eps: float, hidden: Tensor) -> None:
+    """Add everybody's product of x and w to `hidden`; first normalise it, if there is a norm."""
+    if norm is None:
+        ranks.linear_residual(x, w, hidden)
+    else:
+        hidden += ranks.ops.rms_norm(ranks.linear(x, w), norm, eps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.gemma import GemmaDecoder
 from swiftkv.models.hf_config import read_architectures
 from swiftkv.models.moe import MoeDecoder
 from swiftkv.models.weights import RankSlices, num_parameters
@@ -20,6 +21,8 @@ DECODERS: dict[str, type[Decoder]] = {
     "MistralForCausalLM": DenseDecoder,
     "Qwen3MoeForCausalLM": MoeDecoder,
     "MixtralForCausalLM": MoeDecoder,
+    "Gemma2ForCausalLM": GemmaDecoder,
+    "Gemma3ForCausalLM": GemmaDecoder,
 }
 
 

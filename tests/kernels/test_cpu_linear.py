@@ -153,7 +153,7 @@ def test_rms_norm(k: int, dtype: torch.dtype) -> None:
     assert_close(cpu.rms_norm(x, weight, EPS), exact_norm(x, weight), dtype, slack=4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_norm_with_a_float32_weight_is_rounded_once(dtype: torch.dtype) -> None:
     x, weight = draw(70, 100, dtype=dtype) * 3, 1 + draw(100, dtype=torch.float32)
     exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * weight.double()
