@@ -14,8 +14,32 @@ class AttentionSpec:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     block_size: int  # tokens per block
     scale: float  # multiplies query · key
     window: int = 0  # tokens a query looks back on, itself included; 0: all of them
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
+    v_head_dim: int | None = None  # of values and results; None: that of keys
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """The elements of q, of k and of v in a row of `qkv`."""
+        return (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.value_head_dim,
+        )
+
+    @property
+    def out_size(self) -> int:
+        """The elements of a row of attention's result."""
+        return self.num_heads * self.value_head_dim
+
+    @property
+    def layer_block_elements(self) -> int:
+        """The elements of `block_size` tokens' keys and values in one layer."""
+        return self.block_size * self.num_kv_heads * (self.head_dim + self.value_head_dim)

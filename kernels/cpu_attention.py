@@ -2,8 +2,8 @@
 
 The KV of a sequence lies in layer blocks of the pool, `block_size` tokens each, keys first, then values:
 
-    bfloat16           K [num_kv_heads, head_dim / 2, block_size, 2]    V [num_kv_heads, block_size / 2, head_dim, 2]
-    float32, float16   K [num_kv_heads, head_dim, block_size]           V [num_kv_heads, block_size, head_dim]
+    bfloat16           K [num_kv_heads, head_dim / 2, block_size, 2]    V [num_kv_heads, block_size / 2, v_head_dim, 2]
+    float32, float16   K [num_kv_heads, head_dim, block_size]           V [num_kv_heads, block_size, v_head_dim]
 
 so that one vector load is 16 tokens of a key dimension (bfloat16: of a pair, for the dot-product instructions), or 16
 dimensions of a value (of a pair of tokens). Slots that are not written may hold anything.
@@ -100,24 +100,31 @@ def attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention of the step's queries over their sequences' KV (`Ops.attention`)."""
-    if sinks is not None:
-        raise ValueError("the CPU's attention kernels have no sinks: run the model with SWIFTKV_OPS=reference")
     assert qkv.is_contiguous()
-    out = torch.empty((qkv.shape[0], spec.num_heads * spec.head_dim), dtype=qkv.dtype)
-    _cpu.attention(_native_spec(spec, qkv.dtype), batch.native, qkv.data_ptr(), pool.data_ptr(), layer, out.data_ptr())
+    wide_sinks = None if sinks is None else sinks.float().contiguous()
+    out = torch.empty((qkv.shape[0], spec.out_size), dtype=qkv.dtype)
+    _cpu.attention(
+        _native_spec(spec, qkv.dtype),
+        batch.native,
+        qkv.data_ptr(),
+        pool.data_ptr(),
+        layer,
+        0 if wide_sinks is None else wide_sinks.data_ptr(),
+        out.data_ptr(),
+    )
     return out
 
 
 @cache
 def _native_spec(spec: AttentionSpec, dtype: torch.dtype) -> _cpu.AttentionSpec:
-    if spec.soft_cap:
-        raise ValueError("the CPU's attention kernels do not cap scores: run the model with SWIFTKV_OPS=reference")
     return _cpu.AttentionSpec(
         _DTYPES[dtype],
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
+        spec.value_head_dim,
         spec.block_size,
         spec.window,
         spec.scale,
+        spec.soft_cap,
     )

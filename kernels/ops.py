@@ -129,9 +129,9 @@ class Ops(Protocol[Packed, Experts, Batch]):
     ) -> None:
         """Normalise and rotate q and k, and write k and v to the sequences' layer blocks; q changes in place.
 
-        qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos_sin float32 [max_len, rotary_dim]: cosines, then sines;
-        q_norm and k_norm [head_dim] for an RMSNorm of each head, or None. pool uint8, flat, from the KV group's first
-        byte on; `layer` counts within the group.
+        qkv [T, num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)]: q, k, v; cos_sin float32
+        [max_len, rotary_dim]: cosines, then sines; q_norm and k_norm [head_dim] for an RMSNorm of each head, or None.
+        pool uint8, flat, from the KV group's first byte on; `layer` counts within the group.
         """
 
     def attention(
@@ -143,7 +143,7 @@ class Ops(Protocol[Packed, Experts, Batch]):
         layer: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return causal attention of the step's queries over their sequences' KV, [T, num_heads * head_dim].
+        """Return causal attention of the step's queries over their sequences' KV, [T, num_heads * v_head_dim].
 
         Call after `rope_write_kv` of the same layer. Chunks of prompts and single tokens may be mixed. `sinks`
         [num_heads] are each head's score for one further key that every query sees and whose value is zero; they are

@@ -5,7 +5,8 @@ dtype where a model in that dtype would store them. Unlike the fast kernels thes
 torch orders a sum by the shape of its operands.
 
 KV lies in the pool as the fast kernels' does, one layer block after the other, but inside a layer block in an order of
-its own: `[2 (keys, values), block_size, num_kv_heads, head_dim]`. A pool is written and read by one kind of kernels.
+its own: keys `[block_size, num_kv_heads, head_dim]`, then values `[block_size, num_kv_heads, v_head_dim]`. A pool is
+written and read by one kind of kernels.
 """
 
 from __future__ import annotations
@@ -201,10 +202,10 @@ def rope_write_kv(
     cos, sin = cos_sin[batch.positions].to(_accumulator(qkv.dtype)).chunk(2, dim=-1)  # [T, head_dim / 2] each
     q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin))
     keys = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
-    layer_blocks = _layer_blocks(pool, spec, qkv.dtype)
-    index, slot = _layer_block_index(batch.token_entries, layer), batch.positions % spec.block_size
-    layer_blocks[index, 0, slot] = keys.to(qkv.dtype)
-    layer_blocks[index, 1, slot] = v
+    key_blocks, value_blocks = _layer_blocks(pool, spec, qkv.dtype)
+    index, offset = _layer_block_index(batch.token_entries, layer), batch.positions % spec.block_size
+    key_blocks[index, offset] = keys.to(qkv.dtype)
+    value_blocks[index, offset] = v
 
 
 def attention(
@@ -217,16 +218,16 @@ def attention(
 ) -> Tensor:
     """Return causal attention of the step's queries over their sequences' KV (`Ops.attention`)."""
     q, _, _ = _split_heads(qkv, spec)
-    layer_blocks = _layer_blocks(pool, spec, qkv.dtype)
-    out = torch.empty_like(q)
+    kv_blocks = _layer_blocks(pool, spec, qkv.dtype)
+    out = q.new_empty((len(q), spec.num_heads, spec.value_head_dim))
     for s, (context_len, entries) in enumerate(zip(batch.context_lens, batch.entries, strict=True)):
         rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
         query_positions = batch.positions[rows]
         # Blocks that no query looks back on may be gone.
         first_block = int((query_positions[0] + 1 - spec.window).clamp(min=0)) // spec.block_size if spec.window else 0
-        blocks = layer_blocks[_layer_block_index(entries[first_block:], layer)]
+        index = _layer_block_index(entries[first_block:], layer)
         key_positions = torch.arange(first_block * spec.block_size, context_len, device=qkv.device)
-        keys, values = (kv.flatten(0, 1)[: len(key_positions)] for kv in blocks.unbind(1))
+        keys, values = (blocks[index].flatten(0, 1)[: len(key_positions)] for blocks in kv_blocks)
         distance = query_positions[:, None] - key_positions  # [queries, keys]
         visible = distance >= 0
         if spec.window:
@@ -236,7 +237,7 @@ def attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """q [queries, num_heads, head_dim], k and v [keys, num_kv_heads, head_dim], visible [queries, keys] -> like q."""
+    """q [queries, num_heads, head_dim], k and v [keys, num_kv_heads, dim], visible [queries, keys]."""
     wide = _accumulator(q.dtype)
     grouped = q.to(wide).view(len(q), k.shape[1], -1, q.shape[2])  # heads that share one kv head are neighbours
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * spec.scale
@@ -263,15 +264,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [T, heads, head_dim] of q, k and v."""
-    heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
-    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    """Views [T, heads, dim] of q, k and v."""
+    q, k, v = torch.split(qkv, spec.qkv_sizes, dim=1)
+    dims = spec.head_dim, spec.head_dim, spec.value_head_dim
+    q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in zip((q, k, v), dims, strict=True))
     return q, k, v
 
 
-def _layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """The pool as layer blocks [N, 2, block_size, num_kv_heads, head_dim], a view."""
-    return pool.view(dtype).view(-1, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+def _layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The keys and values of the pool's layer blocks, [N, block_size, num_kv_heads, dim] each, views."""
+    layer_blocks = pool.view(dtype).view(-1, spec.layer_block_elements)
+    rows = spec.block_size, spec.num_kv_heads
+    keys, values = layer_blocks.tensor_split([spec.block_size * spec.num_kv_heads * spec.head_dim], dim=1)
+    return keys.unflatten(1, (*rows, spec.head_dim)), values.unflatten(1, (*rows, spec.value_head_dim))
 
 
 def _layer_block_index(entries: Tensor, layer: int) -> Tensor:

@@ -113,6 +113,11 @@ def prepare_batch(
     Everything goes to `device` (the current CUDA device by default) in one asynchronous copy on the current stream, or
     `into` the tensors of `decode_buffers`, which a CUDA graph has captured. `tilings` (prefill, decode) is for tuning.
     """
+    if spec.value_head_dim != spec.head_dim:
+        raise ValueError(
+            f"the GPUs' attention kernels take values of as many dimensions as keys, not v_head_dim {spec.v_head_dim} "
+            f"beside head_dim {spec.head_dim}: run the model with SWIFTKV_OPS=reference"
+        )
     if into is not None:
         prefill, decode = into.prefill, into.decode
     else:

@@ -105,9 +105,11 @@ class AttentionSpec:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        v_head_dim: int,
         block_size: int,
         window: int,
         scale: float,
+        soft_cap: float,
     ) -> None:
         """Raises `ValueError` for shapes that the kernels do not take."""
 
@@ -134,4 +136,7 @@ def rope_write_kv(
     pool: int,
     layer: int,
 ) -> None: ...
-def attention(spec: AttentionSpec, batch: AttentionBatch, qkv: int, pool: int, layer: int, out: int) -> None: ...
+def attention(
+    spec: AttentionSpec, batch: AttentionBatch, qkv: int, pool: int, layer: int, sinks: int, out: int
+) -> None:
+    """`sinks`: address of float32 [num_heads], or 0."""

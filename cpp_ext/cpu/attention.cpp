@@ -73,7 +73,7 @@ int64_t place_partials(const AttentionSpec& spec, std::vector<QueryTile>& tiles)
     for (auto& tile : tiles) {
         if (num_threads() == 1 || tile.cost <= cut_above || tile.num_partitions() == 1) continue;
         tile.partial_offset = floats;
-        floats += int64_t{tile.num_partitions()} * tile.num_queries * spec.num_heads * (spec.head_dim + 2);
+        floats += int64_t{tile.num_partitions()} * tile.num_queries * spec.num_heads * (spec.v_head_dim + 2);
     }
     return floats;
 }
@@ -99,10 +99,10 @@ std::vector<Slice> slices(const std::vector<QueryTile>& tiles) {
 }  // namespace
 
 void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const void* qkv, const void* pool,
-               int layer, void* out) {
+               int layer, const float* sinks, void* out) {
     const AttentionKernels& kernel = kernels(dtype);
-    const int64_t head_bytes = spec.head_dim * item_size(dtype);
-    const int64_t kv_head_bytes = spec.group_size() * head_bytes;
+    const int64_t q_bytes = int64_t{spec.group_size()} * spec.head_dim * item_size(dtype);  // of a KV head
+    const int64_t out_bytes = int64_t{spec.group_size()} * spec.v_head_dim * item_size(dtype);
     const int64_t row_bytes = spec.row_elements() * item_size(dtype);
     const int num_kv_heads = spec.num_kv_heads;
 
@@ -111,11 +111,13 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
     auto* partials = reinterpret_cast<float*>(partial_memory.reserve(place_partials(spec, tiles) * sizeof(float)));
     const auto partials_of = [&](const QueryTile& tile, int head) {
         const int64_t rows = int64_t{tile.num_queries} * spec.group_size();
-        return partials + tile.partial_offset + head * tile.num_partitions() * rows * (spec.head_dim + 2);
+        return partials + tile.partial_offset + head * tile.num_partitions() * rows * (spec.v_head_dim + 2);
     };
     const auto out_of = [&](const QueryTile& tile, int head) {
-        return static_cast<std::byte*>(out) + tile.first_row * spec.num_heads * head_bytes + head * kv_head_bytes;
+        return static_cast<std::byte*>(out) + (tile.first_row * num_kv_heads + head) * out_bytes;
     };
+
+    const auto sinks_of = [&](int head) { return sinks == nullptr ? nullptr : sinks + head * spec.group_size(); };
 
     const std::vector<Slice> work = slices(tiles);
     const KvLayer kv = kv_layer(spec, dtype, pool, layer);
@@ -123,7 +125,7 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
         const Slice& slice = work[i / num_kv_heads];
         const int head = static_cast<int>(i % num_kv_heads);
         const QueryTile& tile = tiles[slice.tile];
-        const int64_t partial_floats = int64_t{tile.num_queries} * spec.group_size() * (spec.head_dim + 2);
+        const int64_t partial_floats = int64_t{tile.num_queries} * spec.group_size() * (spec.v_head_dim + 2);
         return AttendTask{
             .kv = kv,
             .table = batch.block_table + batch.table_starts[tile.seq],
@@ -132,7 +134,8 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
             .num_queries = tile.num_queries,
             .partition_begin = slice.partition_begin,
             .partition_end = slice.partition_end,
-            .q = static_cast<const std::byte*>(qkv) + tile.first_row * row_bytes + head * kv_head_bytes,
+            .q = static_cast<const std::byte*>(qkv) + tile.first_row * row_bytes + head * q_bytes,
+            .sinks = sinks_of(head),
             .out = out_of(tile, head),
             .partial = tile.partial_offset < 0
                            ? nullptr
@@ -158,7 +161,8 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
         for (int64_t i = begin; i < end; ++i) {
             const QueryTile& tile = *cut[i / num_kv_heads];
             const int head = static_cast<int>(i % num_kv_heads);
-            const MergeTask task{partials_of(tile, head), tile.num_partitions(), tile.num_queries, out_of(tile, head)};
+            const MergeTask task{partials_of(tile, head), tile.num_partitions(), tile.num_queries, sinks_of(head),
+                                 out_of(tile, head)};
             kernel.merge(spec, task, thread_scratch(kernel.scratch_bytes(spec, tile.num_queries)));
         }
     };

@@ -21,14 +21,20 @@ inline constexpr int kMaxHeadDim = 256;
 struct AttentionSpec {
     int num_heads;
     int num_kv_heads;
-    int head_dim;
+    int head_dim;    // of queries and keys
+    int v_head_dim;  // of values and results
     int block_size;
     int window;  // 0: a query sees every earlier key
     float scale;
+    float soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: as they are
 
     int group_size() const { return num_heads / num_kv_heads; }
-    int64_t row_elements() const { return static_cast<int64_t>(num_heads + 2 * num_kv_heads) * head_dim; }
-    int64_t layer_block_elements() const { return int64_t{2} * block_size * num_kv_heads * head_dim; }
+    int64_t kv_elements() const { return int64_t{num_kv_heads} * (head_dim + v_head_dim); }  // of a token
+    int64_t row_elements() const { return int64_t{num_heads} * head_dim + kv_elements(); }
+    int64_t layer_block_elements() const { return block_size * kv_elements(); }
+    // Where a KV head's keys and values begin in a layer block.
+    int64_t k_offset(int head) const { return int64_t{head} * head_dim * block_size; }
+    int64_t v_offset(int head) const { return k_offset(num_kv_heads) + int64_t{head} * v_head_dim * block_size; }
     int first_visible(int position) const { return window > 0 && position >= window ? position - window + 1 : 0; }
 };
 
@@ -64,13 +70,14 @@ struct RopeArgs {
 };
 
 // Normalises and rotates q and k in place, and writes k and v to the pool.
-// qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim].
+// qkv: [num_tokens, (num_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim].
 void rope_write_kv(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const RopeArgs& rope, void* qkv,
                    void* pool, int layer);
 
-// Attends from every new token to its context. out: [num_tokens, num_heads * head_dim].
+// Attends from every new token to its context. sinks: [num_heads], the score of one more key, neither scaled nor
+// capped, whose value is zero; or nullptr. out: [num_tokens, num_heads * v_head_dim].
 void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dtype, const void* qkv, const void* pool,
-               int layer, void* out);
+               int layer, const float* sinks, void* out);
 
 // ---- Provided by one file per instruction set ----
 
@@ -82,15 +89,17 @@ struct AttendTask {
     int first_position;
     int num_queries;
     int partition_begin, partition_end;
-    const void* q;  // first query, first query head of the KV head
+    const void* q;       // first query, first query head of the KV head
+    const float* sinks;  // of the KV head's query heads, or nullptr
     void* out;
     float* partial;  // nullptr, or the place for the rows of the one partition: see partial_floats
 };
 
 struct MergeTask {
-    const float* partials;  // [num_partitions, num_queries * group_size, head_dim + 2]
+    const float* partials;  // [num_partitions, num_queries * group_size, v_head_dim + 2]
     int num_partitions;
     int num_queries;
+    const float* sinks;  // of the KV head's query heads, or nullptr
     void* out;
 };
 

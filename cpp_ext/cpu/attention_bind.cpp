@@ -16,16 +16,22 @@ struct TypedSpec {
     DType dtype;
 };
 
-TypedSpec make_spec(DType dtype, int num_heads, int num_kv_heads, int head_dim, int block_size, int window,
-                    float scale) {
+void check_head_dim(const std::string& name, int dim) {
+    if (dim < 16 || dim > kMaxHeadDim || dim % 16 != 0)
+        throw std::invalid_argument(name + " must be a multiple of 16 up to 256, not " + std::to_string(dim));
+}
+
+TypedSpec make_spec(DType dtype, const AttentionSpec& spec) {
+    const auto& [num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, scale, soft_cap] = spec;
     if (num_kv_heads < 1 || num_heads < 1 || num_heads % num_kv_heads != 0)
         throw std::invalid_argument("num_heads must be a multiple of num_kv_heads");
-    if (head_dim < 16 || head_dim > kMaxHeadDim || head_dim % 16 != 0)
-        throw std::invalid_argument("head_dim must be a multiple of 16 up to 256, not " + std::to_string(head_dim));
+    check_head_dim("head_dim", head_dim);
+    check_head_dim("v_head_dim", v_head_dim);
     if (block_size < kGroupTokens || block_size % kGroupTokens != 0)
         throw std::invalid_argument("block_size must be a multiple of 16, not " + std::to_string(block_size));
     if (window < 0) throw std::invalid_argument("window must not be negative");
-    return {{num_heads, num_kv_heads, head_dim, block_size, window, scale}, dtype};
+    if (soft_cap < 0) throw std::invalid_argument("soft_cap must not be negative");
+    return {spec, dtype};
 }
 
 template <typename T>
@@ -39,11 +45,13 @@ void bind_attention(nb::module_& m) {
     nb::class_<TypedSpec>(m, "AttentionSpec")
         .def(
             "__init__",
-            [](TypedSpec* self, DType dtype, int num_heads, int num_kv_heads, int head_dim, int block_size, int window,
-               float scale) {
-                new (self) TypedSpec(make_spec(dtype, num_heads, num_kv_heads, head_dim, block_size, window, scale));
+            [](TypedSpec* self, DType dtype, int num_heads, int num_kv_heads, int head_dim, int v_head_dim,
+               int block_size, int window, float scale, float soft_cap) {
+                new (self) TypedSpec(make_spec(
+                    dtype, {num_heads, num_kv_heads, head_dim, v_head_dim, block_size, window, scale, soft_cap}));
             },
-            "dtype"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "window"_a, "scale"_a);
+            "dtype"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "block_size"_a, "window"_a,
+            "scale"_a, "soft_cap"_a);
     nb::class_<AttentionBatch>(m, "AttentionBatch")
         .def(
             "__init__",
@@ -68,12 +76,12 @@ void bind_attention(nb::module_& m) {
     m.def(
         "attention",
         [](const TypedSpec& spec, const AttentionBatch& batch, uintptr_t qkv, uintptr_t pool, int layer,
-           uintptr_t out) {
+           uintptr_t sinks, uintptr_t out) {
             nb::gil_scoped_release release;
             attention(spec.spec, batch, spec.dtype, address<const void>(qkv), address<const void>(pool), layer,
-                      address<void>(out));
+                      address<const float>(sinks), address<void>(out));
         },
-        "spec"_a, "batch"_a, "qkv"_a, "pool"_a, "layer"_a, "out"_a);
+        "spec"_a, "batch"_a, "qkv"_a, "pool"_a, "layer"_a, "sinks"_a, "out"_a);
 }
 
 }  // namespace swiftkv

@@ -34,7 +34,7 @@ class Arena {
 struct SoftmaxState {
     float* max;  // [rows]
     float* sum;  // [rows]
-    float* out;  // [rows, head_dim]
+    float* out;  // [rows, v_head_dim]
 };
 
 template <typename E>
@@ -58,12 +58,12 @@ struct Attention {
         float* scores;     // [kBlockRows, kTileTokens]
         Packed* weights;   // [kBlockRows, kTileTokens]
 
-        Scratch(Arena& arena, int64_t rows, int64_t head_dim) {
-            q = arena.take<Packed>(rows * head_dim);
+        Scratch(Arena& arena, const AttentionSpec& spec, int64_t rows) {
+            q = arena.take<Packed>(rows * spec.head_dim);
             for (SoftmaxState* state : {&total, &part}) {
                 state->max = arena.take<float>(rows);
                 state->sum = arena.take<float>(rows);
-                state->out = arena.take<float>(rows * head_dim);
+                state->out = arena.take<float>(rows * spec.v_head_dim);
             }
             lane_sums = arena.take<float>(rows * kWidth);
             scores = arena.take<float>(kBlockRows * kTileTokens);
@@ -100,6 +100,20 @@ struct Attention {
     static int clamp_to_tile(int token) { return larger(0, smaller(token, kTileTokens)); }
 
     static float exp2_of(float x) { return Simd::first(exp2<E::kExpTerms>(Simd::set1(x))); }
+
+    // After scores are capped they are tanh(score / soft_cap), so the cap goes into the exponents' scale.
+    static float exponent_scale(const AttentionSpec& spec) {
+        return (spec.soft_cap > 0 ? spec.soft_cap : spec.scale) * kLog2E;
+    }
+
+    // Caps the scores of R rows from group `group_begin` to key `end` of a tile.
+    template <int R>
+    static void cap_scores(const AttentionSpec& spec, int group_begin, int end, float* scores) {
+        const V c = Simd::set1(2 * kLog2E * spec.scale / spec.soft_cap);
+        for (int r = 0; r < R; ++r, scores += kTileTokens)
+            for (int t = group_begin * kGroupTokens; t < end; t += kWidth)
+                Simd::store(scores + t, tanh_of_log2(Simd::mul(Simd::load(scores + t), c)));
+    }
 
     // scores[r, t] = q[r] . k[t] for NV vectors of keys.
     template <int R, int NV, bool kPrefetch>
@@ -211,19 +225,19 @@ struct Attention {
     // begin is even.
     template <int R, int NV, bool kPrefetch>
     static void accumulate(const Packed* weights, const Elem* const* v, const Elem* const* next_v, int begin, int end,
-                           int64_t head_dim, const float* alpha, float* out) {
+                           int64_t v_dim, const float* alpha, float* out) {
         V acc[R][NV];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int j = 0; j < NV; ++j)
-                acc[r][j] = Simd::mul(Simd::set1(alpha[r]), Simd::load(out + r * head_dim + j * kWidth));
-        const int64_t v_stride = head_dim * kPack;
+                acc[r][j] = Simd::mul(Simd::set1(alpha[r]), Simd::load(out + r * v_dim + j * kWidth));
+        const int64_t v_stride = v_dim * kPack;
         for (int token = begin; token < end;) {
             const int group = token / kGroupTokens, in_block = token % kGroupTokens;
             const int count = smaller(kGroupTokens - in_block, end - token);
-            const Elem* value = v[group] + in_block * head_dim;
-            [[maybe_unused]] const Elem* next_value = next_v[group] + in_block * head_dim;
+            const Elem* value = v[group] + in_block * v_dim;
+            [[maybe_unused]] const Elem* next_value = next_v[group] + in_block * v_dim;
             const Packed* weight = weights + token;
             for (int i = count / kPack; i > 0; --i, value += v_stride, next_value += v_stride, weight += kPack) {
                 typename E::Fragment row[NV];
@@ -254,32 +268,32 @@ struct Attention {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) Simd::store(out + r * head_dim + j * kWidth, acc[r][j]);
+            for (int j = 0; j < NV; ++j) Simd::store(out + r * v_dim + j * kWidth, acc[r][j]);
     }
 
     template <int R, bool kPrefetch>
     static void accumulate_dims(const Packed* weights, const Tile& tile, const Tile& next, int begin, int end,
-                                int head_dim, const float* alpha, float* out) {
-        for (int d = 0; d < head_dim; d += kBlockVectors * kWidth) {
+                                int v_dim, const float* alpha, float* out) {
+        for (int d = 0; d < v_dim; d += kBlockVectors * kWidth) {
             const Elem* v[kTileGroups];
             const Elem* next_v[kTileGroups];
             for (int g = 0; g < kTileGroups; ++g) {
                 v[g] = tile.v[g] + d * kPack;
                 next_v[g] = next.v[g] + d * kPack;
             }
-            switch (smaller(kBlockVectors, (head_dim - d) / kWidth)) {
+            switch (smaller(kBlockVectors, (v_dim - d) / kWidth)) {
                 case 1:
-                    accumulate<R, 1, kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha, out + d);
+                    accumulate<R, 1, kPrefetch>(weights, v, next_v, begin, end, v_dim, alpha, out + d);
                     break;
                 case 2:
-                    accumulate<R, 2, kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha, out + d);
+                    accumulate<R, 2, kPrefetch>(weights, v, next_v, begin, end, v_dim, alpha, out + d);
                     break;
                 case 3:
-                    accumulate<R, smaller(3, kBlockVectors), kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha,
+                    accumulate<R, smaller(3, kBlockVectors), kPrefetch>(weights, v, next_v, begin, end, v_dim, alpha,
                                                                         out + d);
                     break;
                 default:
-                    accumulate<R, kBlockVectors, kPrefetch>(weights, v, next_v, begin, end, head_dim, alpha, out + d);
+                    accumulate<R, kBlockVectors, kPrefetch>(weights, v, next_v, begin, end, v_dim, alpha, out + d);
                     break;
             }
         }
@@ -299,7 +313,8 @@ struct Attention {
         score_groups<R, kPrefetch>(scratch.q + int64_t{rows.begin} * head_dim, tile, next, lo / kGroupTokens,
                                    (hi + kGroupTokens - 1) / kGroupTokens, int64_t{spec.block_size} * kPack,
                                    head_dim / kPack, scratch.scores);
-        const float c = spec.scale * 1.44269504088896341f;
+        if (spec.soft_cap > 0) cap_scores<R>(spec, lo / kGroupTokens, hi, scratch.scores);
+        const float c = exponent_scale(spec);
         float alpha[R];
         for (int r = 0; r < R; ++r) {
             const int row = rows.begin + r;
@@ -314,8 +329,8 @@ struct Attention {
             alpha[r] = update_softmax<true>(scores, spec.first_visible(query) - tile.start, query + 1 - tile.start, c,
                                             scratch.part.max[row], lane_sums, weights);
         }
-        accumulate_dims<R, kPrefetch>(scratch.weights, tile, next, lo & ~(kPack - 1), hi, head_dim, alpha,
-                                      scratch.part.out + int64_t{rows.begin} * head_dim);
+        accumulate_dims<R, kPrefetch>(scratch.weights, tile, next, lo & ~(kPack - 1), hi, spec.v_head_dim, alpha,
+                                      scratch.part.out + int64_t{rows.begin} * spec.v_head_dim);
     }
 
     template <bool kPrefetch>
@@ -355,18 +370,15 @@ struct Attention {
     static Tile find_tile(const AttentionSpec& spec, const AttendTask& task, int start) {
         Tile tile;
         tile.start = start;
-        const int64_t head_elements = int64_t{spec.head_dim} * spec.block_size;
-        const int64_t v_offset = head_elements * spec.num_kv_heads;
         const int first = larger(visible_begin(spec, task) - start, 0) / kGroupTokens;
         const int last = (smaller(visible_end(task) - start, kTileTokens) - 1) / kGroupTokens;
         for (int group = first; group <= last; ++group) {
             const int position = start + group * kGroupTokens;
             const auto* block =
-                reinterpret_cast<const Elem*>(task.kv.layer_block(task.table[position / spec.block_size])) +
-                task.kv_head * head_elements;
+                reinterpret_cast<const Elem*>(task.kv.layer_block(task.table[position / spec.block_size]));
             const int64_t in_block = position % spec.block_size;
-            tile.k[group] = block + in_block * kPack;
-            tile.v[group] = block + v_offset + in_block * spec.head_dim;
+            tile.k[group] = block + spec.k_offset(task.kv_head) + in_block * kPack;
+            tile.v[group] = block + spec.v_offset(task.kv_head) + in_block * spec.v_head_dim;
         }
         for (int group = 0; group < kTileGroups; ++group) {
             if (group >= first && group <= last) continue;
@@ -402,17 +414,17 @@ struct Attention {
         }
     }
 
-    static void reset(const Scratch& scratch, int rows, int head_dim) {
+    static void reset(const Scratch& scratch, int rows, int v_dim) {
         for (int row = 0; row < rows; ++row) scratch.part.max[row] = kLowest;
         for (int i = 0; i < rows * kWidth; i += kWidth) Simd::store(scratch.lane_sums + i, Simd::zero());
-        for (int i = 0; i < rows * head_dim; i += kWidth) Simd::store(scratch.part.out + i, Simd::zero());
+        for (int i = 0; i < rows * v_dim; i += kWidth) Simd::store(scratch.part.out + i, Simd::zero());
     }
 
     // Attends to keys [lo, hi) of one partition; the result goes to scratch.part.
     static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
                                  const AttendTask& next_task, Scratch& scratch) {
         const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);
-        reset(scratch, rows, spec.head_dim);
+        reset(scratch, rows, spec.v_head_dim);
         const int end = keys_end(task, partition + 1), end_of_task = keys_end(task, task.partition_end);
         Tile tile = find_tile(spec, task, first_tile(spec, task, partition));
         while (true) {
@@ -435,37 +447,49 @@ struct Attention {
     }
 
     static void merge_into(const AttentionSpec& spec, const SoftmaxState& total, const SoftmaxState& part, int rows) {
-        const float c = spec.scale * 1.44269504088896341f;
-        const int head_dim = spec.head_dim;
+        const float c = exponent_scale(spec);
+        const int v_dim = spec.v_head_dim;
         for (int row = 0; row < rows; ++row) {
             if (part.max[row] == kLowest) continue;
             const float new_max = total.max[row] > part.max[row] ? total.max[row] : part.max[row];
             const float a = exp2_of((total.max[row] - new_max) * c), b = exp2_of((part.max[row] - new_max) * c);
             total.max[row] = new_max;
             total.sum[row] = total.sum[row] * a + part.sum[row] * b;
-            float* out = total.out + int64_t{row} * head_dim;
-            const float* more = part.out + int64_t{row} * head_dim;
-            for (int d = 0; d < head_dim; d += kWidth)
+            float* out = total.out + int64_t{row} * v_dim;
+            const float* more = part.out + int64_t{row} * v_dim;
+            for (int d = 0; d < v_dim; d += kWidth)
                 Simd::store(out + d, Simd::fma(Simd::load(more + d), Simd::set1(b),
                                                Simd::mul(Simd::load(out + d), Simd::set1(a))));
         }
     }
 
-    static void copy_state(const SoftmaxState& from, const SoftmaxState& to, int rows, int head_dim) {
+    static void copy_state(const SoftmaxState& from, const SoftmaxState& to, int rows, int v_dim) {
         __builtin_memcpy(to.max, from.max, rows * sizeof(float));
         __builtin_memcpy(to.sum, from.sum, rows * sizeof(float));
-        __builtin_memcpy(to.out, from.out, int64_t{rows} * head_dim * sizeof(float));
+        __builtin_memcpy(to.out, from.out, int64_t{rows} * v_dim * sizeof(float));
     }
 
-    static void write_out(const AttentionSpec& spec, const SoftmaxState& state, int rows, void* out) {
-        const int group_size = spec.group_size(), head_dim = spec.head_dim;
+    // The factor that makes a row's sum of weighted values their mean. A sink may exceed every score by far: the larger
+    // of the two is what exponents are relative to.
+    static float normaliser(float max, float sum, const float* sink) {
+        if (sink == nullptr) return 1.0f / sum;
+        const float exponent = *sink * kLog2E, larger_one = max > exponent ? max : exponent;
+        const float weight = exp2_of(max - larger_one);
+        return weight / (sum * weight + exp2_of(exponent - larger_one));
+    }
+
+    static void write_out(const AttentionSpec& spec, const SoftmaxState& state, int rows, const float* sinks,
+                          void* out) {
+        const int group_size = spec.group_size(), v_dim = spec.v_head_dim;
+        const float c = exponent_scale(spec);
         for (int row = 0; row < rows; ++row) {
-            const V scale = Simd::set1(1.0f / state.sum[row]);
+            const float* sink = sinks == nullptr ? nullptr : sinks + row % group_size;
+            const V scale = Simd::set1(normaliser(state.max[row] * c, state.sum[row], sink));
             Elem* to =
-                static_cast<Elem*>(out) + (int64_t{row} / group_size * spec.num_heads + row % group_size) * head_dim;
-            const float* from = state.out + int64_t{row} * head_dim;
+                static_cast<Elem*>(out) + (int64_t{row} / group_size * spec.num_heads + row % group_size) * v_dim;
+            const float* from = state.out + int64_t{row} * v_dim;
             // Adding zero turns -0 into 0: the sign of a zero depends on which masked keys were multiplied.
-            for (int d = 0; d < head_dim; d += kWidth)
+            for (int d = 0; d < v_dim; d += kWidth)
                 E::store(to + d, Simd::add(Simd::mul(Simd::load(from + d), scale), Simd::zero()));
         }
     }
@@ -478,35 +502,35 @@ struct Attention {
                        std::byte* memory) {
         const int rows = task.num_queries * spec.group_size();
         Arena arena(memory);
-        Scratch scratch(arena, rows, spec.head_dim);
+        Scratch scratch(arena, spec, rows);
         pack_queries(spec, task, scratch.q);
         if (task.partial != nullptr) scratch.part = partial_state(task.partial, rows);
         for (int p = task.partition_begin; p < task.partition_end; ++p) {
             attend_partition(spec, task, p, next_task, scratch);
             if (task.partial != nullptr) return;
             if (p == task.partition_begin)
-                copy_state(scratch.part, scratch.total, rows, spec.head_dim);
+                copy_state(scratch.part, scratch.total, rows, spec.v_head_dim);
             else
                 merge_into(spec, scratch.total, scratch.part, rows);
         }
-        write_out(spec, scratch.total, rows, task.out);
+        write_out(spec, scratch.total, rows, task.sinks, task.out);
     }
 
     static void merge(const AttentionSpec& spec, const MergeTask& task, std::byte* memory) {
         const int rows = task.num_queries * spec.group_size();
-        const int64_t floats = int64_t{rows} * (spec.head_dim + 2);
+        const int64_t floats = int64_t{rows} * (spec.v_head_dim + 2);
         Arena arena(memory);
-        Scratch scratch(arena, rows, spec.head_dim);
+        Scratch scratch(arena, spec, rows);
         auto* partials = const_cast<float*>(task.partials);
-        copy_state(partial_state(partials, rows), scratch.total, rows, spec.head_dim);
+        copy_state(partial_state(partials, rows), scratch.total, rows, spec.v_head_dim);
         for (int p = 1; p < task.num_partitions; ++p)
             merge_into(spec, scratch.total, partial_state(partials + p * floats, rows), rows);
-        write_out(spec, scratch.total, rows, task.out);
+        write_out(spec, scratch.total, rows, task.sinks, task.out);
     }
 
     static int64_t scratch_bytes(const AttentionSpec& spec, int num_queries) {
         Arena arena(nullptr);
-        Scratch(arena, int64_t{num_queries} * spec.group_size(), spec.head_dim);
+        Scratch(arena, spec, int64_t{num_queries} * spec.group_size());
         return arena.used();
     }
 

@@ -114,14 +114,13 @@ struct RopeWrite {
                 prepare_head(row + head * n, rotation, rope.k_norm != nullptr ? k_norm : nullptr, n, rope.eps);
         }
         auto* block = reinterpret_cast<Elem*>(task.layer_block);
-        const int64_t head_elements = int64_t{n} * spec.block_size;
-        for (int head = 0; head < spec.num_kv_heads; ++head) {
-            const Elem* k = rows + int64_t{spec.num_heads + head} * n;
-            const Elem* v = k + int64_t{spec.num_kv_heads} * n;
+        const int v_dim = spec.v_head_dim;
+        const Elem* k = rows + int64_t{spec.num_heads} * n;
+        const Elem* v = k + int64_t{spec.num_kv_heads} * n;
+        for (int head = 0; head < spec.num_kv_heads; ++head, k += n, v += v_dim) {
             write_keys(k, row_stride, task.num_tokens, n, spec.block_size,
-                       block + head * head_elements + task.offset_in_block * kPack);
-            write_values(v, row_stride, task.num_tokens, n, task.offset_in_block,
-                         block + (spec.num_kv_heads + head) * head_elements);
+                       block + spec.k_offset(head) + task.offset_in_block * kPack);
+            write_values(v, row_stride, task.num_tokens, v_dim, task.offset_in_block, block + spec.v_offset(head));
         }
     }
 };

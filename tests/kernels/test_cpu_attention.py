@@ -40,7 +40,7 @@ def _two_threads_and_poisoned_outputs() -> Iterator[None]:
 class Sequence:
     """`num_new` tokens after `num_cached` that are in the pool already."""
 
-    qkv: torch.Tensor  # [num_cached + num_new, (num_heads + 2 num_kv_heads) * head_dim], before norm and rotation
+    qkv: torch.Tensor  # [num_cached + num_new, sum(spec.qkv_sizes)], before norm and rotation
     num_cached: int
 
     @property
@@ -52,31 +52,43 @@ class Sequence:
 
 
 def make_spec(
-    num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, block_size: int = 16, window: int = 0
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    v_head_dim: int | None = None,
 ) -> AttentionSpec:
-    return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window)
+    return AttentionSpec(
+        num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window, soft_cap, v_head_dim=v_head_dim
+    )
+
+
+def name_of(spec: AttentionSpec) -> str:
+    heads = f"{spec.num_heads}x{spec.num_kv_heads}x{spec.head_dim}"
+    return f"{heads},{spec.value_head_dim}w{spec.window}c{spec.soft_cap:g}"
 
 
 def read_kv(
     pool: torch.Tensor, spec: AttentionSpec, entry: int, layer: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of one block at one layer, `[block_size, num_kv_heads, head_dim]` each, copied."""
+    """Return the keys and values of one block at one layer, `[block_size, num_kv_heads, dim]` each, copied."""
     index = ~entry if entry < 0 else entry + layer
-    nbytes = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    k, v = pool[index * nbytes : (index + 1) * nbytes].view(dtype).view(2, -1)
-    heads, dims, tokens = spec.num_kv_heads, spec.head_dim, spec.block_size
+    nbytes = spec.layer_block_elements * dtype.itemsize
+    heads, k_dim, v_dim, tokens = spec.num_kv_heads, spec.head_dim, spec.value_head_dim, spec.block_size
+    k, v = pool[index * nbytes : (index + 1) * nbytes].view(dtype).tensor_split([heads * k_dim * tokens])
     if dtype == torch.bfloat16:
-        k = k.view(heads, dims // 2, tokens, 2).permute(2, 0, 1, 3)
-        v = v.view(heads, tokens // 2, dims, 2).permute(1, 3, 0, 2)
+        k = k.view(heads, k_dim // 2, tokens, 2).permute(2, 0, 1, 3)
+        v = v.view(heads, tokens // 2, v_dim, 2).permute(1, 3, 0, 2)
     else:
-        k = k.view(heads, dims, tokens).permute(2, 0, 1)
-        v = v.view(heads, tokens, dims).permute(1, 0, 2)
-    return k.reshape(tokens, heads, dims).clone(), v.reshape(tokens, heads, dims).clone()
+        k = k.view(heads, k_dim, tokens).permute(2, 0, 1)
+        v = v.view(heads, tokens, v_dim).permute(1, 0, 2)
+    return k.reshape(tokens, heads, k_dim).clone(), v.reshape(tokens, heads, v_dim).clone()
 
 
 def make_sequence(spec: AttentionSpec, context_len: int, num_cached: int, dtype: torch.dtype) -> Sequence:
-    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    return Sequence((torch.randn(context_len, width) * 1.5).to(dtype), num_cached)
+    return Sequence((torch.randn(context_len, sum(spec.qkv_sizes)) * 1.5).to(dtype), num_cached)
 
 
 def cos_sin_table(rotary_dim: int) -> torch.Tensor:
@@ -96,11 +108,17 @@ class Rope:
 class Node:
     """Runs steps over a pool whose every byte starts as NaN, with blocks handed out at random."""
 
-    def __init__(self, spec: AttentionSpec, rope: Rope, dtype: torch.dtype, num_blocks: int = 400) -> None:
-        self.spec, self.rope = spec, rope
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        rope: Rope,
+        dtype: torch.dtype,
+        num_blocks: int = 400,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.spec, self.rope, self.sinks = spec, rope, sinks
         num_layer_blocks = num_blocks * NUM_LAYERS
-        elements = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim
-        self.pool = torch.full((num_layer_blocks * elements,), math.nan, dtype=dtype).view(torch.uint8)
+        self.pool = torch.full((num_layer_blocks * spec.layer_block_elements,), math.nan, dtype=dtype).view(torch.uint8)
         # Half of the pool for blocks of all layers, half for blocks of the one layer at hand.
         self.entries = [b * NUM_LAYERS for b in range(num_blocks // 2)]
         self.entries += [~i for i in range(num_blocks // 2 * NUM_LAYERS, num_layer_blocks)]
@@ -117,7 +135,7 @@ class Node:
         return [_core.NO_BLOCK] * first + table[first:]
 
     def step(self, sequences: list[Sequence], tables: list[list[int]], layer: int = 1) -> list[torch.Tensor]:
-        """The new tokens' attention, per sequence `[num_new, num_heads, head_dim]`."""
+        """The new tokens' attention, per sequence `[num_new, num_heads, v_head_dim]`."""
         spec = self.spec
         new = [s.context_len - s.num_cached for s in sequences]
         tables = [self.without_freed(s, t) for s, t in zip(sequences, tables, strict=True)]
@@ -134,8 +152,8 @@ class Node:
         cpu_attention.rope_write_kv(
             qkv, rope.cos_sin, rope.q_norm, rope.k_norm, rope.eps, spec, batch, self.pool, layer
         )
-        out = cpu_attention.attention(qkv, spec, batch, self.pool, layer)
-        return list(torch.split(out.view(-1, spec.num_heads, spec.head_dim), new))
+        out = cpu_attention.attention(qkv, spec, batch, self.pool, layer, self.sinks)
+        return list(torch.split(out.view(-1, spec.num_heads, spec.value_head_dim), new))
 
     def run(self, sequences: list[Sequence], layer: int = 1) -> list[torch.Tensor]:
         """Fills in what is cached, then takes the step."""
@@ -163,18 +181,23 @@ def rotated(x: torch.Tensor, norm: torch.Tensor | None, rope: Rope) -> torch.Ten
 
 
 def split_qkv(sequence: Sequence, spec: AttentionSpec, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    heads = sequence.qkv.view(sequence.context_len, -1, spec.head_dim)
-    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-    return rotated(q, rope.q_norm, rope), rotated(k, rope.k_norm, rope), v
+    q, k, v = torch.split(sequence.qkv, spec.qkv_sizes, dim=1)
+    q, k = q.unflatten(1, (-1, spec.head_dim)), k.unflatten(1, (-1, spec.head_dim))
+    return rotated(q, rope.q_norm, rope), rotated(k, rope.k_norm, rope), v.unflatten(1, (-1, spec.value_head_dim))
 
 
-def expected(sequence: Sequence, spec: AttentionSpec, rope: Rope) -> torch.Tensor:
+def expected(sequence: Sequence, spec: AttentionSpec, rope: Rope, sinks: torch.Tensor | None = None) -> torch.Tensor:
     q, k, v = (t.double() for t in split_qkv(sequence, spec, rope))
     group = spec.num_heads // spec.num_kv_heads
     scores = torch.einsum("qhd,khd->hqk", q[sequence.num_cached :], k.repeat_interleave(group, 1)) * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     distance = torch.arange(sequence.num_cached, len(k))[:, None] - torch.arange(len(k))
     visible = (distance >= 0) & (distance < (spec.window or len(k)))
-    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
 
 
@@ -200,42 +223,66 @@ CASES = (
     make_spec(num_heads=8, num_kv_heads=1, head_dim=192, window=512),
     make_spec(num_heads=7, num_kv_heads=1, head_dim=16, window=1),
     make_spec(num_heads=2, num_kv_heads=1, head_dim=256, window=600),
+    make_spec(head_dim=192, v_head_dim=128, window=128),
+    make_spec(num_heads=16, head_dim=48, v_head_dim=112, soft_cap=2.0, block_size=32),
+    make_spec(num_heads=8, head_dim=64, soft_cap=30.0, window=65, v_head_dim=16),
 )
 
 
-@pytest.mark.parametrize("spec", CASES, ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_dim}w{s.window}")
+def make_sinks(spec: AttentionSpec) -> torch.Tensor:
+    """One sink so large that it takes nearly everything, the others among the scores."""
+    sinks = torch.randn(spec.num_heads) * 3
+    sinks[0] = 200.0
+    return sinks
+
+
+@pytest.mark.parametrize(
+    "spec",
+    CASES,
+    ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_dim},{s.value_head_dim}w{s.window}c{s.soft_cap:g}",
+)
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mixed_batch_equals_float64(spec: AttentionSpec, dtype: torch.dtype) -> None:
+def test_mixed_batch_equals_float64(spec: AttentionSpec, dtype: torch.dtype, has_sinks: bool) -> None:
     rope = Rope(cos_sin_table(spec.head_dim))
     sequences = random_sequences(spec, dtype, seed=spec.head_dim)
-    outputs = Node(spec, rope, dtype).run(sequences)
+    sinks = make_sinks(spec) if has_sinks else None
+    outputs = Node(spec, rope, dtype, sinks=sinks).run(sequences)
     for sequence, output in zip(sequences, outputs, strict=True):
-        assert_close(output, expected(sequence, spec, rope), dtype)
+        assert_close(output, expected(sequence, spec, rope, sinks), dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("window", [0, 100])
+INVARIANT = (
+    make_spec(num_heads=6),
+    make_spec(num_heads=6, window=100),
+    make_spec(num_heads=6, window=100, soft_cap=3.0, v_head_dim=48),
+    make_spec(num_heads=6, head_dim=48, soft_cap=3.0),
+)
+
+
+@pytest.mark.parametrize("spec", INVARIANT, ids=name_of)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_result_does_not_depend_on_batch_chunks_or_threads(dtype: torch.dtype, window: int) -> None:
-    spec = make_spec(num_heads=6, window=window)
-    rope = Rope(cos_sin_table(64))
+def test_result_does_not_depend_on_batch_chunks_or_threads(dtype: torch.dtype, spec: AttentionSpec) -> None:
+    rope = Rope(cos_sin_table(spec.head_dim))
     torch.manual_seed(1)
     sequence = make_sequence(spec, 1200, 0, dtype)
-    (whole,) = Node(spec, rope, dtype).run([sequence])
+    sinks = make_sinks(spec) if spec.soft_cap else None
+    (whole,) = Node(spec, rope, dtype, sinks=sinks).run([sequence])
 
     for threads in (1, 3):
         _cpu.set_num_threads(threads)
-        (again,) = Node(spec, rope, dtype).run([sequence])
+        (again,) = Node(spec, rope, dtype, sinks=sinks).run([sequence])
         assert same_bits(again, whole)
 
     neighbours = random_sequences(spec, dtype, seed=2)
-    mixed = Node(spec, rope, dtype, num_blocks=800).run([*neighbours[:4], sequence, *neighbours[4:]])
+    mixed = Node(spec, rope, dtype, num_blocks=800, sinks=sinks).run([*neighbours[:4], sequence, *neighbours[4:]])
     assert same_bits(mixed[4], whole)
 
-    node = Node(spec, rope, dtype)
+    node = Node(spec, rope, dtype, sinks=sinks)
     table = node.new_table(sequence)
     cuts = [0, 1, 16, 17, 64, 575, 576, 1024, 1025, 1190, *range(1191, 1201)]  # ends in single decoded tokens
     chunks = [node.step([sequence.cut(end, begin)], [table])[0] for begin, end in pairwise(cuts)]
@@ -257,7 +304,7 @@ def test_a_neighbour_full_of_nan_changes_nothing() -> None:
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_writes_rotated_keys_and_values_and_nothing_else(dtype: torch.dtype, block_size: int, rotary_dim: int) -> None:
-    spec, layer = make_spec(head_dim=80, block_size=block_size), 2
+    spec, layer = make_spec(head_dim=80, v_head_dim=48, block_size=block_size), 2
     rope = Rope(cos_sin_table(rotary_dim))
     sequence = make_sequence(spec, 53, 21, dtype)
     node = Node(spec, rope, dtype, num_blocks=20)
@@ -272,7 +319,7 @@ def test_writes_rotated_keys_and_values_and_nothing_else(dtype: torch.dtype, blo
     assert same_bits(values[:53], v)
     assert keys[53:].isnan().all()
     assert values[53:].isnan().all()
-    written = 2 * k.numel()
+    written = k.numel() + v.numel()
     assert node.pool.view(dtype).isnan().sum() == node.pool.view(dtype).numel() - written
 
 
@@ -304,6 +351,8 @@ def test_layout_of_a_layer_block() -> None:
     [
         (make_spec(head_dim=72), "head_dim"),
         (make_spec(head_dim=272), "head_dim"),
+        (make_spec(v_head_dim=24), "v_head_dim"),
+        (make_spec(soft_cap=-1.0), "soft_cap"),
         (make_spec(block_size=24), "block_size"),
         (make_spec(num_heads=5, num_kv_heads=2), "num_heads"),
         (make_spec(window=-1), "window"),
