@@ -9,8 +9,6 @@
 namespace swiftkv {
 namespace {
 
-// Rows (queries times query heads per KV head) that share a pass over the keys.
-constexpr int kRowsPerTask = 48;
 // A thread's share is cut into this many tasks at least, if there are as many partitions.
 constexpr int kTasksPerThread = 8;
 
@@ -44,8 +42,8 @@ struct QueryTile {
     int num_partitions() const { return partition_end - partition_begin; }
 };
 
-std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBatch& batch) {
-    const int max_queries = std::max(1, kRowsPerTask / spec.group_size());
+std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBatch& batch, int rows_per_task) {
+    const int max_queries = std::max(1, rows_per_task / spec.group_size());
     std::vector<QueryTile> tiles;
     for (int s = 0; s < batch.num_seqs; ++s) {
         const int begin = batch.query_starts[s], end = batch.query_starts[s + 1];
@@ -106,7 +104,7 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
     const int64_t row_bytes = spec.row_elements() * item_size(dtype);
     const int num_kv_heads = spec.num_kv_heads;
 
-    std::vector<QueryTile> tiles = query_tiles(spec, batch);
+    std::vector<QueryTile> tiles = query_tiles(spec, batch, kernel.rows_per_task);
     thread_local Scratch partial_memory;
     auto* partials = reinterpret_cast<float*>(partial_memory.reserve(place_partials(spec, tiles) * sizeof(float)));
     const auto partials_of = [&](const QueryTile& tile, int head) {

@@ -9,12 +9,11 @@
 // Causal attention over a paged KV pool, and the step before it (per-head RMSNorm, rotary embedding, KV write).
 //
 // A sequence's result is the same bit for bit whatever else is in the batch, however its prompt was cut into chunks and
-// however many threads there are: keys are taken in tiles of kTileTokens at absolute positions, the online softmax
-// starts anew in each partition of kPartitionTokens, and partitions are merged in ascending order.
+// however many threads there are: keys lie in partitions of kPartitionTokens at absolute positions, each with a softmax
+// of its own, and partitions are merged in ascending order.
 namespace swiftkv {
 
 inline constexpr int kGroupTokens = 16;       // a block holds whole groups
-inline constexpr int kTileTokens = 64;        // keys per softmax update
 inline constexpr int kPartitionTokens = 512;  // keys per softmax
 inline constexpr int kMaxHeadDim = 256;
 
@@ -112,6 +111,7 @@ struct RopeTask {
 };
 
 struct AttentionKernels {
+    int rows_per_task;  // queries times query heads per KV head that share a pass over the keys
     int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
     // `next` is the thread's following task, or the same one: its first keys are fetched ahead.
     void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask& next, std::byte* scratch);

@@ -25,15 +25,14 @@ constexpr float kExp2<4>[4] = {0.6931241933f, 0.2402409862f, 0.0559064252f, 0.00
 template <>
 constexpr float kExp2<5>[5] = {0.6931469776f, 0.2402224209f, 0.0555073374f, 0.0096715127f, 0.0013264727f};
 
-// 2^x for x < 127: exactly 1 at 0, exactly 0 from -126.5 down.
+// 2^x for finite x < 127: exactly 1 at 0, and 0 or less than 2^-126 from -126.5 down.
 template <int Terms>
 Simd::V exp2(Simd::V x) {
-    x = Simd::max(Simd::set1(-127.0f), x);
     const Simd::V whole = Simd::round(x), f = Simd::sub(x, whole);
     Simd::V y = Simd::set1(kExp2<Terms>[Terms - 1]);
 #pragma GCC unroll 8
     for (int i = Terms - 2; i >= 0; --i) y = Simd::fma(y, f, Simd::set1(kExp2<Terms>[i]));
-    return Simd::mul(Simd::fma(y, f, Simd::set1(1.0f)), Simd::pow2(whole));
+    return Simd::scale(Simd::fma(y, f, Simd::set1(1.0f)), whole);
 }
 
 // (2^x - 1) / (2^x + 1) = tanh(x ln 2 / 2), off by 2e-7 at most. Beyond 60 it is 1, short of where exp2 ends.

@@ -72,7 +72,7 @@ V exp(V x) {
     p = Simd::fma(p, r, Simd::set1(0.5f));
     p = Simd::fma(p, r, Simd::set1(1.0f));
     p = Simd::fma(p, r, Simd::set1(1.0f));
-    return Simd::mul(p, Simd::pow2(n));
+    return Simd::scale(p, n);
 }
 
 template <DType kType, DType kOut, NormWeight kWeight>

@@ -23,9 +23,11 @@ struct Simd {
     static V min(V a, V b) { return _mm256_min_ps(a, b); }
     static V max(V a, V b) { return _mm256_max_ps(a, b); }
     static V round(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    static V pow2(V n) {
-        return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+    // x 2^n for whole n < 128; 0 from n = -127 down.
+    static V scale(V x, V n) {
+        const __m256i exponent = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_set1_ps(-127.0f), n));
+        return _mm256_mul_ps(
+            x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23)));
     }
     static float sum(V x) {
         const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -23,10 +23,8 @@ struct Simd {
     static V min(V a, V b) { return _mm512_min_ps(a, b); }
     static V max(V a, V b) { return _mm512_max_ps(a, b); }
     static V round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    static V pow2(V n) {
-        return _mm512_castsi512_ps(
-            _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
-    }
+    // x 2^n for whole n < 128.
+    static V scale(V x, V n) { return _mm512_scalef_ps(x, n); }
     static float sum(V x) {
         const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
         const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));

@@ -1,0 +1,38 @@
+#pragma once
+
+// Include after simd_avx512.h; all of it has internal linkage.
+#include "attention_element.h"
+
+namespace swiftkv {
+namespace {
+
+// Pairs multiplied and summed by vdpbf16ps; weights are rounded to bfloat16, as transformers does.
+struct BFloat16Dot : BFloat16 {
+    using Packed = uint16_t;
+    using Fragment = __m512i;
+    using Operand = __m512i;
+    static constexpr int kExpTerms = 4;
+
+    static void store(Elem* p, V x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+    static V round(V x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16)); }
+
+    static Fragment fragment(const Elem* p) { return _mm512_loadu_si512(p); }
+    static Fragment first_of_fragment(const Elem* p) {
+        return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0x0000ffff));
+    }
+    static Operand operand(const Packed* p) {
+        int pair;
+        __builtin_memcpy(&pair, p, sizeof(pair));
+        return _mm512_set1_epi32(pair);
+    }
+    static V multiply_add(V acc, Fragment a, Operand b) {
+        return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+    }
+    static void pack(Packed* p, V x) { store(p, x); }
+
+  private:
+    static __m256i narrow(V x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
+};
+
+}  // namespace
+}  // namespace swiftkv

@@ -1,0 +1,209 @@
+#pragma once
+
+// Attention's products on the vector unit. Include after a simd_*.h; all of it has internal linkage.
+#include "attention_keys.h"
+#include "attention_softmax.h"
+
+namespace swiftkv {
+namespace {
+
+template <typename E>
+struct DotProducts {
+    using Element = E;
+    using V = Simd::V;
+    using Elem = typename E::Elem;
+    using Packed = typename E::Packed;
+    using Keys = PartitionKeys<E>;
+    static constexpr int kWidth = Simd::kLanes;
+    static constexpr int kPack = E::kPack;
+    static constexpr int kVectorsPerGroup = kGroupTokens / kWidth;
+    // Rows and vectors whose accumulators fill the registers: 24 of 32, or 12 of 16.
+    static constexpr int kMaxRows = 6;
+    static constexpr int kMaxVectors = kWidth == 16 ? 4 : 2;
+    static constexpr int kMaxGroups = kMaxVectors / kVectorsPerGroup;
+    static constexpr int kKeyAlignment = kGroupTokens;
+    static constexpr int kRowsPerTask = 48;
+
+    // Blocks of equal size but for the last.
+    static int block_rows(int rows) {
+        const int num_blocks = (rows + kMaxRows - 1) / kMaxRows;
+        return (rows + num_blocks - 1) / num_blocks;
+    }
+    static int padded_rows(int rows) { return rows; }
+
+    struct Registers {};
+
+    struct Scratch {
+        Packed* q;  // [rows, head_dim]
+
+        Scratch(Arena& arena, const AttentionSpec& spec, int rows)
+            : q(arena.take<Packed>(int64_t{rows} * spec.head_dim)) {}
+    };
+
+    static void pack_queries(const AttentionSpec& spec, const AttendTask& task, Scratch& scratch) {
+        const int head_dim = spec.head_dim, rows = task.num_queries * spec.group_size();
+        for (int row = 0; row < rows; ++row) {
+            const Elem* q = query_row<Elem>(spec, task, row);
+            Packed* packed = scratch.q + int64_t{row} * head_dim;
+            for (int d = 0; d < head_dim; d += kWidth) E::pack(packed + d, E::load(q + d));
+        }
+    }
+
+    static void stage(const AttentionSpec&, const Keys&, Scratch&) {}
+
+    // scores[r, t] = q[r] . k[t] for a block of rows and the keys of a partition that it sees.
+    template <typename Meanwhile>
+    static void score(const AttentionSpec& spec, const Scratch& scratch, const Keys& keys, const RowBlock& block,
+                      float* scores, Meanwhile&& meanwhile) {
+        const Packed* q = scratch.q + int64_t{block.begin} * spec.head_dim;
+        const int end = block.key_end / kGroupTokens;
+        for (int group = block.key_begin / kGroupTokens; group < end; group += kMaxGroups) {
+            with_rows(block.end - block.begin, [&](auto rows) {
+                with_vectors(smaller(kMaxGroups, end - group) * kVectorsPerGroup, [&](auto vectors) {
+                    score_groups<rows(), vectors()>(spec, q, keys.k + group, scores + group * kGroupTokens);
+                });
+            });
+            meanwhile();
+        }
+    }
+
+    // out[r] = sum(weights[r, t] v[t]) for a block of rows, over the keys of a partition that it sees.
+    template <typename Meanwhile>
+    static void accumulate(const AttentionSpec& spec, const Scratch&, const Keys& keys, const RowBlock& block,
+                           const Packed* weights, float* out, Meanwhile&& meanwhile) {
+        for (int d = 0; d < spec.v_head_dim; d += kMaxVectors * kWidth) {
+            float* sums = out + int64_t{block.begin} * spec.v_head_dim + d;
+            with_rows(block.end - block.begin, [&](auto rows) {
+                with_vectors(smaller(kMaxVectors, (spec.v_head_dim - d) / kWidth), [&](auto vectors) {
+                    accumulate_dims<rows(), vectors()>(spec, weights, keys, block, d, sums);
+                });
+            });
+            meanwhile();
+        }
+    }
+
+  private:
+    template <int N>
+    struct Constant {
+        constexpr int operator()() const { return N; }
+    };
+
+    // Calls f(n) with n as a constant.
+    template <typename F>
+    static void with_rows(int n, F&& f) {
+        switch (n) {
+            case 1:
+                return f(Constant<1>{});
+            case 2:
+                return f(Constant<2>{});
+            case 3:
+                return f(Constant<3>{});
+            case 4:
+                return f(Constant<4>{});
+            case 5:
+                return f(Constant<5>{});
+            default:
+                return f(Constant<kMaxRows>{});
+        }
+    }
+    template <typename F>
+    static void with_vectors(int n, F&& f) {
+        switch (n) {
+            case 1:
+                return f(Constant<1>{});
+            case 2:
+                return f(Constant<2>{});
+            case 3:
+                return f(Constant<smaller(3, kMaxVectors)>{});
+            default:
+                return f(Constant<kMaxVectors>{});
+        }
+    }
+
+    template <int R, int NV>
+    static void score_groups(const AttentionSpec& spec, const Packed* q, const Elem* const* groups, float* scores) {
+        const Elem* k[NV];
+        const Elem* next_k[NV];
+        for (int j = 0; j < NV; ++j) {
+            const int lane = j % kVectorsPerGroup * kWidth * kPack;
+            k[j] = groups[j / kVectorsPerGroup] + lane;
+            next_k[j] = groups[j / kVectorsPerGroup + kMaxGroups] + lane;
+        }
+        const int64_t k_stride = int64_t{spec.block_size} * kPack;
+        V acc[R][NV];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) acc[r][j] = Simd::zero();
+        int64_t offset = 0;
+        for (int d = 0; d < spec.head_dim; d += kPack, offset += k_stride) {
+            typename E::Fragment key[NV];
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) {
+                key[j] = E::fragment(k[j] + offset);
+                __builtin_prefetch(next_k[j] + offset, 0, 3);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const typename E::Operand query = E::operand(q + int64_t{r} * spec.head_dim + d);
+#pragma GCC unroll 8
+                for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], key[j], query);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) Simd::store(scores + r * kPartitionTokens + j * kWidth, acc[r][j]);
+    }
+
+    template <int R, int NV>
+    static void accumulate_dims(const AttentionSpec& spec, const Packed* weights, const Keys& keys,
+                                const RowBlock& block, int d, float* out) {
+        const int64_t v_dim = spec.v_head_dim, v_stride = v_dim * kPack;
+        V acc[R][NV];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) acc[r][j] = Simd::zero();
+        for (int token = block.lo & ~(kPack - 1); token < block.hi;) {
+            const int group = token / kGroupTokens, in_block = token % kGroupTokens;
+            const int count = smaller(kGroupTokens - in_block, block.hi - token);
+            const int64_t offset = in_block * v_dim + int64_t{d} * kPack;
+            const Elem* value = keys.v[group] + offset;
+            const Elem* next_value = keys.v[group + kMaxGroups] + offset;
+            const Packed* weight = weights + token;
+            for (int i = count / kPack; i > 0; --i, value += v_stride, next_value += v_stride, weight += kPack) {
+                typename E::Fragment row[NV];
+#pragma GCC unroll 8
+                for (int j = 0; j < NV; ++j) {
+                    row[j] = E::fragment(value + j * kWidth * kPack);
+                    __builtin_prefetch(next_value + j * kWidth * kPack, 0, 3);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const typename E::Operand w = E::operand(weight + r * kPartitionTokens);
+#pragma GCC unroll 8
+                    for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], row[j], w);
+                }
+            }
+            // The partner of the last token may not be written yet.
+            if (count % kPack != 0) {
+#pragma GCC unroll 8
+                for (int j = 0; j < NV; ++j) {
+                    const typename E::Fragment last = E::first_of_fragment(value + j * kWidth * kPack);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r)
+                        acc[r][j] = E::multiply_add(acc[r][j], last, E::operand(weight + r * kPartitionTokens));
+                }
+            }
+            token += count;
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; ++j) Simd::store(out + r * v_dim + j * kWidth, acc[r][j]);
+    }
+};
+
+}  // namespace
+}  // namespace swiftkv

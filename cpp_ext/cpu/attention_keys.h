@@ -1,0 +1,94 @@
+#pragma once
+
+// Where the queries of a task and the keys that they see are. Include after a simd_*.h; all of it has internal linkage.
+#include "attention_element.h"
+
+namespace swiftkv {
+namespace {
+
+constexpr int kPartitionGroups = kPartitionTokens / kGroupTokens;
+constexpr int kGroupsAhead = 4;  // that are fetched while one is used
+
+// Hands out aligned pieces of a thread's scratch; run with nullptr it only measures.
+class Arena {
+  public:
+    explicit Arena(std::byte* base) : base_(base) {}
+
+    template <typename T>
+    T* take(int64_t count) {
+        T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+        used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+        return piece;
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    std::byte* base_;
+    int64_t used_ = 0;
+};
+
+// The range of keys that some query of the task sees.
+[[maybe_unused]] int visible_begin(const AttentionSpec& spec, const AttendTask& task) {
+    return spec.first_visible(task.first_position);
+}
+[[maybe_unused]] int visible_end(const AttendTask& task) {
+    return task.first_position + task.num_queries;
+}
+
+template <typename Elem>
+const Elem* query_row(const AttentionSpec& spec, const AttendTask& task, int row) {
+    return static_cast<const Elem*>(task.q) + row / spec.group_size() * spec.row_elements() +
+           row % spec.group_size() * int64_t{spec.head_dim};
+}
+
+// The keys of one partition that some query of the task sees, [begin, end) counted from the partition's first, and
+// where they lie, group by group. Entries past the last group are those of the task's next partition, or of the
+// thread's next task, to be fetched ahead.
+template <typename E>
+struct PartitionKeys {
+    using Elem = typename E::Elem;
+
+    int begin, end;
+    const Elem* k[kPartitionGroups + kGroupsAhead];
+    const Elem* v[kPartitionGroups + kGroupsAhead];
+
+    PartitionKeys(const AttentionSpec& spec, const AttendTask& task, int partition, const AttendTask& next_task) {
+        const int start = partition * kPartitionTokens;
+        begin = larger(visible_begin(spec, task) - start, 0);
+        end = smaller(visible_end(task) - start, kPartitionTokens);
+        // Only visible groups are looked up: the others are not in the table, or in blocks already freed.
+        for (int group = first_group(); group < end_group(); ++group)
+            find(spec, task, start + group * kGroupTokens, group);
+        const bool last = partition + 1 == task.partition_end;
+        const AttendTask& next = last ? next_task : task;
+        const int next_start = last ? larger(visible_begin(spec, next), next.partition_begin * kPartitionTokens)
+                                    : start + kPartitionTokens;
+        for (int ahead = 0; ahead < kGroupsAhead; ++ahead) {
+            const int position = next_start / kGroupTokens * kGroupTokens + ahead * kGroupTokens;
+            find(spec, next, smaller(position, visible_end(next) - 1), end_group() + ahead);
+        }
+    }
+
+    int first_group() const { return begin / kGroupTokens; }
+    int end_group() const { return (end + kGroupTokens - 1) / kGroupTokens; }
+    bool has_group(int group) const { return group >= first_group() && group < end_group(); }
+    int nearest_group(int group) const { return smaller(larger(group, first_group()), end_group() - 1); }
+
+  private:
+    void find(const AttentionSpec& spec, const AttendTask& task, int position, int group) {
+        const auto* block = reinterpret_cast<const Elem*>(task.kv.layer_block(task.table[position / spec.block_size]));
+        const int64_t in_block = position % spec.block_size / kGroupTokens * kGroupTokens;
+        k[group] = block + spec.k_offset(task.kv_head) + in_block * E::kPack;
+        v[group] = block + spec.v_offset(task.kv_head) + in_block * spec.v_head_dim;
+    }
+};
+
+// Rows [begin, end) of a task, a row being query * group_size + query head, beside the keys of a partition.
+struct RowBlock {
+    int begin, end;
+    int lo, hi;              // the keys that some row of the block sees, counted from the partition's first
+    int key_begin, key_end;  // the same, in whole multiples of what a product takes
+};
+
+}  // namespace
+}  // namespace swiftkv

@@ -1,0 +1,125 @@
+#pragma once
+
+// Softmax of rows of scores, and of partitions of them. Include after a simd_*.h; all of it has internal linkage.
+#include "attention_element.h"
+
+namespace swiftkv {
+namespace {
+
+// Stands for what a row does not see; finite, so that differences are never NaN.
+constexpr float kLowest = -1e30f;
+
+// Some rows' sum of weighted values, where a key's weight is exp2((score - max) c).
+struct SoftmaxState {
+    float* max;  // [rows]; kLowest if a row saw no key
+    float* sum;  // [rows], of weights
+    float* out;  // [rows, v_head_dim]
+};
+
+template <typename E>
+struct Softmax {
+    using V = Simd::V;
+    using Packed = typename E::Packed;
+    static constexpr int kWidth = Simd::kLanes;
+
+    // Of any x <= 0, -inf included.
+    static float exp2_of(float x) {
+        return Simd::first(exp2<E::kExpTerms>(Simd::max(Simd::set1(-127.0f), Simd::set1(x))));
+    }
+
+    // Capped scores are kept as tanh(score / soft_cap), so the cap goes into the exponents' scale.
+    static float exponent_scale(const AttentionSpec& spec) {
+        return (spec.soft_cap > 0 ? spec.soft_cap : spec.scale) * kLog2E;
+    }
+
+    static void cap(const AttentionSpec& spec, int begin, int end, float* scores) {
+        const V c = Simd::set1(2 * kLog2E * spec.scale / spec.soft_cap);
+        for (int t = begin; t < end; t += kWidth)
+            Simd::store(scores + t, tanh_of_log2(Simd::mul(Simd::load(scores + t), c)));
+    }
+
+    static float largest(int begin, int end, const float* scores) {
+        V a = Simd::load(scores + begin), b = a;
+        for (int t = begin; t + kWidth < end; t += 2 * kWidth) {
+            a = Simd::max(a, Simd::load(scores + t));
+            b = Simd::max(b, Simd::load(scores + t + kWidth));
+        }
+        return Simd::largest(Simd::max(Simd::max(a, b), Simd::load(scores + end - kWidth)));
+    }
+
+    // Turns a row's scores [begin, end), whole vectors of which keys [lo, hi) are visible, into weights; those of the
+    // other keys are exactly zero, so that a row's bits depend on neither `begin` nor `end`.
+    static void weigh(const AttentionSpec& spec, int begin, int end, int lo, int hi, float* scores, Packed* weights,
+                      float& max, float& sum) {
+        max = kLowest;
+        sum = 0.0f;
+        if (lo >= hi) {
+            for (int t = begin; t < end; t += kWidth) E::pack(weights + t, Simd::zero());
+            return;
+        }
+        if (spec.soft_cap > 0) cap(spec, begin, end, scores);
+        for (int t = begin; t < lo; ++t) scores[t] = kLowest;
+        for (int t = hi; t < end; ++t) scores[t] = kLowest;
+        max = largest(begin, end, scores);
+
+        const float c = exponent_scale(spec);
+        const V cs = Simd::set1(c), shift = Simd::set1(-(max * c));
+        V sums = Simd::zero();
+        for (int t = begin; t < end; t += kWidth) {
+            const V p = exp2<E::kExpTerms>(Simd::fma(Simd::load(scores + t), cs, shift));
+            E::pack(weights + t, p);
+            sums = Simd::add(sums, p);
+        }
+        sum = Simd::sum(sums);
+    }
+
+    static void merge(const AttentionSpec& spec, const SoftmaxState& total, const SoftmaxState& part, int rows) {
+        const float c = exponent_scale(spec);
+        const int v_dim = spec.v_head_dim;
+        for (int row = 0; row < rows; ++row) {
+            if (part.max[row] == kLowest) continue;
+            const float new_max = total.max[row] > part.max[row] ? total.max[row] : part.max[row];
+            const float a = exp2_of((total.max[row] - new_max) * c), b = exp2_of((part.max[row] - new_max) * c);
+            total.max[row] = new_max;
+            total.sum[row] = total.sum[row] * a + part.sum[row] * b;
+            float* out = total.out + int64_t{row} * v_dim;
+            const float* more = part.out + int64_t{row} * v_dim;
+            for (int d = 0; d < v_dim; d += kWidth)
+                Simd::store(out + d, Simd::fma(Simd::load(more + d), Simd::set1(b),
+                                               Simd::mul(Simd::load(out + d), Simd::set1(a))));
+        }
+    }
+
+    static void copy(const SoftmaxState& from, const SoftmaxState& to, int rows, int v_dim) {
+        __builtin_memcpy(to.max, from.max, rows * sizeof(float));
+        __builtin_memcpy(to.sum, from.sum, rows * sizeof(float));
+        __builtin_memcpy(to.out, from.out, int64_t{rows} * v_dim * sizeof(float));
+    }
+
+    // The factor that makes a row's sum of weighted values their mean. A sink may exceed every score by far: exponents
+    // are relative to the larger of the two.
+    static float normaliser(float max, float sum, const float* sink) {
+        if (sink == nullptr) return 1.0f / sum;
+        const float exponent = *sink * kLog2E, larger_one = max > exponent ? max : exponent;
+        const float weight = exp2_of(max - larger_one);
+        return weight / (sum * weight + exp2_of(exponent - larger_one));
+    }
+
+    static void write(const AttentionSpec& spec, const SoftmaxState& state, int rows, const float* sinks, void* out) {
+        const int group_size = spec.group_size(), v_dim = spec.v_head_dim;
+        const float c = exponent_scale(spec);
+        for (int row = 0; row < rows; ++row) {
+            const float* sink = sinks == nullptr ? nullptr : sinks + row % group_size;
+            const V scale = Simd::set1(normaliser(state.max[row] * c, state.sum[row], sink));
+            auto* to = static_cast<typename E::Elem*>(out) +
+                       (int64_t{row} / group_size * spec.num_heads + row % group_size) * v_dim;
+            const float* from = state.out + int64_t{row} * v_dim;
+            // Adding zero turns -0 into 0: the sign of a zero depends on which masked keys were multiplied.
+            for (int d = 0; d < v_dim; d += kWidth)
+                E::store(to + d, Simd::add(Simd::mul(Simd::load(from + d), scale), Simd::zero()));
+        }
+    }
+};
+
+}  // namespace
+}  // namespace swiftkv
