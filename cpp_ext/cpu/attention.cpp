@@ -20,8 +20,9 @@ std::byte* thread_scratch(int64_t bytes) {
 const AttentionKernels& kernels(DType dtype) {
     const Isa isa = active_isa();
     if (isa == Isa::kAvx2) return attention_kernels_avx2(dtype);
-    if (isa >= Isa::kAvx512Bf16 && dtype == DType::kBf16) return attention_kernels_avx512_bf16();
-    return attention_kernels_avx512(dtype);
+    if (isa == Isa::kAvx512 || dtype != DType::kBf16) return attention_kernels_avx512(dtype);
+    if (amx_is_emulated()) return attention_kernels_amx_emulated();
+    return isa == Isa::kAmx ? attention_kernels_amx() : attention_kernels_avx512_bf16();
 }
 
 KvLayer kv_layer(const AttentionSpec& spec, DType dtype, const void* pool, int layer) {

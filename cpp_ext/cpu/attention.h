@@ -122,5 +122,7 @@ struct AttentionKernels {
 const AttentionKernels& attention_kernels_avx2(DType dtype);
 const AttentionKernels& attention_kernels_avx512(DType dtype);
 const AttentionKernels& attention_kernels_avx512_bf16();
+const AttentionKernels& attention_kernels_amx();
+const AttentionKernels& attention_kernels_amx_emulated();  // needs AVX512-BF16
 
 }  // namespace swiftkv

@@ -153,7 +153,7 @@ struct DotProducts {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) Simd::store(scores + r * kPartitionTokens + j * kWidth, acc[r][j]);
+            for (int j = 0; j < NV; ++j) Simd::store(scores + r * kRowStride + j * kWidth, acc[r][j]);
     }
 
     template <int R, int NV>
@@ -181,7 +181,7 @@ struct DotProducts {
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    const typename E::Operand w = E::operand(weight + r * kPartitionTokens);
+                    const typename E::Operand w = E::operand(weight + r * kRowStride);
 #pragma GCC unroll 8
                     for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], row[j], w);
                 }
@@ -193,7 +193,7 @@ struct DotProducts {
                     const typename E::Fragment last = E::first_of_fragment(value + j * kWidth * kPack);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r)
-                        acc[r][j] = E::multiply_add(acc[r][j], last, E::operand(weight + r * kPartitionTokens));
+                        acc[r][j] = E::multiply_add(acc[r][j], last, E::operand(weight + r * kRowStride));
                 }
             }
             token += count;

@@ -19,8 +19,8 @@ struct Attention {
         typename Products::Scratch products;
         SoftmaxState total;  // of the partitions so far
         SoftmaxState part;
-        float* scores[2];    // [rows of a block, kPartitionTokens]
-        Packed* weights[2];  // [rows of a block, kPartitionTokens]
+        float* scores[2];    // [rows of a block, kRowStride]
+        Packed* weights[2];  // [rows of a block, kRowStride]
 
         Scratch(Arena& arena, const AttentionSpec& spec, int rows) : products(arena, spec, rows) {
             const int64_t padded = Products::padded_rows(rows), in_block = Products::block_rows(rows);
@@ -30,8 +30,8 @@ struct Attention {
                 state->out = arena.take<float>(padded * spec.v_head_dim);
             }
             for (int i = 0; i < 2; ++i) {
-                scores[i] = arena.take<float>(in_block * kPartitionTokens);
-                weights[i] = arena.take<Packed>(in_block * kPartitionTokens);
+                scores[i] = arena.take<float>(in_block * kRowStride);
+                weights[i] = arena.take<Packed>(in_block * kRowStride);
             }
         }
     };
@@ -49,7 +49,7 @@ struct Attention {
 
         void operator()() {
             if (row >= block.end) return;
-            const int64_t offset = int64_t{row - block.begin} * kPartitionTokens;
+            const int64_t offset = int64_t{row - block.begin} * kRowStride;
             const int query = task.first_position + row / spec.group_size();
             const int lo = larger(spec.first_visible(query) - start, block.key_begin);
             const int hi = smaller(query + 1 - start, block.key_end);

@@ -7,6 +7,9 @@ namespace swiftkv {
 namespace {
 
 constexpr int kPartitionGroups = kPartitionTokens / kGroupTokens;
+// Of scores and of weights, in elements: whole cache lines, and an odd number of pairs of them, so that the same key of
+// many rows lies in different sets of the first-level cache.
+constexpr int kRowStride = kPartitionTokens + 32;
 constexpr int kGroupsAhead = 4;  // that are fetched while one is used
 
 // Hands out aligned pieces of a thread's scratch; run with nullptr it only measures.

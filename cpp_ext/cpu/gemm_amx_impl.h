@@ -1,5 +1,6 @@
 #pragma once
 
+#include "amx_tile_config.h"
 #include "gemm_kernel.h"
 
 // Include after a definition of Tiles, the eight tile registers; all of it has internal linkage.
@@ -12,15 +13,6 @@ constexpr int kTileBytes = 64;  // of a row
 constexpr int kPanelWidth = 64;
 constexpr int kStepBytes = kPanelWidth * 4;  // a step of k is a pair of bfloat16
 constexpr int kSumsBytes = kPanelWidth * 4;
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1;
-    uint8_t start_row = 0;
-    uint8_t reserved[14] = {};
-    uint16_t bytes_per_row[16] = {};
-    uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileConfig) == 64);
 
 thread_local int configured_rows = 0;
 

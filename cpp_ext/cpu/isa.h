@@ -12,8 +12,8 @@ enum class Isa { kAvx2, kAvx512, kAvx512Bf16, kAmx };
 // std::invalid_argument if the variable has another value.
 Isa active_isa();
 
-// Whether SWIFTKV_CPU_ISA is amx_emulated: AMX kernels run on a software model of the tile registers, for tests. Then
-// active_isa() serves the other kernels.
+// Whether SWIFTKV_CPU_ISA is amx_emulated: AMX kernels run on a software model of the tile registers, for tests (those
+// of attention if the CPU has AVX512-BF16). Then active_isa() serves the other kernels.
 bool amx_is_emulated();
 
 std::string_view isa_name(Isa isa);

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,10 +224,13 @@ CASES = (
     make_spec(num_heads=8, num_kv_heads=1, head_dim=192, window=512),
     make_spec(num_heads=7, num_kv_heads=1, head_dim=16, window=1),
     make_spec(num_heads=2, num_kv_heads=1, head_dim=256, window=600),
-    make_spec(head_dim=192, v_head_dim=128, window=128),
+    make_spec(num_heads=6, head_dim=192, v_head_dim=128, window=128),
     make_spec(num_heads=16, head_dim=48, v_head_dim=112, soft_cap=2.0, block_size=32),
     make_spec(num_heads=8, head_dim=64, soft_cap=30.0, window=65, v_head_dim=16),
 )
+
+
+WITH_SINKS = (CASES[0], CASES[4], CASES[7], CASES[9])
 
 
 def make_sinks(spec: AttentionSpec) -> torch.Tensor:
@@ -236,17 +240,12 @@ def make_sinks(spec: AttentionSpec) -> torch.Tensor:
     return sinks
 
 
-@pytest.mark.parametrize(
-    "spec",
-    CASES,
-    ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_dim},{s.value_head_dim}w{s.window}c{s.soft_cap:g}",
-)
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("spec", CASES, ids=name_of)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mixed_batch_equals_float64(spec: AttentionSpec, dtype: torch.dtype, has_sinks: bool) -> None:
+def test_mixed_batch_equals_float64(spec: AttentionSpec, dtype: torch.dtype) -> None:
     rope = Rope(cos_sin_table(spec.head_dim))
     sequences = random_sequences(spec, dtype, seed=spec.head_dim)
-    sinks = make_sinks(spec) if has_sinks else None
+    sinks = make_sinks(spec) if spec in WITH_SINKS else None
     outputs = Node(spec, rope, dtype, sinks=sinks).run(sequences)
     for sequence, output in zip(sequences, outputs, strict=True):
         assert_close(output, expected(sequence, spec, rope, sinks), dtype)
@@ -363,10 +362,55 @@ def test_shapes_that_are_not_supported(spec: AttentionSpec, message: str) -> Non
         Node(spec, Rope(cos_sin_table(16)), torch.float32).run([make_sequence(spec, 4, 0, torch.float32)])
 
 
-@pytest.mark.parametrize("isa", ["avx2", "avx512"])
-def test_lesser_instruction_sets(isa: str) -> None:
+def in_subprocess(isa: str, *arguments: str) -> None:
+    environment = os.environ | {"SWIFTKV_CPU_ISA": isa}
+    run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("isa", "tests"),
+    [
+        ("avx2", "mixed or depend or writes"),
+        ("avx512", "mixed or depend or writes"),
+        ("avx512_bf16", "bfloat16 and (mixed or depend)"),
+        ("amx_emulated", "bfloat16 and (mixed or depend) or nan"),
+    ],
+)
+def test_other_instruction_sets(isa: str, tests: str) -> None:
+    """The tests above on what an older CPU would run, and on a software model of the tiles that few CPUs have."""
     if os.environ.get("SWIFTKV_CPU_ISA"):
         pytest.skip("this run is of one instruction set")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "mixed or depend or writes"]
-    run = subprocess.run(command, env={**os.environ, "SWIFTKV_CPU_ISA": isa}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
+    if isa == _cpu.isa():
+        pytest.skip("the tests above ran on it")
+    in_subprocess(isa, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", tests)
+
+
+def save_outputs(path: str) -> None:
+    """Write the bfloat16 results of every case to a file."""
+    torch.use_deterministic_algorithms(True)
+    outputs = []
+    for spec in CASES:
+        sequences = random_sequences(spec, torch.bfloat16, seed=5)
+        node = Node(spec, Rope(cos_sin_table(spec.head_dim)), torch.bfloat16, sinks=make_sinks(spec))
+        outputs.append(torch.cat(node.run(sequences)))
+    torch.save(outputs, path)
+
+
+def test_tiles_give_what_dot_products_give(tmp_path: Path) -> None:
+    """Up to rounding; and where there are tiles, they give every bit that their model gives."""
+    if _cpu.isa() not in ("avx512_bf16", "amx") or os.environ.get("SWIFTKV_CPU_ISA"):
+        pytest.skip("the model of the tiles needs AVX512-BF16")
+    outputs = {}
+    for isa in {"avx512_bf16", "amx_emulated", _cpu.isa()}:
+        in_subprocess(isa, __file__, str(tmp_path / isa))
+        outputs[isa] = torch.load(tmp_path / isa)
+    dots, tiles = outputs["avx512_bf16"], outputs["amx_emulated"]
+    torch.testing.assert_close(dots, tiles, rtol=1.6e-2, atol=1.6e-2)
+    assert not all(map(same_bits, dots, tiles))
+    if "amx" in outputs:
+        assert all(map(same_bits, outputs["amx"], tiles))
+
+
+if __name__ == "__main__":
+    save_outputs(sys.argv[1])
