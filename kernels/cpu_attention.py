@@ -20,8 +20,7 @@ import torch
 
 from swiftkv import _cpu
 from swiftkv.kernels.attention_spec import AttentionSpec
-
-_DTYPES = {torch.float32: _cpu.DType.F32, torch.bfloat16: _cpu.DType.BF16, torch.float16: _cpu.DType.F16}
+from swiftkv.kernels.cpu_tensors import DTYPES, norm_weight_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,8 @@ def rope_write_kv(
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
     assert cos_sin.shape[1] <= spec.head_dim
+    kinds = {norm_weight_kind(norm, qkv.dtype, spec.head_dim) for norm in (q_norm, k_norm) if norm is not None}
+    assert len(kinds) < 2
     _cpu.rope_write_kv(
         _native_spec(spec, qkv.dtype),
         batch.native,
@@ -84,6 +85,7 @@ def rope_write_kv(
         cos_sin.shape[1],
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
+        kinds.pop() if kinds else _cpu.NormWeight.SAME_DTYPE,
         eps,
         qkv.data_ptr(),
         pool.data_ptr(),
@@ -118,7 +120,7 @@ def attention(
 @cache
 def _native_spec(spec: AttentionSpec, dtype: torch.dtype) -> _cpu.AttentionSpec:
     return _cpu.AttentionSpec(
-        _DTYPES[dtype],
+        DTYPES[dtype],
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,

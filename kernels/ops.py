@@ -130,7 +130,7 @@ class Ops(Protocol[Packed, Experts, Batch]):
         """Normalise and rotate q and k, and write k and v to the sequences' layer blocks; q changes in place.
 
         qkv [T, num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)]: q, k, v; cos_sin float32
-        [max_len, rotary_dim]: cosines, then sines; q_norm and k_norm [head_dim] for an RMSNorm of each head, or None.
+        [max_len, rotary_dim]: cosines, then sines; q_norm and k_norm [head_dim] for a `rms_norm` of each head, or None.
         pool uint8, flat, from the KV group's first byte on; `layer` counts within the group.
         """
 

@@ -265,7 +265,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Views [T, heads, dim] of q, k and v."""
-    q, k, v = torch.split(qkv, spec.qkv_sizes, dim=1)
+    q, k, v = torch.split(qkv, list(spec.qkv_sizes), dim=1)
     dims = spec.head_dim, spec.head_dim, spec.value_head_dim
     q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in zip((q, k, v), dims, strict=True))
     return q, k, v

@@ -83,7 +83,7 @@ def rope_write_kv(
 
     qkv `[T, (num_heads + 2 num_kv_heads) * head_dim]`, of which k and v keep what was there; cos_sin float32
     `[max_len, rotary_dim]`: cosines, then sines; the first `rotary_dim` dimensions of a head are turned, one half
-    against the other; q_norm and k_norm `[head_dim]` in qkv's dtype, for an RMSNorm of each head, or None for both;
+    against the other; q_norm and k_norm `[head_dim]` for a norm of each head, or None for both;
     pool uint8, flat, from the group's first byte on. Rounds to the dtype where transformers does: cosines and sines,
     each product, their sum. Nothing is written for a token whose entry is `NO_BLOCK`.
     """
@@ -142,7 +142,7 @@ def _rms_norm(
     dtype = out.dtype.element_ty
     wide = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    if weight.dtype == x.dtype:
+    if weight.dtype.element_ty == x.dtype.element_ty:
         normed = normed.to(dtype).to(tl.float32)
     scale = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + start + offsets, (normed * scale).to(dtype), mask=mask)
@@ -190,11 +190,14 @@ def _norm_heads(
     is_query: tl.tensor,
     dtype: tl.tensor,
 ) -> tl.tensor:
-    """Multiply x [heads, dims] by scale [heads, 1], round to `dtype`, multiply by the norm's weights, and round."""
+    """Multiply x [heads, dims] by scale [heads, 1] and by the norm's weights; round as `Ops.rms_norm` says."""
     weight = tl.where(
         is_query, tl.load(q_norm + dims, mask=mask, other=0.0), tl.load(k_norm + dims, mask=mask, other=0.0)
     )
-    return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+    normed = x * scale
+    if q_norm.dtype.element_ty == dtype:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit

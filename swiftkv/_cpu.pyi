@@ -131,6 +131,7 @@ def rope_write_kv(
     rotary_dim: int,
     q_norm: int,
     k_norm: int,
+    norm_weight: NormWeight,
     eps: float,
     qkv: int,
     pool: int,

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "elementwise.h"
 #include "isa.h"
 
 // Causal attention over a paged KV pool, and the step before it (per-head RMSNorm, rotary embedding, KV write).
@@ -63,8 +64,9 @@ struct KvLayer {
 struct RopeArgs {
     const float* cos_sin;  // [max_len, rotary_dim]: cosines, then sines
     int rotary_dim;
-    const void* q_norm;  // [head_dim] in the model's dtype, or nullptr
+    const void* q_norm;  // [head_dim], or nullptr
     const void* k_norm;
+    NormWeight norm_weight;
     float eps;
 };
 

@@ -65,14 +65,14 @@ void bind_attention(nb::module_& m) {
     m.def(
         "rope_write_kv",
         [](const TypedSpec& spec, const AttentionBatch& batch, uintptr_t cos_sin, int rotary_dim, uintptr_t q_norm,
-           uintptr_t k_norm, float eps, uintptr_t qkv, uintptr_t pool, int layer) {
-            const RopeArgs rope{address<const float>(cos_sin), rotary_dim, address<const void>(q_norm),
-                                address<const void>(k_norm), eps};
+           uintptr_t k_norm, NormWeight norm_weight, float eps, uintptr_t qkv, uintptr_t pool, int layer) {
+            const RopeArgs rope{address<const float>(cos_sin), rotary_dim,  address<const void>(q_norm),
+                                address<const void>(k_norm),   norm_weight, eps};
             nb::gil_scoped_release release;
             rope_write_kv(spec.spec, batch, spec.dtype, rope, address<void>(qkv), address<void>(pool), layer);
         },
-        "spec"_a, "batch"_a, "cos_sin"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "qkv"_a, "pool"_a,
-        "layer"_a);
+        "spec"_a, "batch"_a, "cos_sin"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "norm_weight"_a, "eps"_a, "qkv"_a,
+        "pool"_a, "layer"_a);
     m.def(
         "attention",
         [](const TypedSpec& spec, const AttentionBatch& batch, uintptr_t qkv, uintptr_t pool, int layer,

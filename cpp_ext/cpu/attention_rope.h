@@ -36,14 +36,31 @@ struct RopeWrite {
         for (int i = 0; i < n; i += kWidth) Simd::store(to + i, E::load(static_cast<const Elem*>(from) + i));
     }
 
-    // Normalises as transformers does: in float32, rounded, then times the weight, rounded.
-    static void normalise(float* x, const float* weight, int n, float eps) {
+    // The weights of a norm, and how they are used (ElementwiseKernels.rms_norm).
+    struct Norm {
+        alignas(64) float weight[kMaxHeadDim];
+        NormWeight kind;
+        float eps;
+
+        Norm(const void* from, const RopeArgs& rope, int n) : kind(rope.norm_weight), eps(rope.eps) {
+            if (from == nullptr) return;
+            if (kind == NormWeight::kFloat32)
+                __builtin_memcpy(weight, from, n * sizeof(float));
+            else
+                widen(from, n, weight);
+        }
+    };
+
+    // Normalises as transformers does: in float32, rounded unless the weight is float32, times the weight, rounded.
+    static void normalise(float* x, const Norm& norm, int n) {
         V squares = Simd::zero();
         for (int i = 0; i < n; i += kWidth) squares = Simd::fma(Simd::load(x + i), Simd::load(x + i), squares);
-        const V scale = Simd::set1(1.0f / __builtin_sqrtf(Simd::sum(squares) / static_cast<float>(n) + eps));
-        for (int i = 0; i < n; i += kWidth)
-            Simd::store(x + i,
-                        E::round(Simd::mul(Simd::load(weight + i), E::round(Simd::mul(Simd::load(x + i), scale)))));
+        const V scale = Simd::set1(1.0f / __builtin_sqrtf(Simd::sum(squares) / static_cast<float>(n) + norm.eps));
+        for (int i = 0; i < n; i += kWidth) {
+            const V wide = Simd::mul(Simd::load(x + i), scale);
+            const V normal = norm.kind == NormWeight::kFloat32 ? wide : E::round(wide);
+            Simd::store(x + i, E::round(Simd::mul(Simd::load(norm.weight + i), normal)));
+        }
     }
 
     // Rotates as transformers does, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
@@ -62,10 +79,10 @@ struct RopeWrite {
         for (int i = 2 * half; i < n; i += kWidth) Simd::store(y + i, Simd::load(x + i));
     }
 
-    static void prepare_head(Elem* head, const Rotation& rotation, const float* norm_weight, int n, float eps) {
+    static void prepare_head(Elem* head, const Rotation& rotation, const Norm* norm, int n) {
         alignas(64) float x[kPadded], y[kPadded];
         widen(head, n, x);
-        if (norm_weight != nullptr) normalise(x, norm_weight, n, eps);
+        if (norm != nullptr) normalise(x, *norm, n);
         rotate(x, rotation, n, y);
         for (int i = 0; i < n; i += kWidth) E::store(head + i, Simd::load(y + i));
     }
@@ -102,16 +119,14 @@ struct RopeWrite {
         const int n = spec.head_dim;
         const int64_t row_stride = spec.row_elements();
         auto* rows = static_cast<Elem*>(task.rows);
-        alignas(64) float q_norm[kMaxHeadDim], k_norm[kMaxHeadDim];
-        if (rope.q_norm != nullptr) widen(rope.q_norm, n, q_norm);
-        if (rope.k_norm != nullptr) widen(rope.k_norm, n, k_norm);
+        const Norm q_norm(rope.q_norm, rope, n), k_norm(rope.k_norm, rope, n);
         for (int t = 0; t < task.num_tokens; ++t) {
             const Rotation rotation(rope.cos_sin + int64_t{task.positions[t]} * rope.rotary_dim, rope.rotary_dim);
             Elem* row = rows + t * row_stride;
             for (int head = 0; head < spec.num_heads; ++head)
-                prepare_head(row + head * n, rotation, rope.q_norm != nullptr ? q_norm : nullptr, n, rope.eps);
+                prepare_head(row + head * n, rotation, rope.q_norm != nullptr ? &q_norm : nullptr, n);
             for (int head = spec.num_heads; head < spec.num_heads + spec.num_kv_heads; ++head)
-                prepare_head(row + head * n, rotation, rope.k_norm != nullptr ? k_norm : nullptr, n, rope.eps);
+                prepare_head(row + head * n, rotation, rope.k_norm != nullptr ? &k_norm : nullptr, n);
         }
         auto* block = reinterpret_cast<Elem*>(task.layer_block);
         const int v_dim = spec.v_head_dim;

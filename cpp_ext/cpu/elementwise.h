@@ -13,8 +13,8 @@ enum class Epilogue : int {
 };
 inline constexpr int kNumEpilogues = 3;
 
-// The activation (up' + up_offset) * gate' / (1 + exp(-alpha * gate' - cubic * gate'^3)), where gate' = min(gate, limit)
-// and up' is up within +-limit.
+// The activation (up' + up_offset) * gate' / (1 + exp(-alpha * gate' - cubic * gate'^3)), where gate' = min(gate,
+// limit) and up' is up within +-limit.
 struct GatedActivation {
     float alpha;
     float cubic;

@@ -46,9 +46,8 @@ void bind_experts(nb::module_& m) {
     nb::class_<PackedExperts>(m, "PackedExperts")
         .def(
             "__init__",
-            [](PackedExperts* self, int64_t hidden_size, int64_t inner_size, DType dtype, const GatedActivation& gated) {
-                new (self) PackedExperts(hidden_size, inner_size, dtype, gated);
-            },
+            [](PackedExperts* self, int64_t hidden_size, int64_t inner_size, DType dtype,
+               const GatedActivation& gated) { new (self) PackedExperts(hidden_size, inner_size, dtype, gated); },
             "hidden_size"_a, "inner_size"_a, "dtype"_a, "gated"_a)
         .def(
             "append",

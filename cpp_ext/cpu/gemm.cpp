@@ -15,7 +15,8 @@ void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optio
 }
 
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out) {
-    const auto kernel = elementwise_kernels(active_isa()).rms_norm[static_cast<int>(norm.kind)][static_cast<int>(dtype)];
+    const auto kernel =
+        elementwise_kernels(active_isa()).rms_norm[static_cast<int>(norm.kind)][static_cast<int>(dtype)];
     const int64_t stride = k * item_size(dtype);
     parallel_for(
         rows,

@@ -59,14 +59,22 @@ class AttentionKind:
     window: int = 0  # tokens a query looks back on, itself included; 0: all of them
     scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
+    v_head_dim: int | None = None  # of values; None: that of keys
+    has_sinks: bool = False  # each head has a learned score for one more key, whose value is zero
 
     def __post_init__(self) -> None:
         assert self.layers
 
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
     def kv_group(self, block_size: int, dtype: str) -> KVGroup:
         """Return the KV group of these layers. `dtype` is a key of `DTYPE_BYTES`."""
         kind: KVKind = "window" if self.window else "full"
-        return KVGroup(self.layers, self.num_kv_heads, self.head_dim, dtype, block_size, kind, self.window)
+        return KVGroup(
+            self.layers, self.num_kv_heads, self.head_dim, dtype, block_size, kind, self.window, self.v_head_dim
+        )
 
 
 def with_window(kind: AttentionKind, layers: Iterable[int], window: int | None) -> tuple[AttentionKind, ...]:

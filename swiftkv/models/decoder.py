@@ -131,11 +131,6 @@ def attention_spec(group: KVGroup, kind: AttentionKind) -> AttentionSpec:
     """
     if group.kind == "recurrent":
         raise ConfigError(f"layers {group.layers}: recurrent state is not supported, only keys and values are")
-    if group.value_head_dim != group.head_dim:
-        raise ConfigError(
-            f"layers {group.layers}: keys of {group.head_dim} and values of {group.value_head_dim} dimensions are not "
-            "supported, only equal sizes are"
-        )
     return AttentionSpec(
         num_heads=kind.num_heads,
         num_kv_heads=group.num_kv_heads,
@@ -144,6 +139,7 @@ def attention_spec(group: KVGroup, kind: AttentionKind) -> AttentionSpec:
         scale=group.head_dim**-0.5 if kind.scale is None else kind.scale,
         window=group.window,
         soft_cap=kind.soft_cap,
+        v_head_dim=group.v_head_dim,
     )
 
 

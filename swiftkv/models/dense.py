@@ -186,15 +186,19 @@ def layer_stack(
 def _attention_weights(
     config: DecoderConfig, kind: AttentionKind, heads: HeadSlices, rank: int, prefix: str
 ) -> dict[str, Weight]:
-    hidden, head_dim = config.hidden_size, kind.head_dim
-    q_size, kv_size = kind.num_heads * head_dim, kind.num_kv_heads * head_dim
+    hidden, head_dim, v_head_dim = config.hidden_size, kind.head_dim, kind.value_head_dim
     attention = f"{prefix}.self_attn"
     weights = {f"{prefix}.input_layernorm.weight": Weight((hidden,))}
     if config.qk_norm:
         weights |= {f"{attention}.{name}.weight": Weight((head_dim,)) for name in ("q_norm", "k_norm")}
-    for name, size, rows in (("q", q_size, heads.q), ("k", kv_size, heads.kv), ("v", kv_size, heads.kv)):
+    for name, size, rows in (
+        ("q", kind.num_heads * head_dim, heads.q),
+        ("k", kind.num_kv_heads * head_dim, heads.k),
+        ("v", kind.num_kv_heads * v_head_dim, heads.v),
+    ):
         weights |= _by_rows(f"{attention}.{name}_proj", (size, hidden), rows, config.qkv_bias)
-    return weights | _by_columns(f"{attention}.o_proj", (hidden, q_size), heads.q, config.attention_out_bias, rank)
+    out_shape = (hidden, kind.num_heads * v_head_dim)
+    return weights | _by_columns(f"{attention}.o_proj", out_shape, heads.out, config.attention_out_bias, rank)
 
 
 def mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:

@@ -24,11 +24,12 @@ class Attention:
     cos_sin: Tensor  # float32 [max_model_len, head_dim]
     norm: Tensor  # [hidden_size]
     norm_eps: float
-    qkv: PackedLinear  # hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim
+    qkv: PackedLinear  # hidden_size -> num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
-    out: PackedLinear  # num_heads * head_dim -> hidden_size
+    out: PackedLinear  # num_heads * v_head_dim -> hidden_size
     post_norm: Tensor | None = None  # [hidden_size], of what is added
+    sinks: Tensor | None = None  # float32 [num_heads]
 
     def add_to(self, hidden: Tensor, kv: StepKV) -> None:
         ops, place, stream = self.ranks.ops, self.place, kv.stream
@@ -39,7 +40,7 @@ class Attention:
             qkv, self.cos_sin, self.q_norm, self.k_norm, self.norm_eps, place.spec, batch, region, place.index
         )
         stream.after_write(place.layer)
-        attended = ops.attention(qkv, place.spec, batch, region, place.index)  # [T, num_heads * head_dim]
+        attended = ops.attention(qkv, place.spec, batch, region, place.index, self.sinks)  # [T, num_heads * v_head_dim]
         stream.after_attention(place.layer)
         _add(self.ranks, attended, self.out, self.post_norm, self.norm_eps, hidden)
 

@@ -51,15 +51,22 @@ class HeadSlices:
     """One rank's part of the heads of one attention kind."""
 
     q: slice  # num_heads * head_dim
-    kv: slice  # num_kv_heads * head_dim; ranks share a head where there are fewer heads than ranks
+    k: slice  # num_kv_heads * head_dim; ranks share a head where there are fewer heads than ranks
+    v: slice  # num_kv_heads * value_head_dim
+    out: slice  # num_heads * value_head_dim
+    heads: slice  # num_heads
 
     @classmethod
     def of(cls, kind: AttentionKind, part: AttentionKind, rank: int, num_ranks: int) -> HeadSlices:
         """Divide the whole model's `kind`, of which every rank has a `part`."""
-        first_kv_head = rank * kind.num_kv_heads // num_ranks
+        heads = _slice(rank * part.num_heads, part.num_heads)
+        kv_heads = _slice(rank * kind.num_kv_heads // num_ranks, part.num_kv_heads)
         return cls(
-            q=_slice(rank * part.num_heads * kind.head_dim, part.num_heads * kind.head_dim),
-            kv=_slice(first_kv_head * kind.head_dim, part.num_kv_heads * kind.head_dim),
+            q=_times(heads, kind.head_dim),
+            k=_times(kv_heads, kind.head_dim),
+            v=_times(kv_heads, kind.value_head_dim),
+            out=_times(heads, kind.value_head_dim),
+            heads=heads,
         )
 
 
@@ -101,6 +108,11 @@ def num_parameters(weights: Mapping[str, Weight]) -> int:
     """
     matrices = {(weight.stored_as or name, weight.part_shape) for name, weight in weights.items()}
     return sum(math.prod(shape) for _, shape in matrices if len(shape) > 1)
+
+
+def _times(part: slice, width: int) -> slice:
+    """Return the elements of these heads, each `width` long."""
+    return slice(part.start * width, part.stop * width)
 
 
 def _slice(start: int, length: int) -> slice:

@@ -172,7 +172,7 @@ def test_ranks_share_the_weights_and_every_head_is_with_its_kv_head(checkpoint: 
         for of_rank in slices:
             [part] = of_rank.heads
             kv_heads = {head // (kind.num_heads // kind.num_kv_heads) for head in heads(part.q)}
-            assert kv_heads == heads(part.kv)
+            assert kv_heads == heads(part.k) == heads(part.v)
 
 
 def heads(part: slice) -> set[int]:
