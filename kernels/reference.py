@@ -257,10 +257,11 @@ def _multiply(x: Tensor, w: PackedLinear) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim]; dimension i is turned with dimension i + head_dim / 2."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    """x [T, heads, head_dim], cos and sin [T, half]; dimension i < half is turned with dimension i + half."""
+    half = cos.shape[-1]
+    first, second, rest = x.to(cos.dtype).tensor_split([half, 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def _split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -60,7 +60,7 @@ class AttentionKind:
     scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
     v_head_dim: int | None = None  # of values; None: that of keys
-    has_sinks: bool = False  # each head has a learned score for one more key, whose value is zero
+    sinks: str | None = None  # the tensor of each head's score for one more key, whose value is zero; None: no such key
 
     def __post_init__(self) -> None:
         assert self.layers

@@ -47,6 +47,7 @@ class Traits:
     qk_norm: bool = False
     head_dim: int | None = None  # where config.json does not say; None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
+    partial_rotary: bool = False  # else transformers ignores partial_rotary_factor, and it must be 1
 
 
 def _window_of_later_layers(raw: HFConfig) -> Sequence[int]:
@@ -109,7 +110,7 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
             f"{_MAX_HEAD_DIM} are"
         )
     rope = read_rope(file, raw)
-    if rope.partial_rotary_factor != 1:  # transformers ignores it in these
+    if rope.partial_rotary_factor != 1 and not traits.partial_rotary:
         raise ConfigError(
             f"{file}: partial_rotary_factor: {rope.partial_rotary_factor} is not supported for {architecture}"
         )
@@ -197,6 +198,8 @@ def _attention_weights(
         ("v", kind.num_kv_heads * v_head_dim, heads.v),
     ):
         weights |= _by_rows(f"{attention}.{name}_proj", (size, hidden), rows, config.qkv_bias)
+    if kind.sinks:
+        weights[f"{attention}.{kind.sinks}"] = Weight((kind.num_heads,), (heads.heads,))
     out_shape = (hidden, kind.num_heads * v_head_dim)
     return weights | _by_columns(f"{attention}.o_proj", out_shape, heads.out, config.attention_out_bias, rank)
 
@@ -224,7 +227,7 @@ def _by_columns(module: str, shape: tuple[int, int], columns: slice, has_bias: b
 def attention_part(config: DecoderConfig, place: KVPlace, cos_sin: Tensor, packer: Packer, ranks: Ranks) -> Attention:
     """Pack the attention of a layer and the norm before it."""
     prefix = f"model.layers.{place.layer}"
-    attention = f"{prefix}.self_attn"
+    attention, sinks = f"{prefix}.self_attn", config.attention[place.group].sinks
     return Attention(
         place=place,
         ranks=ranks,
@@ -235,6 +238,7 @@ def attention_part(config: DecoderConfig, place: KVPlace, cos_sin: Tensor, packe
         q_norm=packer.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
         k_norm=packer.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
         out=packer.linear(f"{attention}.o_proj"),
+        sinks=packer.float32(f"{attention}.{sinks}") if sinks else None,
     )
 
 

@@ -118,7 +118,7 @@ class GemmaDecoder(LayeredDecoder):
                 _layer(config, place, cos_sin[place.group], packer, ranks) for place in kv_places(groups, specs)
             ),
             embedding=packer.tensor("model.embed_tokens.weight"),
-            final_norm=packer.norm("model.norm.weight", plus=1.0),
+            final_norm=packer.float32("model.norm.weight", plus=1.0),
             norm_eps=config.rms_norm_eps,
             lm_head=packer.linear("lm_head"),
             embedding_scale=packer.rounded(config.hidden_size**0.5),
@@ -178,7 +178,7 @@ def _layer(config: GemmaConfig, place: KVPlace, cos_sin: Tensor, packer: Packer,
     prefix = f"model.layers.{place.layer}"
 
     def norm(name: str) -> Tensor:
-        return packer.norm(f"{prefix}.{name}.weight", plus=1.0)
+        return packer.float32(f"{prefix}.{name}.weight", plus=1.0)
 
     attention = attention_part(config, place, cos_sin, packer, ranks)
     mlp = mlp_part(config, packer, ranks, place.layer)

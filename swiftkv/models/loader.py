@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,9 @@ class MappedWeights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
+        return self._get(name, shape, _DTYPES)
+
+    def _get(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(f"{self.directory}: tensor {name} is in no *.safetensors file")
@@ -57,12 +60,16 @@ class MappedWeights:
             raise CheckpointError(
                 f"{file}: tensor {name} has shape {tuple(tensor.shape)}, config.json makes it {shape}"
             )
-        if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}, neither of {', '.join(map(str, _DTYPES))}")
+        if tensor.dtype not in dtypes:
+            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}, neither of {', '.join(map(str, dtypes))}")
         return tensor
 
     def has(self, name: str) -> bool:
         return name in self._file_of
+
+    def get_bytes(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of bytes, which are numbers of a kind that torch does not know. Raises as `get` does."""
+        return self._get(name, shape, (torch.uint8,))
 
     def forget(self, name: str) -> None:
         """Stop counting the bytes of tensor `name` as this process's: whoever reads it again reads the file again."""
@@ -97,7 +104,13 @@ class Packer:
 
     def experts(self, modules: Sequence[ExpertModules], activation: GatedActivation) -> PackedExperts:
         """Pack the experts of one layer, one after the other."""
-        packed: PackedExperts = self.ops.pack_experts(ExpertLayer(len(modules), activation, self._each(modules)))
+        return self.packed_experts(len(modules), activation, self._each(modules))
+
+    def packed_experts(
+        self, num_experts: int, activation: GatedActivation, weights: Iterable[ExpertWeights]
+    ) -> PackedExperts:
+        """Pack the experts of one layer as `weights` yields them."""
+        packed: PackedExperts = self.ops.pack_experts(ExpertLayer(num_experts, activation, weights))
         return packed
 
     def _each(self, modules: Sequence[ExpertModules]) -> Iterator[ExpertWeights]:
@@ -108,15 +121,16 @@ class Packer:
 
     def tensor(self, name: str) -> Tensor:
         """Return this rank's part of a tensor: the mapped file itself where dtype and device are the same."""
+        here = self._stored(name).to(device=self.device, dtype=self.dtype)
+        missing = self.weights[name].part_shape[0] - len(here)
+        return F.pad(here, (0, 0, 0, missing)) if missing else here
+
+    def _stored(self, name: str) -> Tensor:
         weight = self.weights[name]
         packed = self._packed(weight)
         if packed is None:
-            stored = self.files.get(weight.stored_as or name, weight.shape)[weight.part]
-        else:
-            stored = self.files.get(packed.name, packed.shape)[packed.index][weight.part]
-        here = stored.to(device=self.device, dtype=self.dtype)
-        missing = weight.part_shape[0] - len(here)
-        return F.pad(here, (0, 0, 0, missing)) if missing else here
+            return self.files.get(weight.stored_as or name, weight.shape)[weight.part]
+        return self.files.get(packed.name, packed.shape)[packed.index][weight.part]
 
     def _packed(self, weight: Weight) -> PackedPart | None:
         """Return where the checkpoint has a weight as part of another tensor, if it does."""
@@ -131,9 +145,9 @@ class Packer:
         """Return a copy of a tensor: a view would keep the file mapped."""
         return self.tensor(name).clone()
 
-    def norm(self, name: str, plus: float) -> Tensor:
-        """Return the weight of a norm with `plus` added, in float32: no dtype rounds the sum."""
-        return self.tensor(name).float() + plus
+    def float32(self, name: str, plus: float = 0.0) -> Tensor:
+        """Return a copy of a tensor in float32, with `plus` added; what the checkpoint has is not rounded."""
+        return self._stored(name).to(device=self.device, dtype=torch.float32) + plus
 
     def rounded(self, number: float) -> float:
         """Return a number as the model's dtype stores it."""

@@ -34,6 +34,19 @@ if TYPE_CHECKING:
     from swiftkv.models.parallel import Ranks
 
 
+_SELECT_BIAS = "gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names in checkpoints: a layer's block of experts, and the matrices of one of them."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
 @dataclass(frozen=True, slots=True)
 class MoeConfig(DecoderConfig):
     """The shape of a model some of whose layers have experts."""
@@ -41,6 +54,8 @@ class MoeConfig(DecoderConfig):
     router: Router
     expert_size: int  # inner size of each expert
     expert_layers: tuple[int, ...]
+    names: ExpertNames
+    has_select_bias: bool = False
 
     def _inner_sizes(self) -> dict[str, int]:
         return DecoderConfig._inner_sizes(self) | {"experts": self.expert_size}
@@ -90,16 +105,6 @@ class _Experts:
     layers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The names in checkpoints: a layer's block of experts, and the matrices of one of them."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
 def _experts_of_mixtral(raw: HFConfig) -> _Experts:
     assert isinstance(raw, _MixtralKeys)
     num_experts = raw.num_local_experts or raw.num_experts or 8
@@ -125,7 +130,7 @@ class _Family:
     keys: type[_Keys]
     traits: Traits
     experts: Callable[[HFConfig], _Experts]
-    names: _Names
+    names: ExpertNames
 
 
 _FAMILIES = {
@@ -135,7 +140,7 @@ _FAMILIES = {
             biases=lambda raw: Biases(False, False, False), window_layers=lambda raw: range(raw.num_hidden_layers)
         ),
         experts=_experts_of_mixtral,
-        names=_Names("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     "Qwen3MoeForCausalLM": _Family(
         keys=_Qwen3Keys,
@@ -145,7 +150,7 @@ _FAMILIES = {
             qk_norm=True,
         ),
         experts=_experts_of_qwen3,
-        names=_Names("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        names=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     ),
 }
 
@@ -155,7 +160,7 @@ class MoeDecoder(LayeredDecoder):
 
     def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
         specs = tuple(map(attention_spec, groups, config.attention))
-        stack = layer_stack(config, kv_places(groups, specs), packer, ranks, _mlp_part)
+        stack = layer_stack(config, kv_places(groups, specs), packer, ranks, moe_mlp_part)
         super().__init__(groups, specs, stack, ranks, packer.device)
 
     @staticmethod
@@ -174,24 +179,28 @@ class MoeDecoder(LayeredDecoder):
             router=router,
             expert_size=experts.inner_size,
             expert_layers=experts.layers,
+            names=family.names,
         )
 
     @staticmethod
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
-        return decoder_weights(config, part, _mlp_weights)
+        return decoder_weights(config, part, moe_mlp_weights)
 
 
-def _mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
+def moe_mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
+    """Return the tensors of the second half of a layer, with experts where it has some."""
     assert isinstance(config, MoeConfig)
     if layer not in config.expert_layers:
         return mlp_weights(config, part, layer)
     hidden, inner, count = config.hidden_size, config.expert_size, config.router.num_experts
     rows, prefix = part.of_size(inner), f"model.layers.{layer}"
-    block = f"{prefix}.{_FAMILIES[config.architecture].names.block}"
+    block = f"{prefix}.{config.names.block}"
     weights = {
         f"{prefix}.post_attention_layernorm.weight": Weight((hidden,)),
         f"{block}.gate.weight": Weight((count, hidden)),
     }
+    if config.has_select_bias:
+        weights[f"{block}.{_SELECT_BIAS}"] = Weight((count,))
     gate_up, down = f"{prefix}.mlp.experts.gate_up_proj", f"{prefix}.mlp.experts.down_proj"
     for index in range(count):
         expert = _expert(config, layer, index)
@@ -206,24 +215,26 @@ def _mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[st
     return weights
 
 
-def _mlp_part(config: DecoderConfig, packer: Packer, ranks: Ranks, layer: int) -> MlpPart:
+def moe_mlp_part(config: DecoderConfig, packer: Packer, ranks: Ranks, layer: int) -> MlpPart:
+    """Pack the second half of a layer, with experts where it has some."""
     assert isinstance(config, MoeConfig)
     if layer not in config.expert_layers:
         return mlp_part(config, packer, ranks, layer)
     prefix = f"model.layers.{layer}"
+    block = f"{prefix}.{config.names.block}"
     experts = [_expert(config, layer, index) for index in range(config.router.num_experts)]
     return ExpertMlp(
         ranks=ranks,
         norm=packer.vector(f"{prefix}.post_attention_layernorm.weight"),
         norm_eps=config.rms_norm_eps,
-        gate=packer.linear(f"{prefix}.{_FAMILIES[config.architecture].names.block}.gate"),
-        select_bias=None,
+        gate=packer.linear(f"{block}.gate"),
+        select_bias=packer.float32(f"{block}.{_SELECT_BIAS}") if config.has_select_bias else None,
         router=config.router,
         experts=packer.experts(experts, SILU),
     )
 
 
 def _expert(config: MoeConfig, layer: int, index: int) -> ExpertModules:
-    names = _FAMILIES[config.architecture].names
+    names = config.names
     module = f"model.layers.{layer}.{names.block}.experts.{index}"
     return ExpertModules(f"{module}.{names.gate}", f"{module}.{names.up}", f"{module}.{names.down}")

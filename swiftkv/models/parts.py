@@ -30,6 +30,7 @@ class Attention:
     out: PackedLinear  # num_heads * v_head_dim -> hidden_size
     post_norm: Tensor | None = None  # [hidden_size], of what is added
     sinks: Tensor | None = None  # float32 [num_heads]
+    value_scale: float = 1.0  # of what is attended to: the cache has values as they are
 
     def add_to(self, hidden: Tensor, kv: StepKV) -> None:
         ops, place, stream = self.ranks.ops, self.place, kv.stream
@@ -42,6 +43,8 @@ class Attention:
         stream.after_write(place.layer)
         attended = ops.attention(qkv, place.spec, batch, region, place.index, self.sinks)  # [T, num_heads * v_head_dim]
         stream.after_attention(place.layer)
+        if self.value_scale != 1:
+            attended *= self.value_scale
         _add(self.ranks, attended, self.out, self.post_norm, self.norm_eps, hidden)
 
 

@@ -10,7 +10,9 @@ from swiftkv.models.config import DecoderConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.dense import DenseDecoder
 from swiftkv.models.gemma import GemmaDecoder
+from swiftkv.models.gpt_oss import GptOssDecoder
 from swiftkv.models.hf_config import read_architectures
+from swiftkv.models.mimo import MimoDecoder
 from swiftkv.models.moe import MoeDecoder
 from swiftkv.models.weights import RankSlices, num_parameters
 
@@ -23,6 +25,8 @@ DECODERS: dict[str, type[Decoder]] = {
     "MixtralForCausalLM": MoeDecoder,
     "Gemma2ForCausalLM": GemmaDecoder,
     "Gemma3ForCausalLM": GemmaDecoder,
+    "MiMoV2FlashForCausalLM": MimoDecoder,
+    "GptOssForCausalLM": GptOssDecoder,
 }
 
 

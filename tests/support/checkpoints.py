@@ -14,8 +14,12 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -35,6 +39,8 @@ ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mimo": (MiMoV2FlashConfig, MiMoV2FlashForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -57,6 +63,17 @@ SHAPE = {
 ARCHITECTURE_SHAPE = {
     "qwen2": {"head_dim": ...},  # its config class has none
     "mistral": {"sliding_window": None},
+    "mimo": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "sliding_window": 21,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+    },
+    "gpt_oss": {"sliding_window": 21, "num_local_experts": 6, "num_experts_per_tok": 3, "tie_word_embeddings": False},
     "gemma2": {"sliding_window": 40, "tie_word_embeddings": True, "query_pre_attn_scalar": 48},
     "gemma3": {"sliding_window": 40, "sliding_window_pattern": 2, "tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
@@ -93,6 +110,9 @@ def make_checkpoint(
         model = model_class(config_class(**values))
         for name, weight in model.named_parameters():
             _randomize(name, weight)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                _randomize(name, buffer)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     if tokenizer:
         make_tokenizer(int(values["vocab_size"])).save_pretrained(directory)

@@ -1,0 +1,178 @@
+"""MiMo-V2-Flash: window layers with sinks and KV heads of their own, values smaller than keys, and many experts.
+
+The halves of layers are those of `models/dense.py` and `models/moe.py`. A config file is the published model's, or one
+that transformers wrote. This file imports no torch, so that `swiftkv plan` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.errors import ConfigError
+from swiftkv.kernels.experts import Router
+from swiftkv.models.config import AttentionKind, DecoderConfig
+from swiftkv.models.decoder import Layer, LayeredDecoder, attention_spec, kv_places
+from swiftkv.models.dense import Biases, Traits, decoder_config, decoder_weights, layer_stack
+from swiftkv.models.hf_config import HFConfig, read_json, read_rope, refuse_unknown_keys
+from swiftkv.models.moe import ExpertNames, MoeConfig, moe_mlp_part, moe_mlp_weights
+from swiftkv.models.parts import Attention
+from swiftkv.models.weights import RankSlices, Weight
+
+if TYPE_CHECKING:
+    from swiftkv.models.loader import Packer
+    from swiftkv.models.parallel import Ranks
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class MimoConfig(MoeConfig):
+    """The shape of a MiMo-V2-Flash."""
+
+    value_scale: float = 1.0
+
+
+class _Keys(HFConfig, kw_only=True):
+    """The keys of both spellings; defaults are those of transformers."""
+
+    head_dim: int | None = 192
+    v_head_dim: int = 128
+    layernorm_epsilon: float | None = None  # the published spelling of rms_norm_eps
+    rms_norm_eps: float = 1e-5
+    num_key_value_heads: int | None = 4
+    sliding_window: int | None = 129
+    sliding_window_size: int | None = None  # without the query itself
+    attention_value_scale: float | None = 0.707
+    hybrid_layer_pattern: list[int] | None = None  # 1: a window
+    moe_layer_freq: list[int] | None = None  # 1: experts
+    mlp_layer_types: list[str] | None = None
+    rope_theta: float = 5e6
+    swa_rope_theta: float = 1e4
+    partial_rotary_factor: float = 0.334
+    swa_num_attention_heads: int | None = None
+    swa_num_key_value_heads: int | None = None
+    swa_head_dim: int | None = None
+    swa_v_head_dim: int | None = None
+    add_swa_attention_sink_bias: bool = True
+    add_full_attention_sink_bias: bool = False
+    moe_intermediate_size: int = 2048
+    n_routed_experts: int = 256
+    n_shared_experts: int | None = None
+    num_experts_per_tok: int = 8
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float | None = None
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    attention_chunk_size: int | None = None  # the published file has it, and no code reads it
+
+    def layers_with_window(self) -> frozenset[int]:
+        if self.hybrid_layer_pattern is not None:
+            return frozenset(layer for layer, flag in enumerate(self.hybrid_layer_pattern) if flag)
+        if self.layer_types is not None:
+            return frozenset(layer for layer, kind in enumerate(self.layer_types) if kind == _WINDOW)
+        return frozenset(layer for layer in range(self.num_hidden_layers) if layer and (layer + 1) % 6)
+
+    def layers_with_experts(self) -> tuple[int, ...]:
+        if self.moe_layer_freq is not None:
+            return tuple(layer for layer, flag in enumerate(self.moe_layer_freq) if flag)
+        if self.mlp_layer_types is not None:
+            return tuple(layer for layer, kind in enumerate(self.mlp_layer_types) if kind == "sparse")
+        return tuple(range(1, self.num_hidden_layers))
+
+    def window(self) -> int:
+        """Tokens that a query looks back on, itself included."""
+        return self.sliding_window or 0 if self.sliding_window_size is None else self.sliding_window_size + 1
+
+
+class MimoDecoder(LayeredDecoder):
+    """A `Decoder` of layers whose attention is of two kinds, with sinks in one of them."""
+
+    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
+        assert isinstance(config, MimoConfig)
+        specs = tuple(map(attention_spec, groups, config.attention))
+        stack = layer_stack(config, kv_places(groups, specs), packer, ranks, moe_mlp_part)
+        layers = tuple(_scaled(layer, config.value_scale) for layer in stack.layers)
+        super().__init__(groups, specs, replace(stack, layers=layers), ranks, packer.device)
+
+    @staticmethod
+    def read_config(architecture: str, directory: Path) -> DecoderConfig:
+        file = directory / "config.json"
+        refuse_unknown_keys(file, _Keys)
+        raw = read_json(file, _Keys)
+        if raw.n_shared_experts or raw.scoring_func != "sigmoid" or raw.topk_method != "noaux_tc":
+            raise ConfigError(
+                f"{file}: only scoring_func sigmoid, topk_method noaux_tc and no shared experts are supported"
+            )
+        raw = msgspec.structs.replace(raw, rms_norm_eps=raw.layernorm_epsilon or raw.rms_norm_eps)
+        traits = Traits(biases=lambda raw: Biases(raw.attention_bias, False, False), partial_rotary=True)
+        shape = decoder_config(architecture, directory, _with_rope(raw, _FULL), traits)
+        try:
+            router = Router(
+                raw.n_routed_experts,
+                raw.num_experts_per_tok,
+                "sigmoid",
+                raw.norm_topk_prob,
+                raw.routed_scaling_factor or 1.0,
+                raw.n_group,
+                raw.topk_group,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        values = {field.name: getattr(shape, field.name) for field in fields(shape)}
+        values["attention"] = _attention_kinds(file, raw, shape.attention[0])
+        return MimoConfig(
+            **values,
+            router=router,
+            expert_size=raw.moe_intermediate_size,
+            expert_layers=raw.layers_with_experts(),
+            names=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+            has_select_bias=True,
+            value_scale=raw.attention_value_scale or 1.0,
+        )
+
+    @staticmethod
+    def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
+        return decoder_weights(config, part, moe_mlp_weights)
+
+
+def _attention_kinds(file: Path, raw: _Keys, all_layers: AttentionKind) -> tuple[AttentionKind, ...]:
+    with_window = raw.layers_with_window()
+    sink = "attention_sink_bias"
+    full = replace(
+        all_layers,
+        layers=tuple(layer for layer in all_layers.layers if layer not in with_window),
+        v_head_dim=raw.v_head_dim,
+        sinks=sink if raw.add_full_attention_sink_bias else None,
+    )
+    window = replace(
+        all_layers,
+        layers=tuple(layer for layer in all_layers.layers if layer in with_window),
+        num_heads=raw.swa_num_attention_heads or all_layers.num_heads,
+        num_kv_heads=raw.swa_num_key_value_heads or 2 * all_layers.num_kv_heads,
+        head_dim=raw.swa_head_dim or all_layers.head_dim,
+        v_head_dim=raw.swa_v_head_dim or raw.v_head_dim,
+        rope=read_rope(file, _with_rope(raw, _WINDOW)),
+        window=raw.window(),
+        sinks=sink if raw.add_swa_attention_sink_bias else None,
+    )
+    return tuple(kind for kind in (full, window) if kind.layers)
+
+
+def _with_rope(raw: _Keys, kind: str) -> _Keys:
+    """Return the keys with the rotary parameters of one kind of layers, in the spelling of other models."""
+    nested: dict[str, Any] | None = (raw.rope_parameters or {}).get(kind)
+    if nested is not None:
+        return msgspec.structs.replace(raw, rope_parameters=nested)
+    return raw if kind == _FULL else msgspec.structs.replace(raw, rope_theta=raw.swa_rope_theta)
+
+
+def _scaled(layer: Layer, value_scale: float) -> Layer:
+    assert isinstance(layer.attention, Attention)
+    return replace(layer, attention=replace(layer.attention, value_scale=value_scale))

@@ -1,0 +1,26 @@
+"""MXFP4, the format of gpt-oss's experts: numbers of four bits that share a power of two by thirty-two.
+
+OCP Microscaling Formats 1.0, sections 5.2 and 5.3: an element is e2m1 (sign, two bits of exponent, one of mantissa),
+and a scale e8m0 (eight bits of exponent).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+"""Elements that share a scale; two of them are in a byte, the first in its lower half."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SCALE_BIAS = 127
+
+
+def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of uint8 blocks [rows, groups, GROUP / 2] and scales [rows, groups], [rows, groups * GROUP].
+
+    Every product of an element and a scale is exact in bfloat16 and float32.
+    """
+    values = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=torch.float32, device=blocks.device)
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [rows, groups, GROUP]
+    exponents = scales.to(torch.int32).sub_(_SCALE_BIAS).unsqueeze(-1)
+    return torch.ldexp(values[halves.int()], exponents).flatten(-2).to(dtype)
