@@ -19,9 +19,11 @@ from swiftkv.engine.ranks import ReceivedStep, pack_step, unpack_step
 from swiftkv.errors import EngineError
 from swiftkv.transport.rendezvous import PROOF_BYTES, gloo_group, open_store
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
-from tests.engine.test_parity import BLOCK_BYTES, ONE_SEQUENCE_BLOCKS, greedy, mixed_prompts
-from tests.support.checkpoints import make_checkpoint
+from tests.engine.test_parity import ONE_SEQUENCE_BLOCKS, greedy, mixed_prompts
+from tests.support.checkpoints import SHAPE, make_checkpoint
 from tests.support.node_process import wait_for
+
+BLOCK_BYTES = 4 * 2 * 16 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * SHAPE["num_hidden_layers"]  # float32
 
 NUM_TOKENS = 48
 
@@ -71,7 +73,7 @@ def test_tokens_and_logprobs_are_those_of_one_rank_and_of_transformers(
     before it unknown to all ranks: a rank's heads are half of them."""
     model = make_checkpoint(tmp_path, "qwen3")
     prompts = mixed_prompts()
-    small = {"max_num_batched_tokens": 100, "kv_bytes": (ONE_SEQUENCE_BLOCKS + 4) * BLOCK_BYTES * 4 // 2}
+    small = {"max_num_batched_tokens": 100, "kv_bytes": (ONE_SEQUENCE_BLOCKS + 4) * BLOCK_BYTES // 2}
     with start(checkpoint, 2, async_scheduling=True, **small) as cramped, start(checkpoint, 1) as one:
         answers = {
             name: [*e.generate(prompts[4:5], max_tokens=NUM_TOKENS), *e.generate(prompts, max_tokens=NUM_TOKENS)]
