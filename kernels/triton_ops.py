@@ -13,9 +13,10 @@ from torch import Tensor
 
 from swiftkv.kernels.experts import SILU, GatedActivation
 from swiftkv.kernels.reference import PackedLinear, pack_linear
-from swiftkv.kernels.reference_experts import PackedExperts, add_experts, pack_experts, route
+from swiftkv.kernels.reference_experts import PackedExperts, pack_experts, route
 from swiftkv.kernels.triton_attention import attention, prepare_batch
 from swiftkv.kernels.triton_elementwise import gated, rms_norm, rope_write_kv
+from swiftkv.kernels.triton_experts import add_experts
 
 __all__ = [
     "PackedExperts",

@@ -155,16 +155,35 @@ void finish(const float* sums, int64_t rows, const float* bias, int64_t panel_wi
     }
 }
 
+// Whole cache lines of one row after the other: rows lie in the same places of a small cache, and drive each other out.
+template <DType kType, int kVectors>
+void add_weighted_part(const void* const* rows, const float* weights, int64_t count, int64_t begin, int64_t k,
+                       typename Element<kType>::T* out) {
+    V sums[kVectors];
+    for (int v = 0; v < kVectors; ++v) sums[v] = Simd::zero();
+    for (int64_t r = 0; r < count; ++r) {
+        const auto* row = static_cast<const typename Element<kType>::T*>(rows[r]);
+        const V weight = Simd::set1(weights[r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+            const int64_t i = begin + v * Simd::kLanes;
+            sums[v] = Simd::fma(weight, load_some<kType>(row + i, k - i), sums[v]);
+        }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+        const int64_t i = begin + v * Simd::kLanes;
+        store_some<kType>(out + i, Simd::add(sums[v], load_some<kType>(out + i, k - i)), k - i);
+    }
+}
+
 template <DType kType>
 void add_weighted(const void* const* rows, const float* weights, int64_t count, int64_t k, void* out_bytes) {
-    using T = typename Element<kType>::T;
-    auto* out = static_cast<T*>(out_bytes);
-    for (int64_t i = 0; i < k; i += Simd::kLanes) {
-        V sum = Simd::zero();
-        for (int64_t r = 0; r < count; ++r)
-            sum = Simd::fma(Simd::set1(weights[r]), load_some<kType>(static_cast<const T*>(rows[r]) + i, k - i), sum);
-        store_some<kType>(out + i, Simd::add(sum, load_some<kType>(out + i, k - i)), k - i);
-    }
+    constexpr int kVectors = 4;
+    auto* out = static_cast<typename Element<kType>::T*>(out_bytes);
+    int64_t i = 0;
+    for (; i + kVectors * Simd::kLanes <= k; i += kVectors * Simd::kLanes)
+        add_weighted_part<kType, kVectors>(rows, weights, count, i, k, out);
+    for (; i < k; i += Simd::kLanes) add_weighted_part<kType, 1>(rows, weights, count, i, k, out);
 }
 
 float largest(const float* x, int64_t n) {

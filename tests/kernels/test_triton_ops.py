@@ -32,7 +32,10 @@ def run(directory: Path, ops: AnyOps, shared_layers: bool = False) -> dict[str, 
     return PagedRunner(decoder, shared_layers=shared_layers).run(PROMPTS, CHUNKS)
 
 
-@pytest.mark.parametrize(("arch", "biases"), [("qwen3", {}), ("llama", {"attention_bias": True, "mlp_bias": True})])
+@pytest.mark.parametrize(
+    ("arch", "biases"),
+    [("qwen3", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3_moe", {}), ("mixtral", {})],
+)
 def test_a_decoder_gives_the_logits_of_the_reference(arch: str, biases: dict[str, bool], tmp_path: Path) -> None:
     make_checkpoint(tmp_path, arch, num_hidden_layers=1, head_dim=16, hidden_size=32, intermediate_size=48, **biases)
     expected = run(tmp_path, reference_ops())

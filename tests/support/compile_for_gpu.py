@@ -18,8 +18,10 @@ from triton.runtime.jit import JITFunction
 from swiftkv.engine.cuda_graphs import DecoderSteps
 from swiftkv.engine.device_sampler import DeviceSampler
 from swiftkv.kernels.dispatch import select_ops
+from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, GatedActivation
 from swiftkv.kernels.triton_clock import _stamp
 from swiftkv.kernels.triton_copy import move_blocks
+from swiftkv.kernels.triton_ops import add_experts, pack_experts
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.registry import read_config
@@ -95,6 +97,15 @@ def forward(directory: Path, block_size: int) -> None:
     decode.run(decode.inputs(4, num_entries=64, num_tables=1), NO_STREAM)
 
 
+def multiply_by_experts() -> None:
+    weights, bias = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+    choices = Choices(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2))
+    gpt_oss = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
+    for activation, biases in ((SILU, (None,) * 3), (gpt_oss, (bias,) * 3)):
+        experts = pack_experts(ExpertLayer(1, activation, [ExpertWeights(weights, weights, weights, *biases)]))
+        add_experts(weights[:3], choices, experts, torch.zeros_like(weights[:3]))
+
+
 def copy() -> None:
     lists = torch.tensor([2, 1, 0, 0, 0], dtype=torch.int64)
     for to_peer in (True, False):
@@ -109,6 +120,7 @@ def main(directory: Path) -> None:
     sample()
     for block_size in (16, 128):
         forward(directory, block_size)
+    multiply_by_experts()
     copy()
     print(*sorted(compiled))
 
