@@ -22,6 +22,7 @@ from swiftkv.cache.geometry import (
     split_pool,
 )
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
+from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.memory import kv_bytes_on_host
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.step import EngineStep
@@ -75,6 +76,8 @@ class ModelRunner:
                 communicator=communicator,
             )
             self.kernels = self._model.ops.name
+            # On a GPU the counts stay there: to read them, the host would have to wait.
+            self.expert_loads = ExpertLoads({} if on_gpu else self._model.tokens_per_expert())
             self._model.ops.set_num_threads(config.threads)
             if on_gpu:
                 with torch.inference_mode():

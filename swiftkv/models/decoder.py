@@ -78,6 +78,9 @@ class Decoder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [R, vocab_size] for rows [R, hidden_size] of what `run_layers` returned."""
 
+    def tokens_per_expert(self) -> dict[int, Tensor]:
+        """Return how often each expert was chosen so far, int64 [num_experts], by layer; the kernels go on counting."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
@@ -114,6 +117,10 @@ class MlpPart(Protocol):
 
     def add_to(self, hidden: Tensor) -> None:
         """Add the MLP of the normalised `hidden` [T, hidden_size] to it."""
+
+    @property
+    def tokens_per_expert(self) -> Tensor | None:
+        """How often each expert was chosen so far, int64 [num_experts]; `None` without experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +228,7 @@ class LayeredDecoder:
         normed = self.ops.rms_norm(hidden, self._stack.final_norm, self._stack.norm_eps)
         logits, cap = self._ranks.logits(normed, self._stack.lm_head), self._stack.logit_soft_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def tokens_per_expert(self) -> dict[int, Tensor]:
+        counts = enumerate(layer.mlp.tokens_per_expert for layer in self._stack.layers)
+        return {layer: tokens for layer, tokens in counts if tokens is not None}

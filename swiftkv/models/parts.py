@@ -72,6 +72,10 @@ def _add(ranks: Ranks, x: Tensor, w: PackedLinear, norm: Tensor | None, eps: flo
     else:
         hidden += ranks.ops.rms_norm(ranks.linear(x, w), norm, eps)
 
+    @property
+    def tokens_per_expert(self) -> None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
@@ -90,3 +94,7 @@ class ExpertMlp:
         normed = ops.rms_norm(hidden, self.norm, self.norm_eps)
         choices = ops.route(ops.logits(normed, self.gate), self.router, self.select_bias)
         self.ranks.add_experts(normed, choices, self.experts, hidden)
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        return self.experts.tokens_per_expert

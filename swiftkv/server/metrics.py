@@ -65,6 +65,11 @@ class GatewayMetrics:
         )
         self.graph_hits = self._counter("swiftkv:cuda_graph_hits", "Decode steps that a CUDA graph held")
         self.graph_misses = self._counter("swiftkv:cuda_graph_misses", "Decode steps on a GPU that no CUDA graph held")
+        self.expert_load = self._gauge(
+            "swiftkv:expert_load_factor",
+            "Mean over maximum of tokens per expert, as last reported; 1 is even. Not counted on GPUs",
+            ("layer",),
+        )
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
         self.lending = LendingMetrics()
@@ -151,6 +156,7 @@ class ModelMetrics:
         self._success = {reason: metrics.request_success.labels(name, reason) for reason in FINISHED_REASONS}
         self._kv_tokens = {tier: metrics.kv_tier_tokens.labels(name, tier) for tier in (LOCAL_TIER, PEER_TIER)}
         self._name = name
+        self._expert_load = metrics.expert_load
         self._layer_stream = metrics.layer_stream
         self._restarts = metrics.engine_restarts
         # The engine reports totals since it started; a restarted engine counts from zero again.
@@ -174,6 +180,8 @@ class ModelMetrics:
         self.kv_cache_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
         self._kv_tokens[LOCAL_TIER].set(stats.kv_tokens_local)
         self._kv_tokens[PEER_TIER].set(stats.kv_tokens_peer)
+        for layer, factor in stats.expert_load_factors.items():
+            self._expert_load.labels(self._name, str(layer)).set(factor)
         self._layer_stream.observe(self._name, stats)
         hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
         totals = (

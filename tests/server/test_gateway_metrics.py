@@ -97,6 +97,15 @@ def test_totals_survive_a_restarted_engine() -> None:
     assert tiers == [39, 26]
 
 
+def test_load_factors_of_experts_by_layer() -> None:
+    metrics = GatewayMetrics()
+    metrics.for_model("dense").observe_engine(EngineStats(*[0] * 12))
+    metrics.for_model("experts").observe_engine(EngineStats(*[0] * 12, expert_load_factors={0: 0.25, 3: 0.5}))
+    text = metrics.render().decode()
+    assert 'swiftkv:expert_load_factor{layer="3",model_name="experts"} 0.5' in text
+    assert text.count("swiftkv:expert_load_factor{") == 2
+
+
 def test_graphs_are_counted_where_there_are_any() -> None:
     metrics = GatewayMetrics()
     metrics.for_model("cpu").observe_engine(EngineStats(*[0] * 12))
