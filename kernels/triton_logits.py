@@ -16,9 +16,6 @@ from torch import Tensor
 RUN_TOKENS = 64
 """Tokens that share a maximum and a sum."""
 
-RUNS_TILE = 128
-"""Runs that a program holds at a time."""
-
 LOWEST_KEY = tl.constexpr(-2139095041)
 """The key of minus infinity."""
 
@@ -76,7 +73,8 @@ def load_runs(
     return tl.load(logits + tokens, mask=mask, other=float("-inf")), tokens, mask
 
 
-@triton.jit
+# What begins at any row of a larger tensor is not compiled anew for each 16-byte alignment: nothing is gained by it.
+@triton.jit(do_not_specialize_on_alignment=["slots", "maxima", "sums"])
 def _statistics(
     logits: tl.tensor,
     stride: tl.tensor,

@@ -12,7 +12,6 @@ from torch import Tensor
 from swiftkv.kernels.triton_logits import (
     LOWEST_KEY,
     RUN_TOKENS,
-    RUNS_TILE,
     find_edge,
     key_of,
     list_all_runs,
@@ -21,6 +20,12 @@ from swiftkv.kernels.triton_logits import (
     measure,
     run_statistics,
 )
+
+TOP_TILES = (0, 32, 128)
+"""The numbers of top tokens for which a kernel is compiled; each serves the smaller ones too."""
+
+RUNS_TILE = 64
+"""Runs that a program holds at a time: with twice as many it runs out of registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
         found.top_logprobs,
         vocab_size,
         num_runs,
-        NUM_TOP=num_top,
-        TOP_TILE=triton.next_power_of_2(max(1, num_top)),
+        num_top,
+        TOP_TILE=_top_tile(num_top),
         ALL_RUNS=triton.next_power_of_2(num_runs),
         TILE=RUNS_TILE,
         RUN=RUN_TOKENS,
@@ -73,14 +78,25 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     return found
 
 
-@triton.jit
+def _top_tile(num_top: int) -> int:
+    """Return the smallest of `TOP_TILES` that holds `num_top`, or what does beyond them."""
+    return next((tile for tile in TOP_TILES if tile >= num_top), int(triton.next_power_of_2(num_top)))
+
+
+@triton.jit(
+    do_not_specialize=["num_top"],
+    do_not_specialize_on_alignment=[
+        "maxima", "sums", "listed", "found_ids", "found_logprobs",
+        "token_ids", "logprobs", "ranks", "top_ids", "top_logprobs",
+    ],
+)  # fmt: skip
 def _token_logprobs(
     logits: tl.tensor,
     stride: tl.tensor,
     maxima: tl.tensor,
     sums: tl.tensor,
     listed: tl.tensor,
-    found_ids: tl.tensor,  # [N, NUM_TOP], the top tokens before they are put in order
+    found_ids: tl.tensor,  # [N, num_top], the top tokens before they are put in order
     found_logprobs: tl.tensor,
     token_ids: tl.tensor,
     logprobs: tl.tensor,
@@ -89,8 +105,8 @@ def _token_logprobs(
     top_logprobs: tl.tensor,
     vocab_size: tl.tensor,
     num_runs: tl.tensor,
-    NUM_TOP: tl.constexpr,
-    TOP_TILE: tl.constexpr,
+    num_top: tl.tensor,
+    TOP_TILE: tl.constexpr,  # 0: no top tokens
     ALL_RUNS: tl.constexpr,
     TILE: tl.constexpr,
     RUN: tl.constexpr,
@@ -114,15 +130,15 @@ def _token_logprobs(
         rank += tl.sum((x > chosen).to(tl.int32))
     tl.store(ranks + row, rank)
 
-    if NUM_TOP:
-        found_ids += row * NUM_TOP
-        found_logprobs += row * NUM_TOP
+    if TOP_TILE:
+        found_ids += row * num_top
+        found_logprobs += row * num_top
         num_listed, bound = list_largest_runs(row_maxima, listed, num_runs, ALL_RUNS, TILE)
-        if num_listed < NUM_TOP:
+        if num_listed < num_top:
             list_all_runs(listed, num_runs, ALL_RUNS)
             num_listed = num_runs
             bound = tl.full((), LOWEST_KEY, tl.int64)
-        target = tl.full((), NUM_TOP, tl.float64)
+        target = num_top.to(tl.float64)
         end = key_of(largest).to(tl.int64) + 1
         edge = find_edge(
             logits, listed, num_listed, vocab_size, bound, end, target, largest, 1.0, 0.0, TILE, RUN, False
@@ -140,19 +156,19 @@ def _token_logprobs(
             keys = tl.where(tl.reshape(mask, (TILE * RUN,)), key_of(x).to(tl.int64), edge - 1)
             is_above, is_equal = (keys > edge).to(tl.int32), (keys == edge).to(tl.int32)
             place = tl.where(is_above > 0, num_above + tl.cumsum(is_above, 0), num_equal + tl.cumsum(is_equal, 0))
-            is_found = ((is_above + is_equal) > 0) & (place <= NUM_TOP)
+            is_found = ((is_above + is_equal) > 0) & (place <= num_top)
             tl.store(found_ids + place - 1, tokens, mask=is_found)
             tl.store(found_logprobs + place - 1, x - largest - log_total, mask=is_found)
             num_above += tl.sum(is_above)
             num_equal += tl.sum(is_equal)
         tl.debug_barrier()
         place = tl.arange(0, TOP_TILE)
-        ids = tl.load(found_ids + place, mask=place < NUM_TOP, other=0)
-        values = tl.load(found_logprobs + place, mask=place < NUM_TOP, other=float("-inf"))
+        ids = tl.load(found_ids + place, mask=place < num_top, other=0)
+        values = tl.load(found_logprobs + place, mask=place < num_top, other=float("-inf"))
         other = tl.arange(0, TOP_TILE)[None, :]
-        other_ids = tl.load(found_ids + other, mask=other < NUM_TOP, other=0)
-        other_values = tl.load(found_logprobs + other, mask=other < NUM_TOP, other=float("-inf"))
+        other_ids = tl.load(found_ids + other, mask=other < num_top, other=0)
+        other_values = tl.load(found_logprobs + other, mask=other < num_top, other=float("-inf"))
         is_before = (other_values > values[:, None]) | ((other_values == values[:, None]) & (other_ids < ids[:, None]))
-        order = tl.sum((is_before & (other < NUM_TOP)).to(tl.int32), axis=1)
-        tl.store(top_ids + row * NUM_TOP + order, ids, mask=place < NUM_TOP)
-        tl.store(top_logprobs + row * NUM_TOP + order, values, mask=place < NUM_TOP)
+        order = tl.sum((is_before & (other < num_top)).to(tl.int32), axis=1)
+        tl.store(top_ids + row * num_top + order, ids, mask=place < num_top)
+        tl.store(top_logprobs + row * num_top + order, values, mask=place < num_top)

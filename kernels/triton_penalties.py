@@ -76,7 +76,10 @@ def count_tokens(output_counts: Tensor, params: SlotParams, slots: Tensor, token
         )
 
 
-@triton.jit(do_not_specialize=["num_edits"])
+@triton.jit(
+    do_not_specialize=["num_edits"],
+    do_not_specialize_on_alignment=["rows", "token_ids", "biases", "min_positions", "positions"],
+)
 def _edit_logits(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -98,7 +101,7 @@ def _edit_logits(
     tl.store(target, tl.where(is_early, float("-inf"), edited), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _penalise(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -128,7 +131,7 @@ def _penalise(
         tl.store(logits + row * stride + tokens, x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "token_ids"])
 def _count_tokens(
     output_counts: tl.tensor,
     vocab_size: tl.tensor,

@@ -24,7 +24,6 @@ from torch import Tensor
 from swiftkv.kernels.triton_logits import (
     LOWEST_KEY,
     RUN_TOKENS,
-    RUNS_TILE,
     find_edge,
     inverse,
     key_of,
@@ -35,6 +34,9 @@ from swiftkv.kernels.triton_logits import (
     measure,
     run_statistics,
 )
+
+RUNS_TILE = 128
+"""Runs that a program holds at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ def _draw(
     return run * RUN + within
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["maxima", "sums", "listed", "slots", "positions", "token_ids", "broken"])
 def _sample(
     logits: tl.tensor,
     stride: tl.tensor,

@@ -34,9 +34,12 @@ def size_pool(config: EngineConfig, model: Decoder, device: torch.device) -> int
 
     Raises `ConfigError`, with the sum, if they do not fit.
     """
-    use = measure_use(
-        device, lambda: run_largest_step(config, model, device), 0 if config.enforce_eager else GRAPH_BYTES
-    )
+
+    def steps() -> None:
+        run_largest_step(config, model, device)
+        run_decode_step(config, model, device)
+
+    use = measure_use(device, steps, 0 if config.enforce_eager else GRAPH_BYTES)
     # What lenders have may hold a part of the longest sequence; the runner looks at that.
     wanted_tokens = config.block_size if config.lending is not None else config.max_model_len
     device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -50,22 +53,37 @@ def run_largest_step(config: EngineConfig, model: Decoder, device: torch.device)
     """Run the largest step that may come, and its logits; every block of its sequences is the same garbage."""
     lengths = [config.max_model_len] * (config.max_num_batched_tokens // config.max_model_len)
     lengths += [rest] if (rest := config.max_num_batched_tokens % config.max_model_len) else []
-    counts = [blocks_for_tokens(length, config.block_size) for length in lengths]
+    hidden = _run_step(config, model, device, [(0, length) for length in lengths])
+    num_rows = min(config.max_num_seqs, len(hidden))
+    logits = model.logits(hidden[:num_rows])
+    logits.index_select(0, torch.arange(num_rows, device=device))  # sampling keeps them as they were beside the edited
+
+
+def run_decode_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
+    """Run a step of one token after the longest history, so that its kernels are compiled before anybody waits.
+
+    Where CUDA graphs are captured, their warm-up would do that; without them, the first decoded token would wait.
+    """
+    _run_step(config, model, device, [(config.max_model_len - 1, 1)])
+
+
+def _run_step(
+    config: EngineConfig, model: Decoder, device: torch.device, lengths: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    """Run sequences of so many cached and new tokens, over one layer block of garbage; return the hidden states."""
+    counts = [blocks_for_tokens(cached + new, config.block_size) for cached, new in lengths]
     tables = tuple(torch.full((sum(counts),), ~0, dtype=torch.int32) for _ in model.kv_groups)
     batch = ModelInput(
-        token_ids=upload(np.zeros(sum(lengths), np.int32), device),
-        positions=torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]),
-        query_starts=_offsets(lengths),
-        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        token_ids=upload(np.zeros(sum(new for _, new in lengths), np.int32), device),
+        positions=torch.cat([torch.arange(cached, cached + new, dtype=torch.int32) for cached, new in lengths]),
+        query_starts=_offsets([new for _, new in lengths]),
+        context_lens=torch.tensor([cached + new for cached, new in lengths], dtype=torch.int32),
         stream_tables=(tables,),
         table_starts=tuple(_offsets(counts) for _ in model.kv_groups),
     )
     block_bytes = max(group.layer_block_bytes for group in model.kv_groups)
     pool = torch.zeros(block_bytes, dtype=torch.uint8, device=device)
-    hidden = model.forward(batch, [pool[: group.layer_block_bytes] for group in model.kv_groups])
-    num_rows = min(config.max_num_seqs, len(hidden))
-    logits = model.logits(hidden[:num_rows])
-    logits.index_select(0, torch.arange(num_rows, device=device))  # sampling keeps them as they were beside the edited
+    return model.forward(batch, [pool[: group.layer_block_bytes] for group in model.kv_groups])
 
 
 def capture_graphs(

@@ -90,8 +90,25 @@ class DeviceSampler:
         self._logprob_counts = np.zeros(max_num_seqs, np.int32)
         self._edits: dict[int, LogitEdits] = {}  # by slot
         self._counts = TokenCounts(max_num_seqs, vocab_size, device)
-        slot = torch.zeros(1, dtype=torch.int32, device=device)
-        sample(torch.zeros(1, vocab_size, device=device), self._params, slot, slot)  # compiled before anybody waits
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile every kernel that a step may launch: a first call compiles, and all requests would wait for it.
+
+        Kernels are compiled anew for rows of logits that begin at no multiple of 16 bytes, which those of a vocabulary
+        of odd size do.
+        """
+        vocab_size, device = self._vocab_size, self._device
+        counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
+        all_logits = torch.zeros(2, vocab_size, device=device)
+        for logits in (all_logits, all_logits[1:]):
+            zeros = torch.zeros(len(logits), dtype=torch.int32, device=device)  # slot 0 has no penalties: none counts
+            edit_logits(logits, zeros[:1], zeros[:1], zeros[:1].float(), zeros[:1], zeros)
+            penalise(logits, self._params, zeros, counts, counts.bool())
+            draw = sample(logits, self._params, zeros, zeros)
+            count_tokens(counts, self._params, zeros, draw.token_ids)
+            for num_top in triton_logprobs.TOP_TILES:
+                triton_logprobs.token_logprobs(logits, draw.token_ids, num_top)
 
     def seat(self, slot: int, request: Request) -> None:
         asked, params = request.sampling, self._params

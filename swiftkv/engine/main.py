@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -23,6 +24,9 @@ from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.output import detach_output
 from swiftkv.processes import be_killed_first, die_with_parent
 from swiftkv.progress import PROGRESS
+
+if TYPE_CHECKING:
+    from swiftkv.engine.runner import ModelRunner
 
 _LINGER_MS = 500
 _OUTPUT_PATIENCE_S = 1.0  # a last word before `os._exit` gets out where anybody reads
@@ -72,9 +76,11 @@ def serve(config: EngineConfig) -> int:
             list(runner.eos_token_ids),
             config.incarnation,
         )
-        outputs.send(msgspec.msgpack.encode(ready))
         with torch.inference_mode():
-            Engine(config, runner, requests, outputs, context).run()
+            engine = Engine(config, runner, requests, outputs, context)
+            _watch_compilations(runner)
+            outputs.send(msgspec.msgpack.encode(ready))
+            engine.run()
     return 0
 
 
@@ -92,6 +98,13 @@ def assist(config: EngineConfig) -> int:
     with torch.inference_mode():
         follower.run()
     return 0
+
+
+def _watch_compilations(runner: ModelRunner) -> None:
+    if runner.kernels == "triton":
+        from swiftkv.kernels.triton_compilations import warn_of_compilations
+
+        warn_of_compilations()
 
 
 def _load_failed(config: EngineConfig, error: Exception) -> int:

@@ -23,11 +23,12 @@ def launched_kernels() -> set[str]:
     }
 
 
-def test_every_kernel_compiles_for_an_h100_as_it_is_launched(tmp_path: Path) -> None:
+def run_without_interpreter(module: str, tmp_path: Path) -> list[str]:
+    """Run a module of `tests.support`; return the words that it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.compile_for_gpu", str(tmp_path / "model")],
+        [sys.executable, "-m", f"tests.support.{module}", str(tmp_path / "model")],
         env=environment,
         capture_output=True,
         text=True,
@@ -35,4 +36,12 @@ def test_every_kernel_compiles_for_an_h100_as_it_is_launched(tmp_path: Path) -> 
         timeout=600,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == sorted(launched_kernels())
+    return run.stdout.split()
+
+
+def test_every_kernel_compiles_for_an_h100_as_it_is_launched(tmp_path: Path) -> None:
+    assert run_without_interpreter("compile_for_gpu", tmp_path) == sorted(launched_kernels())
+
+
+def test_no_kernel_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
+    assert run_without_interpreter("note_compilations", tmp_path) == []

@@ -1,19 +1,15 @@
 """Compiles the kernels for a GPU that need not be there, as they are launched: run by `test_triton_compiles`.
 
-Triton believes in an H100, and every launch compiles and runs nothing. Prints the names of what was compiled.
+Every launch compiles for an H100 and runs nothing. Prints the names of what was compiled.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import triton.runtime.driver
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from swiftkv.engine.cuda_graphs import DecoderSteps
 from swiftkv.engine.device_sampler import DeviceSampler
@@ -28,9 +24,9 @@ from swiftkv.models.registry import read_config
 from swiftkv.models.stream import NO_STREAM
 from tests.engine.test_sampler import make_request
 from tests.support.checkpoints import make_checkpoint
+from tests.support.offline_gpu import compile_instead_of_launching
 
 VOCAB = 32_000
-CPU = torch.device("cpu")
 SHAPE = {"num_hidden_layers": 2, "head_dim": 128, "hidden_size": 256, "intermediate_size": 384}
 PARAMS: list[dict[str, object]] = [
     {},
@@ -38,33 +34,6 @@ PARAMS: list[dict[str, object]] = [
     {"presence_penalty": 1.0, "logprobs": 3},
     {"logit_bias": {3: 1.0}, "min_tokens": 2},
 ]
-
-
-class H100:
-    """The driver's answers that Triton asks for before it compiles."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return CPU
-
-
-def compile_instead_of_launching(compiled: set[str]) -> None:
-    triton.runtime.driver.set_active(H100())
-    run = JITFunction.run
-
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled.add(kernel.__name__)
-        return run(kernel, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_only
 
 
 def sample() -> None:
@@ -116,7 +85,7 @@ def copy() -> None:
 def main(directory: Path) -> None:
     make_checkpoint(directory, "qwen3", **SHAPE)
     compiled: set[str] = set()
-    compile_instead_of_launching(compiled)
+    compile_instead_of_launching(lambda name, kernel: compiled.add(name))
     sample()
     for block_size in (16, 128):
         forward(directory, block_size)
