@@ -87,8 +87,8 @@ def move_blocks(
 
     pool uint8, flat: the whole of our own pool. packed: int64, lists of `pack_lists` on pool's device. `most_blocks`
     are as many as the list may have, for the grid: it may have more, which takes longer. The blocks of one call must
-    not overlap. `max_programs`, for measurements and tests, bounds the programs that share the work (each up to 16
-    warps); 0: as many as the device holds at once.
+    not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, and 32 KiB in flight): a
+    multiprocessor that holds one computes nothing else until the list is done. 0: as many as the device holds at once.
     """
     if not most_blocks:
         return

@@ -82,6 +82,7 @@ class NodeLendingConfig(_Section):
     transport: Literal["auto", "shm", "peer", "p2p"] = Field("auto", description="auto, shm, peer or p2p")
     io_backend: Literal["kernel", "direct"] = Field("kernel", description="kernel or direct")
     stream_buffers: Literal[1, 2] = Field(2, description="1 or 2")
+    max_programs: Positive | None = Field(None, description=_POSITIVE)
     max_wait: Duration = Field(30.0, description=_DURATION)
 
 

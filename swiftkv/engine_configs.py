@@ -91,6 +91,7 @@ def _lending_spec(
     if not lends and not borrows:
         return None
     lending = model.lending or LendingConfig()
+    transport = transports["GPUs" if plan.on_gpu else "the host"]
     return LendingSpec(
         leases_address=_leases_address(addresses[plan.name]),
         lenders=_peers(((pair.lender, pair) for pair in borrows), addresses),
@@ -98,8 +99,9 @@ def _lending_spec(
         budget_bytes=plan.budget_bytes or 0,
         window_s=lending.window,
         policy=lending.policy,
-        transport=transports["GPUs" if plan.on_gpu else "the host"].kind,
+        transport=transport.kind,
         io_backend=config.node.lending.io_backend,
+        max_programs=config.node.lending.max_programs or transport.max_programs,
         stream_buffers=config.node.lending.stream_buffers,
         rendezvous=str(ipc),
         max_wait_s=config.node.lending.max_wait,

@@ -58,13 +58,17 @@ MISTAKES = [
     ),
     ("node: {lending: {stream_buffers: 3}}\n" + ONE_MODEL % "", "node.lending.stream_buffers: 3 is not 1 or 2"),
     (
+        "node: {lending: {max_programs: 0}}\n" + ONE_MODEL % "",
+        "node.lending.max_programs: 0 is not an integer of at least 1",
+    ),
+    (
         "node: {lending: {max_wait: 30}}\n" + ONE_MODEL % "",
         "node.lending.max_wait: 30 is not a duration such as 500ms, 60s or 2m",
     ),
     (
         "node: {lending: never}\n" + ONE_MODEL % "",
         "node.lending: 'never' is not on, off or a mapping with the keys enabled, transport, io_backend, "
-        "stream_buffers, max_wait",
+        "stream_buffers, max_programs, max_wait",
     ),
     (
         "node: {shutdown_timeout: 1 minute}\n" + ONE_MODEL % "",

@@ -119,7 +119,7 @@ def capture_streaming(
         return
     sizes = graph_sizes(config.max_num_seqs, MAX_STREAMING_GRAPHS)
     for num_buffers in range(config.lending.stream_buffers, 0, -1):  # of two, one is used where room is short
-        stream = GraphStream(layer_stream, transport.mappings, num_buffers)
+        stream = GraphStream(layer_stream, transport.mappings, num_buffers, max_programs=transport.max_programs)
         graphs.capture(sizes, GRAPH_BYTES, stream)
         num_graphs, gib = len(graphs.sizes(num_buffers)), graphs.nbytes / 2**30
         log.info("%d CUDA graphs of steps with %d stream buffers, %.2f GiB in all", num_graphs, num_buffers, gib)

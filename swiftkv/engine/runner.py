@@ -97,7 +97,7 @@ class ModelRunner:
         if on_gpu and self.kernels == "triton" and communicator.size == 1:  # sums of several ranks cannot be captured
             with torch.inference_mode():
                 self.decode_graphs = capture_graphs(config, self._model, self._regions, self.last_token_ids)
-        self.transport = _open_transport(config, self.pool)
+        self.transport = _open_transport(config, self.pool, groups)
         """Reaches the pools of lenders; `None` if there can be none."""
         self.layer_stream: LayerStream | None = None
         if self.transport is not None:
@@ -152,11 +152,18 @@ class ModelRunner:
         return self._model.logits(hidden)
 
 
-def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool) -> Transport | None:
+def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool, groups: Sequence[KVGroup]) -> Transport | None:
     spec = config.lending
     if spec is None or not spec.lenders:
         return None
-    return open_transport(spec.transport, pool, io_backend=spec.io_backend, deadline_s=config.copy_deadline_s)
+    return open_transport(
+        spec.transport,
+        pool,
+        io_backend=spec.io_backend,
+        deadline_s=config.copy_deadline_s,
+        max_programs=spec.max_programs,
+        widths_bytes=sorted({group.layer_block_bytes for group in groups}),
+    )
 
 
 @contextmanager

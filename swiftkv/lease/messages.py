@@ -61,6 +61,7 @@ class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rendezvous: str  # a directory of mode 0700 that all engines of the node share
     max_wait_s: float  # a request that needs more than is lent waits this long
     io_backend: Literal["kernel", "direct"] = "kernel"  # how the transport `peer` copies
+    max_programs: int = 32  # that its kernels copy with at once, each up to 16 warps
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):

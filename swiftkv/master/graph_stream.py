@@ -57,14 +57,18 @@ class GraphStream:
         mappings: Mappings,
         num_buffers: int,
         room_blocks: int = ROOM_BLOCKS,
+        max_programs: int = 0,
     ) -> None:
-        """Copies between `mappings.pool` and the pools behind `mappings`; their books are those of `layer_stream`."""
+        """Copies between `mappings.pool` and the pools behind `mappings`, as many programs at once as `move_blocks`
+        is told; their books are those of `layer_stream`.
+        """
         device = mappings.pool.device
         groups = layer_stream.groups
         self.num_buffers = num_buffers
         self._layer_stream = layer_stream
         self._mappings = mappings
         self._room_blocks = room_blocks
+        self._max_programs = max_programs
         self._places = {layer: (n, index) for n, group in enumerate(groups) for index, layer in enumerate(group.layers)}
         self._end = max(self._places) + 1
         num_lists = len(groups) * self._lists_per_group
@@ -138,7 +142,7 @@ class GraphStream:
         width_bytes = self._layer_stream.groups[group].layer_block_bytes
         which = group * self._lists_per_group + number
         pool, most = self._mappings.pool, self._room_blocks
-        move_blocks(pool, self._packed, which, most, width_bytes, index, to_peer)
+        move_blocks(pool, self._packed, which, most, width_bytes, index, to_peer, self._max_programs)
 
     def _note(self, row: int, moment: int) -> None:
         stamp(self._times, row * _MOMENTS + moment)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ import torch
 from swiftkv.errors import TransferError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, close_ipc_handle, copy_2d, open_ipc_handle
 from swiftkv.kernels.host_copies import upload
-from swiftkv.kernels.triton_copy import move_blocks, pack_lists
+from swiftkv.kernels.triton_copy import BLOCK_FIELDS, move_blocks, pack_lists
 from swiftkv.transport.base import (
     COPY_TIMING,
     EXPOSURE,
@@ -33,6 +34,7 @@ from swiftkv.transport.base import (
 )
 from swiftkv.transport.mappings import Mappings
 from swiftkv.transport.rendezvous import withdraw_pool
+from swiftkv.transport.topology import LINK_PROGRAMS
 
 IoBackend = Literal["kernel", "direct"]
 """HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
@@ -63,9 +65,18 @@ class PeerTransport:
     coordinator, which sees the process end, has the scheduler drop them.
     """
 
-    def __init__(self, pool: DevicePool, io_backend: IoBackend = "kernel") -> None:
+    def __init__(
+        self,
+        pool: DevicePool,
+        io_backend: IoBackend = "kernel",
+        *,
+        max_programs: int = LINK_PROGRAMS,
+        widths_bytes: Sequence[int] = (),
+    ) -> None:
+        """Copies take `max_programs` at once. Kernels for layer blocks of `widths_bytes` are compiled here already."""
         self.mappings = Mappings(pool.tensor)
         self.io_backend = io_backend
+        self.max_programs = max_programs
         self._pool = pool
         self._device = pool.tensor.device
         self._stream = torch.cuda.Stream(self._device, priority=-1)
@@ -74,6 +85,7 @@ class PeerTransport:
         self._waits: deque[tuple[Ticket, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MAX_JOBS)
         self._failures: dict[Ticket, TransferError] = {}
         self._last_ticket: Ticket = 0
+        self._compile(widths_bytes)
         self._set_anchor()
 
     def attach(self, link: int, peer: PeerHandle) -> None:
@@ -181,10 +193,22 @@ class PeerTransport:
         if self.io_backend == "kernel":
             packed = self._packed(runs)
             num_blocks = int(runs.runs[:, 3].sum())
-            move_blocks(self._pool.tensor, packed, 0, num_blocks, runs.width_bytes, layer, is_to_peer)
+            self._move(packed, num_blocks, runs.width_bytes, layer, is_to_peer)
         else:
             self.mappings.check(runs)
             self._copy_runs(runs, layer, is_to_peer)
+
+    def _move(self, packed: torch.Tensor, num_blocks: int, width_bytes: int, layer: int, is_to_peer: bool) -> None:
+        pool, most = self._pool.tensor, self.max_programs
+        move_blocks(pool, packed, 0, num_blocks, width_bytes, layer, is_to_peer, most)
+
+    def _compile(self, widths_bytes: Sequence[int]) -> None:
+        """Compile the kernels by copying nothing: a first step that copies would stand still for seconds."""
+        if self.io_backend == "kernel":
+            nothing = upload(pack_lists([np.empty((0, BLOCK_FIELDS), np.int64)]), self._device)
+            for width_bytes in widths_bytes:
+                for is_to_peer in (True, False):
+                    self._move(nothing, 1, width_bytes, 0, is_to_peer)
 
     def _copy_runs(self, runs: Runs, layer: int, is_to_peer: bool) -> None:
         width, block = runs.width_bytes, runs.block_bytes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from swiftkv.transport.base import DevicePool, SharedPool, Transport
-from swiftkv.transport.topology import TransportKind
+from swiftkv.transport.topology import LINK_PROGRAMS, TransportKind
 
 
 def open_transport(
@@ -14,11 +15,14 @@ def open_transport(
     num_threads: int = 1,
     io_backend: Literal["kernel", "direct"] = "kernel",
     deadline_s: float = 30.0,
+    max_programs: int = LINK_PROGRAMS,
+    widths_bytes: Sequence[int] = (),
 ) -> Transport:
     """Open the borrower's half for `pool`.
 
-    `num_threads` copy where the transport has threads to choose; `io_backend` is how `peer` copies; a lender that keeps
-    a copy of `p2p` waiting for `deadline_s` is cut off.
+    `num_threads` copy where the transport has threads to choose. `io_backend` is how `peer` copies, `max_programs` how
+    many programs its kernels have, and `widths_bytes` the layer blocks for which they are compiled at once. A lender
+    that keeps a copy of `p2p` waiting for `deadline_s` is cut off.
 
     A lender needs nothing for `shm` and `peer` beyond `publish_pool`; for `p2p` it also runs `serve_p2p` for each
     attachment. `shm` is for pools in host memory, `peer` for pools on CUDA devices, `p2p` for both.
@@ -31,7 +35,7 @@ def open_transport(
         assert kind == "peer", f"{kind} does not reach a pool on a device"
         from swiftkv.transport.peer import PeerTransport
 
-        return PeerTransport(pool, io_backend)
+        return PeerTransport(pool, io_backend, max_programs=max_programs, widths_bytes=widths_bytes)
     assert kind == "shm", f"{kind} does not reach a pool in host memory"
     from swiftkv.transport.shm import ShmTransport
 

@@ -12,6 +12,13 @@ from swiftkv.errors import ConfigError
 TransportKind = Literal["shm", "peer", "p2p"]
 Link = Literal["nvlink", "pcie"]
 
+LINK_PROGRAMS = 32
+"""Programs of 32 KiB that keep a link between two GPUs busy: 1 MiB in flight are NVLink's 400 GB/s times 2 us. Each
+takes a multiprocessor from whoever computes, until the whole list is copied; more of them would copy no faster."""
+
+ONE_GPU_PROGRAMS = 96
+"""The same within one GPU, whose memory is faster than any link."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -38,6 +45,7 @@ class TransportChoice(NamedTuple):
 
     kind: TransportKind
     reason: str
+    max_programs: int = LINK_PROGRAMS  # that copy at once where kernels do: those of `peer`
 
 
 def choose_transport(lender_device: str, borrower_device: str, topology: Topology) -> TransportChoice:
@@ -51,7 +59,7 @@ def choose_transport(lender_device: str, borrower_device: str, topology: Topolog
     if lender is None or borrower is None:
         return TransportChoice("p2p", "one pool is in host memory, the other on a GPU")
     if lender == borrower:
-        return TransportChoice("peer", f"both pools are on GPU {lender}")
+        return TransportChoice("peer", f"both pools are on GPU {lender}", ONE_GPU_PROGRAMS)
     link = topology.link(lender, borrower)
     if link == "nvlink":
         return TransportChoice("peer", f"NVLink between GPU {lender} and GPU {borrower}")
@@ -87,11 +95,14 @@ def settle_transport(
 ) -> TransportChoice:
     """Return the one transport of engines that lend to each other: `pairs` of a lender's and a borrower's device.
 
-    An engine has one transport for all it borrows, so `auto` is what serves every pair. All devices are the host's, or
-    all are GPUs. Raises `ValueError` if `setting` does not reach, or for a GPU that is not there.
+    An engine has one transport for all it borrows, so `auto` is what serves every pair, and its kernels copy with as
+    many programs as the fastest pair needs. All devices are the host's, or all are GPUs.
+
+    Raises `ValueError` if `setting` does not reach, or for a GPU that is not there.
     """
     choices = [choose_transport(lender, borrower, topology) for lender, borrower in pairs]
     possible = next((choice for choice in choices if choice.kind == "p2p"), choices[0])
+    possible = possible._replace(max_programs=max(choice.max_programs for choice in choices))
     if setting in ("auto", possible.kind):
         return possible
     if setting == "p2p":

@@ -120,9 +120,9 @@ def test_a_link_begins_where_the_pool_of_the_lender_has_its_group(device: str, t
 
 
 def test_what_the_node_says_holds_for_every_engine(tmp_path: Path) -> None:
-    told = specs(tmp_path, lending={"transport": "p2p", "stream_buffers": 1, "max_wait": "2s"})
+    told = specs(tmp_path, lending={"transport": "p2p", "stream_buffers": 1, "max_programs": 7, "max_wait": "2s"})
     for spec in filter(None, told.values()):
-        assert (spec.transport, spec.stream_buffers, spec.max_wait_s) == ("p2p", 1, 2.0)
+        assert (spec.transport, spec.stream_buffers, spec.max_programs, spec.max_wait_s) == ("p2p", 1, 7, 2.0)
         assert spec.rendezvous == "/run/ipc"
 
 

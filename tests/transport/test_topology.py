@@ -62,6 +62,14 @@ def test_a_node_has_one_transport_for_each_kind_of_memory(
     assert {memory: choice.kind for memory, choice in chosen.items()} == kinds
 
 
+def test_copies_over_a_link_leave_most_multiprocessors_to_those_who_compute() -> None:
+    def programs(*pairs: tuple[str, str]) -> int:
+        return node_transports("auto", pairs, MACHINE)["GPUs"].max_programs
+
+    assert programs(("cuda:1", "cuda:0")) == programs(("cuda:2", "cuda:0")) == 32
+    assert programs(("cuda:1", "cuda:1")) == programs(("cuda:1", "cuda:0"), ("cuda:0", "cuda:0")) == 96
+
+
 @pytest.mark.parametrize(
     ("setting", "pair", "why"),
     [
