@@ -1,41 +1,32 @@
 """Paged causal attention on a GPU: FlashAttention-2 (Dao 2023) for chunks of prompts, flash-decoding for single tokens.
 
 KV lies as `kernels/triton_layout.py` says. The heads that share a kv head are the rows of one matrix, so keys and
-values are read once for all of them. Scores are kept in powers of two: `exp(x) = exp2(x log2(e))`, with the factor
-folded into the scale. Slots that are not written may hold anything, and blocks that no query sees are not read.
-
-Both kernels are in one file, because they share how a tile of keys is loaded and folded in.
-
-Unlike the CPU's, results depend in their last bit on the other sequences of a step: those decide how keys are split.
+values are read once for all of them. The keys of a single token, or of a short prompt after a long history, are split
+between several programs, and the results of these added up. Unlike the CPU's, results depend in their last bit on the
+other sequences of a step: those decide how keys are split.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from swiftkv.kernels import triton_schedule
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import (
-    key_offset,
-    layer_block_index,
-    layer_block_offset,
-    layer_blocks,
-    value_offset,
+from swiftkv.kernels.triton_attention_kernels import (
+    LOG2_E,
+    combine_kernel,
+    decode_kernel,
+    merge_kernel,
+    prefill_kernel,
 )
+from swiftkv.kernels.triton_layout import layer_blocks
 from swiftkv.kernels.triton_schedule import AttentionBatch, Tiling, decode_buffers, prepare_batch
 
 __all__ = ["AttentionBatch", "attention", "decode_buffers", "prepare_batch"]
 
-TILE_FIELDS = tl.constexpr(triton_schedule.TILE_FIELDS)
-SPLIT_FIELDS = tl.constexpr(triton_schedule.SPLIT_FIELDS)
-_LOG2_E = math.log2(math.e)
-_LOG2_E_JIT = tl.constexpr(_LOG2_E)
+_SPLITS = 16  # that are added up at a time
 
 
 def attention(
@@ -72,11 +63,14 @@ def _prefill(
     out: Tensor, qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, kv: Tensor, layer: int, sinks: Tensor | None
 ) -> None:
     tiling = batch.prefill
+    partial_out, partial_log_sum = _partials(qkv, spec, batch.num_parts * spec.num_kv_heads * tiling.rows)
     rectangles = None
-    if spec.block_size % tiling.keys == 0:
+    if tiling.by_rectangles:
         rectangles = TensorDescriptor.from_tensor(kv.view(-1, spec.head_dim), [tiling.keys, _padded_dim(spec)])
-    _prefill_kernel[(spec.num_kv_heads, len(batch.tiles))](
+    prefill_kernel[(spec.num_kv_heads, len(batch.tiles))](
         out,
+        partial_out,
+        partial_log_sum,
         qkv,
         kv,
         rectangles,
@@ -87,16 +81,29 @@ def _prefill(
         *_scales(spec),
         **_constants(spec, tiling),
     )
+    if len(batch.merges):
+        merge_kernel[(len(batch.merges), spec.num_kv_heads * tiling.rows)](
+            out,
+            partial_out,
+            partial_log_sum,
+            sinks,
+            batch.merges,
+            NUM_HEADS=spec.num_heads,
+            NUM_KV_HEADS=spec.num_kv_heads,
+            HEAD_DIM=spec.head_dim,
+            PADDED_DIM=_padded_dim(spec),
+            ROWS=tiling.rows,
+            SPLITS=_SPLITS,
+            num_warps=4,
+        )
 
 
 def _decode(
     out: Tensor, qkv: Tensor, spec: AttentionSpec, batch: AttentionBatch, kv: Tensor, layer: int, sinks: Tensor | None
 ) -> None:
     combine = batch.max_splits > 1
-    num_partials = len(batch.splits) if combine else 0
-    partial_out = torch.empty((num_partials, spec.num_heads, spec.head_dim), dtype=torch.float32, device=qkv.device)
-    partial_log_sum = torch.empty((num_partials, spec.num_heads), dtype=torch.float32, device=qkv.device)
-    _decode_kernel[(spec.num_kv_heads, len(batch.splits))](
+    partial_out, partial_log_sum = _partials(qkv, spec, len(batch.splits) * spec.num_heads if combine else 0)
+    decode_kernel[(spec.num_kv_heads, len(batch.splits))](
         out,
         partial_out,
         partial_log_sum,
@@ -110,7 +117,7 @@ def _decode(
         **_constants(spec, batch.decode),
     )
     if combine:
-        _combine_kernel[(len(batch.split_starts) - 1, spec.num_heads)](
+        combine_kernel[(len(batch.split_starts) - 1, spec.num_heads)](
             out,
             partial_out,
             partial_log_sum,
@@ -120,9 +127,15 @@ def _decode(
             NUM_HEADS=spec.num_heads,
             HEAD_DIM=spec.head_dim,
             PADDED_DIM=_padded_dim(spec),
-            SPLITS=16,
+            SPLITS=_SPLITS,
             num_warps=4,
         )
+
+
+def _partials(qkv: Tensor, spec: AttentionSpec, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return room for results of parts of the keys, and for the logarithms of their sums of weights."""
+    out = torch.empty((num_rows, spec.head_dim), dtype=torch.float32, device=qkv.device)
+    return out, torch.empty(num_rows, dtype=torch.float32, device=qkv.device)
 
 
 def _padded_dim(spec: AttentionSpec) -> int:
@@ -145,308 +158,12 @@ def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
         "maxnreg": tiling.max_registers,
+        "enable_fp_fusion": True,  # which Triton 3.10 no longer does unasked
     }
 
 
 def _scales(spec: AttentionSpec) -> tuple[float, float]:
     """Return the factors of query · key before the cap and after it, after which exp2 gives the weight."""
     if spec.soft_cap:
-        return spec.scale / spec.soft_cap, spec.soft_cap * _LOG2_E
-    return 1.0, spec.scale * _LOG2_E
-
-
-@triton.jit(do_not_specialize=["layer"])
-def _prefill_kernel(
-    out: tl.tensor,
-    qkv: tl.tensor,
-    kv: tl.tensor,
-    rectangles: tl.tensor,
-    sinks: tl.tensor,
-    tiles: tl.tensor,
-    block_table: tl.tensor,
-    layer: tl.tensor,
-    cap_scale: tl.tensor,
-    scale: tl.tensor,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-) -> None:
-    """Compute one tile of (token, head) rows of one kv head; keys that all rows see are taken without a mask."""
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    kv_head = tl.program_id(0)
-    tile = tiles + TILE_FIELDS * tl.program_id(1)
-    first_row = tl.load(tile + 1)
-    num_new = tl.load(tile + 2)
-    num_cached = tl.load(tile + 3)
-    table = block_table + tl.load(tile + 4)
-    query_start = tl.load(tile + 5)
-
-    rows = first_row + tl.arange(0, ROWS)
-    heads = kv_head * GROUP + rows % GROUP
-    query_positions = num_cached + rows // GROUP
-    first_query = num_cached + first_row // GROUP
-    last_query = num_cached + tl.minimum((first_row + ROWS - 1) // GROUP, num_new - 1)
-
-    tokens = (query_start + rows // GROUP).to(tl.int64)
-    dims = tl.arange(0, PADDED_DIM)
-    present = (rows // GROUP < num_new)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = tokens * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM
-    q = tl.load(qkv + q_offsets[:, None] + dims[None, :], mask=present, other=0.0)
-
-    first_key = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
-    end_key = last_query + 1
-    begin = first_key // KEYS * KEYS
-    full_begin = (tl.maximum(last_query - WINDOW + 1, 0) + KEYS - 1) // KEYS * KEYS if WINDOW else 0
-    full_end = tl.maximum((first_query + 1) // KEYS * KEYS, full_begin)
-
-    weighted = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -1.0e30, dtype=tl.float32)  # not -inf, of which two have no difference
-    if WINDOW:
-        weighted, row_sum, row_max = _attend(
-            weighted, row_sum, row_max, q, query_positions, begin, tl.minimum(full_begin, end_key), first_key, end_key,
-            table, kv, rectangles, kv_head, layer, cap_scale, scale,
-            True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
-        )  # fmt: skip
-    weighted, row_sum, row_max = _attend(
-        weighted, row_sum, row_max, q, query_positions, full_begin, full_end, first_key, end_key,
-        table, kv, rectangles, kv_head, layer, cap_scale, scale,
-        False, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
-    )  # fmt: skip
-    weighted, row_sum, row_max = _attend(
-        weighted, row_sum, row_max, q, query_positions, full_end, end_key, first_key, end_key,
-        table, kv, rectangles, kv_head, layer, cap_scale, scale,
-        True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
-    )  # fmt: skip
-    if sinks is not None:
-        weighted, row_sum = _add_sinks(weighted, row_sum, row_max, tl.load(sinks + heads).to(tl.float32))
-    result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # 0 in rows that are not there
-    out_offsets = tokens * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
-    tl.store(out + out_offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=present)
-
-
-@triton.jit(do_not_specialize=["layer"])
-def _decode_kernel(
-    out: tl.tensor,
-    partial_out: tl.tensor,
-    partial_log_sum: tl.tensor,
-    qkv: tl.tensor,
-    kv: tl.tensor,
-    sinks: tl.tensor,
-    splits: tl.tensor,
-    block_table: tl.tensor,
-    layer: tl.tensor,
-    cap_scale: tl.tensor,
-    scale: tl.tensor,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-) -> None:
-    """Compute one split of one sequence's keys for the heads of one kv head: the result itself if there is no other."""
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    record = splits + SPLIT_FIELDS * split
-    if tl.load(record) < 0:
-        return
-    begin = tl.load(record + 1) * KEYS
-    end_key = tl.load(record + 3)
-    end = tl.minimum(tl.load(record + 2) * KEYS, end_key)
-    first_key = tl.maximum(end_key - WINDOW, 0) if WINDOW else 0
-    table = block_table + tl.load(record + 4)
-    token = tl.load(record + 5).to(tl.int64)
-    is_only = tl.load(record + 6)
-
-    rows = tl.arange(0, ROWS)
-    heads = kv_head * GROUP + rows
-    dims = tl.arange(0, PADDED_DIM)
-    present = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_base = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
-    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(q_base + offsets, mask=present, other=0.0)
-
-    weighted = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -1.0e30, dtype=tl.float32)
-    weighted, row_sum, row_max = _attend(
-        weighted, row_sum, row_max, q, None, begin, end, first_key, end_key,
-        table, kv, None, kv_head, layer, cap_scale, scale,
-        True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
-    )  # fmt: skip
-
-    if is_only:
-        if sinks is not None:
-            sink = tl.load(sinks + heads, mask=rows < GROUP, other=0.0).to(tl.float32)
-            weighted, row_sum = _add_sinks(weighted, row_sum, row_max, sink)
-        result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        tl.store(out + token * (NUM_HEADS * HEAD_DIM) + offsets, result.to(out.dtype.element_ty), mask=present)
-    else:
-        partial = split.to(tl.int64) * NUM_HEADS
-        tl.store(partial_out + partial * HEAD_DIM + offsets, weighted / row_sum[:, None], mask=present)
-        tl.store(partial_log_sum + partial + heads, row_max + tl.log2(row_sum), mask=rows < GROUP)
-
-
-@triton.jit
-def _combine_kernel(
-    out: tl.tensor,
-    partial_out: tl.tensor,
-    partial_log_sum: tl.tensor,
-    sinks: tl.tensor,
-    split_starts: tl.tensor,
-    query_starts: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
-    """Add up one head's results over the splits of one sequence, each weighted by the sum of its keys' weights."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(split_starts + sequence)
-    end = tl.load(split_starts + sequence + 1)
-    if end - first <= 1:
-        return
-    dims = tl.arange(0, PADDED_DIM)
-    weighted = tl.zeros([PADDED_DIM], dtype=tl.float32)
-    total = 0.0
-    largest = -1.0e30
-    for begin in range(first, end, SPLITS):
-        splits = begin + tl.arange(0, SPLITS)
-        rows = splits.to(tl.int64) * NUM_HEADS + head
-        log_sum = tl.load(partial_log_sum + rows, mask=splits < end, other=-float("inf"))
-        present = (splits < end)[:, None] & (dims < HEAD_DIM)[None, :]
-        values = tl.load(partial_out + rows[:, None] * HEAD_DIM + dims[None, :], mask=present, other=0.0)
-        larger = tl.maximum(largest, tl.max(log_sum, 0))
-        correction = tl.exp2(largest - larger)
-        weights = tl.exp2(log_sum - larger)
-        weighted = weighted * correction + tl.sum(values * weights[:, None], 0)
-        total = total * correction + tl.sum(weights, 0)
-        largest = larger
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E_JIT
-        larger = tl.maximum(largest, sink)
-        correction = tl.exp2(largest - larger)
-        weighted = weighted * correction
-        total = total * correction + tl.exp2(sink - larger)
-    token = tl.load(query_starts + sequence).to(tl.int64)
-    target = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
-    tl.store(target, (weighted / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-@triton.jit
-def _attend(
-    weighted: tl.tensor,
-    row_sum: tl.tensor,
-    row_max: tl.tensor,
-    q: tl.tensor,
-    query_positions: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    first_key: tl.tensor,
-    end_key: tl.tensor,
-    table: tl.tensor,
-    kv: tl.tensor,
-    rectangles: tl.tensor,
-    kv_head: tl.tensor,
-    layer: tl.tensor,
-    cap_scale: tl.tensor,
-    scale: tl.tensor,
-    MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-) -> tl.tensor:
-    """Continue the softmax over the tiles of keys from `begin` (whose tile it starts) to `end`.
-
-    weighted [ROWS, PADDED_DIM]: sum of weights times values; row_sum [ROWS]: of weights; row_max [ROWS]: the largest
-    score, to which weights are relative. Table entries are fetched one tile ahead, so that keys never wait for them.
-    Only keys of `[first_key, end_key)` have blocks. query_positions: None if all queries see all of those.
-    `rectangles`: the pool as [rows, HEAD_DIM] for the tensor memory accelerator; a tile is then part of one block.
-    """
-    steps = tl.arange(0, KEYS)
-    dims = tl.arange(0, PADDED_DIM)
-    ahead = begin + steps if rectangles is None else begin
-    entry = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end_key, other=0)
-    for start in tl.range(begin, end, KEYS):
-        positions = start + steps
-        exists = (positions >= first_key) & (positions < end_key)
-        index = layer_block_index(entry, layer)
-        entry = tl.load(table + (ahead + KEYS) // BLOCK_SIZE, mask=ahead + KEYS < end_key, other=0)
-        ahead += KEYS
-        if rectangles is None:
-            offset = positions % BLOCK_SIZE
-            block = layer_block_offset(index, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            key_offsets = block + key_offset(kv_head, offset, BLOCK_SIZE, HEAD_DIM)
-            value_offsets = block + value_offset(kv_head, offset, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            k = _load_rows(kv, key_offsets, exists, dims, MASKED, HEAD_DIM, PADDED_DIM)
-        else:
-            row = index.to(tl.int32) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_head * BLOCK_SIZE + start % BLOCK_SIZE
-            k = rectangles.load([row, 0])
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        if SOFT_CAP:  # tanh(x) = 2 sigmoid(2 x) - 1
-            scores = 2.0 * tl.sigmoid(2.0 * cap_scale * scores) - 1.0
-        if MASKED:
-            visible = exists[None, :]
-            if query_positions is not None:
-                distance = query_positions[:, None] - positions[None, :]
-                visible = visible & (distance >= 0)
-                if WINDOW:
-                    visible = visible & (distance < WINDOW)
-            scores = tl.where(visible, scores, -float("inf"))
-        larger = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - larger[:, None])
-        correction = tl.exp2(row_max - larger)
-        row_sum = row_sum * correction + tl.sum(weights, 1)
-        weighted = weighted * correction[:, None]
-        row_max = larger
-        if rectangles is None:
-            v = _load_rows(kv, value_offsets, exists, dims, MASKED, HEAD_DIM, PADDED_DIM)
-        else:
-            v = rectangles.load([row + NUM_KV_HEADS * BLOCK_SIZE, 0])
-            if MASKED:
-                v = tl.where(exists[:, None], v, 0.0)
-        weighted = tl.dot(weights.to(v.dtype), v, weighted, input_precision="ieee")
-    return weighted, row_sum, row_max
-
-
-@triton.jit
-def _load_rows(
-    kv: tl.tensor,
-    offsets: tl.tensor,
-    exists: tl.tensor,
-    dims: tl.tensor,
-    MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-) -> tl.tensor:
-    """Return [KEYS, PADDED_DIM] with zeros where nothing is, not garbage: zero times NaN is NaN."""
-    pointers = kv + offsets[:, None] + dims[None, :]
-    if MASKED:
-        return tl.load(pointers, mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    if HEAD_DIM != PADDED_DIM:
-        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def _add_sinks(weighted: tl.tensor, row_sum: tl.tensor, row_max: tl.tensor, sink: tl.tensor) -> tl.tensor:
-    """Count one more key in each row, with score `sink` [ROWS] and no value."""
-    sink *= _LOG2_E_JIT
-    larger = tl.maximum(row_max, sink)
-    correction = tl.exp2(row_max - larger)
-    return weighted * correction[:, None], row_sum * correction + tl.exp2(sink - larger)
+        return spec.scale / spec.soft_cap, spec.soft_cap * LOG2_E
+    return 1.0, spec.scale * LOG2_E

@@ -200,7 +200,7 @@ def _norm_heads(
     return (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _rope_write_kv(
     x: tl.tensor,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
     cos_sin: tl.tensor,  # [max_len, 2 * HALF]

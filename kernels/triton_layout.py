@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftkv._core import NO_BLOCK
 from swiftkv.kernels.attention_spec import AttentionSpec
+
+NO_BLOCK = -(1 << 31)
+"""`swiftkv._core.NO_BLOCK`, for machines on which the extension is not built."""
 
 NO_BLOCK_JIT = tl.constexpr(NO_BLOCK)
 

@@ -1,16 +1,16 @@
 """The work list of one step's attention on a GPU, made on the host from the scheduler's arrays.
 
-Two kinds of work. A sequence with several new tokens is cut into tiles of queries; a sequence with one new token is cut
-into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short ones do. Both
-lists are made by the host, once per step and KV group, and reach the device together with the block table in a single
-copy, so nothing here waits for the device, and the grids of the kernels follow from shapes alone.
+Two kinds of work. A sequence with several new tokens is cut into tiles of queries, and where these are too few to fill
+the GPU, because a short prompt follows a long history, each tile into parts of its keys. A sequence with one new token
+is cut into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short ones
+do. All lists are made by the host, once per step and KV group, and reach the device together with the block table in a
+single copy, so nothing here waits for the device, and the grids of the kernels follow from shapes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from swiftkv._core import NO_BLOCK
 from swiftkv.arithmetic import ceil_div
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.device_limits import H100, DeviceLimits, limits_of
+from swiftkv.kernels.triton_layout import NO_BLOCK
 
 _Int32Array = npt.NDArray[np.int32]
 
 _ALIGNMENT = 4  # of the arrays within their one buffer, in int32: 16 bytes, as Triton's fastest loads want
-_DECODE_PROGRAMS_PER_SM = 3  # with 64 KiB of keys and values in flight each; shared memory holds no more
+_DECODE_PROGRAMS_PER_SM = 3  # with 64 KiB of keys and values in flight each; more would be slower
 _ROUNDS = 4  # of decoding where not all programs run at once: short ones leave no long tail
 _MIN_SPLIT_TILES = 2  # of keys: below this a split's result costs more to combine than it saves
+_MIN_PART_TILES = 4  # of keys, of a tile of queries: its result is as many bytes as a tile of keys and values
+_PART_ROUNDS = 2  # of parts: prompts of different lengths then end at about the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Tiling:
     keys: int
     num_warps: int
     num_stages: int
+    by_rectangles: bool = False  # whether the tensor memory accelerator fetches tiles of keys, each part of one block
     max_registers: int | None = None  # per thread, for the sake of more programs on an SM
 
 
@@ -54,42 +58,68 @@ class AttentionBatch:
     token_entries: Tensor  # [T], the table entry of the block that the token's KV goes to; NO_BLOCK: nowhere
     query_starts: Tensor  # [S + 1]
     tiles: Tensor  # [P, TILE_FIELDS], parts of sequences with several new tokens
+    merges: Tensor  # [M, MERGE_FIELDS], tiles whose keys are in parts
     splits: Tensor  # [N, SPLIT_FIELDS], parts of the keys of sequences with one new token
     split_starts: Tensor  # [S + 1]: the splits of a sequence
     block_table: Tensor  # [number of entries]
     prefill: Tiling
     decode: Tiling
+    num_parts: int  # of the tiles whose keys are in parts, together
     max_splits: int  # of one sequence: more than 1 means that results have to be combined
 
 
-TILE_FIELDS = 8
+TILE_FIELDS = 9
 """The fields of a tile: sequence, first row (new token * heads per kv head + head), new tokens, tokens in the cache,
-first entry of the table, first token in the batch."""
+first entry of the table, first token in the batch, first and end tile of keys, number of the part (-1: all keys)."""
+MERGE_FIELDS = 5
+"""The fields of a merge: first row, new tokens, first token in the batch, first and end of the parts."""
 SPLIT_FIELDS = 8
 """The fields of a split: sequence, first and end tile of keys, context length, first entry of the table, token in the
 batch, whether it is the sequence's only one."""
 
 
-def prefill_tiling(spec: AttentionSpec) -> Tiling:
+def prefill_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
     """Choose two warpgroups of 64 rows each, the tile of one `wgmma`: one's softmax hides behind the other's product.
 
     Keys per tile: what registers hold beside the accumulators. The tensor memory accelerator, which fetches parts of
-    one block, needs fewer of them for addresses, so with it a tile of 128-wide heads can be twice as long.
+    one block, needs fewer of them for addresses. Stages: as many tiles of keys on their way as shared memory holds;
+    with two, each is asked for half a tile before it is needed, and waited for.
     """
     width = _padded(spec.head_dim)
-    keys = 128 if width <= 64 or (width == 128 and spec.block_size % 128 == 0) else 64
-    if spec.block_size % keys and spec.block_size % 64 == 0:
-        keys = 64
-    if width > 128 and spec.block_size % 64:
-        keys = 32
-    return Tiling(128, keys, num_warps=8, num_stages=3 if width <= 64 else 2)
+    by_rectangles = limits.has_tensor_memory_accelerator and spec.block_size % 32 == 0
+    half_blocks = spec.block_size % 128 == 64 and by_rectangles
+    whole_blocks = spec.block_size % 128 == 0 and by_rectangles
+    largest = {64: 64 if half_blocks else 128, 128: 128 if whole_blocks else 64, 256: 32}[max(width, 64)]
+    rows = 128 if width <= 128 or limits.multiplies_from_shared_memory else 64  # registers hold no more
+    for keys, stages in ((largest, 3), (largest, 2), (largest // 2, 3), (largest // 2, 2)):
+        tiling = Tiling(rows, keys, num_warps=8, num_stages=stages)
+        tiling = replace(tiling, by_rectangles=by_rectangles and spec.block_size % keys == 0)
+        if shared_bytes(spec, tiling, limits) <= limits.shared_bytes:
+            break
+    return tiling
 
 
-def decode_tiling(spec: AttentionSpec) -> Tiling:
+def decode_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
     """Keep many bytes in flight, for memory is the bound: two tiles of 32 KiB a program, three programs on an SM."""
     rows = max(16, _padded(spec.num_heads // spec.num_kv_heads))
     width = max(64, _padded(spec.head_dim))
-    return Tiling(rows, 8192 // width, num_warps=4 if rows <= 64 else 8, num_stages=3)
+    for keys, stages in ((8192 // width, 3), (8192 // width, 2), (4096 // width, 2)):
+        tiling = Tiling(rows, keys, num_warps=4 if rows <= 64 else 8, num_stages=stages)
+        if shared_bytes(spec, tiling, limits) <= limits.shared_bytes:
+            break
+    return tiling
+
+
+def shared_bytes(spec: AttentionSpec, tiling: Tiling, limits: DeviceLimits) -> int:
+    """Return about as many bytes of shared memory as a program takes: queries, and keys and values on their way.
+
+    Where products are computed from registers, the tile that is computed with is in these.
+    """
+    width = max(16, _padded(spec.head_dim))
+    from_registers = tiling.rows < 64 or not (tiling.by_rectangles or limits.multiplies_from_shared_memory)
+    num_tiles = tiling.num_stages - 1 if from_registers else tiling.num_stages
+    weights = tiling.rows * tiling.keys if width > 128 else 0  # which pass through the room of the queries, if they can
+    return ((tiling.rows + 2 * tiling.keys * num_tiles) * width + weights) * 2 + 1024
 
 
 def prepare_batch(
@@ -121,7 +151,8 @@ def prepare_batch(
     if into is not None:
         prefill, decode = into.prefill, into.decode
     else:
-        prefill, decode = tilings or (prefill_tiling(spec), decode_tiling(spec))
+        limits = limits_of(_device(device))
+        prefill, decode = tilings or (prefill_tiling(spec, limits), decode_tiling(spec, limits))
     starts, lengths, entry_starts = query_starts.numpy(), context_lens.numpy(), table_starts.numpy()[:-1]
     token_blocks = np.repeat(entry_starts, np.diff(starts)) + positions.numpy() // spec.block_size
     token_entries = block_table.numpy()[token_blocks]
@@ -131,12 +162,15 @@ def prepare_batch(
         lengths, entry_starts = (np.append(array, np.zeros(missing, np.int32)) for array in (lengths, entry_starts))
         token_entries = np.append(token_entries, np.full(missing, NO_BLOCK, np.int32))
     sequences = _Sequences(starts, np.diff(starts), lengths, entry_starts)
-    splits, split_starts = _splits(spec, decode, sequences, _num_sms(into.buffer.device if into else device))
+    limits = limits_of(into.buffer.device if into is not None else _device(device))
+    splits, split_starts = _splits(spec, decode, sequences, limits)
+    tiles, merges = _tiles(spec, prefill, sequences, limits)
     arrays = {
         "positions": positions.numpy(),
         "token_entries": token_entries,
         "query_starts": starts,
-        "tiles": _tiles(spec, prefill, sequences),
+        "tiles": tiles,
+        "merges": merges,
         "splits": splits,
         "split_starts": split_starts,
         "block_table": block_table.numpy(),
@@ -144,7 +178,8 @@ def prepare_batch(
     if into is not None:
         return _fill(into, arrays)
     batch = _allocate({name: array.shape for name, array in arrays.items()}, prefill, decode, _device(device))
-    return replace(_fill(batch, arrays), max_splits=int(np.diff(split_starts).max(initial=0)))
+    num_parts, max_splits = int(tiles[:, 8].max(initial=-1)) + 1, int(np.diff(split_starts).max(initial=0))
+    return replace(_fill(batch, arrays), num_parts=num_parts, max_splits=max_splits)
 
 
 def decode_buffers(
@@ -155,17 +190,20 @@ def decode_buffers(
     For CUDA graphs: `attention` over it runs the same grid whatever `prepare_batch(..., into=)` wrote there last. Rows
     of sequences that a step does not have come out as zeros.
     """
-    max_splits = _target_splits(spec, num_seqs, _num_sms(device))
+    limits = limits_of(_device(device))
+    prefill, decode = prefill_tiling(spec, limits), decode_tiling(spec, limits)
+    max_splits = _target_splits(spec, decode, num_seqs, limits)
     shapes: dict[str, tuple[int, ...]] = {
         "positions": (num_seqs,),
         "token_entries": (num_seqs,),
         "query_starts": (num_seqs + 1,),
         "tiles": (0, TILE_FIELDS),
+        "merges": (0, MERGE_FIELDS),
         "splits": (max_splits, SPLIT_FIELDS),
         "split_starts": (num_seqs + 1,),
         "block_table": (num_entries,),
     }
-    batch = _allocate(shapes, prefill_tiling(spec), decode_tiling(spec), _device(device))
+    batch = _allocate(shapes, prefill, decode, _device(device))
     none, zero = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     return prepare_batch(spec, none, zero, none, none, zero, into=replace(batch, max_splits=max_splits))
 
@@ -180,30 +218,57 @@ class _Sequences:
     table_starts: _Int32Array
 
 
-def _tiles(spec: AttentionSpec, tiling: Tiling, sequences: _Sequences) -> _Int32Array:
-    """Return tiles [P, TILE_FIELDS], those that look back on most keys first, so that the last to run are short."""
+def _tiles(
+    spec: AttentionSpec, tiling: Tiling, sequences: _Sequences, limits: DeviceLimits
+) -> tuple[_Int32Array, _Int32Array]:
+    """Return tiles [P, TILE_FIELDS], those with most keys first, so that the last to run are short, and their merges.
+
+    Where the tiles of all kv heads are fewer than what runs in two rounds, their keys are cut into parts of about one
+    length, so that there are about as many.
+    """
     group = spec.num_heads // spec.num_kv_heads
     rows = np.where(sequences.num_new > 1, sequences.num_new * group, 0)
     counts = ceil_div(rows, tiling.rows)
     of = np.repeat(np.arange(len(counts)), counts)
     first_row = _ranges(counts) * tiling.rows
     num_new, num_cached = sequences.num_new[of], (sequences.context_lens - sequences.num_new)[of]
-    keys = num_cached + np.minimum(first_row + tiling.rows, rows[of]) // group
-    if spec.window:
-        keys = np.minimum(keys, spec.window)
-    order = np.argsort(-keys, kind="stable")
-    fields = (of, first_row, num_new, num_cached, sequences.table_starts[of], sequences.query_starts[of])
-    return _records(fields, TILE_FIELDS)[order]
+    last_row = np.minimum(first_row + tiling.rows, rows[of]) - 1
+    end = ceil_div(num_cached + last_row // group + 1, tiling.keys)
+    first_key = np.maximum(num_cached + first_row // group - spec.window + 1, 0) if spec.window else np.zeros_like(end)
+    begin = first_key // tiling.keys
+    span = end - begin
+    target = _PART_ROUNDS * limits.num_sms // spec.num_kv_heads
+    length = max(ceil_div(int(span.sum()), max(target, 1)), _MIN_PART_TILES)
+    while (parts := np.maximum(span // length, 1)).sum() > max(target, len(span)):
+        length += max(1, length // 16)
+    tile, rank = np.repeat(np.arange(len(span)), parts), _ranges(parts)
+    is_part = parts > 1
+    numbers = np.where(is_part, parts, 0).cumsum() - np.where(is_part, parts, 0)  # of each tile's first part
+    fields = (
+        of[tile],
+        first_row[tile],
+        num_new[tile],
+        num_cached[tile],
+        sequences.table_starts[of][tile],
+        sequences.query_starts[of][tile],
+        begin[tile] + rank * span[tile] // parts[tile],
+        begin[tile] + (rank + 1) * span[tile] // parts[tile],
+        np.where(is_part[tile], numbers[tile] + rank, -1),
+    )
+    tiles = _records(fields, TILE_FIELDS)
+    merges = (first_row, num_new, sequences.query_starts[of], numbers, numbers + parts)
+    order = np.argsort(tiles[:, 6] - tiles[:, 7], kind="stable")
+    return tiles[order], _records([field[is_part] for field in merges], MERGE_FIELDS)
 
 
 def _splits(
-    spec: AttentionSpec, tiling: Tiling, sequences: _Sequences, num_sms: int
+    spec: AttentionSpec, tiling: Tiling, sequences: _Sequences, limits: DeviceLimits
 ) -> tuple[_Int32Array, _Int32Array]:
     """Return splits [N, SPLIT_FIELDS] of about one length, N no more than `_target_splits`, and starts [S + 1]."""
     is_decode, context_lens = sequences.num_new == 1, sequences.context_lens
     first = np.maximum(context_lens - spec.window, 0) // tiling.keys if spec.window else np.zeros_like(context_lens)
     tiles = np.where(is_decode, ceil_div(context_lens, tiling.keys) - first, 0)
-    target = _target_splits(spec, int(is_decode.sum()), num_sms)
+    target = _target_splits(spec, tiling, int(is_decode.sum()), limits)
     length = max(ceil_div(int(tiles.sum()), target), _MIN_SPLIT_TILES)
     while (counts := np.where(is_decode, np.maximum(ceil_div(tiles, length), 1), 0)).sum() > target:
         length += max(1, length // 16)
@@ -238,7 +303,7 @@ def _allocate(
         name: buffer[offset : offset + size].view(shape)
         for (name, shape), offset, size in zip(shapes.items(), offsets, sizes, strict=False)
     }
-    return AttentionBatch(buffer=buffer, **views, prefill=prefill, decode=decode, max_splits=0)
+    return AttentionBatch(buffer=buffer, **views, prefill=prefill, decode=decode, num_parts=0, max_splits=0)
 
 
 def _fill(batch: AttentionBatch, arrays: dict[str, _Int32Array]) -> AttentionBatch:
@@ -259,9 +324,10 @@ def _fill(batch: AttentionBatch, arrays: dict[str, _Int32Array]) -> AttentionBat
     return batch
 
 
-def _target_splits(spec: AttentionSpec, num_seqs: int, num_sms: int) -> int:
+def _target_splits(spec: AttentionSpec, tiling: Tiling, num_seqs: int, limits: DeviceLimits) -> int:
     """Return the most splits: as many as run at once, or several rounds of them where the sequences are more."""
-    at_once = max(1, _DECODE_PROGRAMS_PER_SM * num_sms // spec.num_kv_heads)
+    per_sm = limits.programs_per_sm(shared_bytes(spec, tiling, limits), _DECODE_PROGRAMS_PER_SM)
+    at_once = max(1, per_sm * limits.num_sms // spec.num_kv_heads)
     return at_once if num_seqs <= at_once else max(_ROUNDS * at_once, num_seqs)
 
 
@@ -269,16 +335,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _num_sms(device: torch.device | str | None) -> int:
-    return _num_sms_of(_device(device))
-
-
-@cache
-def _num_sms_of(device: torch.device) -> int:
-    """Return 132, an H100's, where there is no GPU, so that the interpreter checks the schedule that runs there."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _padded(n: int) -> int:

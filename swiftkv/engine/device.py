@@ -37,7 +37,7 @@ def size_pool(config: EngineConfig, model: Decoder, device: torch.device) -> int
 
     def steps() -> None:
         run_largest_step(config, model, device)
-        run_decode_step(config, model, device)
+        run_long_step(config, model, device)
 
     use = measure_use(device, steps, 0 if config.enforce_eager else GRAPH_BYTES)
     # What lenders have may hold a part of the longest sequence; the runner looks at that.
@@ -59,12 +59,14 @@ def run_largest_step(config: EngineConfig, model: Decoder, device: torch.device)
     logits.index_select(0, torch.arange(num_rows, device=device))  # sampling keeps them as they were beside the edited
 
 
-def run_decode_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
-    """Run a step of one token after the longest history, so that its kernels are compiled before anybody waits.
+def run_long_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
+    """Run a step of one token and of two after the longest history, to compile its kernels before anybody waits.
 
-    Where CUDA graphs are captured, their warm-up would do that; without them, the first decoded token would wait.
+    They are those that split keys, which the largest step need not launch.
     """
-    _run_step(config, model, device, [(config.max_model_len - 1, 1)])
+    _run_step(
+        config, model, device, [(config.max_model_len - new, new) for new in (1, 2) if new < config.max_model_len]
+    )
 
 
 def _run_step(

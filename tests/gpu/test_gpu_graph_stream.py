@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("msgspec")  # rendezvous of pools
+
 from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.engine.cuda_graphs import DecodeGraphs

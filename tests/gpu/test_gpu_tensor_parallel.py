@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("msgspec")  # needed to read config.json
 pytest.importorskip("transformers")
+pytest.importorskip("zmq")
+pytest.importorskip("swiftkv._core")
 
 from swiftkv.engine.rank_group import RankGroup
 from tests.engine.engine_process import EngineProcess

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("msgspec")  # rendezvous of pools
+
 from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool

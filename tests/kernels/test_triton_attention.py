@@ -19,8 +19,9 @@ import torch
 from swiftkv._core import NO_BLOCK
 from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.device_limits import A100, H100, L4, RTX_5090, DeviceLimits
 from swiftkv.kernels.triton_layout import layer_blocks
-from swiftkv.kernels.triton_schedule import Tiling
+from swiftkv.kernels.triton_schedule import Tiling, decode_tiling, prefill_tiling, shared_bytes
 from tests.support.attention_steps import NUM_LAYERS, Step, make_step, relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
@@ -94,7 +95,9 @@ def test_any_lengths_windows_and_tiles(seed: int) -> None:
         cap=rng.choice([0.0, 10.0]),
     )
     lengths = [(rng.randint(0, 90), rng.choice([1, rng.randint(1, 40)])) for _ in range(8)]
-    check(make_step(spec, lengths, torch.float32, seed=seed, layer=rng.randrange(3)), torch.float32, SMALL_TILES)
+    prefill = replace(SMALL_TILES[0], by_rectangles=rng.choice([True, False]))
+    step = make_step(spec, lengths, torch.float32, seed=seed, layer=rng.randrange(3), sinks=rng.choice([True, False]))
+    check(step, torch.float32, (prefill, SMALL_TILES[1]))
 
 
 @pytest.mark.parametrize("window", [0, 700])
@@ -103,6 +106,43 @@ def test_long_sequence_is_split_and_combined(window: int) -> None:
     step = make_step(spec, [(5000, 1), (40, 1), (2100, 1)], torch.float32, sinks=True)
     assert step.prepare().max_splits > 3
     check(step, torch.float32)
+
+
+@pytest.mark.parametrize("window", [0, 150])
+def test_the_keys_of_short_prompts_after_long_histories_are_split_and_merged(window: int) -> None:
+    spec = make_spec(num_heads=6, num_kv_heads=2, window=window, cap=20.0)
+    step = make_step(spec, [(400, 10), (40, 1), (200, 20), (0, 9)], torch.float32, sinks=True)
+    batch = step.prepare(tilings=SMALL_TILES)
+    assert len(batch.merges) == 3
+    assert batch.num_parts >= 2 * len(batch.merges)
+    check(step, torch.float32, SMALL_TILES)
+
+
+@pytest.mark.parametrize("window", [0, 3000])
+@pytest.mark.parametrize("lengths", [[(32_000, 100)], [(9000, 17), (0, 900), (5000, 40)], [(0, 30_000)], [(70, 5)]])
+def test_parts_have_every_key_once_and_fill_the_gpu(lengths: list[tuple[int, int]], window: int) -> None:
+    spec = make_spec(num_heads=32, num_kv_heads=8, head_dim=128, block_size=128, window=window)
+    batch = schedule_of(spec, lengths)
+    rows, keys = batch.prefill.rows, batch.prefill.keys
+    tiles = sorted(map(tuple, batch.tiles.tolist()), key=lambda tile: (tile[0], tile[1], tile[6]))
+    parts = {place: [tile for tile in tiles if tile[:2] == place] for place in dict.fromkeys(t[:2] for t in tiles)}
+    for (sequence, first_row), of_tile in parts.items():
+        cached, new = lengths[sequence]
+        last = min((first_row + rows - 1) // 4, new - 1)
+        assert of_tile[0][6] == (max(0, cached + first_row // 4 - window + 1) // keys if window else 0)
+        assert all(a[7] == b[6] for a, b in pairwise(of_tile))
+        assert of_tile[-1][7] == -(-(cached + last + 1) // keys)
+        assert [tile[8] for tile in of_tile] == (
+            [-1] if len(of_tile) == 1 else [*range(of_tile[0][8], of_tile[-1][8] + 1)]
+        )
+    merged = {tuple(merge[:3]): merge[3:] for merge in batch.merges.tolist()}
+    assert merged == {
+        (p[0][1], p[0][2], p[0][5]): [p[0][8], p[-1][8] + 1] for p in parts.values() if len(p) > 1
+    }  # fmt: skip
+    longest = max(tile[7] - tile[6] for tile in tiles)
+    programs, at_once = len(tiles) * spec.num_kv_heads, 132
+    assert programs <= 2 * at_once or not merged
+    assert programs > at_once or longest < 8  # the least that is worth two parts
 
 
 def test_chunks_give_what_the_whole_prompt_gives() -> None:
@@ -176,21 +216,24 @@ def test_buffers_of_a_graph_serve_any_smaller_step(window: int) -> None:
             assert relative_error(out[:used], step.expected()[:used]) < 1e-5
 
 
+def schedule_of(spec: AttentionSpec, lengths: list[tuple[int, int]]) -> triton_attention.AttentionBatch:
+    """Return the schedule of sequences of so many cached and new tokens, in blocks one after the other."""
+    counts = [-(-(cached + new) // spec.block_size) for cached, new in lengths]
+    return triton_attention.prepare_batch(
+        spec,
+        torch.cat([torch.arange(cached, cached + new, dtype=torch.int32) for cached, new in lengths]),
+        torch.tensor([0, *(new for _, new in lengths)]).cumsum(0).int(),
+        torch.tensor([cached + new for cached, new in lengths], dtype=torch.int32),
+        torch.arange(sum(counts), dtype=torch.int32),
+        torch.tensor([0, *counts]).cumsum(0).int(),
+        device="cpu",
+    )
+
+
 def test_schedule_does_every_row_and_key_once() -> None:
     spec = make_spec(num_heads=6, window=0)
     lengths = [(10_000, 1), (0, 300), (7, 1), (64_000, 1), (5, 43)]
-    step = make_step(make_spec(), [(0, 1)], torch.float32)
-    starts = torch.tensor([0, *(new for _, new in lengths)]).cumsum(0).int()
-    counts = [-(-(cached + new) // spec.block_size) for cached, new in lengths]
-    batch = replace(
-        step,
-        spec=spec,
-        positions=torch.cat([torch.arange(c, c + n, dtype=torch.int32) for c, n in lengths]),
-        query_starts=starts,
-        context_lens=torch.tensor([c + n for c, n in lengths], dtype=torch.int32),
-        block_table=torch.arange(sum(counts), dtype=torch.int32),
-        table_starts=torch.tensor([0, *counts]).cumsum(0).int(),
-    ).prepare()
+    batch = schedule_of(spec, lengths)
 
     tiles = sorted(map(tuple, batch.tiles[:, :2].tolist()))
     rows = batch.prefill.rows
@@ -207,35 +250,34 @@ def test_schedule_does_every_row_and_key_once() -> None:
     assert longest.max() <= 2 * longest.sum() / len(batch.splits)
 
 
+@pytest.mark.parametrize("limits", [A100, L4, H100, RTX_5090], ids=lambda limits: f"sm_{limits.capability}")
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
+def test_tiles_fit_the_gpu(head_dim: int, block_size: int, limits: DeviceLimits) -> None:
+    for group in (1, 7, 64, 128):
+        spec = make_spec(group, 1, head_dim, block_size)
+        prefill, decode = prefill_tiling(spec, limits), decode_tiling(spec, limits)
+        assert shared_bytes(spec, prefill, limits) <= limits.shared_bytes
+        assert shared_bytes(spec, decode, limits) <= limits.shared_bytes
+        assert not prefill.by_rectangles or (block_size % prefill.keys == 0 and limits.capability >= 90)
+
+
 # Compiled for a GPU that need not be there, where triton is imported before its interpreter is switched on.
 COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from swiftkv.kernels import triton_attention
+from benchmarks.gpu.compile_report import attend
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_schedule import decode_tiling, prefill_tiling
+from tests.support.offline_gpu import compile_instead_of_launching
 
-for name, block_size in (("prefill", 128), ("prefill", 16), ("decode", 16), ("combine", 16)):
-    spec = AttentionSpec(32, 8, 128, block_size, 0.1, window=1000, soft_cap=30.0)
-    kernel = getattr(triton_attention, f"_{name}_kernel")
-    tiling = decode_tiling(spec) if name == "decode" else prefill_tiling(spec)
-    values = dict(SOFT_CAP=True, WINDOW=spec.window, NUM_HEADS=32, NUM_KV_HEADS=8, BLOCK_SIZE=block_size)
-    values.update(HEAD_DIM=128, PADDED_DIM=128, ROWS=tiling.rows, KEYS=tiling.keys, SPLITS=16, rectangles=None)
-    types = dict.fromkeys(("out", "qkv", "kv"), "*bf16") | dict.fromkeys(("cap_scale", "scale"), "fp32")
-    types |= dict.fromkeys(("partial_out", "partial_log_sum", "sinks"), "*fp32") | {"layer": "i32"}
-    by_tma = block_size % tiling.keys == 0
-    types["rectangles"] = f"tensordesc<bf16[{tiling.keys}, 128]>" if by_tma else "constexpr"
-    types = {arg: "constexpr" if arg.isupper() else types.get(arg, "*i32") for arg in kernel.arg_names}
-    source = ASTSource(
-        kernel,
-        types,
-        {arg: values[arg] for arg, kind in types.items() if kind == "constexpr"},
-        {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind[0] == "*"},
-    )
-    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    assembly = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+def compiled(name, kernel):
+    assembly = kernel.asm["ptx"]
     units = ("wgmma.mma_async.", "mma.sync.", "cp.async.bulk.tensor.", "cp.async.cg.")
     print(name, block_size, *(unit for unit in units if f" {unit}" in assembly or f"\\t{unit}" in assembly))
+
+compile_instead_of_launching(compiled)
+for block_size, cached, new in ((128, 0, 16), (16, 40_000, 16), (16, 40_000, 1)):
+    spec = AttentionSpec(32, 8, 128, block_size, 0.1, window=30_000, soft_cap=30.0)
+    attend(spec, cached, new, (prefill_tiling(spec), decode_tiling(spec)))
 """
 
 
@@ -244,8 +286,9 @@ def test_compiles_to_the_units_that_are_meant() -> None:
     run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
-        "prefill 128 wgmma.mma_async. cp.async.bulk.tensor.",
-        "prefill 16 wgmma.mma_async. cp.async.cg.",
-        "decode 16 mma.sync. cp.async.cg.",
-        "combine 16",
+        "prefill_kernel 128 wgmma.mma_async. cp.async.bulk.tensor.",
+        "prefill_kernel 16 wgmma.mma_async. cp.async.cg.",
+        "merge_kernel 16",
+        "decode_kernel 16 mma.sync. cp.async.cg.",
+        "combine_kernel 16",
     ]

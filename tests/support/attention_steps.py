@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftkv._core import NO_BLOCK
 from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import layer_blocks
+from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
 from swiftkv.kernels.triton_schedule import Tiling
 from tests.support import attention_oracle
 

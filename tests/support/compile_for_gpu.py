@@ -45,21 +45,21 @@ def sample() -> None:
 
 
 def forward(directory: Path, block_size: int) -> None:
-    """A prompt and a decoding sequence in one step; then a step as a graph captures it."""
+    """A prompt, one after a history and a decoding sequence in one step; then a step as a graph captures it."""
     config = read_config(directory)
     ops = select_ops("cuda")
     decoder = load_decoder(config, MappedWeights(directory), torch.bfloat16, "cpu", 512, block_size, ops)
     (group,) = config.kv_groups(block_size, "bfloat16")
-    prompt_len = 300
-    num_blocks = -(-prompt_len // block_size)
-    pool = torch.zeros((num_blocks + 1) * group.block_bytes, dtype=torch.uint8)
+    lengths = [(0, 300), (496, 16), (4, 1)]
+    counts = [-(-(cached + new) // block_size) for cached, new in lengths]
+    pool = torch.zeros(sum(counts) * group.block_bytes, dtype=torch.uint8)
     batch = ModelInput(
-        token_ids=torch.zeros(prompt_len + 1, dtype=torch.int32),
-        positions=torch.cat([torch.arange(prompt_len), torch.tensor([4])]).int(),
-        query_starts=torch.tensor([0, prompt_len, prompt_len + 1], dtype=torch.int32),
-        context_lens=torch.tensor([prompt_len, 5], dtype=torch.int32),
-        stream_tables=((torch.arange(num_blocks + 1, dtype=torch.int32) * config.num_layers,),),
-        table_starts=(torch.tensor([0, num_blocks, num_blocks + 1], dtype=torch.int32),),
+        token_ids=torch.zeros(sum(new for _, new in lengths), dtype=torch.int32),
+        positions=torch.cat([torch.arange(cached, cached + new) for cached, new in lengths]).int(),
+        query_starts=torch.tensor([0, *(new for _, new in lengths)]).cumsum(0).int(),
+        context_lens=torch.tensor([cached + new for cached, new in lengths]).int(),
+        stream_tables=((torch.arange(sum(counts), dtype=torch.int32) * config.num_layers,),),
+        table_starts=(torch.tensor([0, *counts]).cumsum(0).int(),),
     )
     decoder.forward(batch, [pool])
     decode = DecoderSteps(decoder, [pool], torch.zeros(4, dtype=torch.int32))

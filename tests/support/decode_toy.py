@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from swiftkv.engine.cuda_graphs import DecodeInputs, fill_token_ids
-from swiftkv.engine.ranks import ReceivedStep
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_attention import attention, decode_buffers, prepare_batch
 from swiftkv.kernels.triton_elementwise import rope_write_kv
@@ -28,11 +27,22 @@ MAX_LEN = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Step(ReceivedStep):
-    """`StepArrays` of one KV group."""
+class Step:
+    """`EngineStep` of one KV group without copies, for machines that have nothing of the rest of the engine."""
 
+    token_ids: Int32Array
+    positions: Int32Array
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Sequence[Int32Array]
+    table_starts: Sequence[Int32Array]
+    has_unknown_tokens: bool = False
     num_stream_buffers: int = 0
     has_copies: bool = False
+
+    @property
+    def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
+        return (self.block_tables,)
 
     def copies(self, group: int, kind: str, buffer: int) -> Int64Array:
         return np.empty((0, 5), np.int64)

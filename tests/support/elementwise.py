@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftkv._core import NO_BLOCK
+from swiftkv.kernels.triton_layout import NO_BLOCK
 
 EPS = 1e-6
 NUM_LAYERS = 3

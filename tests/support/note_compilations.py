@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swiftkv.engine.device import run_decode_step, run_largest_step
+from swiftkv.engine.device import run_largest_step, run_long_step
 from swiftkv.engine.device_sampler import DeviceSampler
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.kernels.dispatch import reference_ops, triton_ops
@@ -67,7 +67,7 @@ def forward(directory: Path, block_size: int, noted: set[tuple[str, str]]) -> No
     ops: Any = SimpleNamespace(**vars(triton_ops()) | {"logits": reference_ops().logits})
     decoder = load_decoder(decoder_config, MappedWeights(directory), torch.bfloat16, "cpu", MAX_LEN, block_size, ops)
     run_largest_step(config, decoder, CPU)
-    run_decode_step(config, decoder, CPU)
+    run_long_step(config, decoder, CPU)
     warm = set(noted)
     for lengths in ([(0, 1)], [(3, 1), (999, 1)], [(0, 7), (5, 1), (900, 16)], [(40, 2)] * 3, [(100, 1)] * 5):
         counts = [-(-(cached + new) // block_size) for cached, new in lengths]

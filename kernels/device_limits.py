@@ -1,0 +1,51 @@
+"""The properties of a GPU by which the tiles and grids of kernels are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """Memory is in bytes; `capability` is 90 for what NVIDIA calls 9.0."""
+
+    capability: int
+    num_sms: int
+    shared_bytes: int  # that one program can have
+    shared_bytes_per_sm: int  # of which every program takes 1 KiB more than it asks for
+
+    @property
+    def has_tensor_memory_accelerator(self) -> bool:
+        return self.capability >= 90
+
+    @property
+    def multiplies_from_shared_memory(self) -> bool:
+        """Whether matrix products take their operands from there, not from registers: Hopper, large Blackwells."""
+        return 90 <= self.capability < 120
+
+    def programs_per_sm(self, shared_bytes: int, most: int) -> int:
+        """Return how many programs of so much shared memory run on a multiprocessor, at most `most`, at least one."""
+        return max(1, min(most, self.shared_bytes_per_sm // (shared_bytes + 1024)))
+
+
+H100 = DeviceLimits(90, 132, 227 << 10, 228 << 10)
+A100 = DeviceLimits(80, 108, 163 << 10, 164 << 10)
+L4 = DeviceLimits(89, 58, 99 << 10, 100 << 10)
+RTX_5090 = DeviceLimits(120, 170, 99 << 10, 100 << 10)
+
+
+@cache
+def limits_of(device: torch.device) -> DeviceLimits:
+    """Return an H100's limits where there is no GPU, so that the interpreter checks the schedule that runs there."""
+    if device.type != "cuda":
+        return H100
+    found = torch.cuda.get_device_properties(device)
+    return DeviceLimits(
+        found.major * 10 + found.minor,
+        found.multi_processor_count,
+        found.shared_memory_per_block_optin,
+        found.shared_memory_per_multiprocessor,
+    )
