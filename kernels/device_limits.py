@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def limits_of(device: torch.device) -> DeviceLimits:
     """Return an H100's limits where there is no GPU, so that the interpreter checks the schedule that runs there."""
     if device.type != "cuda":
         return H100
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     return DeviceLimits(
         found.major * 10 + found.minor,
         found.multi_processor_count,

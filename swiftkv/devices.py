@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftkv.config import Config
 from swiftkv.errors import ConfigError
-from swiftkv.transport.topology import read_topology
+from swiftkv.transport.topology import OLDEST_CAPABILITY, Topology, read_topology
 
 
 def check_devices(config: Config) -> None:
@@ -25,5 +25,17 @@ def check_devices(config: Config) -> None:
         for i, model in enumerate(config.models)
         if model.last_gpu >= count
     ]
+    mistakes = mistakes or too_old(config, read_topology())
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+
+
+def too_old(config: Config, topology: Topology) -> list[str]:
+    """Return what is wrong with the models whose GPUs the kernels are not written for."""
+    return [
+        f"models[{i}].device: cuda:{index} ({gpu.name}) has compute capability {gpu.capability / 10}, and the kernels "
+        f"need {OLDEST_CAPABILITY / 10} (Ampere) or more; write a newer GPU, or cpu"
+        for i, model in enumerate(config.models)
+        for index, gpu in enumerate(topology.gpus)
+        if model.last_gpu - model.tensor_parallel_size < index <= model.last_gpu and gpu.capability < OLDEST_CAPABILITY
+    ]

@@ -13,6 +13,10 @@ class ConfigError(SwiftkvError, ValueError):
     """A mistake in a configuration: the message names the key and says what would be right."""
 
 
+class NoRoomError(ConfigError):
+    """Memory of a device that is not free: too much was asked for, or another process still holds it."""
+
+
 class CheckpointError(SwiftkvError, ValueError):
     """A model directory that cannot be served: the message names the file and what is wrong with it."""
 

@@ -339,9 +339,14 @@ def _load_handles(config: Config, plans: Sequence[ModelPlan], clients: Sequence[
 
 
 def engine_environment(config: Config) -> dict[str, str]:
-    """Return this process's environment without the keys: engines have no use for them."""
+    """Return this process's environment without the keys, for which engines have no use, and with CUDA's settings.
+
+    GPUs are numbered as NVML numbers them, and torch's allocator may move what it holds, so that nothing is left over
+    between allocations of different sizes; pools are not allocated by torch.
+    """
     keys = {config.node.api_key_env, config.node.admin_key_env}
-    return {name: value for name, value in os.environ.items() if name not in keys}
+    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return settings | {name: value for name, value in os.environ.items() if name not in keys}
 
 
 def say(text: str) -> None:

@@ -192,7 +192,7 @@ class EngineSupervisor:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
-                return _end_of(exited.result())
+                return end_of(exited.result())
             end = self._bad_message(receivers) or next(
                 _End(cause, watcher.result()) for cause, watcher in watchers.items() if watcher.done()
             )
@@ -243,7 +243,8 @@ class EngineSupervisor:
         return float(delay_s)
 
 
-def _end_of(returncode: int) -> _End:
+def end_of(returncode: int) -> _End:
+    """Say how an engine process ended, and whether it may be started again, from its `Popen.returncode`."""
     if returncode == EXIT_LOAD_FAILED:
         return _End("load_failed", how_it_ended(returncode), can_restart=False)
     return _End("killed" if returncode < 0 else "exited", how_it_ended(returncode))

@@ -1,6 +1,6 @@
-"""What the compiler makes of the attention kernels and the others for GPUs that need not be there.
+"""Report what the compiler makes of every kernel, for GPUs that need not be there.
 
-Compiles every kernel in every configuration that a model can bring, and prints registers, spills, shared memory and
+Compiles each in every kind of configuration that a model can bring, and prints registers, spills, shared memory and
 how many programs run on a multiprocessor at once. Exits with 1 if a loop spills or a kernel does not fit. `ptxas` and
 `cuobjdump` come with triton.
 

@@ -8,7 +8,7 @@ import torch
 
 from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out
 from swiftkv.cache.pool import Pool, region_view
-from swiftkv.errors import ConfigError
+from swiftkv.errors import NoRoomError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
 
 
@@ -16,7 +16,7 @@ class CudaPool:
     """One allocation in device memory, with the regions of all KV groups side by side, as in `cache.pool.Pool`."""
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], device: torch.device) -> None:
-        """Allocate zeros for `groups`, (group, number of blocks). Raises `ConfigError` where they do not fit."""
+        """Allocate zeros for `groups`, (group, number of blocks). Raises `NoRoomError` where they do not fit."""
         self.regions: tuple[GroupRegion, ...] = lay_out(groups)
         self.nbytes = sum(region.nbytes for region in self.regions)
         torch.cuda.empty_cache()  # loading the weights needed more for a moment
@@ -24,7 +24,7 @@ class CudaPool:
             self._memory = DeviceMemory(self.nbytes, device)
         except CudaRuntimeError as error:
             free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-            raise ConfigError(
+            raise NoRoomError(
                 f"kv_cache.memory: {device} has no {self.nbytes} bytes for the pool: {free_bytes} of its {total_bytes} "
                 f"are free ({error})"
             ) from error
@@ -43,5 +43,5 @@ class CudaPool:
 
 
 def allocate_pool(groups: Sequence[tuple[KVGroup, int]], device: torch.device, name: str = "pool") -> Pool | CudaPool:
-    """Allocate the pool of an engine that runs on `device`. Raises `ConfigError` or `OSError` without room."""
+    """Allocate the pool of an engine that runs on `device`. Raises `NoRoomError` or `OSError` without room."""
     return CudaPool(groups, device) if device.type == "cuda" else Pool(groups, name)

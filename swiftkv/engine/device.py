@@ -10,6 +10,7 @@ import torch
 
 from swiftkv.cache.geometry import blocks_for_tokens, pool_bytes_for_tokens
 from swiftkv.engine.memory import GRAPH_BYTES, kv_bytes_on_device, measure_use
+from swiftkv.engine.token_counts import token_counts
 from swiftkv.kernels.host_copies import upload
 from swiftkv.models.batch import ModelInput
 
@@ -29,15 +30,17 @@ long to capture, and rows that stand for no sequence cost little beside what str
 log = logging.getLogger(__name__)
 
 
-def size_pool(config: EngineConfig, model: Decoder, device: torch.device) -> int:
+def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_size: int) -> int:
     """Bytes for the pool of an engine that has loaded its weights and has no pool yet, in inference mode.
 
     Raises `ConfigError`, with the sum, if they do not fit.
     """
 
     def steps() -> None:
+        counts = token_counts(config.max_num_seqs, vocab_size, device)  # which the first penalty allocates
         run_largest_step(config, model, device)
         run_long_step(config, model, device)
+        del counts
 
     use = measure_use(device, steps, 0 if config.enforce_eager else GRAPH_BYTES)
     # What lenders have may hold a part of the longest sequence; the runner looks at that.
@@ -64,9 +67,8 @@ def run_long_step(config: EngineConfig, model: Decoder, device: torch.device) ->
 
     They are those that split keys, which the largest step need not launch.
     """
-    _run_step(
-        config, model, device, [(config.max_model_len - new, new) for new in (1, 2) if new < config.max_model_len]
-    )
+    longest = config.max_model_len
+    _run_step(config, model, device, [(longest - new, new) for new in (1, 2) if new <= longest])
 
 
 def _run_step(

@@ -1,8 +1,8 @@
 """An engine process: `python -m swiftkv.engine.main`, with an `EngineConfig` as the first line of standard input.
 
 The end of standard input says that the parent is gone, and ends the process at once; the kernel ends one that cannot
-see it because it is stopped or stuck. SIGTERM and `Shutdown` end it
-with code 0, a model that cannot be loaded with EXIT_LOAD_FAILED and one line on standard error, a defect with a
+see it because it is stopped or stuck. SIGTERM and `Shutdown` end it with code 0, a model that cannot be loaded with
+EXIT_LOAD_FAILED and one line on standard error, a device without room with EXIT_NO_ROOM and one line, a defect with a
 traceback and code 1. The ranks of a tensor-parallel engine are processes like this one that rank 0 starts.
 """
 
@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from swiftkv.engine.messages import EXIT_LOAD_FAILED, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, EngineConfig, Ready
-from swiftkv.errors import CheckpointError, ConfigError
+from swiftkv.engine.messages import (
+    EXIT_LOAD_FAILED,
+    EXIT_NO_ROOM,
+    HIGH_WATER_MARK,
+    MAX_MESSAGE_BYTES,
+    EngineConfig,
+    Ready,
+)
+from swiftkv.errors import CheckpointError, ConfigError, NoRoomError
 from swiftkv.output import detach_output
 from swiftkv.processes import be_killed_first, die_with_parent
 from swiftkv.progress import PROGRESS
@@ -110,7 +117,12 @@ def _watch_compilations(runner: ModelRunner) -> None:
 def _load_failed(config: EngineConfig, error: Exception) -> int:
     rank = f", rank {config.rank}" if config.rank else ""
     print(f"swiftkv: model {config.name}{rank}: {error}", file=sys.stderr, flush=True)
-    return EXIT_LOAD_FAILED
+    return exit_code(error)
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code of an engine that could not be loaded."""
+    return EXIT_NO_ROOM if isinstance(error, NoRoomError) else EXIT_LOAD_FAILED
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:

@@ -6,6 +6,7 @@ Nothing is subtracted from the device's free memory: engines that start together
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ GRAPH_BYTES = 1 << 30
 
 RUNTIME_BYTES = 1 << 30
 """Set aside for what torch's allocator does not count: CUDA's context, kernels, and the libraries' workspaces."""
+
+_LATER_BYTES = 256 << 20  # of those, what comes after the largest step: the driver's copies of CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,34 @@ def measure_use(device: torch.device, largest_step: Callable[[], None], graph_by
     torch.cuda.synchronize(device)
     activation_bytes = torch.cuda.max_memory_reserved(device) - weights_bytes
     torch.cuda.empty_cache()
-    return DeviceUse(weights_bytes, activation_bytes, graph_bytes)
+    return DeviceUse(weights_bytes, activation_bytes, graph_bytes, runtime_bytes(_bytes_beside_torch(device)))
+
+
+def runtime_bytes(measured_bytes: int | None) -> int:
+    """Return what is set aside, given what was found of it after the largest step; `None` if that cannot be said."""
+    return RUNTIME_BYTES if measured_bytes is None else max(RUNTIME_BYTES, measured_bytes + _LATER_BYTES)
+
+
+def _bytes_beside_torch(device: torch.device) -> int | None:
+    """Return what this process holds on `device` beside torch's allocator, if the driver knows our process."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        used = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    if not used or used[0] is None:  # a container has numbers of its own for its processes
+        return None
+    return max(0, int(used[0]) - torch.cuda.memory_reserved(device))
 
 
 def _gib(num_bytes: int) -> str:

@@ -46,6 +46,10 @@ _DEADLINES_PER_WATCHDOG = 4  # so many lenders may keep one step waiting, one af
 EXIT_LOAD_FAILED = 3
 """Exit code of an engine whose model cannot be loaded: starting it again would not help."""
 
+EXIT_NO_ROOM = 4
+"""Exit code of an engine that found its device full. Later it may not be: the pool of an engine that died stays where
+it is until all who borrow from it have let go."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All an engine process knows: one JSON line on its standard input. The end of that stream ends the engine."""

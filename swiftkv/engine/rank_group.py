@@ -90,6 +90,9 @@ class RankGroup:
 
 def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # An idle engine is no dead one, and the engine watches its ranks itself.
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)  # torch.distributed itself sets it so: it has no public name

@@ -26,7 +26,7 @@ from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.memory import kv_bytes_on_host
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.step import EngineStep
-from swiftkv.errors import ConfigError
+from swiftkv.errors import ConfigError, NoRoomError
 from swiftkv.kernels.host_copies import upload
 from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import ModelInput, fill_in_sampled
@@ -58,14 +58,17 @@ class ModelRunner:
         self.vocab_size = model_config.vocab_size
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+            # Sums of bfloat16 products in bfloat16 would depend on how cuBLAS splits them, and lose digits.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
         self._config = config
         self._communicator = communicator
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-        with _out_of_memory_is_a_mistake(self.device):
+        with _out_of_memory_is_no_room(self.device):
             self._model = load_decoder(
                 model_config,
                 MappedWeights(path),
@@ -81,7 +84,7 @@ class ModelRunner:
             self._model.ops.set_num_threads(config.threads)
             if on_gpu:
                 with torch.inference_mode():
-                    kv_bytes = size_pool(config, self._model, self.device)
+                    kv_bytes = size_pool(config, self._model, self.device, self.vocab_size)
                     kv_bytes = int(communicator.all_gather(torch.tensor([kv_bytes], device=self.device)).min())
                 _check_room(config, groups, kv_bytes)
             else:
@@ -167,12 +170,12 @@ def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool, groups:
 
 
 @contextmanager
-def _out_of_memory_is_a_mistake(device: torch.device) -> Iterator[None]:
+def _out_of_memory_is_no_room(device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device: {device} has no room for the weights and the largest step: {reason}") from error
+        raise NoRoomError(f"device: {device} has no room for the weights and the largest step: {reason}") from error
 
 
 def _check_room(config: EngineConfig, groups: Sequence[KVGroup], kv_bytes: int) -> None:

@@ -21,14 +21,18 @@ class _Parked:
     in_prompt: Tensor  # bool [vocab]
 
 
+def token_counts(num_slots: int, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return zeros [num_slots, vocab_size]: how often a token was sampled, and whether it was in the prompt."""
+    shape = (num_slots, vocab_size)
+    return torch.zeros(shape, dtype=torch.int32, device=device), torch.zeros(shape, dtype=torch.bool, device=device)
+
+
 class TokenCounts:
     """On the device of the logits, in order with the steps there; no memory is taken until a request has penalties."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        """[max_num_seqs, vocab] how often a token was sampled; whoever samples counts."""
-        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        """[max_num_seqs, vocab]"""
+        self.outputs, self.in_prompt = token_counts(0, vocab_size, device)
+        """[max_num_seqs, vocab] each; whoever samples counts."""
         self._is_counted = np.zeros(max_num_seqs, np.bool_)  # by slot
         self._parked: dict[int, _Parked] = {}  # by request id
 
@@ -41,8 +45,7 @@ class TokenCounts:
             return False
         if not len(self.outputs):
             num_slots, vocab_size = len(self._is_counted), self.outputs.shape[1]
-            self.outputs = self.outputs.new_zeros(num_slots, vocab_size)
-            self.in_prompt = self.in_prompt.new_zeros(num_slots, vocab_size)
+            self.outputs, self.in_prompt = token_counts(num_slots, vocab_size, self.outputs.device)
         parked = self._parked.pop(request.request_id, None)
         if parked is None:
             self.outputs[slot] = 0

@@ -147,6 +147,7 @@ class P2pTransport:
             self._ended.wait_for(lambda: self._last_ended >= ticket)
 
     def _work(self) -> None:
+        self._rows.begin_thread()
         while (job := self._jobs.get()) is not None:
             ticket, to_peer, from_peer = job.ticket, job.to_peer, job.from_peer
             job.fence.wait()
@@ -233,6 +234,7 @@ class P2pServer(threading.Thread):
         self._connection: Connection | None = None
 
     def run(self) -> None:
+        self._rows.begin_thread()
         try:
             connection = Connection(self._published, LENDER, self._connect_timeout_s, self._deadline_s)
         except TransferError as error:

@@ -20,6 +20,9 @@ class Rows(Protocol):
 
     nbytes: int
 
+    def begin_thread(self) -> None:
+        """Get the calling thread ready for the other calls, which only it will make from now on, `fence` apart."""
+
     def take(self, offsets: Int64Array, width_bytes: int) -> Tensor:
         """Return the bytes at `offsets [k]` in host memory, uint8 [k, width_bytes]."""
 
@@ -40,6 +43,9 @@ class HostRows:
     def __init__(self, pool: SharedPool) -> None:
         self.nbytes = pool.nbytes
         self._bytes = pool.tensor.numpy()
+
+    def begin_thread(self) -> None:
+        """Do nothing: host memory is every thread's."""
 
     def take(self, offsets: Int64Array, width_bytes: int) -> Tensor:
         return torch.from_numpy(self._at(width_bytes)[offsets])
@@ -63,6 +69,10 @@ class DeviceRows:
         self._pool = pool.tensor
         self._device = pool.tensor.device
         self._stream = torch.cuda.Stream(self._device)
+
+    def begin_thread(self) -> None:
+        """Choose the pool's GPU: a new thread is on GPU 0, and would make a context of half a GiB there."""
+        torch.cuda.set_device(self._device)
 
     def take(self, offsets: Int64Array, width_bytes: int) -> Tensor:
         with torch.cuda.stream(self._stream):

@@ -12,6 +12,10 @@ from swiftkv.errors import ConfigError
 TransportKind = Literal["shm", "peer", "p2p"]
 Link = Literal["nvlink", "pcie"]
 
+OLDEST_CAPABILITY = 80
+"""The least compute capability that the kernels are written for. GPUs before Ampere have no bfloat16 products, nor
+copies to shared memory that run beside them."""
+
 LINK_PROGRAMS = 32
 """Programs of 32 KiB that keep a link between two GPUs busy: 1 MiB in flight are NVLink's 400 GB/s times 2 us. Each
 takes a multiprocessor from whoever computes, until the whole list is copied; more of them would copy no faster."""
@@ -26,6 +30,7 @@ class Gpu:
 
     name: str
     uuid: str
+    capability: int  # 90 for what NVIDIA calls 9.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ def read_topology() -> Topology:
         return Topology((), {}, f"NVML: {error}")
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [Gpu(_text(pynvml.nvmlDeviceGetName(h)), _text(pynvml.nvmlDeviceGetUUID(h))) for h in handles]
+        gpus = [_gpu(handle) for handle in handles]
         chosen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in gpus])
         links: dict[tuple[int, int], Link] = {}
         for b, theirs in enumerate(chosen):
@@ -161,6 +166,14 @@ def visible_devices(variable: str | None, uuids: list[str]) -> list[int]:
             break
         chosen += matches
     return chosen
+
+
+def _gpu(handle: object) -> Gpu:
+    import pynvml
+
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+    return Gpu(_text(name), _text(uuid), 10 * major + minor)
 
 
 def _can(a: object, b: object, capability: int) -> bool:

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.engine.memory import DeviceUse, kv_bytes_on_device
-from swiftkv.errors import ConfigError
+from swiftkv.engine.main import exit_code
+from swiftkv.engine.memory import RUNTIME_BYTES, DeviceUse, kv_bytes_on_device, runtime_bytes
+from swiftkv.errors import ConfigError, NoRoomError
+from swiftkv.supervisor import end_of
 from swiftkv.units import DeviceShare, PoolBytes
 
 GIB = 1 << 30
@@ -51,6 +53,17 @@ def test_too_little_for_one_sequence() -> None:
 def test_a_fraction_is_a_part(memory: Fraction) -> None:
     with pytest.raises(ConfigError, match="part of the device"):
         kv_bytes_on_device(DeviceShare.of(memory), 80 * GIB, USE, 0)
+
+
+def test_what_the_libraries_hold_counts_where_it_is_more_than_what_is_set_aside() -> None:
+    assert runtime_bytes(None) == runtime_bytes(GIB // 2) == RUNTIME_BYTES
+    assert runtime_bytes(2 * GIB) > 2 * GIB
+
+
+def test_an_engine_without_room_is_started_again() -> None:
+    """The pool of an engine that died may stay until its borrowers have let go."""
+    assert end_of(exit_code(NoRoomError("kv_cache.memory: cuda:0 has no room"))).can_restart
+    assert not end_of(exit_code(ConfigError("kv_cache.memory: too little"))).can_restart
 
 
 @given(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from swiftkv.config import parse_config
+from swiftkv.devices import too_old
 from swiftkv.errors import ConfigError
 from swiftkv.transport.topology import (
     Gpu,
@@ -15,7 +17,7 @@ from swiftkv.transport.topology import (
     visible_devices,
 )
 
-GPUS = tuple(Gpu("NVIDIA H200", f"GPU-{letter}") for letter in "abcd")
+GPUS = tuple(Gpu("NVIDIA H200", f"GPU-{letter}", 90) for letter in "abcd")
 MACHINE = Topology(GPUS, {(0, 1): "nvlink", (0, 2): "pcie"})
 LAPTOP = Topology((), {}, "NVML: Driver Not Loaded")
 
@@ -68,6 +70,19 @@ def test_copies_over_a_link_leave_most_multiprocessors_to_those_who_compute() ->
 
     assert programs(("cuda:1", "cuda:0")) == programs(("cuda:2", "cuda:0")) == 32
     assert programs(("cuda:1", "cuda:1")) == programs(("cuda:1", "cuda:0"), ("cuda:0", "cuda:0")) == 96
+
+
+def test_gpus_that_the_kernels_are_not_written_for_are_refused() -> None:
+    gpus = (Gpu("Tesla T4", "GPU-a", 75), Gpu("NVIDIA A100", "GPU-b", 80), Gpu("NVIDIA H200", "GPU-c", 90))
+    models = [
+        {"name": "a", "path": "x", "device": "cuda:0"},
+        {"name": "b", "path": "x", "device": "cuda:1", "tensor_parallel_size": 2},
+        {"name": "c", "path": "x"},
+        {"name": "d", "path": "x", "device": "cuda:0", "tensor_parallel_size": 2},
+    ]
+    mistakes = too_old(parse_config({"models": models}), Topology(gpus, {}))
+    assert [mistake.partition(".")[0] for mistake in mistakes] == ["models[0]", "models[3]"]
+    assert "cuda:0 (Tesla T4) has compute capability 7.5, and the kernels need 8.0" in mistakes[0]
 
 
 @pytest.mark.parametrize(
