@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -15,8 +14,12 @@ class DeviceLimits:
 
     capability: int
     num_sms: int
-    shared_bytes: int  # that one program can have
-    shared_bytes_per_sm: int  # of which every program takes 1 KiB more than it asks for
+    shared_bytes_per_sm: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most that one program can have: each takes 1 KiB more than it asks for."""
+        return self.shared_bytes_per_sm - 1024
 
     @property
     def has_tensor_memory_accelerator(self) -> bool:
@@ -32,10 +35,10 @@ class DeviceLimits:
         return max(1, min(most, self.shared_bytes_per_sm // (shared_bytes + 1024)))
 
 
-H100 = DeviceLimits(90, 132, 227 << 10, 228 << 10)
-A100 = DeviceLimits(80, 108, 163 << 10, 164 << 10)
-L4 = DeviceLimits(89, 58, 99 << 10, 100 << 10)
-RTX_5090 = DeviceLimits(120, 170, 99 << 10, 100 << 10)
+H100 = DeviceLimits(90, 132, 228 << 10)
+A100 = DeviceLimits(80, 108, 164 << 10)
+L4 = DeviceLimits(89, 58, 100 << 10)
+RTX_5090 = DeviceLimits(120, 170, 100 << 10)
 
 
 @cache
@@ -43,10 +46,6 @@ def limits_of(device: torch.device) -> DeviceLimits:
     """Return an H100's limits where there is no GPU, so that the interpreter checks the schedule that runs there."""
     if device.type != "cuda":
         return H100
-    found: Any = torch.cuda.get_device_properties(device)
-    return DeviceLimits(
-        found.major * 10 + found.minor,
-        found.multi_processor_count,
-        found.shared_memory_per_block_optin,
-        found.shared_memory_per_multiprocessor,
-    )
+    found = torch.cuda.get_device_properties(device)
+    capability = found.major * 10 + found.minor
+    return DeviceLimits(capability, found.multi_processor_count, found.shared_memory_per_multiprocessor)

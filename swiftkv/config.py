@@ -232,6 +232,15 @@ class ModelConfig(_Section):
     lending: LendingConfig | None = Field(None, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _larger_blocks_on_gpus(cls, value: object) -> object:
+        """Let the tensor memory accelerator fetch keys, 64 of a block at once, unless the file says otherwise."""
+        if not isinstance(value, dict) or not str(value.get("device", "cpu")).startswith("cuda"):
+            return value
+        kv_cache = value.get("kv_cache", {})
+        return {**value, "kv_cache": {"block_size": 64} | kv_cache} if isinstance(kv_cache, dict) else value
+
     @property
     def last_gpu(self) -> int:
         """The last GPU index that this model uses, one for each rank from `device` on; -1 on the CPU."""

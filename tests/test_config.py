@@ -206,6 +206,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_config(tmp_path / "missing.yaml")
 
 
+def test_blocks_are_larger_on_gpus_unless_the_file_says_otherwise() -> None:
+    def block_size(**keys: object) -> int:
+        return parse_config({"models": [{"name": "a", "path": "x", **keys}]}).models[0].kv_cache.block_size
+
+    assert block_size() == block_size(device="cpu", kv_cache={"memory": "1GiB"}) == 16
+    assert block_size(device="cuda:1") == block_size(device="cuda:0", kv_cache={"memory": "1GiB"}) == 64
+    assert block_size(device="cuda:0", kv_cache={"block_size": 32}) == 32
+    with pytest.raises(ConfigError, match=r"models\[0\]\.kv_cache: 7 is not a mapping"):
+        block_size(device="cuda:0", kv_cache=7)
+
+
 def test_defaults_for_everything_but_name_and_path() -> None:
     config = parse_config({"models": [{"name": "chat", "path": "somewhere"}]})
     model = config.models[0]

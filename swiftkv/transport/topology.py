@@ -12,6 +12,8 @@ from swiftkv.errors import ConfigError
 TransportKind = Literal["shm", "peer", "p2p"]
 Link = Literal["nvlink", "pcie"]
 
+_MPS_DIRECTORY = "/tmp/nvidia-mps"
+
 OLDEST_CAPABILITY = 80
 """The least compute capability that the kernels are written for. GPUs before Ampere have no bfloat16 products, nor
 copies to shared memory that run beside them."""
@@ -40,6 +42,7 @@ class Topology:
     gpus: tuple[Gpu, ...]
     links: Mapping[tuple[int, int], Link]
     absence: str = ""  # why there are no GPUs
+    has_mps: bool = False  # whether NVIDIA's multi-process service launches for all processes
 
     def link(self, a: int, b: int) -> Link | None:
         return self.links.get((min(a, b), max(a, b)))
@@ -63,6 +66,8 @@ def choose_transport(lender_device: str, borrower_device: str, topology: Topolog
         return TransportChoice("shm", "both pools are in host memory")
     if lender is None or borrower is None:
         return TransportChoice("p2p", "one pool is in host memory, the other on a GPU")
+    if topology.has_mps:
+        return TransportChoice("p2p", "NVIDIA's MPS runs, under which copies outlive the process that made them")
     if lender == borrower:
         return TransportChoice("peer", f"both pools are on GPU {lender}", ONE_GPU_PROGRAMS)
     link = topology.link(lender, borrower)
@@ -143,9 +148,13 @@ def read_topology() -> Topology:
                     links[a, b] = "pcie"
     finally:
         pynvml.nvmlShutdown()
-    return Topology(
-        tuple(gpus[index] for index in chosen), links, "" if chosen else "CUDA_VISIBLE_DEVICES names no GPU"
-    )
+    absence = "" if chosen else "CUDA_VISIBLE_DEVICES names no GPU"
+    return Topology(tuple(gpus[index] for index in chosen), links, absence, uses_mps(os.environ))
+
+
+def uses_mps(environment: Mapping[str, str]) -> bool:
+    """Return whether CUDA would find a control daemon of the multi-process service: its pipe is there."""
+    return os.path.exists(os.path.join(environment.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY), "control"))
 
 
 def visible_devices(variable: str | None, uuids: list[str]) -> list[int]:

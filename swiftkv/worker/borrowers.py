@@ -52,6 +52,7 @@ class BorrowerPeer:
     is_attached: bool = False
     is_ending: bool = False  # its leases end when nothing serves it any more
     is_gone: bool = False
+    quiet_s: float = 0.0  # monotonic: before that, stores that it launched may still arrive
     servers: list[threading.Thread] = field(default_factory=list)
     heard_s: float = 0.0
     heartbeat_due_s: float = 0.0

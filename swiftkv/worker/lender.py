@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from swiftkv._lease import Int32Array
 
 _HEARTBEAT_S = 1.0
+_QUIET_S = 0.1  # that the driver may take to stop what a dead process launched on a GPU; nobody has measured it
 _LONGEST_INTERVAL_S = 1.0
 _INTERVALS_PER_WINDOW = 20
 _END_POLL_S = 0.02
@@ -94,6 +95,7 @@ class Lender:
         self._interval_s = min(spec.window_s / _INTERVALS_PER_WINDOW, _LONGEST_INTERVAL_S)
         self._scheduler = scheduler
         self._pool_bytes = pool_bytes
+        self._quiet_s = _QUIET_S if spec.transport == "peer" else 0.0
         self._serve_link = serve_link
         self._wake_engine = wake_engine
         self._wire = wire
@@ -252,12 +254,13 @@ class Lender:
     def _on_exit(self, peer: BorrowerPeer) -> None:
         _log.warning("%s has gone; its leases end", peer.spec.name)
         peer.is_gone = peer.is_ending = True
+        peer.quiet_s = time.monotonic() + self._quiet_s
         peer.is_attached = False
 
     def _end_leases(self, peer: BorrowerPeer, now_s: float) -> None:
         """End the leases of a borrower that has gone or let go, once no thread that serves it may still write."""
         peer.servers = [server for server in peer.servers if server.is_alive()]
-        if not peer.is_ending or peer.servers:
+        if not peer.is_ending or peer.servers or now_s < peer.quiet_s:
             return
         peer.is_ending = False
         if peer.is_gone:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from swiftkv.config import parse_config
@@ -14,6 +17,7 @@ from swiftkv.transport.topology import (
     choose_transport,
     node_transports,
     read_topology,
+    uses_mps,
     visible_devices,
 )
 
@@ -70,6 +74,21 @@ def test_copies_over_a_link_leave_most_multiprocessors_to_those_who_compute() ->
 
     assert programs(("cuda:1", "cuda:0")) == programs(("cuda:2", "cuda:0")) == 32
     assert programs(("cuda:1", "cuda:1")) == programs(("cuda:1", "cuda:0"), ("cuda:0", "cuda:0")) == 96
+
+
+def test_under_mps_nobody_writes_to_another_s_pool(tmp_path: Path) -> None:
+    """A client's kernels finish after its death there, when its extents may be home already."""
+    assert not uses_mps({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+    (tmp_path / "control").touch()
+    assert uses_mps({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+    machine = replace(MACHINE, has_mps=True)
+    assert (
+        choose_transport("cuda:0", "cuda:0", machine).kind
+        == choose_transport("cuda:0", "cuda:1", machine).kind
+        == "p2p"
+    )
+    with pytest.raises(ConfigError, match="MPS"):
+        node_transports("peer", [("cuda:1", "cuda:1")], machine)
 
 
 def test_gpus_that_the_kernels_are_not_written_for_are_refused() -> None:

@@ -143,6 +143,25 @@ def test_leases_of_the_dead_end_when_nothing_serves_them_any_more() -> None:
             lender.close()
 
 
+def test_what_the_dead_launched_on_a_gpu_may_still_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their extents come home when a driver has had time to stop it."""
+    monkeypatch.setattr("swiftkv.worker.lender._QUIET_S", 3600.0)
+    with Node(start=["m"]) as node:
+        setup = node.setups["w"]
+        spec = msgspec.structs.replace(setup.lending, transport="peer")
+        lender = EngineWithoutModel(msgspec.structs.replace(setup, lending=spec), publish)
+        lender.coordinator.start()
+        try:
+            node["m"].wait_for(lambda state: held(state) == [ALL])
+            node["m"].kill()
+            admin = Admin(node.address("w"))
+            state = admin.wait_for(lambda state: state.lends[0].peer_state == "its last transfers are ending")
+            assert state.groups[0].lent == ALL * node.link.meu_w
+            admin.close()
+        finally:
+            lender.close()
+
+
 def test_a_lender_that_cannot_publish_its_pool_says_so_and_lends_when_it_can() -> None:
     """A full disk is no reason to die. It is tried again for as long as it takes."""
     with Node(start=["m"]) as node:
