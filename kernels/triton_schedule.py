@@ -228,6 +228,8 @@ def _tiles(
     """
     group = spec.num_heads // spec.num_kv_heads
     rows = np.where(sequences.num_new > 1, sequences.num_new * group, 0)
+    if not rows.any():
+        return np.zeros((0, TILE_FIELDS), np.int32), np.zeros((0, MERGE_FIELDS), np.int32)
     counts = ceil_div(rows, tiling.rows)
     of = np.repeat(np.arange(len(counts)), counts)
     first_row = _ranges(counts) * tiling.rows

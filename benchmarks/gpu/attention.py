@@ -22,10 +22,12 @@ import triton
 
 from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.device_limits import limits_of
 from swiftkv.kernels.triton_schedule import Tiling, decode_tiling, prefill_tiling
 
 DECODE = [(1, 4096), (1, 32_768), (1, 131_072), (1, 1 << 20), (8, 4096), (32, 4096), (64, 8192), (256, 4096)]
 PREFILL = [(2048, 0), (4096, 0), (8192, 0), (16_384, 0), (32_768, 0), (2048, 6144), (2048, 30_720), (8192, 24_576)]
+PREFILL += [(64, 32_704), (128, 32_640), (512, 32_256)]  # short prompts after long histories, whose keys are split
 TUNED_DECODE = [(1, 131_072), (32, 4096), (64, 8192)]
 TUNED_PREFILL = [(8192, 0), (2048, 30_720)]
 POOL_BYTES = 12 << 30
@@ -105,7 +107,7 @@ def operations(spec: AttentionSpec, new: int, cached: int) -> int:
 
 def other_tilings(kind: str, spec: AttentionSpec) -> Iterator[Tiling]:
     if kind == "decode":
-        rows = decode_tiling(spec).rows
+        rows = decode_tiling(spec, limits_of(torch.device("cuda"))).rows
         for keys, num_stages in ((64, 2), (64, 3), (64, 4), (64, 5), (32, 5), (128, 2), (128, 3)):
             yield Tiling(rows, keys, 4, num_stages)
         yield Tiling(rows, 64, 2, 3)
@@ -116,20 +118,28 @@ def other_tilings(kind: str, spec: AttentionSpec) -> Iterator[Tiling]:
         (64, 2, None),
         (64, 3, None),
         (64, 4, None),
+        (128, 4, None),
         (64, 2, 128),
         (32, 3, 128),
     ):
-        yield Tiling(128, keys, 8, num_stages, max_registers)
-    yield Tiling(64, 64, 4, 2)
-    yield Tiling(64, 64, 4, 3)
-    yield Tiling(256, 64, 16, 2, 128)
+        yield Tiling(128, keys, 8, num_stages, fits_blocks(spec, keys), max_registers)
+    yield Tiling(64, 64, 4, 2, fits_blocks(spec, 64))
+    yield Tiling(64, 64, 4, 3, fits_blocks(spec, 64))
+    yield Tiling(256, 64, 16, 2, fits_blocks(spec, 64), 128)
+
+
+def fits_blocks(spec: AttentionSpec, keys: int) -> bool:
+    """Return whether the tensor memory accelerator, if there is one, can fetch tiles of so many keys."""
+    return spec.block_size % keys == 0 and limits_of(torch.device("cuda")).has_tensor_memory_accelerator
 
 
 def tune(spec: AttentionSpec, pool: torch.Tensor, bandwidth: float, rate: float, budget_s: float) -> list[Any]:
     rows = []
+    limits = limits_of(torch.device("cuda"))
+    prefill, decode = prefill_tiling(spec, limits), decode_tiling(spec, limits)
     for kind, shapes in (("decode", TUNED_DECODE), ("prefill", TUNED_PREFILL)):
         for tiling in other_tilings(kind, spec):
-            tilings = (prefill_tiling(spec), tiling) if kind == "decode" else (tiling, decode_tiling(spec))
+            tilings = (prefill, tiling) if kind == "decode" else (tiling, decode)
             fractions = []
             for first, second in shapes:
                 try:

@@ -4,7 +4,8 @@ PYTHONPATH=. python benchmarks/gpu/copies.py [--out copies.json]
 
 One layer of a peer's blocks is loaded into packed layer-stream slots, or stored from there: `kernel` with one launch
 for all runs, `direct` with one 2-D copy per run, both over pools on one GPU. Blocks have 32 layers, and each repetition
-moves another layer, so nothing is found in the L2 cache. The target is 90 % for `kernel`.
+moves another layer, so nothing is found in the L2 cache. The target is 90 % for `kernel`. At 16 and 64 KiB, `direct` is
+the time that its calls cost the host, which is more than that of the copies.
 """
 
 from __future__ import annotations

@@ -440,9 +440,9 @@ def main() -> None:
     print(machine.report(), flush=True)
     parts = {
         "model": bench_model,
-        "transformers": bench_transformers,
         "lending": bench_lending,
         "decoding": bench_decoding,
+        "transformers": bench_transformers,  # last: another version of it may fail, which loses nothing then
     }
     results: list[dict[str, object]] = []
     for name, part in parts.items():

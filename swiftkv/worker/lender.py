@@ -262,10 +262,9 @@ class Lender:
         peer.servers = [server for server in peer.servers if server.is_alive()]
         if not peer.is_ending or peer.servers or now_s < peer.quiet_s:
             return
-        peer.is_ending = False
         if peer.is_gone:
-            peer.is_gone = False
             peer.process = None
+        peer.is_ending = peer.is_gone = False
         for link in peer.links:
             self._take_home(link, link.ledger.peer_died(), now_s)
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from swiftkv.kernels import triton_copy
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,23 @@ def run_without_interpreter(module: str, tmp_path: Path) -> list[str]:
 
 def test_every_kernel_compiles_for_an_h100_as_it_is_launched(tmp_path: Path) -> None:
     assert run_without_interpreter("compile_for_gpu", tmp_path) == sorted(launched_kernels())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", ["80", "89", "90", "120"])
+def test_no_loop_spills_and_every_configuration_fits(target: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "benchmarks/gpu/compile_report.py", "--targets", target],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1500,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_no_kernel_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
