@@ -343,9 +343,10 @@ def stream_from(
     from swiftkv.cache.cuda_pool import CudaPool
     from swiftkv.master.layer_stream import LayerStream
     from swiftkv.transport.peer import PeerTransport
+    from swiftkv.transport.topology import ONE_GPU_PROGRAMS
 
     pool = CudaPool([(group, CAPPED_BLOCKS)], device)
-    transport = PeerTransport(pool, io_backend)
+    transport = PeerTransport(pool, io_backend, max_programs=ONE_GPU_PROGRAMS)
     # An IPC handle would map the peer's pool at such an address; the device can also read pinned host memory.
     transport.mappings.add(0, peer.data_ptr(), peer.numel())
     streams = LayerStream(transport, [group])
@@ -383,13 +384,14 @@ def bench_decoding(_: Machine, device: torch.device) -> list[dict[str, object]]:
     from swiftkv.master.graph_stream import GraphStream
     from swiftkv.master.layer_stream import LayerStream
     from swiftkv.transport.peer import PeerTransport
+    from swiftkv.transport.topology import ONE_GPU_PROGRAMS
 
     decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
     (group,) = decoder.kv_groups
     num_seqs, own, borrowed = STREAMED_DECODE
     pool = CudaPool([(group, num_seqs * (own + borrowed))], device)
     peer = torch.zeros(num_seqs * borrowed * group.block_bytes, dtype=torch.uint8, device=device)
-    transport = PeerTransport(pool)
+    transport = PeerTransport(pool, max_programs=ONE_GPU_PROGRAMS)
     transport.mappings.add(0, peer.data_ptr(), peer.numel())
     streams = LayerStream(transport, [group])
     graphs = DecodeGraphs(
@@ -397,7 +399,8 @@ def bench_decoding(_: Machine, device: torch.device) -> list[dict[str, object]]:
     )
     graphs.capture([num_seqs], 1 << 33)
     for num_buffers in (1, 2):
-        graphs.capture([num_seqs], 1 << 33, GraphStream(streams, transport.mappings, num_buffers))
+        stream = GraphStream(streams, transport.mappings, num_buffers, max_programs=ONE_GPU_PROGRAMS)
+        graphs.capture([num_seqs], 1 << 33, stream)
 
     def eager(step: Step) -> torch.Tensor:
         with streams.step(step) as stream:
