@@ -162,7 +162,7 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
             const int head = static_cast<int>(i % num_kv_heads);
             const MergeTask task{partials_of(tile, head), tile.num_partitions(), tile.num_queries, sinks_of(head),
                                  out_of(tile, head)};
-            kernel.merge(spec, task, thread_scratch(kernel.scratch_bytes(spec, tile.num_queries)));
+            kernel.merge(spec, task);
         }
     };
     parallel_for(static_cast<int64_t>(cut.size()) * num_kv_heads, merge, num_kv_heads);

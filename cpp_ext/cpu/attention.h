@@ -97,7 +97,7 @@ struct AttendTask {
 };
 
 struct MergeTask {
-    const float* partials;  // [num_partitions, num_queries * group_size, v_head_dim + 2]
+    float* partials;  // [num_partitions, num_queries * group_size, v_head_dim + 2]
     int num_partitions;
     int num_queries;
     const float* sinks;  // of the KV head's query heads, or nullptr
@@ -117,7 +117,7 @@ struct AttentionKernels {
     int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
     // `next` is the thread's following task, or the same one: its first keys are fetched ahead.
     void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask& next, std::byte* scratch);
-    void (*merge)(const AttentionSpec&, const MergeTask&, std::byte* scratch);
+    void (*merge)(const AttentionSpec&, const MergeTask&);  // overwrites the partials
     void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&);
 };
 

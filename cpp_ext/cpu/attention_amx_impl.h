@@ -43,9 +43,8 @@ struct TileProducts {
     };
 
     struct Scratch {
-        Elem* q;  // [padded_rows, padded_dim]
-        Elem*
-            k_tails;  // [kPartitionGroups][kTileElements], where the last step of head_dim is a half: filled with zeros
+        Elem* q;         // [padded_rows, padded_dim]
+        Elem* k_tails;   // [kPartitionGroups][kTileElements], if head_dim ends in half a step; zeros fill it
         Elem* v_staged;  // [kPartitionSteps][kStep / 2][v_dim][2]
         const Elem** v;  // [kPartitionSteps], in the pool or in v_staged
 

@@ -21,6 +21,8 @@ struct DotProducts {
     static constexpr int kMaxRows = 6;
     static constexpr int kMaxVectors = kWidth == 16 ? 4 : 2;
     static constexpr int kMaxGroups = kMaxVectors / kVectorsPerGroup;
+    // A constant, so that one register addresses the queries of all rows; and not a power of two, as with kRowStride.
+    static constexpr int kQueryStride = kMaxHeadDim + 32;
     static constexpr int kKeyAlignment = kGroupTokens;
     static constexpr int kRowsPerTask = 48;
 
@@ -34,17 +36,16 @@ struct DotProducts {
     struct Registers {};
 
     struct Scratch {
-        Packed* q;  // [rows, head_dim]
+        Packed* q;  // [rows, kQueryStride]
 
-        Scratch(Arena& arena, const AttentionSpec& spec, int rows)
-            : q(arena.take<Packed>(int64_t{rows} * spec.head_dim)) {}
+        Scratch(Arena& arena, const AttentionSpec&, int rows) : q(arena.take<Packed>(int64_t{rows} * kQueryStride)) {}
     };
 
     static void pack_queries(const AttentionSpec& spec, const AttendTask& task, Scratch& scratch) {
         const int head_dim = spec.head_dim, rows = task.num_queries * spec.group_size();
         for (int row = 0; row < rows; ++row) {
             const Elem* q = query_row<Elem>(spec, task, row);
-            Packed* packed = scratch.q + int64_t{row} * head_dim;
+            Packed* packed = scratch.q + int64_t{row} * kQueryStride;
             for (int d = 0; d < head_dim; d += kWidth) E::pack(packed + d, E::load(q + d));
         }
     }
@@ -55,7 +56,7 @@ struct DotProducts {
     template <typename Meanwhile>
     static void score(const AttentionSpec& spec, const Scratch& scratch, const Keys& keys, const RowBlock& block,
                       float* scores, Meanwhile&& meanwhile) {
-        const Packed* q = scratch.q + int64_t{block.begin} * spec.head_dim;
+        const Packed* q = scratch.q + int64_t{block.begin} * kQueryStride;
         const int end = block.key_end / kGroupTokens;
         for (int group = block.key_begin / kGroupTokens; group < end; group += kMaxGroups) {
             with_rows(block.end - block.begin, [&](auto rows) {
@@ -145,7 +146,7 @@ struct DotProducts {
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const typename E::Operand query = E::operand(q + int64_t{r} * spec.head_dim + d);
+                const typename E::Operand query = E::operand(q + r * kQueryStride + d);
 #pragma GCC unroll 8
                 for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], key[j], query);
             }

@@ -120,6 +120,12 @@ struct Attention {
         return {partial, partial + rows, partial + 2 * rows};
     }
 
+    static void swap(SoftmaxState& a, SoftmaxState& b) {
+        const SoftmaxState was = a;
+        a = b;
+        b = was;
+    }
+
     static void attend(const AttentionSpec& spec, const AttendTask& task, const AttendTask& next_task,
                        std::byte* memory) {
         const int rows = task.num_queries * spec.group_size();
@@ -132,23 +138,20 @@ struct Attention {
             if (task.partial != nullptr)
                 return Rows::copy(scratch.part, partial_state(task.partial, rows), rows, spec.v_head_dim);
             if (p == task.partition_begin)
-                Rows::copy(scratch.part, scratch.total, rows, spec.v_head_dim);
+                swap(scratch.part, scratch.total);
             else
                 Rows::merge(spec, scratch.total, scratch.part, rows);
         }
         Rows::write(spec, scratch.total, rows, task.sinks, task.out);
     }
 
-    static void merge(const AttentionSpec& spec, const MergeTask& task, std::byte* memory) {
+    static void merge(const AttentionSpec& spec, const MergeTask& task) {
         const int rows = task.num_queries * spec.group_size();
         const int64_t floats = int64_t{rows} * (spec.v_head_dim + 2);
-        Arena arena(memory);
-        Scratch scratch(arena, spec, rows);
-        auto* partials = const_cast<float*>(task.partials);
-        Rows::copy(partial_state(partials, rows), scratch.total, rows, spec.v_head_dim);
+        const SoftmaxState total = partial_state(task.partials, rows);
         for (int p = 1; p < task.num_partitions; ++p)
-            Rows::merge(spec, scratch.total, partial_state(partials + p * floats, rows), rows);
-        Rows::write(spec, scratch.total, rows, task.sinks, task.out);
+            Rows::merge(spec, total, partial_state(task.partials + p * floats, rows), rows);
+        Rows::write(spec, total, rows, task.sinks, task.out);
     }
 
     static int64_t scratch_bytes(const AttentionSpec& spec, int num_queries) {
