@@ -101,6 +101,7 @@ class SchedulerStats:
     prefix_query_tokens_total: Final[int]
     prefix_hit_tokens_total: Final[int]
     borrowed_hit_tokens_total: Final[int]
+    window_missed_tokens_total: Final[int]
     step_s_total: Final[float]
     """Seconds that the committed steps took"""
     groups: Final[list[GroupStats]]
@@ -218,6 +219,7 @@ class Scheduler:
         lend_links: list[Link] = [],
         borrow_links: list[Link] = [],
         stream_buffers: int = 2,
+        retention_interval: int | None = None,
     ) -> None:
         """Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""

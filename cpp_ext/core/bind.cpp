@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -154,6 +155,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("prefix_query_tokens_total", &SchedulerStats::prefix_query_tokens_total)
         .def_ro("prefix_hit_tokens_total", &SchedulerStats::prefix_hit_tokens_total)
         .def_ro("borrowed_hit_tokens_total", &SchedulerStats::borrowed_hit_tokens_total)
+        .def_ro("window_missed_tokens_total", &SchedulerStats::window_missed_tokens_total)
         .def_ro("step_s_total", &SchedulerStats::step_s_total)
         .def_ro("groups", &SchedulerStats::groups);
 }
@@ -201,7 +203,8 @@ void bind_scheduler(nb::module_& m) {
             "__init__",
             [](Scheduler* self, std::vector<GroupSpec> groups, int block_size, int max_num_seqs,
                int max_num_batched_tokens, int max_model_len, bool enable_prefix_caching, bool enable_chunked_prefill,
-               std::vector<Link> lend_links, std::vector<Link> borrow_links, int stream_buffers) {
+               std::vector<Link> lend_links, std::vector<Link> borrow_links, int stream_buffers,
+               std::optional<int> retention_interval) {
                 new (self) Scheduler(std::move(groups),
                                      {.block_size = block_size,
                                       .max_num_seqs = max_num_seqs,
@@ -209,12 +212,13 @@ void bind_scheduler(nb::module_& m) {
                                       .max_model_len = max_model_len,
                                       .enable_prefix_caching = enable_prefix_caching,
                                       .enable_chunked_prefill = enable_chunked_prefill,
-                                      .stream_buffers = stream_buffers},
+                                      .stream_buffers = stream_buffers,
+                                      .retention_interval = retention_interval},
                                      std::move(lend_links), std::move(borrow_links));
             },
             "groups"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a, "max_model_len"_a,
             "enable_prefix_caching"_a = true, "enable_chunked_prefill"_a = true, "lend_links"_a = std::vector<Link>(),
-            "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2)
+            "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2, "retention_interval"_a = nb::none())
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,

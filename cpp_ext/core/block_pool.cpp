@@ -28,12 +28,15 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
     : num_local_(num_local),
       ends_(ends_of_places(num_local, borrow_links)),
       num_ids_(ends_.back()),
-      records_(num_ids_ + kNumPlaces) {
+      records_(num_ids_ + kNumPlaces * kNumWorths) {
     for (int i = 0; i < kNumPlaces; ++i) {
         const Place place = static_cast<Place>(i);
         const int size = ends_[i] - first_of(place);
         free_.emplace_back(std::max(1, size));
-        records_[sentinel(place)].newer = records_[sentinel(place)].older = sentinel(place);
+        for (int worth = 0; worth < kNumWorths; ++worth) {
+            const BlockId end = sentinel(place, static_cast<Worth>(worth));
+            records_[end].newer = records_[end].older = end;
+        }
         counts_[i][static_cast<int>(BlockState::kAbsent)] = size;
     }
 
@@ -141,6 +144,7 @@ void BlockPool::settle() {
 
 void BlockPool::forget(BlockId block) {
     record(block).node = kNone;
+    record(block).worth = Worth::kNone;
     if (state(block) == BlockState::kCached || state(block) == BlockState::kLeaving) release(block);
 }
 
@@ -150,6 +154,7 @@ void BlockPool::replace(BlockId from, BlockId to) {
     ensure(source.refs > 0 || source.node != kNone, "a block that moves is in use or in the prefix index");
     target.node = std::exchange(source.node, kNone);
     target.refs = std::exchange(source.refs, 0);
+    target.worth = std::exchange(source.worth, Worth::kNone);
     set_busy(to);
     if (target.refs == 0) rest(to);
     if (place(from) == Place::kLocal) {
@@ -169,7 +174,10 @@ void BlockPool::release(BlockId block) {
 }
 
 BlockId BlockPool::oldest_cached(Place where) const {
-    return num_cached(where) == 0 ? kNone : records_[sentinel(where)].newer;
+    if (num_cached(where) == 0) return kNone;
+    BlockId end = sentinel(where, Worth::kNone);
+    while (records_[end].newer == end) ++end;
+    return records_[end].newer;
 }
 
 BlockId BlockPool::oldest_cached_below(Place where) const {
@@ -178,6 +186,7 @@ BlockId BlockPool::oldest_cached_below(Place where) const {
         const BlockId cached = oldest_cached(static_cast<Place>(place));
         if (cached == kNone) continue;
         const auto is_older = [&](BlockId a, BlockId b) {
+            if (worth(a) != worth(b)) return worth(a) < worth(b);
             return static_cast<int32_t>(records_[a].cached_at - records_[b].cached_at) < 0;
         };
         if (oldest == kNone || is_older(cached, oldest)) oldest = cached;
@@ -186,13 +195,25 @@ BlockId BlockPool::oldest_cached_below(Place where) const {
 }
 
 void BlockPool::link_newest(BlockId block) {
-    const BlockId end = sentinel(place(block));
-    const BlockId newest = records_[end].older;
-    records_[block].older = newest;
-    records_[block].newer = end;
     records_[block].cached_at = ++num_cachings_;
-    records_[newest].newer = block;
-    records_[end].older = block;
+    link_before(sentinel(place(block), records_[block].worth), block);
+}
+
+void BlockPool::link_before(BlockId newer, BlockId block) {
+    const BlockId older = records_[newer].older;
+    records_[block].older = older;
+    records_[block].newer = newer;
+    records_[older].newer = block;
+    records_[newer].older = block;
+}
+
+void BlockPool::set_worth(BlockId block, Worth worth) {
+    Record& changed = record(block);
+    const Worth before = std::exchange(changed.worth, worth);
+    if (changed.state != BlockState::kCached || worth == before) return;
+    unlink(block);
+    const BlockId end = sentinel(place(block), worth);
+    link_before(worth < before ? records_[end].newer : end, block);
 }
 
 void BlockPool::unlink(BlockId block) {

@@ -16,7 +16,7 @@ enum class BlockState : uint8_t {
     kAbsent,    // borrowed: its extent is not held
     kFree,      // nobody needs its bytes
     kUsed,      // running requests hold references to it (it may be in the prefix index too)
-    kCached,    // in the prefix index, and no request holds it; evicted in least-recently-used order
+    kCached,    // in the prefix index, and no request holds it; evicted by worth, then in least-recently-used order
     kInFlight,  // steps in progress may still read or write it; cached or free once they settle
     kLent,      // local: another engine's
     kStaging,   // local: part of the layer-stream cache, in whose layer blocks borrowed blocks are staged
@@ -88,10 +88,13 @@ class BlockPool {
     NodeId node(BlockId block) const { return record(block).node; }
     void set_node(BlockId block, NodeId node) { record(block).node = node; }
     int refs(BlockId block) const { return record(block).refs; }
+    Worth worth(BlockId block) const { return record(block).worth; }
+    // A cached block that is worth less than before is the first of its new worth to go.
+    void set_worth(BlockId block, Worth worth);
 
-    // Returns the least recently used cached block; kNone if none is cached.
+    // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
-    // The least recently used cached block of the places further down.
+    // The same of all places further down together.
     BlockId oldest_cached_below(Place place) const;
 
     // ---- loading ----
@@ -109,7 +112,7 @@ class BlockPool {
     // Throws std::invalid_argument unless take_back() may have these extents.
     void check_lent(int lend_link, std::span<const ExtentId> extents) const;
     // Returns up to `max_extents` that could be lent: wholly free ones, highest first, then if `or_cached` such as hold
-    // nothing but free and cached blocks, least recently used first.
+    // nothing but free and cached blocks, in the order in which these are evicted.
     std::vector<int> lendable(int lend_link, int max_extents, bool or_cached) const;
     void lend(int lend_link, int extent) noexcept;  // whose blocks are all free
     void take_back(int lend_link, int extent) noexcept;
@@ -153,6 +156,7 @@ class BlockPool {
         NodeId node = kNone;
         BlockId newer = kNone, older = kNone;  // neighbours in the list of cached blocks
         BlockState state = BlockState::kAbsent;
+        Worth worth = Worth::kNone;
         uint32_t cached_at = 0;  // the pool's clock when it was cached last
         int64_t busy_until = 0;  // a step, counted from 1, that may read or write it: until that settles, a block
                                  // without holders is in flight
@@ -183,8 +187,11 @@ class BlockPool {
     void release(BlockId block);  // to free, or to absent if its extent is leaving
     void count_extents(BlockId local, BlockState state, int by);
     void link_newest(BlockId block);
+    void link_before(BlockId newer, BlockId block);
     void unlink(BlockId block);
-    BlockId sentinel(Place place) const { return num_ids() + static_cast<int>(place); }
+    BlockId sentinel(Place place, Worth worth) const {
+        return num_ids() + static_cast<int>(place) * kNumWorths + static_cast<int>(worth);
+    }
     BlockId first_of(Place place) const { return place == Place::kLocal ? 0 : ends_[static_cast<int>(place) - 1]; }
     const BorrowLink& borrow_link_of(BlockId borrowed) const;
     BorrowLink& borrow_link_of(BlockId borrowed);

@@ -18,13 +18,15 @@ std::vector<int> BlockPool::lendable(int lend_link, int max_extents, bool or_cac
     }
     if (!or_cached) return found;
     std::vector<bool> is_found(lend.link.num_extents);
-    const BlockId end = sentinel(Place::kLocal);
-    for (BlockId b = records_[end].newer; b != end && static_cast<int>(found.size()) < max_extents;
-         b = records_[b].newer) {
-        const int extent = b / lend.link.blocks_per_extent;
-        if (extent >= lend.link.num_extents || lend.num_pinned[extent] > 0 || is_found[extent]) continue;
-        is_found[extent] = true;
-        found.push_back(extent);
+    for (int worth = 0; worth < kNumWorths; ++worth) {
+        const BlockId end = sentinel(Place::kLocal, static_cast<Worth>(worth));
+        for (BlockId b = records_[end].newer; b != end && static_cast<int>(found.size()) < max_extents;
+             b = records_[b].newer) {
+            const int extent = b / lend.link.blocks_per_extent;
+            if (extent >= lend.link.num_extents || lend.num_pinned[extent] > 0 || is_found[extent]) continue;
+            is_found[extent] = true;
+            found.push_back(extent);
+        }
     }
     return found;
 }

@@ -38,7 +38,7 @@ bool Demand::is_short(int num_running) const {
 
 int Demand::blocks_wanted(const Request& r, int g) const {
     const int whole = ceil_div(r.num_tokens(), limits_.block_size) + 1;
-    return std::min(whole, limits_.blocks_for_one_sequence(cache_.spec(g)));
+    return std::min(whole, limits_.most_blocks_of_one_sequence(cache_.spec(g)));
 }
 
 GroupDemand Demand::of_group(int g, int num_running) const {

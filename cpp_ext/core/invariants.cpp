@@ -44,6 +44,7 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
                 break;
             default:
                 check_that(record.node == kNone, "a block that is neither used nor cached has no node");
+                check_that(record.worth == Worth::kNone, "a block that is neither used nor cached is worth nothing");
         }
         check_that(!is_local || record.state != BlockState::kAbsent, "a local block is present");
         check_that(is_local || (record.state != BlockState::kLent && record.state != BlockState::kStaging),
@@ -58,11 +59,14 @@ void BlockPool::check_cached_lists() const {
     for (int i = 0; i < kNumPlaces; ++i) {
         const Place where = static_cast<Place>(i);
         int listed = 0;
-        const BlockId end = sentinel(where);
-        for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {
-            check_that(state(b) == BlockState::kCached && place(b) == where, "the list holds cached blocks");
-            check_that(records_[records_[b].newer].older == b, "the list of cached blocks is linked both ways");
-            check_that(++listed <= num_ids(), "the list of cached blocks ends");
+        for (int worth = 0; worth < kNumWorths; ++worth) {
+            const BlockId end = sentinel(where, static_cast<Worth>(worth));
+            for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {
+                check_that(state(b) == BlockState::kCached && place(b) == where, "the list holds cached blocks");
+                check_that(static_cast<int>(records_[b].worth) == worth, "a list holds blocks of one worth");
+                check_that(records_[records_[b].newer].older == b, "the list of cached blocks is linked both ways");
+                check_that(++listed <= num_ids(), "the list of cached blocks ends");
+            }
         }
         check_that(listed == num_cached(where), "every cached block is in the list");
     }
@@ -151,11 +155,22 @@ void KvCache::check(std::span<const BlockTable* const> tables,
             ++indexed[g];
         }
     });
+    check_boundaries();
     for (int g = 0; g < num_groups(); ++g) {
         int with_node = 0;
         for (BlockId b = 0; b < groups_[g].pool.num_ids(); ++b) with_node += groups_[g].pool.node(b) != kNone;
         check_that(with_node == indexed[g], "a block that knows a node is in it");
     }
+}
+
+// What is kept can be used.
+void KvCache::check_boundaries() const {
+    boundaries_.check();
+    boundaries_.for_each([&](std::span<const NodeId> nodes) {
+        for (int i = 0; i < static_cast<int>(nodes.size()); ++i)
+            for (int g = 0; g < num_groups(); ++g)
+                check_that(!boundaries_.needs(g, i) || index_.block(nodes[i], g) != kNone, "a boundary has its tails");
+    });
 }
 
 void KvCache::check_table(const BlockTable& table, const std::vector<BlockKey>& keys) const {

@@ -17,6 +17,12 @@ std::vector<Link> links_of(const std::vector<Link>& links, int group) {
     return found;
 }
 
+std::vector<int> tails_of(const std::vector<GroupSpec>& groups, int block_size) {
+    std::vector<int> tails;
+    for (const GroupSpec& spec : groups) tails.push_back(spec.window == 0 ? kNone : tail_blocks(spec, block_size));
+    return tails;
+}
+
 int count_blocks(const std::vector<GroupSpec>& groups, const std::vector<Link>& borrow_links) {
     int total = 0;
     for (const GroupSpec& g : groups) total += g.num_blocks;
@@ -38,11 +44,14 @@ void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const 
 
 KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
                  const std::vector<Link>& borrow_links)
-    : block_size_(block_size), index_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
+    : block_size_(block_size),
+      index_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)),
+      boundaries_(tails_of(groups, block_size)) {
     for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
         const GroupSpec& spec = groups[g];
         BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g));
-        groups_.push_back({spec, ceil_div(spec.window, block_size), std::move(pool), {}});
+        const int num_tail = spec.window == 0 ? 0 : tail_blocks(spec, block_size);
+        groups_.push_back({spec, num_tail, std::move(pool), {}});
         has_full_attention_ |= spec.window == 0;
         has_windows_ |= spec.window > 0;
     }
@@ -55,8 +64,8 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
     }
 }
 
-int KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const {
-    int usable = 0;
+PrefixMatch KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const {
+    PrefixMatch found{};
     // Length of the run of resident blocks that ends at the block looked at, per group.
     std::vector<int> run(groups_.size(), 0);
     index_.find_each(keys, [&](size_t i, NodeId node) {
@@ -66,19 +75,21 @@ int KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path) co
         for (int g = 0; g < num_groups(); ++g) {
             const bool is_resident = node != kNone && index_.block(node, g) != kNone;
             run[g] = is_resident ? run[g] + 1 : 0;
-            const int needed = groups_[g].spec.window == 0 ? length : std::min(length, groups_[g].window_blocks);
+            const int needed = groups_[g].spec.window == 0 ? length : std::min(length, groups_[g].num_tail);
             is_usable &= run[g] >= needed;
         }
         path.push_back(node);
-        if (is_usable) usable = length;
+        if (is_usable) found.length = length;
+        if (node != kNone) found.num_known = length;
         return true;
     });
-    return usable;
+    return found;
 }
 
-int KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
+PrefixMatch KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
     path_.clear();
-    const int length = match(keys, path_);
+    const PrefixMatch found = match(keys, path_);
+    const int length = found.length;
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
         BlockTable::Group& held = table.groups[g];
@@ -91,14 +102,14 @@ int KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
         }
     }
     table.num_committed = length;
-    return length;
+    return found;
 }
 
 bool KvCache::is_loading(std::span<const BlockKey> keys) const {
     const auto loads = [](const Group& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; };
     if (std::none_of(groups_.begin(), groups_.end(), loads)) return false;
     std::vector<NodeId> path;
-    const int length = match(keys, path);
+    const int length = match(keys, path).length;
     for (int g = 0; g < num_groups(); ++g) {
         const Group& group = groups_[g];
         for (int i = first_of_match(g, length); i < length; ++i)
@@ -108,7 +119,7 @@ bool KvCache::is_loading(std::span<const BlockKey> keys) const {
 }
 
 int KvCache::first_of_match(int g, int length) const {
-    return groups_[g].spec.window == 0 ? 0 : std::max(0, length - groups_[g].window_blocks);
+    return groups_[g].spec.window == 0 ? 0 : std::max(0, length - groups_[g].num_tail);
 }
 
 int KvCache::count_borrowed(const BlockTable& table) const {
@@ -144,6 +155,16 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
         for (int i = 0; i < num_local; ++i) put(i, take_local(g));
     }
     return true;
+}
+
+int KvCache::window_room_end(const BlockTable& table, int chunk_end, int spare) const {
+    int num_blocks = ceil_div(chunk_end, block_size_);
+    for (int g = 0; g < num_groups(); ++g) {
+        if (groups_[g].spec.window == 0) continue;
+        const int room = std::max(0, available(g) - spare - overdraft(g));
+        num_blocks = std::min(num_blocks, static_cast<int>(table.groups[g].entries.size()) + room);
+    }
+    return std::min(chunk_end, num_blocks * block_size_);
 }
 
 int KvCache::capacity(const BlockTable& table) const {
@@ -213,10 +234,11 @@ BlockId KvCache::take_below(int g, Place where) {
 }
 
 // A cached local block leaves for a place further down if there is any, where what was used less recently still makes
-// room for it; else it is forgotten.
+// room for it; else it is forgotten, and so is one that no boundary needs.
 void KvCache::demote(int g, BlockId cached) {
     Group& group = groups_[g];
-    const BlockId to = take_below(g, Place::kLocal);
+    const bool is_wanted = group.spec.window == 0 || group.pool.worth(cached) != Worth::kNone;
+    const BlockId to = is_wanted ? take_below(g, Place::kLocal) : kNone;
     if (to == kNone) {
         evict(g, cached);
         return;
@@ -260,23 +282,6 @@ void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     }
 }
 
-// A node without one of its full-attention blocks is of no use, so it loses all its blocks. Blocks are released last
-// block first, so the oldest cached block of a full-attention group is a leaf, unless a block in its middle was lost:
-// then those behind it wait in vain until they are the oldest, or until it is computed again.
-void KvCache::evict(int g, BlockId block) noexcept {
-    const NodeId node = groups_[g].pool.node(block);
-    ensure(node != kNone, "what is evicted is in the prefix index");
-    const bool whole_node = groups_[g].spec.window == 0;
-    for (int h = 0; h < num_groups(); ++h) {
-        const BlockId held = index_.block(node, h);
-        if (held == kNone || (h != g && !whole_node)) continue;
-        groups_[h].pool.forget(held);
-        index_.set_block(node, h, kNone);
-    }
-    if (index_.is_empty(node)) index_.erase(node);
-    if (has_windows_) ++num_room_changes_;  // a shorter match may need fewer blocks of a window's
-}
-
 void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks) {
     ensure(num_blocks <= static_cast<int>(keys.size()), "a block that is committed is full");
     for (const BlockTable::Group& held : table.groups)
@@ -296,6 +301,8 @@ std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
     for (int g = 0; g < num_groups(); ++g) {
         blocks.push_back(groups_[g].pool.start_loading());
         groups_[g].pool.set_node(blocks[g], node);
+        // Somebody is going to want it, or it would not be loaded.
+        if (groups_[g].spec.window > 0) groups_[g].pool.set_worth(blocks[g], Worth::kKept);
         index_.set_block(node, g, blocks[g]);
     }
     return blocks;
@@ -325,6 +332,7 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node) {
         if (known != kNone) pool.forget(known);
         index_.set_block(node, g, own);
         pool.set_node(own, node);
+        if (groups_[g].spec.window > 0) pool.set_worth(own, boundaries_.worth(node, g));
     } else {
         pool.add_ref(known);
         let_go(g, own);

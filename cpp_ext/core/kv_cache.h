@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "block_pool.h"
+#include "boundaries.h"
 #include "prefix_index.h"
 #include "types.h"
 
@@ -24,6 +25,12 @@ struct BlockTable {
 
 // Keys of the first tokens.size() / block_size blocks. Appends what `keys` lacks.
 void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const TokenId> tokens, int block_size);
+
+// What the prefix index knows of a prompt, in blocks.
+struct PrefixMatch {
+    int length;     // of the longest prefix that can be used
+    int num_known;  // before the prompt leaves what others have computed
+};
 
 // A whole block that a step copies, layer by layer.
 struct BlockCopy {
@@ -47,10 +54,9 @@ class KvCache {
     bool can_borrow() const { return !borrow_links_.empty(); }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 
-    // Gives an empty table the longest usable cached prefix of `keys`, and returns its length in blocks. A prefix is
-    // usable if every full-attention group has all its blocks, and every sliding-window group those that the last
-    // `window` tokens before its end lie in.
-    int acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
+    // Gives an empty table the longest usable cached prefix of `keys`. A prefix is usable if every full-attention group
+    // has all its blocks, and every sliding-window group its tail.
+    PrefixMatch acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
     // Whether such a prefix has blocks that are loading: who wants it waits until they are there.
     bool is_loading(std::span<const BlockKey> keys) const;
     // Blocks' worth of tokens of which some group's block is borrowed.
@@ -59,6 +65,9 @@ class KvCache {
     // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before
     // borrowed ones, and moves cached blocks out of their way.
     bool extend(BlockTable& table, int chunk_end, int prompt_end, int spare);
+    // The end of the longest chunk, of one that ends at `chunk_end`, for which extend() finds room in the
+    // sliding-window groups.
+    int window_room_end(const BlockTable& table, int chunk_end, int spare) const;
     // The tokens that a table's blocks have room for in every group.
     int capacity(const BlockTable& table) const;
     // Whether free local blocks suffice for `num_tokens` tokens of a table, and `spare` more are left in every group.
@@ -72,12 +81,15 @@ class KvCache {
     // The bytes of the table's first `num_blocks` full blocks are written: they enter the prefix index. Where it
     // already has equal bytes the table changes to them.
     void commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks);
+    // Keeps the tails of the first `length` keys' end in the sliding-window groups before others, if they are there.
+    void keep_boundary(std::span<const BlockKey> keys, int length, Worth worth);
     // Takes a free local block of each group for a key that the prefix index does not know, and whose bytes are on
     // their way; or returns none.
     std::vector<BlockId> begin_loading(const BlockKey& key);
     // The bytes have come, or never will. Throws std::invalid_argument unless these blocks are loading.
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
-    // Lets go of what no token from `num_computed` on can see.
+    // Lets go of what lies below the tail of the last full block's end, and one block more: a prompt that ends with
+    // that block can use no longer prefix than the one before it.
     void release_outside_window(BlockTable& table, int num_computed);
     // Lets go of the blocks behind the first `num_tokens` tokens: what was written there does not count.
     void trim(BlockTable& table, int num_tokens);
@@ -149,7 +161,7 @@ class KvCache {
     };
     struct Group {
         GroupSpec spec;
-        int window_blocks;  // blocks that must be resident before a match's end; 0: all
+        int num_tail;  // of a window group: blocks that must be resident before a match's end
         BlockPool pool;
         std::vector<int> borrow_links;             // the engine's numbers of the pool's links
         std::vector<BlockId> staging = {};         // the blocks of the layer-stream cache
@@ -160,7 +172,8 @@ class KvCache {
         std::vector<BlockId> missing = {};         // targets of moves whose source was lost meanwhile
     };
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
-    int match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
+    PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
+    void set_worths(std::span<const NodeId> nodes);
     int available(int group) const;
     int first_of_match(int group, int length) const;
     int available_staged(int group) const;
@@ -191,6 +204,7 @@ class KvCache {
         return is_local(group, block) ? block * groups_[group].spec.num_layers : staged(block);
     }
     void check_table(const BlockTable& table, const std::vector<BlockKey>& keys) const;
+    void check_boundaries() const;
 
     int block_size_;
     std::vector<Group> groups_;
@@ -198,6 +212,7 @@ class KvCache {
     bool has_full_attention_ = false, has_windows_ = false;
     int64_t num_room_changes_ = 0;  // besides those of the pools
     PrefixIndex index_;
+    Boundaries boundaries_;
     int num_steps_ = 0;         // begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix
 };

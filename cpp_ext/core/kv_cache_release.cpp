@@ -19,8 +19,8 @@ void KvCache::release_outside_window(BlockTable& table, int num_computed) {
     for (int g = 0; g < num_groups(); ++g) {
         if (groups_[g].spec.window == 0) continue;
         BlockTable::Group& held = table.groups[g];
-        const int first_visible = std::max(0, num_computed - groups_[g].spec.window) / block_size_;
-        for (; held.first < first_visible; ++held.first) {
+        const int first_kept = num_computed / block_size_ - groups_[g].num_tail - 1;
+        for (; held.first < first_kept; ++held.first) {
             let_go(g, block_of(g, held.entries[held.first]));
             held.entries[held.first] = kNoBlock;
         }

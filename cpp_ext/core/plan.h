@@ -77,8 +77,9 @@ struct SchedulerStats {
     int64_t num_preemptions_total;
     int64_t prefix_matches_total;  // how often a prompt was looked up in the prefix cache
     int64_t prefix_query_tokens_total, prefix_hit_tokens_total;
-    int64_t borrowed_hit_tokens_total;  // of the hits, those that lay in borrowed blocks
-    double step_s_total;                // the seconds that committed steps took
+    int64_t borrowed_hit_tokens_total;   // of the hits, those that lay in borrowed blocks
+    int64_t window_missed_tokens_total;  // behind the hits, those that were known, but the tail of their end was not
+    double step_s_total;                 // the seconds that committed steps took
     std::vector<GroupStats> groups;
 };
 

@@ -46,12 +46,18 @@ class Policy {
     int draft_length(const Request& request, int most) const;
     // The most tokens that one step samples, drafts included: memory is reserved for the logits of so many rows.
     int max_samples() const { return limits_.max_num_seqs; }
-    // Whether a prompt needs room for its first chunk rather than for all of it: sliding windows move on with each
-    // chunk.
-    bool room_depends_on_chunk() const { return splits_prompts() && cache_.has_windows(); }
+    // How much of a chunk of `wanted` tokens the sliding-window groups have room for, beside `spare` blocks: a chunk
+    // shrinks before a request waits.
+    int fitting_chunk(const Request& request, int wanted, int spare) const;
     // The blocks that stay available in every group when a request is admitted: a next one for each that runs, so that
     // who is admitted is not preempted soon.
     int spare_blocks(Running running) const { return static_cast<int>(running.size()); }
+    // ---- what is kept ----
+    // Calls visit(length, worth) for the boundaries of a request that are kept, of those behind its first `from` blocks
+    // and up to `to` blocks: its prompt's end, where it left another's path, and regular ones.
+    template <class Visit>
+    void for_each_boundary(const Request& request, int from, int to, Visit&& visit) const;
+
     // The blocks of a decoding request that one step may move into the local pool, so that the step stays short.
     int max_promoted_blocks() const { return 32; }
 
@@ -59,5 +65,19 @@ class Policy {
     const KvCache& cache_;
     const SchedulerLimits& limits_;
 };
+
+template <class Visit>
+void Policy::for_each_boundary(const Request& r, int from, int to, Visit&& visit) const {
+    if (!cache_.has_windows()) return;
+    const auto is_within = [&](int length) { return length > from && length <= to; };
+    if (limits_.retention_interval) {
+        const int64_t interval = *limits_.retention_interval, size = limits_.block_size;
+        for (int64_t at = (from * size / interval + 1) * interval; at / size <= to; at += interval)
+            if (is_within(static_cast<int>(at / size))) visit(static_cast<int>(at / size), Worth::kInterval);
+    }
+    if (const int prompt_end = r.prompt_len / limits_.block_size; is_within(prompt_end))
+        visit(prompt_end, Worth::kKept);
+    if (is_within(r.num_shared_blocks)) visit(r.num_shared_blocks, Worth::kKept);
+}
 
 }  // namespace swiftkv

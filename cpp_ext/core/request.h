@@ -42,9 +42,11 @@ struct Request {
     std::vector<TokenId> draft = {};  // guesses at what follows `tokens`
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
+    int num_shared_blocks = 0;    // full blocks before it left what others had computed, if it did so in its prompt
     int num_computed = 0;         // tokens whose KV is in the blocks
     int num_cached = 0;           // of them, found in the prefix cache at admission
     int num_cached_borrowed = 0;  // of those, found in borrowed blocks
+    int num_window_missed = 0;    // behind them, known at admission, but without the tail of their end
     int num_scheduled = 0;        // tokens that steps in progress compute, or the one being planned
     int num_unknown = 0;          // rows of steps in progress that sample: each brings a token behind `tokens`, or more
     int slot = kNone;             // row slot while running

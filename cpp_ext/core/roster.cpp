@@ -70,6 +70,7 @@ void Roster::dequeue(Request& r) {
 }
 
 void Roster::stop(Request& r) {
+    if (cache_.has_windows()) cache_.keep_boundary(r.keys, r.table.num_committed, Worth::kKept);
     if (r.num_scheduled > 0) {
         cache_.retire(r.table);
     } else {

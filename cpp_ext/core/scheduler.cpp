@@ -126,6 +126,7 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
         prefix_query_tokens_total_ += r->prompt_len;
         prefix_hit_tokens_total_ += r->num_cached;
         borrowed_hit_tokens_total_ += r->num_cached_borrowed;
+        window_missed_tokens_total_ += r->num_window_missed;
     }
     for (StepRow& row : step.rows()) {
         Request& r = *row.request;
@@ -204,7 +205,10 @@ void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
     if (limits_.enable_prefix_caching) {
         const int num_blocks = r.num_computed / limits_.block_size;
         refusal_.note_commit(r, num_blocks);
+        const int num_before = r.table.num_committed;
         cache_.commit(r.table, r.keys, num_blocks);
+        policy_.for_each_boundary(r, num_before, num_blocks,
+                                  [&](int length, Worth worth) { cache_.keep_boundary(r.keys, length, worth); });
     }
     if (num_rejected > 0) cache_.trim(r.table, r.num_computed);
     cache_.release_outside_window(r.table, r.num_computed);
@@ -258,6 +262,7 @@ SchedulerStats Scheduler::stats() const {
             .prefix_query_tokens_total = prefix_query_tokens_total_,
             .prefix_hit_tokens_total = prefix_hit_tokens_total_,
             .borrowed_hit_tokens_total = borrowed_hit_tokens_total_,
+            .window_missed_tokens_total = window_missed_tokens_total_,
             .step_s_total = step_s_total_,
             .groups = cache_.stats()};
 }

@@ -125,6 +125,7 @@ class Scheduler {
     int64_t prefix_query_tokens_total_ = 0;
     int64_t prefix_hit_tokens_total_ = 0;
     int64_t borrowed_hit_tokens_total_ = 0;
+    int64_t window_missed_tokens_total_ = 0;
     double step_s_total_ = 0;
 };
 

@@ -33,6 +33,8 @@ void check_sizes(const SchedulerLimits& limits) {
     require(limits.block_size > 0 && limits.max_num_seqs > 0 && limits.max_num_batched_tokens > 0,
             "block_size, max_num_seqs and max_num_batched_tokens must be positive");
     require(limits.stream_buffers == 1 || limits.stream_buffers == 2, "stream_buffers must be 1 or 2");
+    require(limits.retention_interval.value_or(limits.block_size) >= limits.block_size,
+            "retention_interval must not be below block_size");
     require(limits.max_model_len > 1, "max_model_len must leave room for a prompt and an answer");
 }
 
@@ -112,9 +114,14 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
 int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
     const int whole = ceil_div(max_model_len, block_size);
     if (spec.window == 0 || !enable_chunked_prefill) return whole;
-    const int64_t visible =
-        int64_t{ceil_div(spec.window, block_size)} + ceil_div(max_num_batched_tokens, block_size) + 1;
-    return static_cast<int>(std::min<int64_t>(whole, visible));
+    return std::min(whole, tail_blocks(spec, block_size) + 2);
+}
+
+int SchedulerLimits::most_blocks_of_one_sequence(const GroupSpec& spec) const {
+    const int whole = ceil_div(max_model_len, block_size);
+    if (spec.window == 0 || !enable_chunked_prefill) return whole;
+    const int64_t held = int64_t{tail_blocks(spec, block_size)} + ceil_div(max_num_batched_tokens, block_size) + 2;
+    return static_cast<int>(std::min<int64_t>(whole, held));
 }
 
 }  // namespace swiftkv

@@ -1,6 +1,7 @@
 // The sizes that a scheduler is built for.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "types.h"
@@ -15,9 +16,14 @@ struct SchedulerLimits {
     bool enable_prefix_caching;
     bool enable_chunked_prefill;
     int stream_buffers = 2;  // at most
+    // Tokens between boundaries whose sliding-window tails are kept while nobody needs their room.
+    std::optional<int> retention_interval = {};
 
-    // The most blocks that one sequence can hold.
+    // The blocks with which one sequence of max_model_len tokens gets to its end. In a sliding-window group that is its
+    // tail, a block more, and one for what is computed: chunks shrink to what fits.
     int blocks_for_one_sequence(const GroupSpec& spec) const;
+    // The most blocks that one sequence holds, for which no chunk need shrink.
+    int most_blocks_of_one_sequence(const GroupSpec& spec) const;
 };
 
 // Throws std::invalid_argument unless there can be such a scheduler: no later sum or product overflows, and one

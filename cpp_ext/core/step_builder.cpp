@@ -21,7 +21,7 @@ void StepBuilder::schedule_decodes() {
     const int spare = policy_.spare_blocks(running);
     for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
         Request& r = *running[i];
-        if (r.is_in_step || r.num_remaining() != 1 || r.is_ending() || !make_room(r, 1)) continue;
+        if (r.is_in_step || r.num_remaining() != 1 || r.is_ending() || make_room(r, 1) == 0) continue;
         cache_.promote(r.table, spare, policy_.max_promoted_blocks());
         add(r, 1);
     }
@@ -32,7 +32,8 @@ void StepBuilder::schedule_prefills() {
     for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
         Request& r = *running[i];
         const int n = policy_.next_chunk(r, budget_left_);
-        if (!r.is_in_step && r.num_remaining() > 1 && make_room(r, n)) add(r, n);
+        if (r.is_in_step || r.num_remaining() <= 1) continue;
+        if (const int fitting = make_room(r, n); fitting > 0) add(r, fitting);
     }
 }
 
@@ -58,44 +59,53 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     const int num_running = roster_.num_running();
     if (refusal_.still_holds(r, num_running, token_budget)) return false;
     const int block_size = cache_.block_size();
+    PrefixMatch found{};
     if (!r.skip_prefix_match) {
-        const std::span<const BlockKey> keys(r.keys);
-        r.num_computed = cache_.acquire_prefix(r.table, keys.first(r.max_match_blocks(block_size))) * block_size;
+        const int max_match = r.max_match_blocks(block_size);
+        found = cache_.acquire_prefix(r.table, std::span(r.keys).first(max_match));
+        r.num_computed = found.length * block_size;
+        r.num_shared_blocks = found.num_known < max_match ? found.num_known : 0;
         ++num_matches_;
     }
     const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
-    const int n = policy_.first_chunk(r, token_budget);
     const int spare = policy_.spare_blocks(roster_.running());
+    const int n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget), spare);
     // The whole prompt must fit, whatever part of it this step computes.
-    if (n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
+    if (n <= 0 || n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
         cache_.release(r.table);
         r.num_computed = 0;
-        refusal_.note(r, num_running, token_budget, n > token_budget || policy_.room_depends_on_chunk());
+        refusal_.note(r, num_running, token_budget, n > token_budget);
         return false;
     }
     if (borrowed_hits > 0) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
     roster_.start(r);
     refusal_.forget();
+    const int num_found = r.table.num_committed;
+    policy_.for_each_boundary(r, num_found - 1, num_found,
+                              [&](int length, Worth worth) { cache_.keep_boundary(r.keys, length, worth); });
     if (!r.was_admitted) {
         r.was_admitted = true;
         r.num_cached = r.num_computed;
         r.num_cached_borrowed = borrowed_hits * block_size;
+        r.num_window_missed = (found.num_known - found.length) * block_size;
         admitted_.push_back(&r);
     }
     add(r, n);
     return true;
 }
 
-// Gets blocks for the next `num_tokens` tokens of a running request, from others if need be.
-bool StepBuilder::make_room(Request& r, int num_tokens) {
-    while (!cache_.extend(r.table, r.num_planned() + num_tokens, r.num_tokens(), 0)) {
+// Gets blocks for the next `num_tokens` tokens of a running request, from others if need be; or for fewer where
+// sliding-window groups have no more room. Returns for how many; 0: there is no room.
+int StepBuilder::make_room(Request& r, int num_tokens) {
+    while (true) {
+        const int fitting = policy_.fitting_chunk(r, num_tokens, 0);
+        if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, r.num_tokens(), 0)) return fitting;
         Request& victim = policy_.victim(roster_.running());
         must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
-        if (victim.num_scheduled > 0) return false;
+        if (victim.num_scheduled > 0) return 0;
         roster_.preempt(victim);
-        if (&victim == &r) return false;
+        if (&victim == &r) return 0;
     }
-    return true;
 }
 
 void StepBuilder::add(Request& r, int num_tokens) {

@@ -48,7 +48,7 @@ class StepBuilder {
   private:
     bool is_stuck(Request& request) const;
     bool admit(Request& request, int token_budget);
-    bool make_room(Request& request, int num_tokens);
+    int make_room(Request& request, int num_tokens);
     void add(Request& request, int num_tokens);
     bool is_full() const { return budget_left_ <= 0; }
 

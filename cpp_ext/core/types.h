@@ -39,10 +39,19 @@ inline TokenId unknown_token(int slot) {
     return ~slot;
 }
 
+// Why a cached block of a sliding-window group stays: blocks that are worth less are evicted first. Blocks of
+// full-attention groups are worth nothing in this sense: all of them are needed.
+enum class Worth : uint8_t {
+    kNone,      // no boundary that is kept needs it
+    kInterval,  // a boundary at a regular interval does
+    kKept,      // a boundary does at which a request began, ended or left another's path
+};
+inline constexpr int kNumWorths = 3;
+
 struct GroupSpec {
     int num_layers;
     int num_blocks;
-    int window;                     // in tokens; 0: full attention
+    int window;                     // in tokens, the query's own included; 0: full attention
     int64_t layer_block_bytes = 0;  // for the offsets of copies; 0 where nothing is borrowed
     int64_t base_offset_bytes = 0;  // of the group's first block in the pool
 };
@@ -67,6 +76,11 @@ struct GroupStats {
 // Divides a >= 0 by b > 0, without a sum that overflows.
 inline int ceil_div(int a, int b) {
     return a / b + (a % b != 0);
+}
+
+// The blocks that a token at the begin of a block looks back on, itself not counted: the tail of a boundary.
+inline int tail_blocks(const GroupSpec& window_group, int block_size) {
+    return ceil_div(window_group.window - 1, block_size);
 }
 
 }  // namespace swiftkv

@@ -415,7 +415,7 @@ class Engine:
             assert min(g.free, g.used, g.cached, g.in_flight) >= 0
             assert g.lent == 0
             assert g.in_flight == 0 or self.plans
-            assert g.cached == len(naive.lru)
+            assert g.cached == len(naive.evictable())
             assert g.in_flight == naive.num_in_flight()
             assert g.free == naive.num_free()
             assert g.loading == naive.num_loading()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from naive_boundaries import NaiveBoundaries, Prefix, Worth
+
 from swiftkv import _core
 
-Prefix = tuple[object, ...]
 PRIVATE: Prefix = ()  # a block that is not in the prefix index
 
 
@@ -25,6 +26,7 @@ class Setup:
     max_model_len: int
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    retention_interval: int | None = None
 
     def scheduler(self) -> _core.Scheduler:
         return _core.Scheduler(
@@ -35,6 +37,7 @@ class Setup:
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            retention_interval=self.retention_interval,
         )
 
 
@@ -49,6 +52,7 @@ class NaiveRequest:
     min_tokens: int
     stop: list[int]
     skip_prefix_match: bool
+    num_shared: int = 0  # full blocks before its prompt left what others had computed
     tables: list[list[Prefix | None]] = field(default_factory=list)  # per group; None: outside the window
     computed: int = 0
     scheduled: int = 0  # by steps in progress
@@ -75,7 +79,9 @@ class NaivePool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.holders: dict[Prefix, int] = {}  # of the blocks in the index
-        self.lru: list[Prefix] = []  # those without a holder, oldest first
+        # Those without a holder, by worth, oldest first; and the worth of all that are worth something.
+        self.lru: dict[Worth, list[Prefix]] = {worth: [] for worth in Worth}
+        self.worths: dict[Prefix, Worth] = {}
         self.num_private = 0
         # The last step that may use a block that was let go meanwhile: private ones, and those in the index.
         self.retired: list[int] = []
@@ -93,11 +99,26 @@ class NaivePool:
         return len(self.loading) + len(self.forgotten_loads)
 
     def num_available(self) -> int:
-        return self.num_free() + len(self.lru)
+        return self.num_free() + len(self.evictable())
+
+    def evictable(self) -> list[Prefix]:
+        return [prefix for worth in Worth for prefix in self.lru[worth]]
+
+    def worth(self, prefix: Prefix) -> Worth:
+        return self.worths.get(prefix, Worth.NONE)
+
+    def set_worth(self, prefix: Prefix, worth: Worth) -> None:
+        before, self.worths[prefix] = self.worth(prefix), worth
+        if prefix in self.lru[before] and worth != before:
+            self.lru[before].remove(prefix)
+            self.lru[worth].insert(0 if worth < before else len(self.lru[worth]), prefix)
+
+    def rest(self, prefix: Prefix) -> None:
+        self.lru[self.worth(prefix)].append(prefix)
 
     def hold(self, prefix: Prefix) -> None:
         if self.holders[prefix] == 0 and prefix not in self.busy:
-            self.lru.remove(prefix)
+            self.lru[self.worth(prefix)].remove(prefix)
         self.holders[prefix] += 1
 
     def drop(self, prefix: Prefix) -> None:
@@ -106,7 +127,7 @@ class NaivePool:
             return
         self.holders[prefix] -= 1
         if self.holders[prefix] == 0 and prefix not in self.busy:
-            self.lru.append(prefix)
+            self.rest(prefix)
 
     def retire(self, prefix: Prefix, until: int) -> None:
         if prefix == PRIVATE:
@@ -120,18 +141,19 @@ class NaivePool:
         for prefix in [prefix for prefix, until in self.busy.items() if until <= step]:
             del self.busy[prefix]
             if self.holders[prefix] == 0:
-                self.lru.append(prefix)
+                self.rest(prefix)
 
     def forget_load(self, prefix: Prefix) -> None:
         if prefix in self.loading:
             self.forgotten_loads.add(self.loading.pop(prefix))
+            self.worths.pop(prefix, None)
 
     def end_loading(self, load: int, prefix: Prefix, is_loaded: bool) -> None:
         if self.loading.get(prefix) == load:
             del self.loading[prefix]
             if is_loaded:
                 self.holders[prefix] = 0
-                self.lru.append(prefix)
+                self.rest(prefix)
         else:
             self.forgotten_loads.remove(load)
 
@@ -142,7 +164,8 @@ class NaivePool:
         if prefix in self.busy:
             self.retired.append(self.busy.pop(prefix))
         else:
-            self.lru.remove(prefix)
+            self.lru[self.worth(prefix)].remove(prefix)
+        self.worths.pop(prefix, None)
 
 
 @dataclass
@@ -159,6 +182,7 @@ class NaiveScheduler:
         self.setup = setup
         self.windows = [window for _, _, window in setup.groups]
         self.pools = [NaivePool(num_blocks) for _, num_blocks, _ in setup.groups]
+        self.boundaries = NaiveBoundaries([self.tail(window) if window else None for window in self.windows])
         self.waiting: list[NaiveRequest] = []
         self.running: list[NaiveRequest] = []
         self.arrivals = 0
@@ -209,6 +233,7 @@ class NaiveScheduler:
 
     def leave(self, request: NaiveRequest) -> None:
         self.running.remove(request)
+        self.keep_boundary(request, self.num_committed(request), Worth.KEPT)
         self.release(request)
 
     def release(self, request: NaiveRequest) -> None:
@@ -238,8 +263,8 @@ class NaiveScheduler:
                 n = min(self.budget, request.remaining())
                 if not due or request.is_ending() or request.drafting or self.budget <= 0 or self.must_commit:
                     continue
-                if self.make_room(request, n):
-                    self.put(request, n)
+                if fitting := self.make_room(request, n):
+                    self.put(request, fitting)
         has_preempted = len(self.preempted) > num_preempted
         if not self.must_commit and (not has_preempted or not self.plan.rows):
             if has_preempted and not self.setup.enable_chunked_prefill:
@@ -291,7 +316,7 @@ class NaiveScheduler:
         return False
 
     def match(self, request: NaiveRequest) -> int:
-        """Return the longest usable prefix in blocks: all in full attention, the last `window` tokens elsewhere."""
+        """Return the longest usable prefix in blocks: all in full attention, its tail elsewhere."""
         size = self.setup.block_size
         for length in range(self.max_match(request), 0, -1):
             if all(
@@ -304,33 +329,101 @@ class NaiveScheduler:
 
     def first_blocks(self, length: int) -> list[int]:
         """Return the first block that each group needs of a prefix."""
-        size = self.setup.block_size
-        return [0 if window == 0 else max(0, length * size - window) // size for window in self.windows]
+        return [max(0, length - self.tail(window)) if window else 0 for window in self.windows]
+
+    def tail(self, window: int) -> int:
+        """Return how many blocks the token behind a full block looks back on: `window` counts that token itself."""
+        return -(-(window - 1) // self.setup.block_size)
 
     def begin_loading(self, load: int, prefix: Prefix) -> bool:
         is_known = any(prefix in pool.holders or prefix in pool.loading for pool in self.pools)
         if is_known or any(pool.num_free() == 0 for pool in self.pools):
             return False
-        for pool in self.pools:
+        for pool, window in zip(self.pools, self.windows, strict=True):
             pool.loading[prefix] = load
+            if window:
+                pool.worths[prefix] = Worth.KEPT
         return True
 
     def end_loading(self, load: int, prefix: Prefix, is_loaded: bool) -> None:
-        for pool in self.pools:
+        for g, pool in enumerate(self.pools):
+            was_known = pool.loading.get(prefix) == load
             pool.end_loading(load, prefix, is_loaded)
+            if was_known and not is_loaded:
+                pool.worths.pop(prefix, None)
+                self.lose(prefix, g)
+
+    # ---- what is kept in windows ----
+
+    def num_known(self, request: NaiveRequest) -> int:
+        """Return how many blocks of a prompt the index knows; without full attention, behind gaps too."""
+        has_full = 0 in self.windows
+        known = 0
+        for i in range(self.max_match(request)):
+            prefix = request.prefix((i + 1) * self.setup.block_size)
+            if any(prefix in pool.holders or prefix in pool.loading for pool in self.pools):
+                known = i + 1
+            elif has_full:
+                break
+        return known
+
+    def keep_boundary(self, request: NaiveRequest, length: int, worth: Worth) -> None:
+        prefixes: list[Prefix] = []
+        for i in range(length - 1, max(-1, length - 1 - self.boundaries.span), -1):
+            prefix = request.prefix((i + 1) * self.setup.block_size)
+            resident = [prefix in pool.holders or prefix in pool.loading for pool in self.pools]
+            for is_there, tail in zip(resident, self.boundaries.tails, strict=True):
+                if not is_there and (tail is None or length - 1 - i < tail):
+                    return
+            if not any(resident):
+                break
+            prefixes.append(prefix)
+        if prefixes:
+            self.boundaries.keep(prefixes, worth)
+            self.set_worths(prefixes)
+
+    def keep_boundaries(self, request: NaiveRequest, begin: int, end: int) -> None:
+        """Keep the boundaries of a request behind its first `begin` blocks, and up to `end` blocks."""
+        interval = self.setup.retention_interval
+        for length in range(begin + 1, end + 1):
+            tokens = range(length * self.setup.block_size, (length + 1) * self.setup.block_size)
+            if length > 0 and interval is not None and any(at % interval == 0 for at in tokens):
+                self.keep_boundary(request, length, Worth.INTERVAL)
+        for length in (request.prompt_len // self.setup.block_size, request.num_shared):
+            if begin < length <= end:
+                self.keep_boundary(request, length, Worth.KEPT)
+
+    def lose(self, prefix: Prefix, g: int) -> None:
+        self.set_worths(self.boundaries.lose(g, prefix))
+        if not any(prefix in pool.holders or prefix in pool.loading for pool in self.pools):
+            self.boundaries.forget(prefix)
+
+    def set_worths(self, prefixes: list[Prefix]) -> None:
+        for prefix in prefixes:
+            for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+                if window and (prefix in pool.holders or prefix in pool.loading):
+                    pool.set_worth(prefix, self.boundaries.worth(g, prefix))
+
+    def evict(self, g: int, prefix: Prefix) -> None:
+        groups = [g] if self.windows[g] else range(len(self.pools))
+        for other in groups:
+            self.pools[other].forget(prefix)
+        self.lose(prefix, g)
 
     def admit(self, request: NaiveRequest, budget: int) -> bool:
         size = self.setup.block_size
         length = self.match(request)
-        for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
-            first = 0 if window == 0 else max(0, length * size - window) // size
+        for g, (pool, first) in enumerate(zip(self.pools, self.first_blocks(length), strict=True)):
             request.tables[g] = [None] * first + [request.prefix((i + 1) * size) for i in range(first, length)]
             for prefix in request.tables[g][first:]:
                 assert prefix is not None
                 pool.hold(prefix)
         request.computed = length * size
+        num_known = self.num_known(request)
+        request.num_shared = num_known if num_known < self.max_match(request) else 0
         n = request.remaining() if not self.setup.enable_chunked_prefill else min(request.remaining(), budget)
-        if n > budget or not self.extend(request, n, spare=len(self.running)):
+        n = 0 if n > budget else self.fit(request, n, spare=len(self.running))
+        if n == 0:
             self.release(request)
             return False
         self.waiting.remove(request)
@@ -338,6 +431,7 @@ class NaiveScheduler:
         if not request.admitted:
             request.admitted = True
             self.plan.new.append((request.id, request.computed))
+        self.keep_boundaries(request, length - 1, length)
         self.put(request, n)
         return True
 
@@ -382,29 +476,34 @@ class NaiveScheduler:
             missing.append(-(-end // size) - len(table))
             if missing[-1] > 0 and missing[-1] + spare > pool.num_available():
                 return False
-        for pool, window, table, count in zip(self.pools, self.windows, request.tables, missing, strict=True):
+        for g, (pool, table, count) in enumerate(zip(self.pools, request.tables, missing, strict=True)):
             for _ in range(count):
                 if pool.num_free() == 0:
-                    oldest = pool.lru[0]
-                    for other in self.pools if window == 0 else [pool]:
-                        other.forget(oldest)
+                    self.evict(g, pool.evictable()[0])
                 pool.num_private += 1
                 table.append(PRIVATE)
         return True
 
-    def make_room(self, request: NaiveRequest, n: int) -> bool:
-        while not self.extend(request, n, spare=0):
+    def fit(self, request: NaiveRequest, n: int, spare: int) -> int:
+        """Extend a request by as many of `n` tokens as there is room for, and return how many; 0: there is none."""
+        for fitting in range(n, 0, -1) if self.setup.enable_chunked_prefill else [n]:
+            if self.extend(request, fitting, spare):
+                return fitting
+        return 0
+
+    def make_room(self, request: NaiveRequest, n: int) -> int:
+        while not (fitting := self.fit(request, n, spare=0)):
             victim = self.running[-1]
             if victim.scheduled:
                 self.must_commit = not victim.in_step
-                return False
+                return 0
             self.leave(victim)
             self.wait(victim)
             self.preempted.append(victim.id)
             self.num_preemptions += 1
             if victim is request:
-                return False
-        return True
+                return 0
+        return fitting
 
     # ---- commit ----
 
@@ -459,9 +558,10 @@ class NaiveScheduler:
     def enter_index(self, request: NaiveRequest) -> None:
         if not self.setup.enable_prefix_caching:
             return
+        num_before = self.num_committed(request)
         for i in range(request.computed // self.setup.block_size):
             prefix = request.prefix((i + 1) * self.setup.block_size)
-            for pool, table in zip(self.pools, request.tables, strict=True):
+            for g, (pool, table) in enumerate(zip(self.pools, request.tables, strict=True)):
                 if table[i] != PRIVATE:
                     continue
                 pool.forget_load(prefix)
@@ -471,11 +571,22 @@ class NaiveScheduler:
                 else:
                     pool.num_private -= 1
                     pool.holders[prefix] = 1
+                    if self.windows[g]:
+                        pool.worths[prefix] = self.boundaries.worth(g, prefix)
                 table[i] = prefix
+        self.keep_boundaries(request, num_before, self.num_committed(request))
+
+    def num_committed(self, request: NaiveRequest) -> int:
+        if not self.setup.enable_prefix_caching:
+            return 0
+        [length] = {sum(block != PRIVATE for block in table) for table in request.tables}
+        return length
 
     def leave_window(self, request: NaiveRequest) -> None:
+        """Keep the tail of the last full block, and one block more: an equal prompt may use no more than that."""
+        num_full = request.computed // self.setup.block_size
         for pool, window, table in zip(self.pools, self.windows, request.tables, strict=True):
-            for i in range(max(0, request.computed - window) // self.setup.block_size if window else 0):
+            for i in range(num_full - self.tail(window) - 1 if window else 0):
                 prefix, table[i] = table[i], None
                 if prefix is not None:
                     self.let_go(pool, prefix)
@@ -488,9 +599,10 @@ class NaiveScheduler:
         return len(request.tokens) >= request.last_len or (enough and token in request.stop)
 
     def reset_prefix_cache(self) -> None:
-        for pool, window in zip(self.pools, self.windows, strict=True):
+        for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            while pool.evictable():
+                self.evict(g, pool.evictable()[0])
             for prefix in list(pool.loading):
-                pool.forget_load(prefix)
-            for prefix in list(pool.lru):
                 for other in self.pools if window == 0 else [pool]:
-                    other.forget(prefix)
+                    other.forget_load(prefix)
+                self.lose(prefix, g)

@@ -74,7 +74,7 @@ def test_blocks_of_wrong_guesses_come_back_and_those_of_right_ones_are_cached() 
 
 def test_the_window_follows_what_counts() -> None:
     e = engine(windows=(0, 5))
-    e.add(1, prompt(8), max_tokens=40)
+    e.add(1, prompt(9), max_tokens=40)
     e.step()
     before = e.scheduler.stats().groups[1].used
     drafted(e, 1, 0, [WRONG] * 12)

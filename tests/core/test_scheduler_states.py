@@ -23,10 +23,10 @@ def setups(draw: st.DrawFn) -> Setup:
     def group(window: int) -> tuple[int, int, int]:
         needed = whole
         if window and chunked:
-            needed = min(whole, -(-window // block_size) - (-max_num_batched_tokens // block_size) + 1)
+            needed = min(whole, -(-(window - 1) // block_size) + 2)
         return draw(st.integers(1, 3)), needed + draw(st.integers(0, 4)), window
 
-    windows = draw(st.sampled_from([(0,), (0, 5), (3,), (0, 0), (4, 0, 9)]))
+    windows = draw(st.sampled_from([(0,), (0, 5), (3,), (0, 1), (0, 0), (4, 0, 9)]))
     return Setup(
         tuple(group(window) for window in windows),
         block_size,
@@ -35,6 +35,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_model_len,
         draw(st.booleans()),
         chunked,
+        draw(st.none() | st.integers(block_size, 16)),
     )
 
 

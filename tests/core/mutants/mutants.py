@@ -39,6 +39,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name, (Edit(file, old, new),))
 
 
+BOUNDARIES, CACHE_KEEP = "core/boundaries.cpp", "core/kv_cache_keep.cpp"
 POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
 CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
 SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
@@ -59,8 +60,8 @@ MUTANTS = [
     one(
         "the newest block is evicted first",
         POOL,
-        "records_[sentinel(where)].newer;",
-        "records_[sentinel(where)].older;",
+        "++end;\n    return records_[end].newer;",
+        "++end;\n    return records_[end].older;",
     ),
     one("an extent in use is lent", POOL_EXTENTS, "lend.num_pinned[extent] > 0 || is_found", "is_found"),
     one(
@@ -85,14 +86,70 @@ MUTANTS = [
     one(
         "a window's match lacks a block",
         CACHE,
-        "std::min(length, groups_[g].window_blocks)",
-        "std::min(length, groups_[g].window_blocks - 1)",
+        "std::min(length, groups_[g].num_tail)",
+        "std::min(length, groups_[g].num_tail - 1)",
     ),
     one(
         "a window is left a block too early",
         CACHE_RELEASE,
-        "num_computed - groups_[g].spec.window)",
-        "num_computed - groups_[g].spec.window + block_size_)",
+        "num_computed / block_size_ - groups_[g].num_tail - 1;",
+        "num_computed / block_size_ - groups_[g].num_tail + 1;",
+    ),
+    one(
+        "an equal prompt that ends with a block finds its window gone",
+        CACHE_RELEASE,
+        "groups_[g].num_tail - 1;",
+        "groups_[g].num_tail;",
+    ),
+    one("the query itself must be cached", "core/types.h", "window_group.window - 1,", "window_group.window,"),
+    # What is kept in windows.
+    one(
+        "what leaves a window is as good as what is kept",
+        "core/block_pool.h",
+        "static_cast<int>(place) * kNumWorths + static_cast<int>(worth);",
+        "static_cast<int>(place) * kNumWorths + 0 * static_cast<int>(worth);",
+    ),
+    one("a prompt's end is not kept", "core/policy.h", "is_within(prompt_end))", "false)"),
+    one("a branch is not kept", "core/policy.h", "if (is_within(r.num_shared_blocks))", "if (false)"),
+    one("an answer's end is not kept", ROSTER, "if (cache_.has_windows()) cache_.keep", "if (false) cache_.keep"),
+    one("regular boundaries stay for good", "core/policy.h", "Worth::kInterval);", "Worth::kKept);"),
+    one("a boundary outlives its tail", BOUNDARIES, "if (needs(group, distance)) broken.push_back(number);", ""),
+    one("a boundary goes with the block below it", BOUNDARIES, "if (needs(group, distance)) broken", "broken"),
+    one(
+        "a boundary keeps no block below its tail",
+        BOUNDARIES,
+        "if (distance > num_tails_[group]) continue;",
+        "if (distance >= num_tails_[group]) continue;",
+    ),
+    one(
+        "a boundary is kept that cannot be used",
+        CACHE_KEEP,
+        "(node == kNone || index_.block(node, g) == kNone)) return;",
+        "node == kNone) return;",
+    ),
+    one(
+        "a block that comes back to a boundary is not part of it",
+        CACHE,
+        "if (groups_[g].spec.window > 0) pool.set_worth(own, boundaries_.worth(node, g));",
+        "",
+    ),
+    one(
+        "what is worth less than before is the last to go",
+        POOL,
+        "worth < before ? records_[end].newer : end",
+        "end",
+    ),
+    one(
+        "a chunk does not shrink",
+        POLICY,
+        "if (!splits_prompts() || !cache_.has_windows()) return wanted;",
+        "return wanted;",
+    ),
+    one(
+        "a chunk takes the blocks that others want next",
+        CACHE,
+        "std::max(0, available(g) - spare - overdraft(g));",
+        "std::max(0, available(g) - overdraft(g));",
     ),
     one("what the step after uses is let go at once", CACHE_RELEASE, "if (num_steps_ > 1) {", "if (false) {"),
     one(
@@ -113,7 +170,7 @@ MUTANTS = [
         "return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);",
         "return num_staging_layer_blocks(g);",
     ),
-    one("a node loses one block alone", CACHE, "(h != g && !whole_node)", "h != g"),
+    one("a node loses one block alone", CACHE_KEEP, "(h != g && !whole_node)", "h != g"),
     # The cache and leases.
     one(
         "what a lost extent was to bring counts",

@@ -22,6 +22,7 @@ TESTS = {
         for name in (
             "lending",
             "scheduler",
+            "windows",
             "refusal",
             "bindings",
             "lending_states",

@@ -1,0 +1,87 @@
+#include "boundaries.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "../common/check.h"
+
+namespace swiftkv {
+
+Boundaries::Boundaries(std::vector<int> num_tails) : num_tails_(std::move(num_tails)) {
+    for (int tail : num_tails_)
+        if (tail != kNone) max_span_ = std::max(max_span_, tail + 1);
+}
+
+void Boundaries::keep(std::span<const NodeId> nodes, Worth worth) {
+    for (const auto& [number, distance] : distances_[nodes.front()]) {
+        if (distance > 0) continue;
+        Worth& known = boundaries_.at(number).worth;
+        known = std::max(known, worth);
+        return;
+    }
+    boundaries_.emplace(next_, Boundary{{nodes.begin(), nodes.end()}, worth});
+    for (int i = 0; i < static_cast<int>(nodes.size()); ++i) distances_[nodes[i]].emplace(next_, i);
+    ++next_;
+}
+
+std::vector<NodeId> Boundaries::lose(NodeId node, int group) {
+    std::vector<NodeId> touched;
+    const auto found = distances_.find(node);
+    if (found == distances_.end()) return touched;
+    std::vector<Number> broken;
+    for (const auto& [number, distance] : found->second)
+        if (needs(group, distance)) broken.push_back(number);
+    for (Number number : broken) {
+        const std::vector<NodeId>& nodes = boundaries_.at(number).nodes;
+        touched.insert(touched.end(), nodes.begin(), nodes.end());
+        erase(number);
+    }
+    return touched;
+}
+
+void Boundaries::forget(NodeId node) {
+    const auto found = distances_.find(node);
+    if (found == distances_.end()) return;
+    for (const auto& [number, distance] : found->second) {
+        std::vector<NodeId>& nodes = boundaries_.at(number).nodes;
+        ensure(distance + 1 == static_cast<int>(nodes.size()),
+               "only the block below its tails is no loss to a boundary");
+        nodes.pop_back();
+        if (nodes.empty()) boundaries_.erase(number);
+    }
+    distances_.erase(found);
+}
+
+Worth Boundaries::worth(NodeId node, int group) const {
+    Worth most = Worth::kNone;
+    const auto found = distances_.find(node);
+    if (found == distances_.end()) return most;
+    for (const auto& [number, distance] : found->second) {
+        if (distance > num_tails_[group]) continue;
+        most = std::max(most, boundaries_.at(number).worth);
+        if (most == Worth::kKept) break;
+    }
+    return most;
+}
+
+void Boundaries::erase(Number number) {
+    for (NodeId node : boundaries_.at(number).nodes) {
+        const auto found = distances_.find(node);
+        ensure(found != distances_.end() && found->second.erase(number) == 1, "a node knows its boundaries");
+        if (found->second.empty()) distances_.erase(found);
+    }
+    boundaries_.erase(number);
+}
+
+void Boundaries::check() const {
+    size_t listed = 0, known = 0;
+    for (const auto& [number, boundary] : boundaries_) {
+        listed += boundary.nodes.size();
+        for (int i = 0; i < static_cast<int>(boundary.nodes.size()); ++i)
+            check_that(distances_.at(boundary.nodes[i]).at(number) == i, "a node knows how far below a boundary it is");
+    }
+    for (const auto& [node, distances] : distances_) known += distances.size();
+    check_that(listed == known, "a node knows no boundary but its own");
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,59 @@
+// The boundaries of prefixes whose tails the cache keeps for the next request that comes that way.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "types.h"
+
+namespace swiftkv {
+
+// A boundary is the end of a prefix, named by its last node. A sliding-window group needs a tail of blocks below it,
+// and keeps one block more: then the prefix that is a block shorter can be used as well. A boundary lasts as long as
+// all of its tails.
+class Boundaries {
+  public:
+    // `num_tails`: per group; kNone for full attention, which needs every block of a prefix.
+    explicit Boundaries(std::vector<int> num_tails);
+
+    // The most blocks of a prefix that a boundary concerns.
+    int max_span() const { return max_span_; }
+    // Keeps the boundary behind `nodes`, the last node first, and at most max_span() of them. One that is kept already
+    // becomes worth the more of both.
+    void keep(std::span<const NodeId> nodes, Worth worth);
+    // The node has lost its block of a group. Boundaries that needed it are no more: returns their nodes.
+    std::vector<NodeId> lose(NodeId node, int group);
+    // The node is about to go.
+    void forget(NodeId node);
+    // What the tails that have the node's block make it worth.
+    Worth worth(NodeId node, int group) const;
+
+    // Calls visit(nodes) for every boundary.
+    template <class Visit>
+    void for_each(Visit&& visit) const {
+        for (const auto& [number, boundary] : boundaries_) visit(std::span<const NodeId>(boundary.nodes));
+    }
+    // Whether a block so far below a boundary, 0 being the last one, is needed to use it.
+    bool needs(int group, int distance) const { return num_tails_[group] == kNone || distance < num_tails_[group]; }
+    // Throws std::runtime_error on any disagreement.
+    void check() const;
+
+  private:
+    using Number = int64_t;  // in order of creation
+    struct Boundary {
+        std::vector<NodeId> nodes;
+        Worth worth;
+    };
+    void erase(Number number);
+
+    std::vector<int> num_tails_;
+    int max_span_ = 0;
+    Number next_ = 0;
+    std::map<Number, Boundary> boundaries_;
+    std::unordered_map<NodeId, std::map<Number, int>> distances_;  // of each node, below the boundaries it is part of
+};
+
+}  // namespace swiftkv

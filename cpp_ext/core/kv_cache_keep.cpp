@@ -1,0 +1,52 @@
+// The part of the cache that decides what stays: boundaries are kept, blocks are evicted.
+#include "../common/check.h"
+#include "kv_cache.h"
+
+namespace swiftkv {
+
+// A node without one of its full-attention blocks is of no use, so it loses all its blocks. Blocks are released last
+// block first, so the oldest cached block of a full-attention group is a leaf, unless a block in its middle was lost:
+// then those behind it wait in vain until they are the oldest, or until it is computed again.
+void KvCache::evict(int g, BlockId block) noexcept {
+    const NodeId node = groups_[g].pool.node(block);
+    ensure(node != kNone, "what is evicted is in the prefix index");
+    const bool whole_node = groups_[g].spec.window == 0;
+    for (int h = 0; h < num_groups(); ++h) {
+        const BlockId held = index_.block(node, h);
+        if (held == kNone || (h != g && !whole_node)) continue;
+        groups_[h].pool.forget(held);
+        index_.set_block(node, h, kNone);
+    }
+    if (has_windows_) {
+        set_worths(boundaries_.lose(node, g));
+        if (index_.is_empty(node)) boundaries_.forget(node);
+        ++num_room_changes_;  // a shorter match may need fewer blocks of a window's
+    }
+    if (index_.is_empty(node)) index_.erase(node);
+}
+
+void KvCache::keep_boundary(std::span<const BlockKey> keys, int length, Worth worth) {
+    std::vector<NodeId> nodes;
+    for (int i = length - 1; i >= 0 && length - i <= boundaries_.max_span(); --i) {
+        const NodeId node = index_.find(keys[i]);
+        for (int g = 0; g < num_groups(); ++g)
+            if (boundaries_.needs(g, length - 1 - i) && (node == kNone || index_.block(node, g) == kNone)) return;
+        if (node == kNone) break;
+        nodes.push_back(node);
+    }
+    if (nodes.empty()) return;
+    boundaries_.keep(nodes, worth);
+    set_worths(nodes);
+}
+
+void KvCache::set_worths(std::span<const NodeId> nodes) {
+    for (NodeId node : nodes) {
+        for (int g = 0; g < num_groups(); ++g) {
+            const BlockId block = index_.block(node, g);
+            if (groups_[g].spec.window == 0 || block == kNone) continue;
+            groups_[g].pool.set_worth(block, boundaries_.worth(node, g));
+        }
+    }
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,140 @@
+"""What a sliding-window group keeps, matches and forgets; the engine of kv_oracle checks everything else alongside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kv_oracle import Engine
+from naive_scheduler import Setup
+
+BLOCK = 4
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
+
+
+def run(e: Engine, request_id: int, tokens: list[int], max_tokens: int = 1) -> int:
+    """Return how many tokens of a request were found in the cache; it runs alone, and to its end."""
+    e.add(request_id, tokens, max_tokens)
+    e.drain()
+    return e.finished[request_id].cached
+
+
+@pytest.mark.parametrize(("window", "num_needed"), [(2, 1), (5, 1), (6, 2), (8, 2), (9, 2), (10, 3)])
+def test_a_match_needs_the_blocks_that_the_next_token_sees_and_no_other(window: int, num_needed: int) -> None:
+    """A window counts the token that looks back: nine tokens see two whole blocks of four, and not three."""
+    tokens = prompt(17)
+    for num_loaded in (num_needed - 1, num_needed):
+        e = Engine(Setup(((1, 16, window),), BLOCK, 4, 16, 32))
+        for block in range(4 - num_loaded, 4):
+            e.begin_loading(b"", tokens[: (block + 1) * BLOCK])
+        for load in list(e.loads):
+            e.end_loading(load, is_loaded=True)
+        assert run(e, 1, tokens) == (16 if num_loaded == num_needed else 0)
+
+
+def test_an_equal_prompt_that_ends_with_a_block_hits_again_under_pressure() -> None:
+    """Its last token is computed again, so its match ends a block earlier, and needs a block further back."""
+    e = Engine(Setup(((1, 32, 0), (1, 6, 8)), BLOCK, 4, 64, 24))
+    run(e, 1, prompt(16))
+    run(e, 2, prompt(13, 1))  # which needs two blocks more than are free
+    assert run(e, 3, prompt(16)) == 12
+
+
+@pytest.mark.parametrize("length", [16, 17, 19])
+def test_a_long_prefill_flushes_nobodys_tail(length: int) -> None:
+    """Blocks that leave a window serve no boundary, so they are the first to go, though they were used last."""
+    e = Engine(Setup(((1, 256, 0), (1, 24, 8)), BLOCK, 4, 16, 512))
+    run(e, 1, prompt(length))
+    run(e, 2, prompt(400, 1))
+    assert run(e, 3, prompt(length)) == (length - 1) // BLOCK * BLOCK
+    run(e, 4, prompt(500, 2))
+    assert run(e, 5, [*prompt(400, 1), 1]) == 400
+
+
+def test_sixteen_conversations_in_turn_hit_their_last_boundary_each_time() -> None:
+    """With a long prefill between the turns, and window blocks for a quarter of what they all ever had."""
+    e = Engine(Setup(((1, 2_000, 0), (1, 120, 8)), BLOCK, 4, 64, 600))
+    turns = [prompt(61, i) for i in range(16)]
+    request = 0
+    for turn in range(4):
+        for i, tokens in enumerate(turns):
+            e.add(request, tokens, max_tokens=6)
+            e.drain()
+            done = e.finished[request]
+            assert done.cached == (len(tokens) - 10) // BLOCK * BLOCK * (turn > 0)
+            turns[i] = [*tokens, *done.outputs, *prompt(9, 100 * turn + i)]
+            request += 1
+        run(e, 1_000 + turn, prompt(590, 1_000 + turn))
+
+
+def test_where_a_second_continuation_appeared_a_third_one_begins() -> None:
+    e = Engine(Setup(((1, 256, 0), (1, 28, 8)), BLOCK, 4, 16, 128))
+    shared = prompt(40)
+    cached = []
+    for i in range(4):
+        cached.append(run(e, i, shared + prompt(40, 1 + i)))
+        run(e, 10 + i, prompt(100, 10 + i))  # evicts what no boundary needs
+    # The tail at the branch is gone when the second one comes, which computes it, and so does whoever comes next.
+    assert cached == [0, 0, 40, 40]
+
+
+def test_regular_boundaries_are_kept_until_others_need_the_room() -> None:
+    cached = {}
+    for interval in (None, 32):
+        e = Engine(Setup(((1, 128, 0), (1, 24, 8)), BLOCK, 4, 16, 256, retention_interval=interval))
+        run(e, 1, prompt(100))
+        run(e, 2, prompt(80, 1))  # takes the room of what no boundary needs
+        cached[interval] = run(e, 4, prompt(100)[:70] + prompt(9, 3))
+        for i in range(8):
+            run(e, 10 + i, prompt(16, 10 + i))
+        assert run(e, 5, prompt(100)[:38] + prompt(9, 4)) == 0, (
+            "the first to go is no boundary, the second a regular one"
+        )
+    assert cached == {None: 0, 32: 64}
+
+
+def test_a_tail_whose_prefix_is_gone_goes_with_it() -> None:
+    e = Engine(Setup(((1, 16, 0), (1, 24, 8)), BLOCK, 4, 64, 64))
+    run(e, 1, prompt(17))
+    run(e, 2, prompt(61, 1))  # evicts the last full blocks of the first
+    run(e, 3, prompt(60, 2))
+    e.check()
+    kept = {prefix for boundary in e.naive.boundaries.kept for prefix in boundary.prefixes}
+    assert all(prefix in e.naive.pools[0].holders for prefix in kept)
+
+
+@pytest.mark.parametrize("windows", [(9,), (0, 9), (5, 0, 9)])
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_a_prompt_longer_than_the_window_group_is_computed_in_what_fits(windows: tuple[int, ...], chunk: int) -> None:
+    """A window of nine tokens needs two blocks, one more for an equal prompt, and one for what is computed."""
+    groups = tuple((1, 4 if window else 64, window) for window in windows)
+    e = Engine(Setup(groups, BLOCK, 4, chunk, 256))
+    run(e, 1, prompt(250), max_tokens=5)
+    assert max(e.computed_tokens) <= 16
+    assert sum(e.computed_tokens) == 254
+    assert e.scheduler.stats().num_preemptions_total == 0
+
+
+def test_a_chunk_shrinks_before_its_request_waits() -> None:
+    e = Engine(Setup(((1, 64, 0), (1, 10, 9)), BLOCK, 4, 64, 128))
+    e.add(1, prompt(12), max_tokens=20)
+    e.step()
+    e.add(2, prompt(60, 1), max_tokens=1)
+    e.step()
+    # The first one holds four blocks, and another stays free for it.
+    assert e.computed_tokens == [12, 1 + 20]
+
+
+@pytest.mark.parametrize("window", [2, 5, 8, 16])
+@pytest.mark.parametrize("chunk", [1, 4, 7, 16, 64])
+def test_a_sequence_holds_no_more_than_its_window_and_chunk(window: int, chunk: int) -> None:
+    """min(length, window - 1 + chunk) tokens and two blocks, each part rounded up to blocks."""
+    e = Engine(Setup(((1, 64, 0), (1, 64, window)), BLOCK, 4, chunk, 256))
+    e.add(1, prompt(150), max_tokens=20)
+    most = -(-(window - 1) // BLOCK) - (-chunk // BLOCK) + 2
+    while e.requests:
+        e.schedule()
+        assert e.scheduler.stats().groups[1].used <= most
+        e.commit()
