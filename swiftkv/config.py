@@ -189,6 +189,7 @@ class KVCacheConfig(_Section):
 
     memory: Annotated[PoolMemory, PlainValidator(parse_memory)] = Field(PoolBytes(512 << 20), description=_MEMORY)
     block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
+    retention_interval: Annotated[int, Field(gt=0)] | None = Field(None, description="a number of tokens, or null")
 
 
 class LendingConfig(_Section):
@@ -301,6 +302,12 @@ class Config(_Section):
 
     def _mistakes_about_memory(self, model: ModelConfig) -> Iterator[str]:
         memory, on_gpu = model.kv_cache.memory, model.device != "cpu"
+        interval, block_size = model.kv_cache.retention_interval, model.kv_cache.block_size
+        if interval is not None and interval < block_size:
+            yield (
+                f"kv_cache.retention_interval: {interval} is less than block_size ({block_size}); a prefix is found "
+                "again at the ends of blocks only"
+            )
         if on_gpu and model.dtype == "float32":
             yield "dtype: float32 is not served on a GPU; write bfloat16 or float16"
         if isinstance(memory, PoolBytes):

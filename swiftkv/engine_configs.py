@@ -64,6 +64,7 @@ def _engine_config(
         dtype=model.dtype,
         threads=max(1, model.threads // model.tensor_parallel_size),
         block_size=model.kv_cache.block_size,
+        retention_interval=model.kv_cache.retention_interval,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         enable_prefix_caching=model.enable_prefix_caching,

@@ -22,7 +22,10 @@ MISTAKES = [
     # unknown keys
     ("nodes: {}\n" + ONE_MODEL % "", "nodes: unknown key; did you mean node?"),
     (ONE_MODEL % ", kv_cahe: {}", "models[0].kv_cahe: unknown key; did you mean kv_cache?"),
-    (ONE_MODEL % ", kv_cache: {size: 1GiB}", "models[0].kv_cache.size: unknown key; known here: memory, block_size"),
+    (
+        ONE_MODEL % ", kv_cache: {size: 1GiB}",
+        "models[0].kv_cache.size: unknown key; known here: memory, block_size, retention_interval",
+    ),
     # wrong units and types
     (
         ONE_MODEL % ", kv_cache: {memory: 256MB}",
@@ -83,6 +86,11 @@ MISTAKES = [
         "node.load_timeout: True is not a duration such as 500ms, 60s or 2m, or off",
     ),
     (ONE_MODEL % ", kv_cache: {block_size: 24}", "models[0].kv_cache.block_size: 24 is not a multiple of 16 tokens"),
+    (
+        ONE_MODEL % ", kv_cache: {block_size: 64, retention_interval: 32}",
+        "models[0].kv_cache.retention_interval: 32 is less than block_size (64); a prefix is found again "
+        "at the ends of blocks only",
+    ),
     (ONE_MODEL % ", kv_cache: {block_size: 0}", "models[0].kv_cache.block_size: 0 is not a multiple of 16 tokens"),
     (ONE_MODEL % ", threads: 0", "models[0].threads: 0 is not an integer of at least 1"),
     (ONE_MODEL % ", threads: '2'", "models[0].threads: '2' is not an integer of at least 1"),
@@ -126,7 +134,10 @@ MISTAKES = [
     ("models: [{name: chat}]", "models[0].path: missing; write a directory in Hugging Face format, or a hub id"),
     ("node: {port: 8000}", "models: missing; write a list of at least one model"),
     ("models: []", "models: [] is not a list of at least one model"),
-    (ONE_MODEL % ", kv_cache: ", "models[0].kv_cache: null is not a mapping with the keys memory, block_size"),
+    (
+        ONE_MODEL % ", kv_cache: ",
+        "models[0].kv_cache: null is not a mapping with the keys memory, block_size, retention_interval",
+    ),
     ("- chat", "the file holds ['chat']; it wants a mapping with the keys node and models"),
     # keys that exclude each other
     (

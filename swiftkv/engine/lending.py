@@ -53,6 +53,7 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
         lend_links=lend_links,
         borrow_links=borrow_links,
         stream_buffers=spec.stream_buffers if spec else 2,
+        retention_interval=config.retention_interval,
     )
 
 

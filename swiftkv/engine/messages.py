@@ -64,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     threads: int = 1  # of each rank
     block_size: int = 16
+    retention_interval: int | None = None  # tokens, as `kv_cache.retention_interval`
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
@@ -160,6 +161,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens_total: int  # computed, not taken from the cache
     generation_tokens_total: int
     prefix_hit_tokens_peer_total: int = 0  # of `prefix_hit_tokens_total`, those that were found in borrowed blocks
+    window_missed_tokens_total: int = 0  # behind those, known, but without the sliding-window KV before their end
     kv_tokens_local: int = 0  # tokens whose KV, in use or cached, lies in the engine's own pool
     kv_tokens_peer: int = 0  # and in borrowed blocks
     layer_stream_load: Histogram | None = None  # once per step that streams: time that copies to and from lenders took,

@@ -46,6 +46,7 @@ class EngineStatistics:
             prompt_tokens_total=self._prompt_tokens_total,
             generation_tokens_total=self._generation_tokens_total,
             prefix_hit_tokens_peer_total=stats.borrowed_hit_tokens_total,
+            window_missed_tokens_total=stats.window_missed_tokens_total,
             kv_tokens_local=num_local * self._block_size // len(stats.groups),
             kv_tokens_peer=num_borrowed * self._block_size // len(stats.groups),
             layer_stream_load=self._load if streams else None,

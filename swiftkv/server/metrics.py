@@ -57,6 +57,10 @@ class GatewayMetrics:
         self.preemptions = self._counter("vllm:num_preemptions", "Requests preempted and recomputed")
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.window_missed = self._counter(
+            "swiftkv:window_missed_tokens",
+            "Prompt tokens behind a hit that were known, but the sliding-window KV before their end was gone",
+        )
         self.prefix_tier_hits = self._counter(
             "swiftkv:prefix_hit_tokens", "Prompt tokens found in the prefix cache, by where their KV lay", ("tier",)
         )
@@ -167,6 +171,7 @@ class ModelMetrics:
                 metrics.prefix_hits.labels(name),
                 metrics.prefix_tier_hits.labels(name, LOCAL_TIER),
                 metrics.prefix_tier_hits.labels(name, PEER_TIER),
+                metrics.window_missed.labels(name),
                 metrics.graph_hits.labels(name),
                 metrics.graph_misses.labels(name),
             ),
@@ -190,6 +195,7 @@ class ModelMetrics:
             hits,
             hits - peer_hits,
             peer_hits,
+            stats.window_missed_tokens_total,
             stats.cuda_graph_hits_total or 0,
             stats.cuda_graph_misses_total or 0,
         )
