@@ -81,6 +81,29 @@ class KVGroup:
         """The paper's "overhead per token" (Table 2), for this group's layers."""
         return self.block_bytes // self.block_size
 
+    @property
+    def tail_blocks(self) -> int:
+        """The blocks of a window group that a token at the begin of a block looks back on."""
+        assert self.kind == "window"
+        return ceil_div(self.window - 1, self.block_size)
+
+    def blocks_at_rest(self, num_tokens: int) -> int:
+        """The blocks that a sequence leaves for its next turn; of a window its tail, and one for an equal prompt."""
+        whole = blocks_for_tokens(num_tokens, self.block_size)
+        return min(whole, self.tail_blocks + 1) if self.kind == "window" else whole
+
+    def blocks_to_run(self, num_tokens: int) -> int:
+        """The fewest blocks with which a sequence gets to its end, where chunks of its prompt shrink to what fits."""
+        whole = blocks_for_tokens(num_tokens, self.block_size)
+        return min(whole, self.tail_blocks + 2) if self.kind == "window" else whole
+
+    def blocks_in_prefill(self, num_tokens: int, chunk_tokens: int) -> int:
+        """The most blocks that a sequence holds while chunks of `chunk_tokens` of its prompt are computed."""
+        whole = blocks_for_tokens(num_tokens, self.block_size)
+        if self.kind != "window":
+            return whole
+        return min(whole, self.tail_blocks + blocks_for_tokens(chunk_tokens, self.block_size) + 2)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupRegion:

@@ -188,7 +188,8 @@ def _check_room(config: EngineConfig, groups: Sequence[KVGroup], kv_bytes: int) 
     for i, group in enumerate(groups):
         borrowed = [link.num_extents * link.meu_m for link in links if link.borrower_group == i]
         room = sum(split_pool(num_blocks * group.num_layers, borrowed, group.num_layers))
-        if room < blocks_for_tokens(config.max_model_len, config.block_size):
+        whole = blocks_for_tokens(config.max_model_len, config.block_size)
+        if room < (group.blocks_to_run(config.max_model_len) if config.enable_chunked_prefill else whole):
             raise ConfigError(
                 f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs "
                 f"{pool_bytes_for_tokens(config.max_model_len, groups)} bytes, not {kv_bytes}"

@@ -83,7 +83,17 @@ class BorrowerRoom:
     @property
     def sequence_tokens(self) -> int:
         """The tokens of the longest sequence that the memory allows."""
-        return self.borrower.block_size * min(sum(self.split(group)) for group in range(len(self.borrower.groups)))
+        bounding = [i for i in range(len(self.borrower.groups)) if self._bounds_sequences(i)]
+        if not bounding:
+            return self.borrower.max_context_len
+        return self.borrower.block_size * min(sum(self.split(group)) for group in bounding)
+
+    def _bounds_sequences(self, group: int) -> bool:
+        """Tell whether a sequence may be too long for a group: not for a window that fits, where prompts are split."""
+        spec = self.borrower.groups[group]
+        if spec.kind != "window" or not self.borrower.enable_chunked_prefill:
+            return True
+        return sum(self.split(group)) < spec.blocks_to_run(self.borrower.max_context_len)
 
     @property
     def longest_context(self) -> int:

@@ -32,6 +32,8 @@ class ModelPlan:
     budget_bytes: int | None = None  # the most that it lends at first; None: it cannot lend
     tensor_parallel_size: int = 1  # ranks
     device: str = "cpu"
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
 
     @property
     def on_gpu(self) -> bool:
@@ -48,6 +50,27 @@ class ModelPlan:
     @property
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(group.kind == "window" for group in self.groups)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The most tokens of one prompt that a step computes."""
+        return self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
+
+    @property
+    def bytes_at_rest(self) -> tuple[int, ...]:
+        """The KV, in each group, that a sequence of `max_model_len` leaves for its next turn."""
+        return tuple(group.blocks_at_rest(self.max_model_len) * group.block_bytes for group in self.groups)
+
+    @property
+    def bytes_in_prefill(self) -> tuple[int, ...]:
+        """The most KV, in each group, that a sequence of `max_model_len` holds while its prompt is computed."""
+        return tuple(
+            group.blocks_in_prefill(self.max_model_len, self.chunk_tokens) * group.block_bytes for group in self.groups
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +125,8 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         vocab_size=decoder.vocab_size,
         tensor_parallel_size=num_ranks,
         device=model.device,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        enable_chunked_prefill=model.enable_chunked_prefill,
     )
     if isinstance(memory, DeviceShare):
         return plan

@@ -43,6 +43,8 @@ def model_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "num_blocks": plan.num_blocks if isinstance(plan, SizedPlan) else 0,
         "block_bytes": plan.block_bytes,
         "bytes_per_token": plan.bytes_per_token,
+        "sequence_bytes_at_rest": list(plan.bytes_at_rest),
+        "sequence_bytes_in_prefill": list(plan.bytes_in_prefill),
         "pool_bytes": plan.pool_bytes if isinstance(plan, SizedPlan) else 0,
         "pool_tokens": plan.pool_tokens if isinstance(plan, SizedPlan) else 0,
         "longest_context": plan.longest_context if isinstance(plan, SizedPlan) else 0,

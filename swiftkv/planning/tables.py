@@ -44,6 +44,10 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
     for model_plan in plans:
         table.add_column(model_plan.name, justify="right")
     divided = any(p.tensor_parallel_size > 1 for p in plans)
+    sequences = {
+        "sequence at rest": [_of_groups(p.bytes_at_rest) for p in plans],
+        "sequence in prefill": [_of_groups(p.bytes_in_prefill) for p in plans],
+    }
     rows = {
         "architecture": [p.architecture for p in plans],
         "role": [p.role for p in plans],
@@ -53,12 +57,13 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "KV cache": [_pool_size(p) for p in plans],
         "blocks": [_once_known(p, lambda p: f"{p.num_blocks:,} of {p.block_size} tokens") for p in plans],
         "block": [format_size(p.block_bytes) for p in plans],
-        "layer block": [" + ".join(format_size(group.layer_block_bytes) for group in p.groups) for p in plans],
+        "layer block": [_of_groups([group.layer_block_bytes for group in p.groups]) for p in plans],
         "layers": [" + ".join(str(group.num_layers) for group in p.groups) for p in plans],
         "KV per token": [format_size(p.bytes_per_token) for p in plans],
         "tokens cached": [_once_known(p, lambda p: f"{p.pool_tokens:,}") for p in plans],
         "longest context": [_once_known(p, lambda p: f"{p.longest_context:,}") for p in plans],
         "max_model_len": [f"{p.max_model_len:,}" for p in plans],
+        **(sequences if any(p.has_windows for p in plans) else {}),
     }
     for label, cells in rows.items():
         table.add_row(label, *cells)
@@ -67,6 +72,10 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
     pool_bytes = sum(p.tensor_parallel_size * p.pool_bytes for p in plans if isinstance(p, SizedPlan))
     total_bytes = pool_bytes + sum(p.tensor_parallel_size * p.weight_bytes for p in plans)
     console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
+
+
+def _of_groups(group_bytes: Sequence[int]) -> str:
+    return " + ".join(format_size(num_bytes) for num_bytes in group_bytes)
 
 
 def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:

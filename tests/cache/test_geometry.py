@@ -58,6 +58,18 @@ def test_borrowed_blocks_beyond_the_pool_leave_no_regular_cache() -> None:
     assert split_pool(100, [60, 60], num_layers=10) == (100, 0)
 
 
+def test_what_a_sequence_of_a_hybrid_takes() -> None:
+    """MiMo-V2.5-Pro: 70 layers of 8 KV heads, of which 60 look back over 128 tokens."""
+    full = KVGroup(tuple(range(10)), 8, 192, "bfloat16", 16, v_head_dim=128)
+    window = KVGroup(tuple(range(10, 70)), 8, 192, "bfloat16", 16, kind="window", window=128, v_head_dim=128)
+    num_tokens, chunk_tokens = 65_536, 2_048
+    dense_bytes = 70 * full.layer_block_bytes * num_tokens // 16
+    at_rest = sum(group.blocks_at_rest(num_tokens) * group.block_bytes for group in (full, window))
+    assert at_rest / dense_bytes <= 0.146
+    in_prefill = sum(group.blocks_in_prefill(num_tokens, chunk_tokens) * group.block_bytes for group in (full, window))
+    assert in_prefill - at_rest <= (chunk_tokens // 16 + 2) * window.block_bytes
+
+
 def test_groups_side_by_side_get_equal_blocks() -> None:
     full = KVGroup((0, 2), 2, 16, "float32", 16)
     windowed = KVGroup((1, 3, 4), 2, 16, "float32", 16, kind="window", window=128)

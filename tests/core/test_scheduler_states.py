@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -147,4 +148,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
     max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class LongMachine(SchedulerMachine):
+    """A million steps of the same."""
+
+
+TestSchedulerForLong = pytest.mark.slow(pytest.mark.timeout(0)(LongMachine.TestCase))
+TestSchedulerForLong.settings = settings(
+    max_examples=10_000, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kv_oracle import Engine
+from naive_boundaries import Worth
 from naive_scheduler import Setup
+
+from swiftkv.cache.geometry import KVGroup
 
 BLOCK = 4
 
@@ -127,14 +130,16 @@ def test_a_chunk_shrinks_before_its_request_waits() -> None:
     assert e.computed_tokens == [12, 1 + 20]
 
 
-@pytest.mark.parametrize("window", [2, 5, 8, 16])
-@pytest.mark.parametrize("chunk", [1, 4, 7, 16, 64])
-def test_a_sequence_holds_no_more_than_its_window_and_chunk(window: int, chunk: int) -> None:
-    """min(length, window - 1 + chunk) tokens and two blocks, each part rounded up to blocks."""
-    e = Engine(Setup(((1, 64, 0), (1, 64, window)), BLOCK, 4, chunk, 256))
-    e.add(1, prompt(150), max_tokens=20)
-    most = -(-(window - 1) // BLOCK) - (-chunk // BLOCK) + 2
+@pytest.mark.parametrize("window", [17, 24, 33, 64])
+@pytest.mark.parametrize("chunk", [1, 16, 40, 128])
+def test_a_sequence_takes_what_its_geometry_says(window: int, chunk: int) -> None:
+    group = KVGroup((0,), 1, 16, "float32", 16, kind="window", window=window)
+    e = Engine(Setup(((1, 32, 0), (1, 32, window)), 16, 4, chunk, 512))
+    e.add(1, prompt(320), max_tokens=1)
+    most_used = 0
     while e.requests:
         e.schedule()
-        assert e.scheduler.stats().groups[1].used <= most
+        most_used = max(most_used, e.scheduler.stats().groups[1].used)
         e.commit()
+    assert group.blocks_in_prefill(320, chunk) - 1 <= most_used <= group.blocks_in_prefill(320, chunk)
+    assert len(e.naive.pools[1].lru[Worth.KEPT]) == group.blocks_at_rest(320)

@@ -206,6 +206,8 @@ def test_a_master_of_two_kv_groups_has_room_for_a_token_in_each() -> None:
     assert [(p.extent.meu_w, p.extent.meu_m, p.num_extents) for p in room.pairs] == [(1, 1, 30), (1, 3, 10)]
     assert [room.split(0), room.split(1)] == [(30, 0), (10, 0)]
     assert room.sequence_tokens == 10 * 16
+    short = replace(windowed, window=64)  # which leaves the window group no matter how long a sequence is
+    assert replace(room, borrower=replace(master, groups=(full, short))).sequence_tokens == 30 * 16
 
 
 def test_a_pool_of_a_petabyte_is_planned_at_once() -> None:
