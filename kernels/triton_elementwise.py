@@ -149,6 +149,25 @@ def _rms_norm(
 
 
 @triton.jit
+def gated_activation(
+    gate: tl.tensor,
+    up: tl.tensor,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """Return the activation of `kernels.experts.GatedActivation`, float32."""
+    if float("inf") > LIMIT:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    exponent = -ALPHA * gate
+    if CUBIC:
+        exponent -= CUBIC * gate * gate * gate
+    return gate / (1.0 + tl.exp(exponent)) * (up + UP_OFFSET)
+
+
+@triton.jit
 def _gated(
     gate_up: tl.tensor,  # [rows, 2 * width]
     out: tl.tensor,  # [rows, width]
@@ -164,13 +183,7 @@ def _gated(
     mask = offsets < width
     gate = tl.load(gate_up + row * 2 * width + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + offsets, mask=mask, other=0.0).to(tl.float32)
-    if float("inf") > LIMIT:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    exponent = -ALPHA * gate
-    if CUBIC:
-        exponent -= CUBIC * gate * gate * gate
-    activated = gate / (1.0 + tl.exp(exponent)) * (up + UP_OFFSET)
+    activated = gated_activation(gate, up, ALPHA, CUBIC, LIMIT, UP_OFFSET)
     tl.store(out + row * width + offsets, activated.to(out.dtype.element_ty), mask=mask)
 
 

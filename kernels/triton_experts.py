@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swiftkv.kernels.experts import Choices, GatedActivation
 from swiftkv.kernels.reference_experts import PackedExperts
+from swiftkv.kernels.triton_elementwise import gated_activation
 
 _ROWS = 64  # of a tile: the least that the matrix units of an H100 take at full speed, and one tile for decoding too
 _COLUMNS = 64
@@ -82,9 +83,10 @@ def _gate_up(x: Tensor, experts: PackedExperts, tiles: _Tiles, top_k: int) -> Te
         out,
         hidden_size,
         inner_size,
-        gated.alpha,
-        gated.limit,
-        gated.up_offset,
+        ALPHA=gated.alpha,
+        CUBIC=gated.cubic,
+        LIMIT=gated.limit,
+        UP_OFFSET=gated.up_offset,
         TOP_K=top_k,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
@@ -126,9 +128,10 @@ def _expert_gate_up(
     out: tl.tensor,  # [tiles * ROWS, N]
     k_size: tl.tensor,
     n_size: tl.tensor,
-    alpha: tl.tensor,
-    limit: tl.tensor,
-    up_offset: tl.tensor,
+    ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -157,9 +160,7 @@ def _expert_gate_up(
             bias = biases + expert * 2 * n_size + column
             gate += tl.load(bias, mask=column_exists, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + n_size, mask=column_exists, other=0.0).to(tl.float32)[None, :]
-        gate = tl.minimum(gate, limit)
-        up = tl.maximum(tl.minimum(up, limit), -limit) + up_offset
-        activated = (up * (gate / (1.0 + tl.exp(-alpha * gate)))).to(out.dtype.element_ty)
+        activated = gated_activation(gate, up, ALPHA, CUBIC, LIMIT, UP_OFFSET).to(out.dtype.element_ty)
         target = out + row[:, None] * n_size + column[None, :]
         tl.store(target, activated, mask=exists[:, None] & column_exists[None, :])
 

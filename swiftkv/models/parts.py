@@ -64,6 +64,10 @@ class GatedMlp:
         activated = self.ranks.ops.norm_gate_up(hidden, self.norm, self.norm_eps, self.gate_up, self.activation)
         _add(self.ranks, activated, self.down, self.post_norm, self.norm_eps, hidden)
 
+    @property
+    def tokens_per_expert(self) -> None:
+        return None
+
 
 def _add(ranks: Ranks, x: Tensor, w: PackedLinear, norm: Tensor | None, eps: float, hidden: Tensor) -> None:
     """Add everybody's product of x and w to `hidden`; first normalise it, if there is a norm."""
@@ -71,10 +75,6 @@ def _add(ranks: Ranks, x: Tensor, w: PackedLinear, norm: Tensor | None, eps: flo
         ranks.linear_residual(x, w, hidden)
     else:
         hidden += ranks.ops.rms_norm(ranks.linear(x, w), norm, eps)
-
-    @property
-    def tokens_per_expert(self) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
