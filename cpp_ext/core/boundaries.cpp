@@ -13,9 +13,9 @@ Boundaries::Boundaries(std::vector<int> num_tails) : num_tails_(std::move(num_ta
 }
 
 void Boundaries::keep(std::span<const NodeId> nodes, Worth worth) {
-    for (const auto& [number, distance] : distances_[nodes.front()]) {
-        if (distance > 0) continue;
-        Worth& known = boundaries_.at(number).worth;
+    const auto [end, is_new] = ends_.try_emplace(nodes.front(), next_);
+    if (!is_new) {
+        Worth& known = boundaries_.at(end->second).worth;
         known = std::max(known, worth);
         return;
     }
@@ -47,7 +47,9 @@ void Boundaries::forget(NodeId node) {
         ensure(distance + 1 == static_cast<int>(nodes.size()),
                "only the block below its tails is no loss to a boundary");
         nodes.pop_back();
-        if (nodes.empty()) boundaries_.erase(number);
+        if (!nodes.empty()) continue;
+        ends_.erase(node);
+        boundaries_.erase(number);
     }
     distances_.erase(found);
 }
@@ -65,6 +67,7 @@ Worth Boundaries::worth(NodeId node, int group) const {
 }
 
 void Boundaries::erase(Number number) {
+    ends_.erase(boundaries_.at(number).nodes.front());
     for (NodeId node : boundaries_.at(number).nodes) {
         const auto found = distances_.find(node);
         ensure(found != distances_.end() && found->second.erase(number) == 1, "a node knows its boundaries");
@@ -77,11 +80,12 @@ void Boundaries::check() const {
     size_t listed = 0, known = 0;
     for (const auto& [number, boundary] : boundaries_) {
         listed += boundary.nodes.size();
+        check_that(ends_.at(boundary.nodes.front()) == number, "a node knows the boundary right behind it");
         for (int i = 0; i < static_cast<int>(boundary.nodes.size()); ++i)
             check_that(distances_.at(boundary.nodes[i]).at(number) == i, "a node knows how far below a boundary it is");
     }
     for (const auto& [node, distances] : distances_) known += distances.size();
-    check_that(listed == known, "a node knows no boundary but its own");
+    check_that(listed == known && ends_.size() == boundaries_.size(), "a node knows no boundary but its own");
 }
 
 }  // namespace swiftkv

@@ -53,6 +53,7 @@ class Boundaries {
     int max_span_ = 0;
     Number next_ = 0;
     std::map<Number, Boundary> boundaries_;
+    std::unordered_map<NodeId, Number> ends_;                      // the boundary right behind a node
     std::unordered_map<NodeId, std::map<Number, int>> distances_;  // of each node, below the boundaries it is part of
 };
 

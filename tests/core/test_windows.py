@@ -83,6 +83,19 @@ def test_where_a_second_continuation_appeared_a_third_one_begins() -> None:
     assert cached == [0, 0, 40, 40]
 
 
+def test_a_shared_prefix_outlives_its_hundred_continuations() -> None:
+    """Each of them is kept where it ends, and evicts the one before; what all use is used last by every one."""
+    e = Engine(Setup(((1, 256, 0), (1, 20, 8)), BLOCK, 4, 16, 64))
+    cached = [run(e, i, prompt(40) + prompt(9, 1 + i)) for i in range(100)]
+    assert cached[2:] == [40] * 98
+
+
+def test_equal_ends_of_different_prefixes_share_nothing() -> None:
+    e = Engine(Setup(((1, 64, 8),), BLOCK, 4, 16, 64))
+    run(e, 1, prompt(20, 1) + prompt(20))
+    assert run(e, 2, prompt(20, 2) + prompt(20)) == 0
+
+
 def test_regular_boundaries_are_kept_until_others_need_the_room() -> None:
     cached = {}
     for interval in (None, 32):
