@@ -33,9 +33,8 @@ def route(logits: Tensor, router: Router, select_bias: Tensor | None = None) -> 
 
 
 def _leave_out_groups(for_choice: Tensor, router: Router) -> Tensor:
-    groups = for_choice.view(
-        len(for_choice), router.num_groups, router.num_experts // router.num_groups
-    )  # [T, num_groups, experts of a group]
+    group_size = router.num_experts // router.num_groups
+    groups = for_choice.view(-1, router.num_groups, group_size)  # [T, num_groups, group_size]
     scores = groups.topk(min(_SCORES_OF_GROUP, groups.shape[-1])).values.sum(-1)
     takes_part = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, _best(scores, router.top_groups), True)
     return groups.masked_fill(~takes_part.unsqueeze(-1), -torch.inf).flatten(-2)
