@@ -72,6 +72,13 @@ def test_sixteen_conversations_in_turn_hit_their_last_boundary_each_time() -> No
         run(e, 1_000 + turn, prompt(590, 1_000 + turn))
 
 
+def test_a_prompt_is_found_again_however_long_its_answer_was() -> None:
+    e = Engine(Setup(((1, 64, 0), (1, 16, 8)), BLOCK, 4, 16, 128))
+    run(e, 1, prompt(20), max_tokens=40)
+    run(e, 2, prompt(40, 1))
+    assert run(e, 3, prompt(20)) == 16
+
+
 def test_where_a_second_continuation_appeared_a_third_one_begins() -> None:
     e = Engine(Setup(((1, 256, 0), (1, 28, 8)), BLOCK, 4, 16, 128))
     shared = prompt(40)
