@@ -15,7 +15,9 @@ from typing import Any, Literal, get_args
 
 from swiftkv.errors import CheckpointError
 
-Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral"]
+Architecture = Literal[
+    "qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "mimo_v2_flash"
+]
 Size = Literal["tiny", "small"]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -61,6 +63,10 @@ _HABITS: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False},
     "llama": {"rope_theta": 5e5, "tie_word_embeddings": False},
     "mistral": {"rope_theta": 1e6, "tie_word_embeddings": False, "sliding_window": None},
+    "gemma2": {"tie_word_embeddings": True, "sliding_window": 512, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 512, "query_pre_attn_scalar": 32},
+    "gpt_oss": {"tie_word_embeddings": False, "sliding_window": 128},
+    "mimo_v2_flash": {"tie_word_embeddings": False, "sliding_window": 129, "v_head_dim": 16},
     "qwen3_moe": {"rope_theta": 1e6, "tie_word_embeddings": False, "norm_topk_prob": True},
     "mixtral": {"rope_theta": 1e6, "tie_word_embeddings": False, "sliding_window": None},
 }
@@ -68,6 +74,10 @@ _HABITS: dict[str, dict[str, Any]] = {
 _EXPERTS: dict[tuple[str, str], dict[str, int]] = {
     ("qwen3_moe", "tiny"): {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
     ("qwen3_moe", "small"): {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 384},
+    ("gpt_oss", "tiny"): {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128},
+    ("gpt_oss", "small"): {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 768},
+    ("mimo_v2_flash", "tiny"): {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+    ("mimo_v2_flash", "small"): {"n_routed_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 384},
     ("mixtral", "tiny"): {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
     ("mixtral", "small"): {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 1536},
 }
