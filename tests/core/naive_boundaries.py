@@ -1,4 +1,4 @@
-"""Which boundaries keep their sliding-window tails, in plain Python: a list of them, searched from end to end."""
+"""The boundaries that keep their sliding-window tails, in plain Python: a list of them, searched from end to end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Prefix = tuple[object, ...]
 
 
 class Worth(IntEnum):
-    """Why a cached block of a sliding-window group stays; what is worth less goes first."""
+    """The reason for which a cached block of a sliding-window group stays; what is worth less goes first."""
 
     NONE, INTERVAL, KEPT = range(3)
 

@@ -1,4 +1,4 @@
-"""What a sliding-window group keeps, matches and forgets; the engine of kv_oracle checks everything else alongside."""
+"""The blocks that a sliding-window group keeps, matches and forgets; kv_oracle checks everything else alongside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node allows its clients, by its configuration: to know, to overtake, to speak in roles."""
+"""Nodes that tell, let overtake and keep roles apart as their configuration says."""
 
 from __future__ import annotations
 
