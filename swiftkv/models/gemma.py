@@ -28,7 +28,7 @@ from swiftkv.models.dense import (
     mlp_part,
     mlp_weights,
 )
-from swiftkv.models.hf_config import HFConfig, read_json, read_rope, refuse_unknown_keys
+from swiftkv.models.hf_config import HFConfig, read_known_keys, read_rope
 from swiftkv.models.weights import RankSlices, Weight
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class GemmaConfig(DecoderConfig):
     """The shape of a Gemma."""
 
     logit_soft_cap: float
+    prefix: str = ""  # of tensors in checkpoints that have other models, too
 
 
 class _Keys(HFConfig, kw_only=True):
@@ -102,8 +103,13 @@ class _Gemma3Keys(_Keys, kw_only=True):
         return nested or {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
 
 
-_KEYS: dict[str, type[_Keys]] = {"Gemma2ForCausalLM": _Gemma2Keys, "Gemma3ForCausalLM": _Gemma3Keys}
-_QK_NORM = frozenset({"Gemma3ForCausalLM"})
+_KEYS: dict[str, type[_Keys]] = {
+    "Gemma2ForCausalLM": _Gemma2Keys,
+    "Gemma3ForCausalLM": _Gemma3Keys,
+    "Gemma3ForConditionalGeneration": _Gemma3Keys,
+}
+_QK_NORM = frozenset({"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
+_NESTED = frozenset({"Gemma3ForConditionalGeneration"})  # of which the text model is served, and images are not
 
 
 class GemmaDecoder(LayeredDecoder):
@@ -128,9 +134,8 @@ class GemmaDecoder(LayeredDecoder):
 
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
-        file, keys = directory / "config.json", _KEYS[architecture]
-        refuse_unknown_keys(file, keys)
-        raw = read_json(file, keys)
+        file, is_nested = directory / "config.json", architecture in _NESTED
+        raw = read_known_keys(file, _KEYS[architecture], "text_config" if is_nested else None)
         if raw.use_bidirectional_attention:
             raise ConfigError(f"{file}: use_bidirectional_attention: true is not supported, only causal attention is")
         raw = msgspec.structs.replace(raw, hidden_act=raw.hidden_activation or raw.hidden_act)
@@ -151,11 +156,17 @@ class GemmaDecoder(LayeredDecoder):
         )
         values = {field.name: getattr(shape, field.name) for field in fields(shape)}
         values["attention"] = _divided(kind, windowed, raw.window_layers())
-        return GemmaConfig(**values, logit_soft_cap=raw.final_logit_softcapping or 0.0)
+        prefix = "language_model." if is_nested else ""
+        return GemmaConfig(**values, logit_soft_cap=raw.final_logit_softcapping or 0.0, prefix=prefix)
 
     @staticmethod
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
-        return decoder_weights(config, part, _mlp_weights)
+        assert isinstance(config, GemmaConfig)
+        weights = decoder_weights(config, part, _mlp_weights)
+        return {
+            name: replace(weight, stored_as=config.prefix + (weight.stored_as or name))
+            for name, weight in weights.items()
+        }
 
 
 def _with_rope(raw: _Keys, parameters: dict[str, Any] | None) -> _Keys:

@@ -19,7 +19,7 @@ from swiftkv.kernels.experts import SILU, ExpertWeights, GatedActivation, Router
 from swiftkv.models.config import DecoderConfig, with_window
 from swiftkv.models.decoder import KVPlace, Layer, LayeredDecoder, LayerStack, attention_spec, kv_places
 from swiftkv.models.dense import Biases, Traits, attention_part, decoder_config, decoder_weights
-from swiftkv.models.hf_config import HFConfig, read_json, refuse_unknown_keys
+from swiftkv.models.hf_config import HFConfig, read_known_keys
 from swiftkv.models.moe import ExpertNames, MoeConfig
 from swiftkv.models.parts import ExpertMlp
 from swiftkv.models.weights import RankSlices, Weight
@@ -87,8 +87,7 @@ class GptOssDecoder(LayeredDecoder):
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
         file = directory / "config.json"
-        refuse_unknown_keys(file, _Keys)
-        raw = read_json(file, _Keys)
+        raw = read_known_keys(file, _Keys)
         quantization: Any = raw.quantization_config
         if quantization is not None and quantization.get("quant_method") != _MXFP4:
             raise ConfigError(f"{file}: quantization_config: only quant_method {_MXFP4} is supported")

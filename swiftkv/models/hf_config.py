@@ -11,6 +11,7 @@ from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import RopeConfig, RopeType
 
 _Value = TypeVar("_Value")
+_Keys = TypeVar("_Keys", bound=msgspec.Struct)
 
 
 class _Architectures(msgspec.Struct):
@@ -154,6 +155,7 @@ _WITHOUT_EFFECT = frozenset(
         "attention_dropout",
         "auto_map",
         "bos_token_id",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "dtype",
         "embd_pdrop",
@@ -185,15 +187,26 @@ _WITHOUT_EFFECT = frozenset(
 """Keys of `config.json` that change nothing that a server computes: those of training, of output, and of origin."""
 
 
-def refuse_unknown_keys(file: Path, kind: type[msgspec.Struct]) -> None:
-    """Raise `ConfigError` for a key that `kind` does not have: it might change what the model computes."""
-    keys = {key for key, value in read_json(file, dict[str, Any]).items() if value is not None}
-    unknown = sorted(keys - set(kind.__struct_encode_fields__) - _WITHOUT_EFFECT)
+def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) -> _Keys:
+    """Decode `file`, or the object that it has under the key `inside`; `kind` is a struct of all that may be there.
+
+    Raises as `read_json` does, and `ConfigError` for a key that `kind` does not have: it might change what the model
+    computes.
+    """
+    values = read_json(file, dict[str, Any])
+    if inside is not None:
+        values = values.get(inside) or {}
+    keys = {key for key, value in values.items() if value is not None}
+    unknown = sorted(keys - {field.encode_name for field in msgspec.structs.fields(kind)} - _WITHOUT_EFFECT)
     if unknown:
         raise ConfigError(
             f"{file}: {unknown[0]}: this key is not known, and may change what the model computes; "
             "remove it if it does not"
         )
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def read_json(file: Path, kind: type[_Value]) -> _Value:

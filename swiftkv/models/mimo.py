@@ -18,7 +18,7 @@ from swiftkv.kernels.experts import Router
 from swiftkv.models.config import AttentionKind, DecoderConfig
 from swiftkv.models.decoder import Layer, LayeredDecoder, attention_spec, kv_places
 from swiftkv.models.dense import Biases, Traits, decoder_config, decoder_weights, layer_stack
-from swiftkv.models.hf_config import HFConfig, read_json, read_rope, refuse_unknown_keys
+from swiftkv.models.hf_config import HFConfig, read_known_keys, read_rope
 from swiftkv.models.moe import ExpertNames, MoeConfig, moe_mlp_part, moe_mlp_weights
 from swiftkv.models.parts import Attention
 from swiftkv.models.weights import RankSlices, Weight
@@ -104,8 +104,7 @@ class MimoDecoder(LayeredDecoder):
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
         file = directory / "config.json"
-        refuse_unknown_keys(file, _Keys)
-        raw = read_json(file, _Keys)
+        raw = read_known_keys(file, _Keys)
         if raw.n_shared_experts or raw.scoring_func != "sigmoid" or raw.topk_method != "noaux_tc":
             raise ConfigError(
                 f"{file}: only scoring_func sigmoid, topk_method noaux_tc and no shared experts are supported"

@@ -25,7 +25,7 @@ from swiftkv.models.dense import (
     mlp_part,
     mlp_weights,
 )
-from swiftkv.models.hf_config import HFConfig, read_json, refuse_unknown_keys
+from swiftkv.models.hf_config import HFConfig, read_known_keys
 from swiftkv.models.parts import ExpertMlp
 from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, Weight
 
@@ -166,8 +166,7 @@ class MoeDecoder(LayeredDecoder):
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
         file, family = directory / "config.json", _FAMILIES[architecture]
-        refuse_unknown_keys(file, family.keys)
-        raw = read_json(file, family.keys)
+        raw = read_known_keys(file, family.keys)
         shape = decoder_config(architecture, directory, raw, family.traits)
         try:
             experts = family.experts(raw)

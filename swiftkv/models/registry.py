@@ -25,6 +25,7 @@ DECODERS: dict[str, type[Decoder]] = {
     "MixtralForCausalLM": MoeDecoder,
     "Gemma2ForCausalLM": GemmaDecoder,
     "Gemma3ForCausalLM": GemmaDecoder,
+    "Gemma3ForConditionalGeneration": GemmaDecoder,
     "MiMoV2FlashForCausalLM": MimoDecoder,
     "GptOssForCausalLM": GptOssDecoder,
 }
