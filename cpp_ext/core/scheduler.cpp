@@ -1,3 +1,8 @@
+// Both ends of a step. How it is filled is in step_builder.cpp, what extents of peers have to do with it in
+// scheduler_lending.cpp (settle_lending, note_demand), and what is refused before it in scheduler_limits.cpp.
+//
+// A public function checks and may throw; what then changes the scheduler is noexcept, for half a change is none that
+// could be gone on from.
 #include "scheduler.h"
 
 #include <stdexcept>
@@ -46,7 +51,7 @@ void Scheduler::abort(std::span<const RequestId> ids) {
     for (RequestId id : ids) abort_one(id);
 }
 
-// A step in progress goes on computing the request, in vain: its row does not count any more.
+// A step in progress still computes the request; its commit ignores what came of it.
 void Scheduler::abort_one(RequestId id) noexcept {
     if (Request* request = roster_.find(id)) end(*request);
 }
@@ -69,23 +74,23 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     return plan_step(now_s);
 }
 
-// Copies happen between the layers of a step, so blocks lie where the block tables say only when the step is over.
-// Extents come and go only while no step is in progress.
+// A step copies blocks while its layers run, so the next one must not be planned before they have arrived. Extents are
+// attached and taken away only while no step is in progress.
 bool Scheduler::can_plan_ahead() const {
     return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_staging();
 }
 
 std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     must_commit_ = false;
-    cache_.begin_step();  // from here on blocks are let go as ones that this step may use
+    cache_.begin_step();  // blocks that are let go from here on are in flight until this step is committed
     StepBuilder step(cache_, roster_, policy_, refusal_, now_s);
 
     settle_lending();  // extents that were recalled are emptied, and the layer-stream cache follows what is borrowed
-    cache_.forget_idle_moves();
+    cache_.forget_idle_moves();  // those of blocks that have been let go since
     // The copies go alone: the lender that recalled extents waits for them, and need not wait for a step as well.
     if (cache_.has_copies()) return open(step);
     fill(step);
-    note_demand();  // what lenders decide by: guesses are none
+    note_demand();  // before drafts, which are guesses and no demand
     if (!must_commit_) step.add_drafts();
     cache_.forget_idle_moves();
 
@@ -99,8 +104,8 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     return nullptr;
 }
 
-// Requests that run go on before any is admitted. Where prompts are not split, one that is longer than the budget of a
-// step has a step of its own, before all others.
+// Requests that run go on before any is admitted. The exception, where prompts are not split: one that is longer than
+// max_num_batched_tokens gets a step of its own.
 void Scheduler::fill(StepBuilder& step) {
     const int num_preempted = roster_.num_preempted();
     step.admit_oversized_prompt();
@@ -109,13 +114,13 @@ void Scheduler::fill(StepBuilder& step) {
     const bool has_preempted = roster_.num_preempted() > num_preempted;
     // Nobody is admitted into blocks that were just taken from a preempted request, unless nobody else runs.
     if (!step.must_commit() && (!has_preempted || step.is_empty())) {
-        if (has_preempted) {  // their blocks may be of other use now
+        if (has_preempted) {  // their blocks may empty a recalled extent, or hold a longer prompt
             settle_lending();
             step.admit_oversized_prompt();
         }
         step.admit_waiting();
     }
-    must_commit_ = step.must_commit();  // it would have had to preempt a request that the step in progress computes
+    must_commit_ = step.must_commit();  // room is only with a request that the step in progress computes
     prefix_matches_total_ += step.num_matches();
 }
 
@@ -183,7 +188,7 @@ void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled,
     Request& r = *row.request;
     FinishReason reason = FinishReason::kRunning;
     size_t i = 0;
-    // A token counts if the tokens before it, which it was sampled behind, are those that the request has.
+    // A token counts if every draft token before it was right: it was sampled as the one that follows them.
     for (; i < sampled.size() && reason == FinishReason::kRunning; ++i) {
         if (i > 0 && sampled[i - 1] != row.draft[i - 1]) break;
         reason = sampled[i] < 0 ? FinishReason::kBroken : r.append(sampled[i], limits_);
@@ -246,7 +251,7 @@ void Scheduler::abandon() {
 
 void Scheduler::abandon_step() noexcept {
     open_.pop_front();
-    // Also those that had no part in the step: what it moved may be theirs.
+    // All that run, in the step or not: it may have moved any block, and its copies are worth nothing.
     while (!roster_.running().empty()) drop_steps(*roster_.running().back());
     cache_.settle_failed();
 }
