@@ -163,3 +163,52 @@ def test_borrowing_more_never_shortens_the_longest_sequence(pool: int, borrowed:
     assert lsc_slots + rc_blocks * num_layers <= pool
     assert sum(split_pool(pool, [borrowed, 1], num_layers)) >= lsc_slots + rc_blocks
     assert sum(split_pool(pool + 1, [borrowed], num_layers)) >= lsc_slots + rc_blocks
+
+
+def groups_of(
+    full: tuple[int, int, int, int], window: tuple[int, int, int, int], num_tokens: int
+) -> tuple[KVGroup, KVGroup]:
+    """The groups of a hybrid: (layers, KV heads, key dimensions, value dimensions) of each; layers in two runs."""
+    (f_layers, f_heads, f_k, f_v), (w_layers, w_heads, w_k, w_v) = full, window
+    first = tuple(range(f_layers))
+    rest = tuple(range(f_layers, f_layers + w_layers))
+    return (
+        KVGroup(first, f_heads, f_k, "bfloat16", 16, v_head_dim=f_v),
+        KVGroup(rest, w_heads, w_k, "bfloat16", 16, "window", num_tokens, w_v),
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "block_kib", "blocks_of_an_extent"),
+    [
+        # Where both groups meet: blocks of the full group, and of the window group, in their least common multiple.
+        pytest.param(groups_of((10, 8, 192, 128), (60, 8, 192, 128), 128), (800, 4800), (6, 1), id="MiMo-V2.5-Pro"),
+        pytest.param(groups_of((9, 4, 192, 128), (39, 8, 192, 128), 129), (360, 3120), (26, 3), id="MiMo-V2-Flash"),
+        pytest.param(groups_of((12, 8, 64, 64), (12, 8, 64, 64), 128), (384, 384), (1, 1), id="gpt-oss-20b"),
+        pytest.param(groups_of((10, 16, 128, 128), (52, 16, 128, 128), 1024), (1280, 6656), (26, 5), id="Gemma-3-27B"),
+        pytest.param(groups_of((10, 4, 512, 512), (50, 16, 256, 256), 1024), (1280, 12800), (10, 1), id="Gemma-4-31B"),
+        pytest.param(groups_of((4, 2, 256, 256), (16, 2, 256, 256), 512), (128, 512), (4, 1), id="Gemma-3n, own KV"),
+    ],
+)
+def test_hybrids_meet_in_small_extents(
+    groups: tuple[KVGroup, KVGroup], block_kib: tuple[int, int], blocks_of_an_extent: tuple[int, int]
+) -> None:
+    full, window = groups
+    assert (full.block_bytes >> 10, window.block_bytes >> 10) == block_kib
+    extent = extent_between(full.block_bytes, window.block_bytes)
+    assert (extent.meu_w, extent.meu_m) == blocks_of_an_extent
+    assert extent.wasted_bytes == 0
+
+
+def test_latents_are_keys_and_values_of_one_head() -> None:
+    """DeepSeek-V3 caches 512 latents and 64 rotary dimensions a token, and attends to their sum."""
+    group = KVGroup(tuple(range(61)), 1, 64, "bfloat16", 64, v_head_dim=512)
+    assert group.bytes_per_token == 61 * (512 + 64) * 2
+
+
+def test_a_layer_need_not_be_in_a_group_of_keys_and_values() -> None:
+    """Qwen3.5 has one full layer in four; the others keep a state of fixed size, which is a group of its own kind."""
+    full = KVGroup(tuple(range(3, 48, 4)), 2, 256, "bfloat16", 16)
+    state = KVGroup(tuple(layer for layer in range(48) if layer % 4 != 3), 32, 128, "float32", 16, "recurrent")
+    assert full.num_layers + state.num_layers == 48
+    assert set(full.layers).isdisjoint(state.layers)
