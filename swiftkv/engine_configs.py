@@ -135,7 +135,7 @@ def why_not_lend(config: Config, plan: ModelPlan, lending: LendingSpec | None) -
 
 def link_geometry(pair: LendingPair) -> LinkGeometry:
     """Return what both ends of a link are told, so that they find the same bytes."""
-    regions = lay_out([(group, pair.lender.num_blocks) for group in pair.lender.groups])
+    regions = lay_out(list(zip(pair.lender.groups, pair.lender.group_blocks, strict=True)))
     return LinkGeometry(
         lender_group=pair.lender_group,
         borrower_group=pair.borrower_group,

@@ -232,7 +232,7 @@ class Node:
         ready = await supervisor.start()
         self._tasks.start(supervisor.keep_running(), f"the supervisor of {plan.name}")
         took_s = time.monotonic() - started_s
-        pool = format_size(ready.num_blocks * plan.block_bytes)
+        pool = format_size(ready.pool_bytes)
         where = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
         cached = f"{pool} of KV cache{where} for {ready.num_blocks * ready.block_size:,} tokens"
         say(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")

@@ -60,7 +60,7 @@ def watched(
         addresses = [f"ipc://{directory}/{name}" for name in ("requests", "outputs")]
         client = EngineClient("m", *addresses, GatewayMetrics().for_model("m"))
         client.expect(1)
-        client.engine_up(Ready("m", pid, 16, 16, 1, 16, [], 1))
+        client.engine_up(Ready("m", pid, 16, 16, 1, 1024, 16, [], 1))
         verdict = asyncio.create_task(
             EngineWatch(client, None, watchdog_s=WATCHDOG_S, pid=pid, page=page).until_hung(waits_for_others)
         )

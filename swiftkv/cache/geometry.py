@@ -27,6 +27,12 @@ MAX_EXTENT_WASTE = Fraction(1, 100)
 """An extent that is not the least common multiple wastes less than this part of itself."""
 
 
+WINDOW_PART = Fraction(3, 20)
+"""The part of a hybrid's pool that its window groups get."""
+
+MIN_WINDOWS = 4
+"""Sequences that may run at once in the window groups of the smallest pool."""
+
 KVKind = Literal["full", "window", "recurrent"]
 """The state that a layer keeps: all keys and values, those of the last tokens, or (reserved) a state of fixed size."""
 
@@ -208,17 +214,48 @@ def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layer
     return lsc_slots, (pool_layer_blocks - lsc_slots) // num_layers
 
 
-def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup]) -> int:
-    """Blocks that each group gets in a pool of `pool_bytes`.
+def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup]) -> tuple[int, ...]:
+    """Divide a pool: return the number of blocks that each group gets.
 
-    A token needs a slot in every group, so all groups get the same number.
+    Groups of full attention get equally many, for a token needs a slot in each. Where there are some, window groups
+    together get `WINDOW_PART` of the bytes: a sequence, however long, needs little of them. But they have room for
+    `MIN_WINDOWS` sequences, or else as many blocks as the others.
     """
     if len(groups) == 1:
         group = groups[0]
-        return split_pool(pool_bytes // group.layer_block_bytes, (), group.num_layers)[1]
-    return pool_bytes // sum(group.block_bytes for group in groups)
+        return split_pool(pool_bytes // group.layer_block_bytes, (), group.num_layers)[1:]
+    equal = pool_bytes // sum(group.block_bytes for group in groups)
+    full_block_bytes = sum(group.block_bytes for group in groups if group.kind != "window")
+    if not full_block_bytes:
+        return (equal,) * len(groups)
+    shared = pool_bytes * WINDOW_PART // sum(group.block_bytes for group in groups if group.kind == "window")
+    of_windows = {
+        index: min(equal, max(shared, MIN_WINDOWS * (group.tail_blocks + 2)))
+        for index, group in enumerate(groups)
+        if group.kind == "window"
+    }
+    left_bytes = pool_bytes - sum(count * groups[index].block_bytes for index, count in of_windows.items())
+    return tuple(of_windows.get(index, left_bytes // full_block_bytes) for index in range(len(groups)))
 
 
 def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup]) -> int:
-    """The smallest pool that holds one sequence of `num_tokens`."""
-    return sum(group.block_bytes * blocks_for_tokens(num_tokens, group.block_size) for group in groups)
+    """Return a size for a pool that holds one sequence of `num_tokens`; the smallest, if there is one group."""
+
+    def holds(pool_bytes: int) -> bool:
+        counts = blocks_in_pool(pool_bytes, groups)
+        return all(count >= group.blocks_to_run(num_tokens) for count, group in zip(counts, groups, strict=True))
+
+    enough = sum(group.block_bytes * blocks_for_tokens(num_tokens, group.block_size) for group in groups)
+    if len(groups) == 1:
+        return enough
+    least = 0  # too little, as long as `enough` is more
+    while enough - least > 1:
+        middle = (least + enough) // 2
+        least, enough = (least, middle) if holds(middle) else (middle, enough)
+    return enough
+
+
+def sequence_blocks(counts: Sequence[int], groups: Sequence[KVGroup]) -> int:
+    """Return the blocks in which whole sequences lie: of the groups of full attention, or of all without them."""
+    full = [count for count, group in zip(counts, groups, strict=True) if group.kind != "window"]
+    return min(full or counts)

@@ -79,6 +79,7 @@ def serve(config: EngineConfig) -> int:
             config.max_model_len,
             runner.vocab_size,
             runner.num_blocks,
+            runner.pool.nbytes,
             config.block_size,
             list(runner.eos_token_ids),
             config.incarnation,

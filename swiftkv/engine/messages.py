@@ -130,7 +130,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     pid: int
     max_model_len: int
     vocab_size: int
-    num_blocks: int
+    num_blocks: int  # in which whole sequences lie
+    pool_bytes: int
     block_size: int
     eos_token_ids: list[int]
     incarnation: int  # of `EngineConfig`

@@ -19,6 +19,7 @@ from swiftkv.cache.geometry import (
     blocks_for_tokens,
     blocks_in_pool,
     pool_bytes_for_tokens,
+    sequence_blocks,
     split_pool,
 )
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
@@ -89,10 +90,11 @@ class ModelRunner:
                 _check_room(config, groups, kv_bytes)
             else:
                 kv_bytes = kv_bytes_on_host(config.memory)
-        self.num_blocks = blocks_in_pool(kv_bytes, groups)
-        self.pool = allocate_pool([(group, self.num_blocks) for group in groups], self.device, config.name)
+        group_blocks = blocks_in_pool(kv_bytes, groups)
+        self.num_blocks = sequence_blocks(group_blocks, groups)
+        self.pool = allocate_pool(list(zip(groups, group_blocks, strict=True)), self.device, config.name)
         self.group_specs = [
-            GroupSpec(g.num_layers, self.num_blocks, g.window, g.layer_block_bytes, region.base_offset_bytes)
+            GroupSpec(g.num_layers, region.num_blocks, g.window, g.layer_block_bytes, region.base_offset_bytes)
             for g, region in zip(groups, self.pool.regions, strict=True)
         ]
         self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
@@ -183,11 +185,11 @@ def _check_room(config: EngineConfig, groups: Sequence[KVGroup], kv_bytes: int) 
 
     It does not matter how much they lend now.
     """
-    num_blocks = blocks_in_pool(kv_bytes, groups)
+    group_blocks = blocks_in_pool(kv_bytes, groups)
     links = [link for peer in (config.lending.lenders if config.lending else []) for link in peer.links]
     for i, group in enumerate(groups):
         borrowed = [link.num_extents * link.meu_m for link in links if link.borrower_group == i]
-        room = sum(split_pool(num_blocks * group.num_layers, borrowed, group.num_layers))
+        room = sum(split_pool(group_blocks[i] * group.num_layers, borrowed, group.num_layers))
         whole = blocks_for_tokens(config.max_model_len, config.block_size)
         if room < (group.blocks_to_run(config.max_model_len) if config.enable_chunked_prefill else whole):
             raise ConfigError(

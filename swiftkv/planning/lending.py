@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from swiftkv.cache.geometry import Extent, extent_between, split_pool
+from swiftkv.cache.geometry import Extent, extent_between, sequence_blocks, split_pool
 from swiftkv.planning.models import ModelPlan, SizedPlan
 
 
@@ -34,7 +34,7 @@ class LendingPair:
     @property
     def pool_extents(self) -> int:
         """The extents that the lender's group consists of, whatever the budget: any of them may be lent."""
-        return self.lender.num_blocks // self.extent.meu_w
+        return self.lender.group_blocks[self.lender_group] // self.extent.meu_w
 
     @property
     def can_lend(self) -> bool:
@@ -78,7 +78,8 @@ class BorrowerRoom:
     def split(self, group: int) -> tuple[int, int]:
         """Return `(N_LSC, N_RC)` of one of the borrower's KV groups (Eqs. 4 and 5)."""
         num_layers = self.borrower.groups[group].num_layers
-        return split_pool(self.borrower.num_blocks * num_layers, [self.borrowed_blocks(group)], num_layers)
+        pool_layer_blocks = self.borrower.group_blocks[group] * num_layers
+        return split_pool(pool_layer_blocks, [self.borrowed_blocks(group)], num_layers)
 
     @property
     def sequence_tokens(self) -> int:
@@ -107,7 +108,8 @@ class BorrowerRoom:
         They are more than `sequence_tokens` where the layer-stream cache limits one sequence.
         """
         groups = range(len(self.borrower.groups))
-        return self.borrower.block_size * min(self.split(group)[1] + self.borrowed_blocks(group) for group in groups)
+        counts = [self.split(group)[1] + self.borrowed_blocks(group) for group in groups]
+        return self.borrower.block_size * sequence_blocks(counts, self.borrower.groups)
 
     @property
     def lent_bytes(self) -> int:
@@ -169,5 +171,5 @@ def _pairs(lender: SizedPlan, borrower: SizedPlan, num_borrowers: int) -> list[L
 
 
 def _part(plan: SizedPlan, group: int) -> Fraction:
-    """Return the part of a model's KV bytes that one of its KV groups has; a token needs a place in each."""
-    return Fraction(plan.groups[group].block_bytes, plan.block_bytes)
+    """Return the part of a model's pool that one of its KV groups has."""
+    return Fraction(plan.group_bytes[group], plan.pool_bytes)

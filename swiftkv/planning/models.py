@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
-from swiftkv.cache.geometry import KVGroup, blocks_in_pool, pool_bytes_for_tokens
+from swiftkv.cache.geometry import KVGroup, blocks_in_pool, pool_bytes_for_tokens, sequence_blocks
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
@@ -77,12 +77,21 @@ class ModelPlan:
 class SizedPlan(ModelPlan):
     """The plan of a model whose pool is configured in bytes, so that its size is known before it starts."""
 
-    num_blocks: int  # in each group
+    group_blocks: tuple[int, ...]  # in each group
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks in which whole sequences lie."""
+        return sequence_blocks(self.group_blocks, self.groups)
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        return tuple(count * group.block_bytes for count, group in zip(self.group_blocks, self.groups, strict=True))
 
     @property
     def pool_bytes(self) -> int:
         """The bytes that are mapped, at most what the YAML allows."""
-        return self.num_blocks * self.block_bytes
+        return sum(self.group_bytes)
 
     @property
     def pool_tokens(self) -> int:
@@ -138,11 +147,12 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
 
 
 def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes) -> SizedPlan:
-    num_blocks = blocks_in_pool(memory.num_bytes, plan.groups)
-    if num_blocks == 0:
+    group_blocks = blocks_in_pool(memory.num_bytes, plan.groups)
+    if min(group_blocks) == 0:
         raise pool_too_small(model, plan.groups, 0)
-    known = {field.name: getattr(plan, field.name) for field in fields(ModelPlan)}
-    return SizedPlan(**{**known, "memory": PoolBytes(num_blocks * plan.block_bytes)}, num_blocks=num_blocks)
+    return SizedPlan(
+        **{field.name: getattr(plan, field.name) for field in fields(ModelPlan)}, group_blocks=group_blocks
+    )
 
 
 def pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:

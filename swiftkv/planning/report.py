@@ -41,6 +41,7 @@ def model_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "kv_groups": groups,
         "block_size": plan.block_size,
         "num_blocks": plan.num_blocks if isinstance(plan, SizedPlan) else 0,
+        "group_blocks": list(plan.group_blocks) if isinstance(plan, SizedPlan) else [],
         "block_bytes": plan.block_bytes,
         "bytes_per_token": plan.bytes_per_token,
         "sequence_bytes_at_rest": list(plan.bytes_at_rest),
@@ -73,7 +74,7 @@ def _room_as_dict(room: BorrowerRoom) -> dict[str, Any]:
     groups = []
     for i, group in enumerate(room.borrower.groups):
         n_lsc, n_rc = room.split(i)
-        k_master = room.borrower.num_blocks * group.num_layers
+        k_master = room.borrower.group_blocks[i] * group.num_layers
         groups.append({"k_master": k_master, "sum_k_i": room.borrowed_blocks(i), "n_lsc": n_lsc, "n_rc": n_rc})
     return {
         "kv_groups": groups,

@@ -55,7 +55,7 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "weights": [f"{format_size(p.weight_bytes)} {p.dtype}" for p in plans],
         **({"device": [p.device for p in plans]} if any(p.on_gpu for p in plans) else {}),
         "KV cache": [_pool_size(p) for p in plans],
-        "blocks": [_once_known(p, lambda p: f"{p.num_blocks:,} of {p.block_size} tokens") for p in plans],
+        "blocks": [_once_known(p, _blocks) for p in plans],
         "block": [format_size(p.block_bytes) for p in plans],
         "layer block": [_of_groups([group.layer_block_bytes for group in p.groups]) for p in plans],
         "layers": [" + ".join(str(group.num_layers) for group in p.groups) for p in plans],
@@ -76,6 +76,10 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
 
 def _of_groups(group_bytes: Sequence[int]) -> str:
     return " + ".join(format_size(num_bytes) for num_bytes in group_bytes)
+
+
+def _blocks(plan: SizedPlan) -> str:
+    return " + ".join(f"{count:,}" for count in plan.group_blocks) + f" of {plan.block_size} tokens"
 
 
 def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:

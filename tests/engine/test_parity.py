@@ -92,11 +92,13 @@ def greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens:
 def start_engine(checkpoint: Path, mode: str, dtype: str = "float32") -> EngineProcess:
     options = dict(MODES[mode])
     num_blocks = int(str(options.pop("num_blocks", 16 * ONE_SEQUENCE_BLOCKS)))
-    block_bytes = sum(group.block_bytes for group in read_config(checkpoint).kv_groups(16, dtype))
+    groups = read_config(checkpoint).kv_groups(16, dtype)
+    if mode.startswith("preempted") and len(groups) > 1:
+        num_blocks = ONE_SEQUENCE_BLOCKS + 2  # windows take few blocks, so a hybrid has more room in the same bytes
     return EngineProcess(
         checkpoint,
         dtype=dtype,
-        kv_bytes=num_blocks * block_bytes,
+        kv_bytes=num_blocks * sum(group.block_bytes for group in groups),
         max_model_len=16 * ONE_SEQUENCE_BLOCKS,
         max_num_seqs=16,
         **options,

@@ -91,7 +91,7 @@ def test_a_link_is_over_the_whole_pool_and_the_budget_is_the_plans(tmp_path: Pat
         spec = told["lender"]
         assert spec is not None
         (link,) = next(peer.links for peer in spec.borrowers if peer.name == room.borrower.name)
-        assert link.num_extents == lender_plan.num_blocks // link.meu_w
+        assert link.num_extents == lender_plan.group_blocks[link.lender_group] // link.meu_w
         assert link.num_extents * link.extent_bytes <= lender_plan.pool_bytes
         # An even part of the budget holds as much as the plan promised.
         assert spec.budget_bytes // 2 // link.extent_bytes == pair.num_extents > 0
@@ -107,7 +107,7 @@ def test_a_link_begins_where_the_pool_of_the_lender_has_its_group(device: str, t
         KVGroup((0, 2), 2, 16, "bfloat16", 16),
         KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, kind="window", window=64),
     )
-    plans = tuple(replace(plan, groups=groups, num_blocks=70, device=device) for plan in plans)
+    plans = tuple(replace(plan, groups=groups, group_blocks=(70, 70), device=device) for plan in plans)
     links = [link_geometry(pair) for room in plan_lending(plans) for pair in room.pairs]
     assert sorted({(link.lender_group, link.borrower_group) for link in links}) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     pool = Pool([(group, 70) for group in groups])

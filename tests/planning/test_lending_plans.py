@@ -36,7 +36,7 @@ def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fracti
         groups=(KVGroup(tuple(range(num_layers)), 1, 32, "bfloat16", 16),),
         weight_bytes=0,
         memory=PoolBytes(pool_bytes),
-        num_blocks=num_blocks,
+        group_blocks=(num_blocks,),
         max_model_len=16,
         max_context_len=1_000_000_000,
         vocab_size=1000,
@@ -201,7 +201,7 @@ def test_a_master_of_two_kv_groups_has_room_for_a_token_in_each() -> None:
     """Lent memory is divided in the proportion of the groups' blocks: 3 and 1 layers of 4."""
     full = KVGroup((0, 1, 2), 1, 32, "bfloat16", 16)
     windowed = KVGroup((3,), 1, 32, "bfloat16", 16, kind="window", window=1024)
-    master = replace(model("m", "master", 4, 10), groups=(full, windowed))
+    master = replace(model("m", "master", 4, 10), groups=(full, windowed), group_blocks=(10, 10))
     (room,) = plan_lending([master, model("w", "worker", 3, 40, Fraction(1))])
     assert [(p.extent.meu_w, p.extent.meu_m, p.num_extents) for p in room.pairs] == [(1, 1, 30), (1, 3, 10)]
     assert [room.split(0), room.split(1)] == [(30, 0), (10, 0)]

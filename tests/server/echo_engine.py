@@ -62,7 +62,7 @@ class EchoEngine:
         self.admitted: list[tuple[int, int]] = []
         self.seen: list[list[int]] = []
         self.taken = 0
-        self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, BLOCK_SIZE, [], incarnation))
+        self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, 1 << 20, BLOCK_SIZE, [], incarnation))
 
     def send(self, message: object) -> None:
         self.push.send(msgspec.msgpack.encode(message))

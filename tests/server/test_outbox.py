@@ -77,7 +77,7 @@ async def client_and_reader(directory: Path) -> AsyncIterator[tuple[EngineClient
     client.expect(INCARNATION)
     receiving = asyncio.create_task(client.receive())
     reader = LateReader(client)
-    await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 16, [], INCARNATION))
+    await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 1 << 20, 16, [], INCARNATION))
     await client.wait_ready()
     yield client, reader
     receiving.cancel()
@@ -161,7 +161,7 @@ def test_an_engine_that_comes_back_begins_with_nothing_unread(tmp_path: Path) ->
             client.engine_down("was killed by SIGKILL")
             assert client.num_in_flight == 0
             client.expect(INCARNATION + 1)
-            await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 16, [], INCARNATION + 1))
+            await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 1 << 20, 16, [], INCARNATION + 1))
             await client.wait_ready()
             assert come_and_go(client, prompt, attempts=1) == 1
 
