@@ -52,6 +52,8 @@ _MAX_MODEL_LEN = 4096
 _SAMPLE_S = 2.0
 _MAX_POINTS = 60
 """Samples become so many points before a line is fitted."""
+_WIDEST = 16
+"""An interval that is wider than so many bounds says nothing."""
 _WIDTH = 2.0
 """Standard errors on each side of a slope, for an interval of 95 %."""
 _REQUEST_TIMEOUT_S = 300.0
@@ -206,7 +208,7 @@ class Slope:
 
     def is_flat(self, bound: float) -> bool:
         low, high = self.per_hour - self.half_width, self.per_hour + self.half_width
-        return low <= 0 or high < bound
+        return self.half_width < _WIDEST * bound and (low <= 0 or high < bound)
 
 
 def fit(times_s: Sequence[float], values: Sequence[float]) -> Slope:

@@ -24,7 +24,7 @@ def native_activation(activation: GatedActivation) -> _cpu.GatedActivation:
 
 def norm_weight_kind(weight: Tensor, dtype: torch.dtype, width: int) -> _cpu.NormWeight:
     """Return how a norm of `dtype` uses its weight. Raises `ValueError` for one that it cannot use."""
-    check(weight, dtype if weight.dtype == dtype else torch.float32, (width,), "norm weight")
+    check(weight, dtype if weight.dtype == dtype else torch.float32, (width,), "norm_weight")
     return _cpu.NormWeight.SAME_DTYPE if weight.dtype == dtype else _cpu.NormWeight.FLOAT32
 
 

@@ -27,7 +27,7 @@ from swiftkv.kernels import triton_attention, triton_schedule
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.device_limits import A100, H100, L4, RTX_5090, DeviceLimits
 from swiftkv.kernels.triton_copy import move_blocks
-from swiftkv.kernels.triton_elementwise import rms_norm, rope_write_kv, silu_and_mul
+from swiftkv.kernels.triton_elementwise import gated, rms_norm, rope_write_kv
 from swiftkv.kernels.triton_logprobs import TOP_TILES, token_logprobs
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
@@ -146,7 +146,7 @@ def attend(spec: AttentionSpec, cached: int, new: int, tilings: tuple[Tiling, Ti
 def other_cases(gpu: DeviceLimits) -> Iterator[tuple[str, Callable[[], object]]]:
     x, gate_up = torch.zeros(4, 4096, dtype=torch.bfloat16), torch.zeros(4, 24_576, dtype=torch.bfloat16)
     yield "width 4,096", lambda: rms_norm(x, x[0], 1e-6)
-    yield "width 12,288", lambda: silu_and_mul(gate_up)
+    yield "width 12,288", lambda: gated(gate_up)
     spec = AttentionSpec(32, 8, 128, 16, 0.1)
     zeros = torch.zeros(4, dtype=torch.int32)
     positions = torch.zeros(1, dtype=torch.int32)

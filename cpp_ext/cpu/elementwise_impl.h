@@ -61,7 +61,7 @@ V rounded<DType::kF32>(V x) {
 
 // exp to within 2 units in the last place; arguments beyond +-87 saturate.
 V exp(V x) {
-    x = Simd::min(Simd::max(x, Simd::set1(-87.0f)), Simd::set1(87.0f));
+    x = Simd::min(Simd::set1(87.0f), Simd::max(Simd::set1(-87.0f), x));  // which of two operands is NaN matters
     const V n = Simd::round(Simd::mul(x, Simd::set1(1.44269504f)));
     V r = Simd::fma(n, Simd::set1(-0.693145752f), x);
     r = Simd::fma(n, Simd::set1(-1.42860677e-6f), r);

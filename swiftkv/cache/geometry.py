@@ -28,10 +28,7 @@ MAX_EXTENT_WASTE = Fraction(1, 100)
 
 
 WINDOW_PART = Fraction(3, 20)
-"""The part of a hybrid's pool that its window groups get."""
-
-MIN_WINDOWS = 4
-"""Sequences that may run at once in the window groups of the smallest pool."""
+"""The part of a hybrid's pool that its window groups get at least, where short windows leave a choice."""
 
 KVKind = Literal["full", "window", "recurrent"]
 """The state that a layer keeps: all keys and values, those of the last tokens, or (reserved) a state of fixed size."""
@@ -214,23 +211,24 @@ def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layer
     return lsc_slots, (pool_layer_blocks - lsc_slots) // num_layers
 
 
-def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup]) -> tuple[int, ...]:
+def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> tuple[int, ...]:
     """Divide a pool: return the number of blocks that each group gets.
 
-    Groups of full attention get equally many, for a token needs a slot in each. Where there are some, window groups
-    together get `WINDOW_PART` of the bytes: a sequence, however long, needs little of them. But they have room for
-    `MIN_WINDOWS` sequences, or else as many blocks as the others.
+    Groups of full attention get equally many, for a token needs a slot in each. So do window groups, unless prompts are
+    split and `num_windows` is the number of sequences that may run at once: a sequence, however long, needs little more
+    than its window. Then they get room for so many, but at least `WINDOW_PART` of the bytes, which keeps the tails of
+    sequences that rest; and never more blocks than the others.
     """
     if len(groups) == 1:
         group = groups[0]
         return split_pool(pool_bytes // group.layer_block_bytes, (), group.num_layers)[1:]
     equal = pool_bytes // sum(group.block_bytes for group in groups)
     full_block_bytes = sum(group.block_bytes for group in groups if group.kind != "window")
-    if not full_block_bytes:
+    if not full_block_bytes or num_windows is None:
         return (equal,) * len(groups)
     shared = pool_bytes * WINDOW_PART // sum(group.block_bytes for group in groups if group.kind == "window")
     of_windows = {
-        index: min(equal, max(shared, MIN_WINDOWS * (group.tail_blocks + 2)))
+        index: min(equal, max(shared, num_windows * (group.tail_blocks + 2)))
         for index, group in enumerate(groups)
         if group.kind == "window"
     }
@@ -238,21 +236,26 @@ def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup]) -> tuple[int, ...
     return tuple(of_windows.get(index, left_bytes // full_block_bytes) for index in range(len(groups)))
 
 
-def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup]) -> int:
+def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> int:
     """Return a size for a pool that holds one sequence of `num_tokens`; the smallest, if there is one group."""
 
     def holds(pool_bytes: int) -> bool:
-        counts = blocks_in_pool(pool_bytes, groups)
+        counts = blocks_in_pool(pool_bytes, groups, num_windows)
         return all(count >= group.blocks_to_run(num_tokens) for count, group in zip(counts, groups, strict=True))
 
     enough = sum(group.block_bytes * blocks_for_tokens(num_tokens, group.block_size) for group in groups)
-    if len(groups) == 1:
+    if len(groups) == 1 or num_windows is None:
         return enough
     least = 0  # too little, as long as `enough` is more
     while enough - least > 1:
         middle = (least + enough) // 2
         least, enough = (least, middle) if holds(middle) else (middle, enough)
     return enough
+
+
+def windows_at_once(max_num_seqs: int, enable_chunked_prefill: bool) -> int | None:
+    """Return for how many sequences window groups have room; `None` if a prompt must fit into them whole."""
+    return max_num_seqs if enable_chunked_prefill else None
 
 
 def sequence_blocks(counts: Sequence[int], groups: Sequence[KVGroup]) -> int:

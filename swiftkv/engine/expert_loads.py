@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
+
+_MIN_TOKENS = 32
+"""With fewer tokens per expert, the most loaded one tells of chance."""
 
 
 class ExpertLoads:
@@ -18,12 +20,13 @@ class ExpertLoads:
         self._factors: dict[int, float] = {}
 
     def factors(self) -> dict[int, float]:
-        """Return the mean over the maximum of tokens per expert, by layer, since the last call with any; 1 is even."""
-        if not self._counts:
-            return {}
-        now = {layer: counts.clone() for layer, counts in self._counts.items()}
-        new = torch.stack([counts - self._seen[layer] for layer, counts in now.items()]).double()
-        self._seen = now
-        factors = (new.mean(-1) / new.amax(-1)).tolist()  # NaN where there was none
-        self._factors |= {layer: factor for layer, factor in zip(now, factors, strict=True) if factor == factor}
+        """Return the mean over the maximum of tokens per expert, by layer; 1 is even.
+
+        A figure is of the newest tokens that were enough for one, at least `_MIN_TOKENS` per expert.
+        """
+        for layer, counts in self._counts.items():
+            new = (counts - self._seen[layer]).double()
+            if new.mean() >= _MIN_TOKENS:
+                self._factors[layer] = float(new.mean() / new.max())
+                self._seen[layer] = counts.clone()
         return dict(self._factors)

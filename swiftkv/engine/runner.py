@@ -21,6 +21,7 @@ from swiftkv.cache.geometry import (
     pool_bytes_for_tokens,
     sequence_blocks,
     split_pool,
+    windows_at_once,
 )
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.expert_loads import ExpertLoads
@@ -90,7 +91,8 @@ class ModelRunner:
                 _check_room(config, groups, kv_bytes)
             else:
                 kv_bytes = kv_bytes_on_host(config.memory)
-        group_blocks = blocks_in_pool(kv_bytes, groups)
+        num_windows = windows_at_once(config.max_num_seqs, config.enable_chunked_prefill)
+        group_blocks = blocks_in_pool(kv_bytes, groups, num_windows)
         self.num_blocks = sequence_blocks(group_blocks, groups)
         self.pool = allocate_pool(list(zip(groups, group_blocks, strict=True)), self.device, config.name)
         self.group_specs = [
@@ -185,15 +187,16 @@ def _check_room(config: EngineConfig, groups: Sequence[KVGroup], kv_bytes: int) 
 
     It does not matter how much they lend now.
     """
-    group_blocks = blocks_in_pool(kv_bytes, groups)
+    num_windows = windows_at_once(config.max_num_seqs, config.enable_chunked_prefill)
+    group_blocks = blocks_in_pool(kv_bytes, groups, num_windows)
     links = [link for peer in (config.lending.lenders if config.lending else []) for link in peer.links]
     for i, group in enumerate(groups):
         borrowed = [link.num_extents * link.meu_m for link in links if link.borrower_group == i]
         room = sum(split_pool(group_blocks[i] * group.num_layers, borrowed, group.num_layers))
         whole = blocks_for_tokens(config.max_model_len, config.block_size)
         if room < (group.blocks_to_run(config.max_model_len) if config.enable_chunked_prefill else whole):
+            needed_bytes = pool_bytes_for_tokens(config.max_model_len, groups, num_windows)
             raise ConfigError(
-                f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs "
-                f"{pool_bytes_for_tokens(config.max_model_len, groups)} bytes, not {kv_bytes}"
-                + (", and all that could be lent to it is not enough" if links else "")
+                f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs {needed_bytes} bytes, "
+                f"not {kv_bytes}" + (", and all that could be lent to it is not enough" if links else "")
             )

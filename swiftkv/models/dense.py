@@ -55,7 +55,7 @@ def _window_of_later_layers(raw: HFConfig) -> Sequence[int]:
         return ()
     if raw.layer_types is None:
         return range(raw.max_window_layers, raw.num_hidden_layers)
-    return [layer for layer, kind in enumerate(raw.layer_types) if kind == "sliding_attention"]
+    return [layer for layer, kind in enumerate(raw.layer_types[: raw.num_hidden_layers]) if kind == "sliding_attention"]
 
 
 _TRAITS = {
@@ -109,6 +109,8 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
             f"{file}: head_dim: {head_dim} is not supported, multiples of {_HEAD_DIM_MULTIPLE} up to "
             f"{_MAX_HEAD_DIM} are"
         )
+    if raw.layer_types is not None and len(raw.layer_types) < raw.num_hidden_layers:
+        raise ConfigError(f"{file}: layer_types: there are {raw.num_hidden_layers} layers, and these are fewer")
     rope = read_rope(file, raw)
     if rope.partial_rotary_factor != 1 and not traits.partial_rotary:
         raise ConfigError(

@@ -28,7 +28,7 @@ from swiftkv.models.dense import (
     mlp_part,
     mlp_weights,
 )
-from swiftkv.models.hf_config import HFConfig, read_known_keys, read_rope
+from swiftkv.models.hf_config import HFConfig, read_json, read_known_keys, read_rope
 from swiftkv.models.weights import RankSlices, Weight
 
 if TYPE_CHECKING:
@@ -58,13 +58,14 @@ class _Keys(HFConfig, kw_only=True):
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
     use_bidirectional_attention: bool | None = None
+    sliding_window_size: int | None = None  # some published files have sliding_window twice
 
     def window_layers(self) -> list[int]:
         """The layers with a window, by their list or by the family's habit."""
         kinds = self.layer_types or [
             _WINDOW if self.slides(layer) else _FULL for layer in range(self.num_hidden_layers)
         ]
-        return [layer for layer, kind in enumerate(kinds) if kind == _WINDOW]
+        return [layer for layer, kind in enumerate(kinds[: self.num_hidden_layers]) if kind == _WINDOW]
 
     def slides(self, layer: int) -> bool:
         raise NotImplementedError
@@ -103,6 +104,13 @@ class _Gemma3Keys(_Keys, kw_only=True):
         return nested or {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
 
 
+class _Outer(msgspec.Struct):
+    """The keys around `text_config` that are about the text model, too."""
+
+    eos_token_id: int | list[int] | None = None
+    quantization_config: Any = None
+
+
 _KEYS: dict[str, type[_Keys]] = {
     "Gemma2ForCausalLM": _Gemma2Keys,
     "Gemma3ForCausalLM": _Gemma3Keys,
@@ -136,6 +144,11 @@ class GemmaDecoder(LayeredDecoder):
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
         file, is_nested = directory / "config.json", architecture in _NESTED
         raw = read_known_keys(file, _KEYS[architecture], "text_config" if is_nested else None)
+        if is_nested:
+            outer = read_json(file, _Outer)
+            raw = msgspec.structs.replace(
+                raw, eos_token_id=outer.eos_token_id, quantization_config=outer.quantization_config
+            )
         if raw.use_bidirectional_attention:
             raise ConfigError(f"{file}: use_bidirectional_attention: true is not supported, only causal attention is")
         raw = msgspec.structs.replace(raw, hidden_act=raw.hidden_activation or raw.hidden_act)

@@ -187,7 +187,9 @@ def _matrices(packer: Packer, name: str) -> Iterator[Tensor]:
     blocks = packer.files.get_bytes(f"{name}_blocks", (count, num_outputs, groups, mxfp4.GROUP // 2))
     scales = packer.files.get_bytes(f"{name}_scales", (count, num_outputs, groups))
     _, inputs, *outputs = weight.part
+    rows = outputs[0] if outputs else slice(None)
     for index in range(count):
-        matrix = mxfp4.unpack(blocks[index], scales[index], packer.dtype)
-        part = matrix[outputs[0] if outputs else slice(None), inputs]
-        yield part.to(packer.device).contiguous()
+        here = blocks[index][rows].to(packer.device), scales[index][rows].to(packer.device)
+        yield mxfp4.unpack(*here, packer.dtype)[:, inputs].contiguous()
+    for stored in ("blocks", "scales"):
+        packer.files.forget(f"{name}_{stored}")

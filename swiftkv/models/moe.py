@@ -87,6 +87,9 @@ class _MixtralKeys(_Keys):
 
 
 class _Qwen3Keys(_Keys):
+    qkv_bias: bool = False  # published files have these, and no other values
+    use_qk_norm: bool = True
+    shared_expert_intermediate_size: int = 0
     num_key_value_heads: int | None = 4
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
@@ -115,6 +118,8 @@ def _experts_of_qwen3(raw: HFConfig) -> _Experts:
     assert isinstance(raw, _Qwen3Keys)
     if raw.decoder_sparse_step < 1 or raw.moe_intermediate_size < 1:
         raise ValueError("decoder_sparse_step and moe_intermediate_size must be positive numbers")
+    if raw.qkv_bias or not raw.use_qk_norm or raw.shared_expert_intermediate_size:
+        raise ValueError("qkv_bias, use_qk_norm, shared_expert_intermediate_size: only false, true and 0 are supported")
     without = set(raw.mlp_only_layers or ())
     layers = range(raw.decoder_sparse_step - 1, raw.num_hidden_layers, raw.decoder_sparse_step)
     return _Experts(

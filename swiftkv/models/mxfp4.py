@@ -7,6 +7,7 @@ and a scale e8m0 (eight bits of exponent).
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32
@@ -18,9 +19,11 @@ _SCALE_BIAS = 127
 def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers of uint8 blocks [rows, groups, GROUP / 2] and scales [rows, groups], [rows, groups * GROUP].
 
-    Every product of an element and a scale is exact in bfloat16 and float32.
+    Every product of an element and a scale is exact in bfloat16 and float32. A byte is looked up as two numbers.
     """
-    values = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=torch.float32, device=blocks.device)
-    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [rows, groups, GROUP]
-    exponents = scales.to(torch.int32).sub_(_SCALE_BIAS).unsqueeze(-1)
-    return torch.ldexp(values[halves.int()], exponents).flatten(-2).to(dtype)
+    exact = torch.float32 if dtype == torch.float16 else dtype
+    values = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=exact, device=blocks.device)
+    of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # [256, 2]
+    numbers = F.embedding(blocks.int(), of_byte).flatten(-2)  # [rows, groups, GROUP]
+    powers = torch.exp2(scales.float() - _SCALE_BIAS).to(exact)
+    return numbers.mul_(powers.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
-from swiftkv.cache.geometry import KVGroup, blocks_in_pool, pool_bytes_for_tokens, sequence_blocks
+from swiftkv.cache.geometry import KVGroup, blocks_in_pool, pool_bytes_for_tokens, sequence_blocks, windows_at_once
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
@@ -118,6 +118,12 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
     num_ranks = model.tensor_parallel_size
     groups = decoder.of_rank(num_ranks).kv_groups(model.kv_cache.block_size, model.dtype)
     memory = model.kv_cache.memory
+    interval, window = model.kv_cache.retention_interval, max(group.window for group in groups)
+    if interval is not None and interval < window:
+        raise ConfigError(
+            f"kv_cache.retention_interval: {interval} is less than the model's window of {window} tokens: tails would "
+            "overlap, which costs much time and saves nothing; write at least that, or leave it out"
+        )
     if model.max_model_len is not None:
         decoder.check_max_model_len(model.max_model_len)
     plan = ModelPlan(
@@ -147,7 +153,8 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
 
 
 def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes) -> SizedPlan:
-    group_blocks = blocks_in_pool(memory.num_bytes, plan.groups)
+    num_windows = windows_at_once(model.max_num_seqs, model.enable_chunked_prefill)
+    group_blocks = blocks_in_pool(memory.num_bytes, plan.groups, num_windows)
     if min(group_blocks) == 0:
         raise pool_too_small(model, plan.groups, 0)
     return SizedPlan(
@@ -158,7 +165,8 @@ def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes) -> SizedP
 def pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:
     """Return the mistake of a pool that holds `pool_tokens`, too few for one sequence."""
     wanted = model.max_model_len or model.kv_cache.block_size
-    needed = pool_bytes_for_tokens(wanted, groups)
+    num_windows = windows_at_once(model.max_num_seqs, model.enable_chunked_prefill)
+    needed = pool_bytes_for_tokens(wanted, groups, num_windows)
     return ConfigError(
         f"kv_cache.memory: {model.kv_cache.memory} holds {pool_tokens} tokens, one sequence of "
         f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"

@@ -142,7 +142,7 @@ def _status_router(
         metrics.engines.observe(models.engines())
         await lending.observe(metrics.lending, only_model)
 
-    scrapes = Scrapes(observe, lambda: metrics.render(only_model))
+    scrapes = Scrapes(observe, lambda: metrics.render(only_model), metrics.scrape_pace)
 
     @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
     async def scrape() -> Response:

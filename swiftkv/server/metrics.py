@@ -15,6 +15,7 @@ from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.responses import EngineView
+from swiftkv.server.scrape import ScrapePace
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -44,6 +45,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.scrape_pace = ScrapePace()
         self.num_requests_running = self._gauge("vllm:num_requests_running", "Requests in the running batch")
         self.num_requests_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled")
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")

@@ -10,16 +10,23 @@ _PART_OF_TIME = 0.1
 """Rendering takes at most this part of the event loop's time, however often the metrics are scraped."""
 
 
+class ScrapePace:
+    """What all ports of a node share: one scrape is answered at a time, and not before its time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.not_before_s = 0.0
+
+
 class Scrapes:
     """Answers scrapes with fresh metrics, each rendering for all who have asked before it began."""
 
-    def __init__(self, observe: Callable[[], Awaitable[None]], render: Callable[[], bytes]) -> None:
+    def __init__(self, observe: Callable[[], Awaitable[None]], render: Callable[[], bytes], pace: ScrapePace) -> None:
         """`observe` brings the figures up to date, `render` makes the text of them."""
         self._observe = observe
         self._render = render
-        self._lock = asyncio.Lock()
+        self._pace = pace
         self._next: asyncio.Task[bytes] | None = None
-        self._not_before_s = 0.0
 
     async def text(self) -> bytes:
         """Return what is true at some time after this call."""
@@ -28,12 +35,12 @@ class Scrapes:
         return await asyncio.shield(self._next)
 
     async def _answer_all(self) -> bytes:
-        async with self._lock:
-            await asyncio.sleep(max(0.0, self._not_before_s - time.monotonic()))
+        async with self._pace.lock:
+            await asyncio.sleep(max(0.0, self._pace.not_before_s - time.monotonic()))
             self._next = None
             await self._observe()
             started_s = time.monotonic()
             text = self._render()
             ended_s = time.monotonic()
-            self._not_before_s = ended_s + (ended_s - started_s) * (1 / _PART_OF_TIME - 1)
+            self._pace.not_before_s = ended_s + (ended_s - started_s) * (1 / _PART_OF_TIME - 1)
             return text

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from swiftkv.cache.geometry import (
     MAX_EXACT_EXTENT_BLOCKS,
     MAX_EXTENT_WASTE,
-    MIN_WINDOWS,
     WINDOW_PART,
     KVGroup,
     blocks_for_tokens,
@@ -78,8 +77,9 @@ def test_groups_side_by_side_in_a_small_pool_get_equal_shares() -> None:
     full = KVGroup((0, 2), 2, 16, "float32", 16)
     windowed = KVGroup((1, 3, 4), 2, 16, "float32", 16, kind="window", window=128)
     both = full.block_bytes + windowed.block_bytes
-    assert blocks_in_pool(7 * both, (full, windowed)) == (7, 7)
+    assert blocks_in_pool(7 * both, (full, windowed), 256) == (7, 7)
     assert blocks_in_pool(7 * both, (replace(windowed, layers=(0, 1)), windowed)) == (7, 7)  # nobody sees everything
+    assert blocks_in_pool(1000 * both, (full, windowed)) == (1000, 1000)  # prompts must fit in whole
 
 
 @given(
@@ -215,20 +215,20 @@ def test_a_hybrid_gives_its_windows_a_part_and_never_more_than_an_equal_share(
     pool_bytes: int, full: tuple[int, int], window: tuple[int, int], window_tokens: int
 ) -> None:
     groups = groups_of((*full, 128, 128), (*window, 128, 64), window_tokens)
-    of_full, of_window = blocks_in_pool(pool_bytes, groups)
+    of_full, of_window = blocks_in_pool(pool_bytes, groups, 4)
     used = of_full * groups[0].block_bytes + of_window * groups[1].block_bytes
     equal = pool_bytes // (groups[0].block_bytes + groups[1].block_bytes)
     assert pool_bytes - groups[0].block_bytes < used <= pool_bytes
     assert of_window <= equal <= of_full
     part = of_window * groups[1].block_bytes / pool_bytes if pool_bytes else 0
-    assert of_window == equal or of_window <= MIN_WINDOWS * (groups[1].tail_blocks + 2) or part <= WINDOW_PART
+    assert of_window == equal or of_window <= 4 * (groups[1].tail_blocks + 2) or part <= WINDOW_PART
 
 
 @given(num_tokens=st.integers(1, 200_000), window_tokens=st.integers(2, 5000))
 def test_a_pool_of_the_size_for_a_sequence_holds_it(num_tokens: int, window_tokens: int) -> None:
     groups = groups_of((10, 8, 192, 128), (60, 8, 192, 128), window_tokens)
-    needed = pool_bytes_for_tokens(num_tokens, groups)
-    counts = blocks_in_pool(needed, groups)
+    needed = pool_bytes_for_tokens(num_tokens, groups, 4)
+    counts = blocks_in_pool(needed, groups, 4)
     assert all(count >= group.blocks_to_run(num_tokens) for count, group in zip(counts, groups, strict=True))
     assert needed <= sum(group.block_bytes for group in groups) * blocks_for_tokens(num_tokens, 16)
     assert sequence_blocks(counts, groups) == counts[0]
@@ -238,7 +238,7 @@ def test_a_hybrid_holds_several_times_the_tokens_of_its_dense_twin() -> None:
     """MiMo-V2.5-Pro in 100 GiB: 10 layers of 70 see everything."""
     hybrid = groups_of((10, 8, 192, 128), (60, 8, 192, 128), 128)
     dense_twin = KVGroup(tuple(range(70)), 8, 192, "bfloat16", 16, v_head_dim=128)
-    assert blocks_in_pool(100 << 30, hybrid)[0] > 5.9 * blocks_in_pool(100 << 30, [dense_twin])[0]
+    assert blocks_in_pool(100 << 30, hybrid, 256)[0] > 5.9 * blocks_in_pool(100 << 30, [dense_twin])[0]
 
 
 def test_latents_are_keys_and_values_of_one_head() -> None:

@@ -123,6 +123,7 @@ def test_layers_of_one_window_are_one_group(
         ({"head_dim": 72}, ["head_dim", "72", "16"]),
         ({"head_dim": 512}, ["head_dim", "512", "256"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "3"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling", "longrope", "yarn"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor"]),

@@ -86,7 +86,6 @@ def test_gemma_2_as_published(tmp_path: Path) -> None:
 
 
 def test_gemma_3_as_published(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 106]}))
     config = read(tmp_path, GEMMA3)
     full, window = config.attention
     assert (full.layers, window.layers, window.window) == ((5,), (0, 1, 2, 3, 4, 6, 7), 1024)

@@ -37,6 +37,11 @@ def read(tmp_path: Path, values: dict[str, Any]) -> MoeConfig:
     return config
 
 
+def test_keys_of_published_files_that_say_nothing_new(tmp_path: Path) -> None:
+    coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    assert read(tmp_path, QWEN3 | coder) == read(tmp_path, QWEN3)
+
+
 def test_mixtral_has_experts_in_every_layer(tmp_path: Path) -> None:
     config = read(tmp_path, MIXTRAL)
     assert config.router == Router(8, 2, "softmax", renormalise=True)
@@ -77,7 +82,9 @@ def test_keys_without_effect_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (QWEN3 | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size: this key is not known"),
+        (QWEN3 | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size: only"),
+        (QWEN3 | {"qkv_bias": True}, "qkv_bias"),
+        (QWEN3 | {"use_qk_norm": False}, "use_qk_norm"),
         (MIXTRAL | {"n_group": 2, "moe_layer_freq": [1]}, "moe_layer_freq: this key is not known"),
         (QWEN3 | {"num_experts_per_tok": 17}, "17 of 16 experts cannot be chosen"),
         (QWEN3 | {"num_experts": 0}, "num_experts: 0 is not a positive number"),

@@ -245,3 +245,12 @@ def test_pools_in_different_memory_do_not_lend_to_each_other(tmp_path: Path) -> 
     (room,) = plan_lending(plan_node(load_config(tmp_path / "node.yaml"), need_weights=False))
     assert [pair.lender.name for pair in room.pairs] == ["gpu"]
     assert room.pairs[0].share == 1
+
+
+def test_regular_boundaries_are_no_closer_than_a_window(tmp_path: Path) -> None:
+    windowed = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 256}
+    text = "path: tiny, kv_cache: {memory: 1MiB, retention_interval: %d}"
+    make(tmp_path / "tiny", windowed)
+    assert plan(tmp_path, text % 256).num_blocks > 0
+    with pytest.raises(ConfigError, match=r"retention_interval: 255 is less than the model's window of 256 tokens"):
+        plan(tmp_path, text % 255)

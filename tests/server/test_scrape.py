@@ -6,7 +6,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from swiftkv.server.scrape import Scrapes
+from swiftkv.server.scrape import ScrapePace, Scrapes
 
 
 class Figures:
@@ -33,7 +33,7 @@ class Figures:
 def test_those_who_wait_share_an_answer_that_is_newer_than_their_question() -> None:
     async def run() -> tuple[list[bytes], list[bytes]]:
         figures = Figures()
-        scrapes = Scrapes(figures.observe, figures.render)
+        scrapes = Scrapes(figures.observe, figures.render, ScrapePace())
         early = [asyncio.create_task(scrapes.text()) for _ in range(10)]
         await figures.asked.wait()
         late = [asyncio.create_task(scrapes.text()) for _ in range(10)]  # the first are being answered
@@ -48,7 +48,7 @@ def test_rendering_takes_a_tenth_of_the_time_at_most() -> None:
     async def run() -> list[tuple[float, float]]:
         figures = Figures(render_s=0.01)
         figures.may_go_on.set()
-        scrapes = Scrapes(figures.observe, figures.render)
+        scrapes = Scrapes(figures.observe, figures.render, ScrapePace())
         for _ in range(4):
             await scrapes.text()
         return figures.rendered
@@ -61,7 +61,7 @@ def test_rendering_takes_a_tenth_of_the_time_at_most() -> None:
 def test_a_scrape_that_is_given_up_takes_no_other_along() -> None:
     async def run() -> bytes:
         figures = Figures()
-        scrapes = Scrapes(figures.observe, figures.render)
+        scrapes = Scrapes(figures.observe, figures.render, ScrapePace())
         impatient, patient = (asyncio.create_task(scrapes.text()) for _ in range(2))
         await figures.asked.wait()
         impatient.cancel()
@@ -81,7 +81,7 @@ def test_a_failure_is_everybodys_who_waited_and_not_the_next_ones() -> None:
             if calls == 1:
                 raise ConnectionError("no coordinator")
 
-        scrapes = Scrapes(observe, lambda: b"text")
+        scrapes = Scrapes(observe, lambda: b"text", ScrapePace())
         for failed in await asyncio.gather(scrapes.text(), scrapes.text(), return_exceptions=True):
             assert isinstance(failed, ConnectionError)
         return await scrapes.text()

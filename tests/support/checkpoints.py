@@ -154,14 +154,16 @@ def rewrite_config(directory: Path, remove: tuple[str, ...] = (), **changes: Any
 
 def to_old_style(directory: Path) -> None:
     """Spell the rope parameters in `config.json` as transformers did before version 5."""
-    rope = json.loads((directory / "config.json").read_text(encoding="utf-8"))["rope_parameters"]
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    rope = config["rope_parameters"]
     local = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
     theta, rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
     scaling = None if rope_type == "default" else {"type": rope_type, **rope}
     rewrite_config(directory, remove=("rope_parameters", "layer_types"), rope_theta=theta, rope_scaling=scaling)
     if local is not None:
-        rewrite_config(directory, rope_local_base_freq=local["rope_theta"])
+        key = "swa_rope_theta" if config["model_type"] == "mimo_v2_flash" else "rope_local_base_freq"
+        rewrite_config(directory, **{key: local["rope_theta"]})
 
 
 @torch.no_grad()
