@@ -39,10 +39,11 @@ def attention(
 ) -> Tensor:
     """Attend causally from the step's queries to the KV of their sequences, in the pool.
 
-    Return `[num_tokens, num_heads * head_dim]`, of qkv's dtype. Call this after the step's keys and values of the layer
-    are in the pool: those in qkv are not read.
+    Return `[num_tokens, num_heads * v_head_dim]`, of qkv's dtype. Call this after the step's keys and values of the
+    layer are in the pool: those in qkv are not read.
 
-    qkv: bfloat16 or float16 `[num_tokens, (num_heads + 2 num_kv_heads) * head_dim]`, queries first; rope is applied.
+    qkv: bfloat16 or float16 `[num_tokens, num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)]`, queries
+        first; rope is applied.
     pool: uint8, flat, the part of the pool that belongs to the layer's KV group; its address is a multiple of 16.
     layer: the layer's index in its KV group.
     sinks: `[num_heads]`, for each head the score of one more key, whose value vector is zero, that every query sees
@@ -50,7 +51,7 @@ def attention(
     """
     assert qkv.is_contiguous()
     assert spec.block_size % 16 == 0
-    out = torch.empty((qkv.shape[0], spec.num_heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty((qkv.shape[0], spec.out_size), dtype=qkv.dtype, device=qkv.device)
     kv = layer_blocks(pool, spec, qkv.dtype)
     if len(batch.tiles):
         _prefill(out, qkv, spec, batch, kv, layer, sinks)
@@ -66,7 +67,8 @@ def _prefill(
     partial_out, partial_log_sum = _partials(qkv, spec, batch.num_parts * spec.num_kv_heads * tiling.rows)
     rectangles = None
     if tiling.by_rectangles:
-        rectangles = TensorDescriptor.from_tensor(kv.view(-1, spec.head_dim), [tiling.keys, _padded_dim(spec)])
+        box = [tiling.keys, triton.next_power_of_2(spec.head_dim)]
+        rectangles = TensorDescriptor.from_tensor(kv.view(-1, spec.head_dim), box)
     prefill_kernel[(spec.num_kv_heads, len(batch.tiles))](
         out,
         partial_out,
@@ -90,8 +92,8 @@ def _prefill(
             batch.merges,
             NUM_HEADS=spec.num_heads,
             NUM_KV_HEADS=spec.num_kv_heads,
-            HEAD_DIM=spec.head_dim,
-            PADDED_DIM=_padded_dim(spec),
+            VALUE_DIM=spec.value_head_dim,
+            PADDED_VALUE_DIM=triton.next_power_of_2(spec.value_head_dim),
             ROWS=tiling.rows,
             SPLITS=_SPLITS,
             num_warps=4,
@@ -125,8 +127,8 @@ def _decode(
             batch.split_starts,
             batch.query_starts,
             NUM_HEADS=spec.num_heads,
-            HEAD_DIM=spec.head_dim,
-            PADDED_DIM=_padded_dim(spec),
+            VALUE_DIM=spec.value_head_dim,
+            PADDED_VALUE_DIM=triton.next_power_of_2(spec.value_head_dim),
             SPLITS=_SPLITS,
             num_warps=4,
         )
@@ -134,13 +136,8 @@ def _decode(
 
 def _partials(qkv: Tensor, spec: AttentionSpec, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return room for results of parts of the keys, and for the logarithms of their sums of weights."""
-    out = torch.empty((num_rows, spec.head_dim), dtype=torch.float32, device=qkv.device)
+    out = torch.empty((num_rows, spec.value_head_dim), dtype=torch.float32, device=qkv.device)
     return out, torch.empty(num_rows, dtype=torch.float32, device=qkv.device)
-
-
-def _padded_dim(spec: AttentionSpec) -> int:
-    padded_dim: int = triton.next_power_of_2(spec.head_dim)
-    return padded_dim
 
 
 def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
@@ -152,7 +149,9 @@ def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
         "NUM_KV_HEADS": spec.num_kv_heads,
         "BLOCK_SIZE": spec.block_size,
         "HEAD_DIM": spec.head_dim,
-        "PADDED_DIM": _padded_dim(spec),
+        "PADDED_DIM": triton.next_power_of_2(spec.head_dim),
+        "VALUE_DIM": spec.value_head_dim,
+        "PADDED_VALUE_DIM": triton.next_power_of_2(spec.value_head_dim),
         "ROWS": tiling.rows,
         "KEYS": tiling.keys,
         "num_warps": tiling.num_warps,

@@ -13,12 +13,7 @@ import triton
 import triton.language as tl
 
 from swiftkv.kernels import triton_schedule
-from swiftkv.kernels.triton_layout import (
-    key_offset,
-    layer_block_index,
-    layer_block_offset,
-    value_offset,
-)
+from swiftkv.kernels.triton_layout import key_offset, layer_block_index, layer_block_offset, value_offset
 
 TILE_FIELDS = tl.constexpr(triton_schedule.TILE_FIELDS)
 SPLIT_FIELDS = tl.constexpr(triton_schedule.SPLIT_FIELDS)
@@ -48,6 +43,8 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
@@ -75,9 +72,9 @@ def prefill_kernel(
 
     tokens = (query_start + rows // GROUP).to(tl.int64)
     dims = tl.arange(0, PADDED_DIM)
-    present = (rows // GROUP < num_new)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = tokens * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM
-    q = tl.load(qkv + q_offsets[:, None] + dims[None, :], mask=present, other=0.0)
+    exists = (rows // GROUP < num_new)[:, None]
+    q_offsets = tokens * (NUM_HEADS * HEAD_DIM + NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)) + heads * HEAD_DIM
+    q = tl.load(qkv + q_offsets[:, None] + dims[None, :], mask=exists & (dims < HEAD_DIM)[None, :], other=0.0)
 
     first_key = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
     end_key = last_query + 1
@@ -86,35 +83,37 @@ def prefill_kernel(
     full_end = tl.maximum((first_query + 1) // KEYS * KEYS, full_begin)
     full_begin, full_end = tl.maximum(full_begin, begin_part), tl.maximum(full_end, begin_part)
 
-    weighted = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
+    weighted = tl.zeros([ROWS, PADDED_VALUE_DIM], dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     row_max = tl.full([ROWS], -1.0e30, dtype=tl.float32)  # not -inf, of which two have no difference
     if WINDOW:
         weighted, row_sum, row_max = _attend(
             weighted, row_sum, row_max, q, query_positions, begin_part, tl.minimum(full_begin, end), first_key, end_key,
             table, kv, rectangles, kv_head, layer, cap_scale, scale,
-            True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
+            True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, KEYS,
         )  # fmt: skip
     weighted, row_sum, row_max = _attend(
         weighted, row_sum, row_max, q, query_positions, full_begin, tl.minimum(full_end, end_part), first_key, end_key,
         table, kv, rectangles, kv_head, layer, cap_scale, scale,
-        False, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
+        False, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, KEYS,
     )  # fmt: skip
     weighted, row_sum, row_max = _attend(
         weighted, row_sum, row_max, q, query_positions, full_end, end, first_key, end_key,
         table, kv, rectangles, kv_head, layer, cap_scale, scale,
-        True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
+        True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, KEYS,
     )  # fmt: skip
+    value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    present = exists & (value_dims < VALUE_DIM)
     if partial < 0:
         if sinks is not None:
             weighted, row_sum = _add_sinks(weighted, row_sum, row_max, tl.load(sinks + heads).to(tl.float32))
         result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # 0 in rows that are not there
-        out_offsets = tokens * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
-        tl.store(out + out_offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=present)
+        out_offsets = tokens * (NUM_HEADS * VALUE_DIM) + heads * VALUE_DIM
+        tl.store(out + out_offsets[:, None] + value_dims, result.to(out.dtype.element_ty), mask=present)
     else:
         result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # 0 in rows that see no key of this part
         parts = (partial.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROWS + tl.arange(0, ROWS)
-        tl.store(partial_out + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=present)
+        tl.store(partial_out + parts[:, None] * VALUE_DIM + value_dims, result, mask=present)
         tl.store(partial_log_sum + parts, row_max + tl.log2(row_sum))
 
 
@@ -138,6 +137,8 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
@@ -159,29 +160,32 @@ def decode_kernel(
     rows = tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows
     dims = tl.arange(0, PADDED_DIM)
-    present = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_base = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
-    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(q_base + offsets, mask=present, other=0.0)
+    exists = (rows < GROUP)[:, None]
+    q_offset = token * (NUM_HEADS * HEAD_DIM + NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM))
+    q_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(qkv + q_offset + q_offsets, mask=exists & (dims < HEAD_DIM)[None, :], other=0.0)
 
-    weighted = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
+    weighted = tl.zeros([ROWS, PADDED_VALUE_DIM], dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     row_max = tl.full([ROWS], -1.0e30, dtype=tl.float32)
     weighted, row_sum, row_max = _attend(
         weighted, row_sum, row_max, q, None, begin, end, first_key, end_key,
         table, kv, None, kv_head, layer, cap_scale, scale,
-        True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, KEYS,
+        True, SOFT_CAP, WINDOW, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, VALUE_DIM, KEYS,
     )  # fmt: skip
 
+    value_dims = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    present = exists & (value_dims < VALUE_DIM)
+    offsets = heads[:, None] * VALUE_DIM + value_dims
     if is_only:
         if sinks is not None:
             sink = tl.load(sinks + heads, mask=rows < GROUP, other=0.0).to(tl.float32)
             weighted, row_sum = _add_sinks(weighted, row_sum, row_max, sink)
         result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        tl.store(out + token * (NUM_HEADS * HEAD_DIM) + offsets, result.to(out.dtype.element_ty), mask=present)
+        tl.store(out + token * (NUM_HEADS * VALUE_DIM) + offsets, result.to(out.dtype.element_ty), mask=present)
     else:
         partial = split.to(tl.int64) * NUM_HEADS
-        tl.store(partial_out + partial * HEAD_DIM + offsets, weighted / row_sum[:, None], mask=present)
+        tl.store(partial_out + partial * VALUE_DIM + offsets, weighted / row_sum[:, None], mask=present)
         tl.store(partial_log_sum + partial + heads, row_max + tl.log2(row_sum), mask=rows < GROUP)
 
 
@@ -194,8 +198,8 @@ def combine_kernel(
     split_starts: tl.tensor,
     query_starts: tl.tensor,
     NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
     """Add up one head's results over the splits of one sequence, each weighted by the sum of its keys' weights."""
@@ -207,7 +211,7 @@ def combine_kernel(
     token = tl.load(query_starts + sequence).to(tl.int64)
     _add_up(
         out, partial_out, partial_log_sum, sinks, token, head, first, end, head,
-        NUM_HEADS, NUM_HEADS, HEAD_DIM, PADDED_DIM, SPLITS,
+        NUM_HEADS, NUM_HEADS, VALUE_DIM, PADDED_VALUE_DIM, SPLITS,
     )  # fmt: skip
 
 
@@ -220,8 +224,8 @@ def merge_kernel(
     merges: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
@@ -238,7 +242,7 @@ def merge_kernel(
     first, end = tl.load(merge + 3), tl.load(merge + 4)
     _add_up(
         out, partial_out, partial_log_sum, sinks, token, head, first, end, tl.program_id(1),
-        NUM_KV_HEADS * ROWS, NUM_HEADS, HEAD_DIM, PADDED_DIM, SPLITS,
+        NUM_KV_HEADS * ROWS, NUM_HEADS, VALUE_DIM, PADDED_VALUE_DIM, SPLITS,
     )  # fmt: skip
 
 
@@ -255,21 +259,21 @@ def _add_up(
     row: tl.tensor,
     STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
     """Write one head's output of one token from row `row` of the partial results `first` to `end`, of STRIDE rows."""
-    dims = tl.arange(0, PADDED_DIM)
-    weighted = tl.zeros([PADDED_DIM], dtype=tl.float32)
+    dims = tl.arange(0, PADDED_VALUE_DIM)
+    weighted = tl.zeros([PADDED_VALUE_DIM], dtype=tl.float32)
     total = 0.0
     largest = -1.0e30
     for begin in range(first, end, SPLITS):
         splits = begin + tl.arange(0, SPLITS)
         rows = splits.to(tl.int64) * STRIDE + row
         log_sum = tl.load(partial_log_sum + rows, mask=splits < end, other=-float("inf"))
-        present = (splits < end)[:, None] & (dims < HEAD_DIM)[None, :]
-        values = tl.load(partial_out + rows[:, None] * HEAD_DIM + dims[None, :], mask=present, other=0.0)
+        present = (splits < end)[:, None] & (dims < VALUE_DIM)[None, :]
+        values = tl.load(partial_out + rows[:, None] * VALUE_DIM + dims[None, :], mask=present, other=0.0)
         larger = tl.maximum(largest, tl.max(log_sum, 0))
         correction = tl.exp2(largest - larger)
         weights = tl.exp2(log_sum - larger)
@@ -282,8 +286,8 @@ def _add_up(
         correction = tl.exp2(largest - larger)
         weighted = weighted * correction
         total = total * correction + tl.exp2(sink - larger)
-    target = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
-    tl.store(target, (weighted / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    target = out + (token * NUM_HEADS + head) * VALUE_DIM + dims
+    tl.store(target, (weighted / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
 @triton.jit
@@ -310,18 +314,20 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tl.tensor:
     """Continue the softmax over the tiles of keys from `begin` (whose tile it starts) to `end`.
 
-    weighted [ROWS, PADDED_DIM]: sum of weights times values; row_sum [ROWS]: of weights; row_max [ROWS]: the largest
+    weighted [ROWS, value dims]: sum of weights times values; row_sum [ROWS]: of weights; row_max [ROWS]: the largest
     score, to which weights are relative. Table entries are fetched one tile ahead, so that keys never wait for them.
     Only keys of `[first_key, end_key)` have blocks. query_positions: None if all queries see all of those.
-    `rectangles`: the pool as [rows, HEAD_DIM] for the tensor memory accelerator; a tile is then part of one block.
+    `rectangles`: the pool as [rows, HEAD_DIM] for the tensor memory accelerator; a tile is then part of one block, and
+    VALUE_DIM equals HEAD_DIM.
     """
     steps = tl.arange(0, KEYS)
-    dims = tl.arange(0, PADDED_DIM)
+    dims = tl.arange(0, q.shape[1])
+    value_dims = tl.arange(0, weighted.shape[1])
     ahead = begin + steps if rectangles is None else begin
     entry = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end_key, other=0)
     for start in tl.range(begin, end, KEYS):
@@ -332,10 +338,10 @@ def _attend(
         ahead += KEYS
         if rectangles is None:
             offset = positions % BLOCK_SIZE
-            block = layer_block_offset(index, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            block = layer_block_offset(index, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, VALUE_DIM)
             key_offsets = block + key_offset(kv_head, offset, BLOCK_SIZE, HEAD_DIM)
-            value_offsets = block + value_offset(kv_head, offset, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            k = _load_rows(kv, key_offsets, exists, dims, MASKED, HEAD_DIM, PADDED_DIM)
+            value_offsets = block + value_offset(kv_head, offset, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, VALUE_DIM)
+            k = _load_rows(kv, key_offsets, exists, dims, MASKED, HEAD_DIM)
         else:
             row = index.to(tl.int32) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_head * BLOCK_SIZE + start % BLOCK_SIZE
             k = rectangles.load([row, 0])
@@ -357,7 +363,7 @@ def _attend(
         weighted = weighted * correction[:, None]
         row_max = larger
         if rectangles is None:
-            v = _load_rows(kv, value_offsets, exists, dims, MASKED, HEAD_DIM, PADDED_DIM)
+            v = _load_rows(kv, value_offsets, exists, value_dims, MASKED, VALUE_DIM)
         else:
             v = rectangles.load([row + NUM_KV_HEADS * BLOCK_SIZE, 0])
             if MASKED:
@@ -373,15 +379,14 @@ def _load_rows(
     exists: tl.tensor,
     dims: tl.tensor,
     MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Return [KEYS, PADDED_DIM] with zeros where nothing is, not garbage: zero times NaN is NaN."""
+    """Return [rows, dims] with zeros where nothing is, not garbage: zero times NaN is NaN."""
     pointers = kv + offsets[:, None] + dims[None, :]
     if MASKED:
-        return tl.load(pointers, mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    if HEAD_DIM != PADDED_DIM:
-        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=exists[:, None] & (dims < DIM)[None, :], other=0.0)
+    if dims.shape[0] != DIM:
+        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
     return tl.load(pointers)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.experts import SILU, GatedActivation
-from swiftkv.kernels.triton_layout import NO_BLOCK_JIT, key_offset, layer_block_index, layer_block_offset
+from swiftkv.kernels.triton_layout import NO_BLOCK_JIT, key_offset, layer_block_index, layer_block_offset, layer_blocks
 
 _HEADS_TILE = 2048  # elements of q, k and v that one program turns and writes
 _GATED_TILE = 1024
@@ -81,13 +81,14 @@ def rope_write_kv(
 ) -> None:
     """Normalise and rotate q in place and k on its way, and write k and v to the sequences' layer blocks.
 
-    qkv `[T, (num_heads + 2 num_kv_heads) * head_dim]`, of which k and v keep what was there; cos_sin float32
-    `[max_len, rotary_dim]`: cosines, then sines; the first `rotary_dim` dimensions of a head are turned, one half
-    against the other; q_norm and k_norm `[head_dim]` for a norm of each head, or None for both;
+    qkv `[T, num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)]`, of which k and v keep what was there;
+    cos_sin float32 `[max_len, rotary_dim]`: cosines, then sines; the first `rotary_dim` dimensions of q and k are
+    turned, one half against the other; q_norm and k_norm `[head_dim]` for a norm of each head, or None for both;
     pool uint8, flat, from the group's first byte on. Rounds to the dtype where transformers does: cosines and sines,
     each product, their sum. Nothing is written for a token whose entry is `NO_BLOCK`.
     """
     head_dim, rotary_dim = spec.head_dim, cos_sin.shape[1]
+    largest = max(head_dim, spec.value_head_dim)
     assert qkv.is_contiguous()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
@@ -97,10 +98,8 @@ def rope_write_kv(
     num_tokens, all_heads = qkv.shape[0], spec.num_heads + 2 * spec.num_kv_heads
     if not num_tokens:
         return
-    layer_bytes = 2 * spec.num_kv_heads * spec.block_size * head_dim * qkv.element_size()
-    kv = pool[: pool.numel() // layer_bytes * layer_bytes].view(qkv.dtype)
-    heads = min(triton.next_power_of_2(all_heads), max(1, _HEADS_TILE // triton.next_power_of_2(head_dim)))
-    rest = head_dim - rotary_dim
+    heads = min(triton.next_power_of_2(all_heads), max(1, _HEADS_TILE // triton.next_power_of_2(largest)))
+    rest = largest - rotary_dim
     _rope_write_kv[(num_tokens, triton.cdiv(all_heads, heads))](
         qkv,
         cos_sin,
@@ -108,12 +107,13 @@ def rope_write_kv(
         k_norm,
         batch.positions,
         batch.token_entries,
-        kv,
+        layer_blocks(pool, spec, qkv.dtype),
         layer,
         eps,
         NUM_HEADS=spec.num_heads,
         NUM_KV_HEADS=spec.num_kv_heads,
         HEAD_DIM=head_dim,
+        VALUE_DIM=spec.value_head_dim,
         HALF=rotary_dim // 2,
         BLOCK_SIZE=spec.block_size,
         HEADS=heads,
@@ -215,18 +215,19 @@ def _norm_heads(
 
 @triton.jit(do_not_specialize=["layer"])
 def _rope_write_kv(
-    x: tl.tensor,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
+    x: tl.tensor,  # [T, NUM_HEADS * HEAD_DIM + NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)]
     cos_sin: tl.tensor,  # [max_len, 2 * HALF]
     q_norm: tl.tensor,  # [HEAD_DIM] or None, as k_norm
     k_norm: tl.tensor,
     positions: tl.tensor,  # [T]
     entries: tl.tensor,  # [T]
-    kv: tl.tensor,  # [layer blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    kv: tl.tensor,  # [layer blocks, NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + VALUE_DIM)]
     layer: tl.tensor,
     eps: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
@@ -239,14 +240,22 @@ def _rope_write_kv(
     exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
     is_query = head < NUM_HEADS
     is_turned = head < NUM_HEADS + NUM_KV_HEADS
-    source = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    # Values follow keys as if they were further heads, each of them longer by EXTRA.
+    EXTRA: tl.constexpr = VALUE_DIM - HEAD_DIM
+    value = tl.where(is_turned, 0, head - NUM_HEADS - NUM_KV_HEADS)
+    row = token * (NUM_HEADS * HEAD_DIM + NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM))
+    source = row + head * HEAD_DIM + value * EXTRA
+    size = tl.where(is_turned, HEAD_DIM, VALUE_DIM)
     half = tl.arange(0, HALF_TILE)[None, :]
     half_mask = half < HALF
-    first = _load_heads(x, source + half, exists & half_mask)
-    second = _load_heads(x, source + HALF + half, exists & half_mask)
+    has_first, has_second = half_mask, half_mask
+    if VALUE_DIM < 2 * HALF:
+        has_first, has_second = half_mask & (half < size), half_mask & (HALF + half < size)
+    first = _load_heads(x, source + half, exists & has_first)
+    second = _load_heads(x, source + HALF + half, exists & has_second)
     rest_dims = 2 * HALF + tl.arange(0, REST_TILE if REST_TILE else 1)[None, :]
-    rest_mask = rest_dims < HEAD_DIM
-    rest = _load_heads(x, source + rest_dims, exists & rest_mask)  # masked out where all is turned
+    has_rest = rest_dims < size
+    rest = _load_heads(x, source + rest_dims, exists & has_rest)  # masked out where all is turned
 
     turned_first, turned_second, turned_rest = first, second, rest
     if q_norm is not None:
@@ -254,7 +263,7 @@ def _rope_write_kv(
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         turned_first = _norm_heads(first, scale, q_norm, k_norm, half, half_mask, is_query, dtype)
         turned_second = _norm_heads(second, scale, q_norm, k_norm, HALF + half, half_mask, is_query, dtype)
-        turned_rest = _norm_heads(rest, scale, q_norm, k_norm, rest_dims, rest_mask, is_query, dtype)
+        turned_rest = _norm_heads(rest, scale, q_norm, k_norm, rest_dims, rest_dims < HEAD_DIM, is_query, dtype)
     position = tl.load(positions + token)
     angles = cos_sin + position.to(tl.int64) * 2 * HALF + half
     cos = tl.load(angles, mask=half_mask, other=0.0).to(dtype).to(tl.float32)
@@ -268,14 +277,15 @@ def _rope_write_kv(
     tl.store(x + source + half, first, mask=is_query & half_mask)
     tl.store(x + source + HALF + half, second, mask=is_query & half_mask)
     if REST_TILE:
-        tl.store(x + source + rest_dims, rest, mask=is_query & rest_mask)
+        tl.store(x + source + rest_dims, rest, mask=is_query & has_rest)
     entry = tl.load(entries + token)
     if entry != NO_BLOCK_JIT:
-        block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        # Values follow keys as if they were further heads.
-        target = kv + block + key_offset(head - NUM_HEADS, position % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
+        block = layer_block_offset(layer_block_index(entry, layer), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, VALUE_DIM)
+        offset = position % BLOCK_SIZE
+        extra = tl.where(is_turned, 0, value * BLOCK_SIZE + offset) * EXTRA
+        target = kv + block + key_offset(head - NUM_HEADS, offset, BLOCK_SIZE, HEAD_DIM) + extra
         is_new = exists & (head >= NUM_HEADS)
-        tl.store(target + half, first, mask=is_new & half_mask)
-        tl.store(target + HALF + half, second, mask=is_new & half_mask)
+        tl.store(target + half, first, mask=is_new & has_first)
+        tl.store(target + HALF + half, second, mask=is_new & has_second)
         if REST_TILE:
-            tl.store(target + rest_dims, rest, mask=is_new & rest_mask)
+            tl.store(target + rest_dims, rest, mask=is_new & has_rest)

@@ -1,8 +1,9 @@
 """The layout of keys and values in a pool that the Triton kernels read and write.
 
-A layer block holds `block_size` tokens of one layer: `[2 (keys, values), num_kv_heads, block_size, head_dim]`, in the
-model's dtype. What one head of a block needs is contiguous, so a tile of keys is a few long runs of bytes, and with
-blocks of 64 tokens and more a rectangle that the tensor memory accelerator can fetch by itself.
+A layer block holds `block_size` tokens of one layer, in the model's dtype: keys `[num_kv_heads, block_size, head_dim]`,
+then values `[num_kv_heads, block_size, v_head_dim]`. What one head of a block needs is contiguous, so a tile of keys is
+a few long runs of bytes, and with blocks of 64 tokens and more a rectangle that the tensor memory accelerator can fetch
+by itself.
 
 The helpers take and return numbers of elements, 64 bits wide: pools are larger than 2^31 elements.
 """
@@ -33,10 +34,14 @@ def layer_block_index(entry: tl.tensor, layer: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def layer_block_offset(
-    index: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+    index: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ) -> tl.tensor:
     """Return the first element of layer block `index`, int64."""
-    return index * (2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+    return index * (NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + VALUE_DIM))
 
 
 @triton.jit
@@ -47,14 +52,25 @@ def key_offset(head: tl.tensor, offset: tl.tensor, BLOCK_SIZE: tl.constexpr, HEA
 
 @triton.jit
 def value_offset(
-    head: tl.tensor, offset: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+    head: tl.tensor,
+    offset: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ) -> tl.tensor:
     """Return where in a layer block kv head `head`'s value of the token at `offset` begins."""
-    return ((NUM_KV_HEADS + head) * BLOCK_SIZE + offset) * HEAD_DIM
+    return NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + (head * BLOCK_SIZE + offset) * VALUE_DIM
 
 
 def layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """Return the pool, uint8 and flat, as layer blocks `[N, 2, num_kv_heads, block_size, head_dim]`, a view."""
-    nbytes = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * dtype.itemsize
-    whole = pool[: pool.numel() // nbytes * nbytes]
-    return whole.view(dtype).view(-1, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    """Return the layer blocks of the pool, uint8 and flat, `[N, layer_block_elements]`, a view."""
+    nbytes = spec.layer_block_elements * dtype.itemsize
+    return pool[: pool.numel() // nbytes * nbytes].view(dtype).view(-1, spec.layer_block_elements)
+
+
+def keys_and_values(layer_blocks: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the keys of layer blocks, `[N, num_kv_heads, block_size, head_dim]`, and their values, views."""
+    rows = spec.num_kv_heads, spec.block_size
+    keys, values = layer_blocks.tensor_split([spec.num_kv_heads * spec.block_size * spec.head_dim], dim=1)
+    return keys.unflatten(1, (*rows, spec.head_dim)), values.unflatten(1, (*rows, spec.value_head_dim))

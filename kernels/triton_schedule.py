@@ -81,16 +81,19 @@ batch, whether it is the sequence's only one."""
 def prefill_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
     """Choose two warpgroups of 64 rows each, the tile of one `wgmma`: one's softmax hides behind the other's product.
 
-    Keys per tile: what registers hold beside the accumulators. The tensor memory accelerator, which fetches parts of
-    one block, needs fewer of them for addresses. Stages: as many tiles of keys on their way as shared memory holds;
-    with two, each is asked for half a tile before it is needed, and waited for.
+    Keys per tile: what registers hold beside the accumulators, which are as wide as values. The tensor memory
+    accelerator, which fetches parts of one block, needs fewer of them for addresses. Stages: as many tiles of keys on
+    their way as shared memory holds; with two, each is asked for half a tile before it is needed, and waited for.
     """
-    width = _padded(spec.head_dim)
-    by_rectangles = limits.has_tensor_memory_accelerator and spec.block_size % 32 == 0
+    width, value_width = _padded(spec.head_dim), _padded(spec.value_head_dim)
+    is_uniform = spec.value_head_dim == spec.head_dim  # rows of a rectangle lie at one distance, throughout the pool
+    by_rectangles = limits.has_tensor_memory_accelerator and spec.block_size % 32 == 0 and is_uniform
     half_blocks = spec.block_size % 128 == 64 and by_rectangles
     whole_blocks = spec.block_size % 128 == 0 and by_rectangles
-    largest = {64: 64 if half_blocks else 128, 128: 128 if whole_blocks else 64, 256: 32}[max(width, 64)]
-    rows = 128 if width <= 128 or limits.multiplies_from_shared_memory else 64  # registers hold no more
+    held = max(width // 2, value_width, 64)
+    largest = {64: 64 if half_blocks else 128, 128: 128 if whole_blocks else 64, 256: 32}[held]
+    is_wide = max(width, value_width) > 128
+    rows = 64 if is_wide and not limits.multiplies_from_shared_memory else 128  # registers hold no more
     for keys, stages in ((largest, 3), (largest, 2), (largest // 2, 3), (largest // 2, 2)):
         tiling = Tiling(rows, keys, num_warps=8, num_stages=stages)
         tiling = replace(tiling, by_rectangles=by_rectangles and spec.block_size % keys == 0)
@@ -102,8 +105,9 @@ def prefill_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
 def decode_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
     """Keep many bytes in flight, for memory is the bound: two tiles of 32 KiB a program, three programs on an SM."""
     rows = max(16, _padded(spec.num_heads // spec.num_kv_heads))
-    width = max(64, _padded(spec.head_dim))
-    for keys, stages in ((8192 // width, 3), (8192 // width, 2), (4096 // width, 2)):
+    widths = max(64, _padded(spec.head_dim)) + max(64, _padded(spec.value_head_dim))
+    most = 1 << (16_384 // widths).bit_length() - 1
+    for keys, stages in ((most, 3), (most, 2), (most // 2, 2)):
         tiling = Tiling(rows, keys, num_warps=4 if rows <= 64 else 8, num_stages=stages)
         if shared_bytes(spec, tiling, limits) <= limits.shared_bytes:
             break
@@ -115,11 +119,11 @@ def shared_bytes(spec: AttentionSpec, tiling: Tiling, limits: DeviceLimits) -> i
 
     Where products are computed from registers, the tile that is computed with is in these.
     """
-    width = max(16, _padded(spec.head_dim))
+    width, value_width = (max(16, _padded(dim)) for dim in (spec.head_dim, spec.value_head_dim))
     from_registers = tiling.rows < 64 or not (tiling.by_rectangles or limits.multiplies_from_shared_memory)
     num_tiles = tiling.num_stages - 1 if from_registers else tiling.num_stages
     weights = tiling.rows * tiling.keys if width > 128 else 0  # which pass through the room of the queries, if they can
-    return ((tiling.rows + 2 * tiling.keys * num_tiles) * width + weights) * 2 + 1024
+    return (tiling.rows * width + tiling.keys * num_tiles * (width + value_width) + weights) * 2 + 1024
 
 
 def prepare_batch(
@@ -143,11 +147,6 @@ def prepare_batch(
     Everything goes to `device` (the current CUDA device by default) in one asynchronous copy on the current stream, or
     `into` the tensors of `decode_buffers`, which a CUDA graph has captured. `tilings` (prefill, decode) is for tuning.
     """
-    if spec.value_head_dim != spec.head_dim:
-        raise ValueError(
-            f"the GPUs' attention kernels take values of as many dimensions as keys, not v_head_dim {spec.v_head_dim} "
-            f"beside head_dim {spec.head_dim}: run the model with SWIFTKV_OPS=reference"
-        )
     if into is not None:
         prefill, decode = into.prefill, into.decode
     else:

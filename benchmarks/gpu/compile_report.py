@@ -111,6 +111,11 @@ def attention_cases(gpu: DeviceLimits) -> Iterator[tuple[str, Callable[[], objec
     gpt_oss = AttentionSpec(64, 8, 64, 16, 0.125, window=128, soft_cap=30.0)
     yield from _attention("d64 b16 w128 cap", gpt_oss, gpu)
     yield from _attention("d128 b16, 64 heads each", AttentionSpec(64, 1, 128, 16, 0.1), gpu)
+    for block_size in (16, 64):
+        mimo = AttentionSpec(64, 4, 192, block_size, 192**-0.5, v_head_dim=128)
+        yield from _attention(f"d192, values 128, b{block_size}", mimo, gpu)
+    mimo_window = AttentionSpec(64, 8, 192, 16, 192**-0.5, window=128, v_head_dim=128)
+    yield from _attention("d192, values 128, b16 w128", mimo_window, gpu)
 
 
 def _attention(
@@ -137,9 +142,8 @@ def attend(spec: AttentionSpec, cached: int, new: int, tilings: tuple[Tiling, Ti
         device="cpu",
         tilings=tilings,
     )
-    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    pool = torch.zeros(2 * spec.num_kv_heads * spec.block_size * spec.head_dim * 2, dtype=torch.uint8)
-    qkv, sinks = torch.zeros(new, width, dtype=torch.bfloat16), torch.zeros(spec.num_heads)
+    pool = torch.zeros(spec.layer_block_elements * 2, dtype=torch.uint8)
+    qkv, sinks = torch.zeros(new, sum(spec.qkv_sizes), dtype=torch.bfloat16), torch.zeros(spec.num_heads)
     return triton_attention.attention(qkv, spec, batch, pool, 0, sinks)
 
 

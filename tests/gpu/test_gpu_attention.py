@@ -20,9 +20,15 @@ MIXED = [(0, 1), (5000, 1), (0, 1500), (3000, 700), (129, 1), (63, 17), (0, 2), 
 
 
 def make_spec(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int = 0, cap: float = 0
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int = 0,
+    cap: float = 0,
+    v_head_dim: int | None = None,
 ) -> AttentionSpec:
-    return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window, cap)
+    return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window, cap, v_head_dim)
 
 
 def run(step: Step, tilings: tuple[Tiling, Tiling] | None = None) -> torch.Tensor:
@@ -48,9 +54,12 @@ def run(step: Step, tilings: tuple[Tiling, Tiling] | None = None) -> torch.Tenso
         (make_spec(16, 2, 192, 64, cap=50.0), BF16, False),
         (make_spec(8, 4, 256, 16, window=512, cap=50.0), BF16, False),
         (make_spec(16, 1, 256, 64), F16, True),
+        (make_spec(64, 4, 192, 64, v_head_dim=128), BF16, False),
+        (make_spec(64, 8, 192, 16, window=128, v_head_dim=128), BF16, True),
+        (make_spec(12, 4, 48, 32, cap=30.0, v_head_dim=80), F16, True),
     ],
     ids=lambda value: (
-        f"{value.num_heads}x{value.num_kv_heads}x{value.head_dim}b{value.block_size}"
+        f"{value.num_heads}x{value.num_kv_heads}x{value.head_dim}v{value.value_head_dim}b{value.block_size}"
         if isinstance(value, AttentionSpec)
         else str(value)
     ),

@@ -8,8 +8,18 @@ from torch import Tensor
 
 from swiftkv.kernels import triton_elementwise as elementwise
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import layer_blocks
-from tests.support.elementwise import EPS, MAX_LEN, NUM_LAYERS, Step, cos_sin_table, exact_norm, make_step, turned
+from swiftkv.kernels.triton_layout import keys_and_values, layer_blocks
+from tests.support.elementwise import (
+    EPS,
+    MAX_LEN,
+    NUM_LAYERS,
+    Step,
+    cos_sin_table,
+    exact_norm,
+    make_step,
+    split_heads,
+    turned,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -46,48 +56,59 @@ def test_gated(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_close(elementwise.gated(gate_up), (gate * gate.sigmoid() * up).to(dtype))
 
 
-SHAPES = [  # heads, kv heads, head_dim, rotary_dim, block_size
-    (32, 8, 128, 128, 64),
-    (14, 2, 64, 64, 16),
-    (8, 8, 80, 80, 16),
-    (8, 2, 80, 32, 32),
-    (32, 32, 96, 96, 16),
-    (6, 1, 192, 192, 64),
-    (8, 4, 256, 64, 16),
-    (1, 1, 256, 256, 128),
+SHAPES = [  # heads, kv heads, head_dim, v_head_dim, rotary_dim, block_size
+    (32, 8, 128, 128, 128, 64),
+    (14, 2, 64, 64, 64, 16),
+    (8, 8, 80, 80, 80, 16),
+    (8, 2, 80, 80, 32, 32),
+    (32, 32, 96, 96, 96, 16),
+    (6, 1, 192, 192, 192, 64),
+    (8, 4, 256, 256, 64, 16),
+    (1, 1, 256, 256, 256, 128),
+    (64, 4, 192, 128, 64, 64),
+    (2, 3, 96, 56, 96, 16),
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary_dim", "block_size"), SHAPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "v_head_dim", "rotary_dim", "block_size"), SHAPES)
 @pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_queries_are_turned_and_keys_and_values_written_and_nothing_else(
-    dtype: torch.dtype, is_normed: bool, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, block_size: int
+    dtype: torch.dtype,
+    is_normed: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    rotary_dim: int,
+    block_size: int,
 ) -> None:
-    spec, layer, num_blocks = AttentionSpec(heads, kv_heads, head_dim, block_size, 1.0), 1, 60
+    spec = AttentionSpec(heads, kv_heads, head_dim, block_size, 1.0, v_head_dim=v_head_dim)
+    layer, num_blocks = 1, 60
     step = make_step(block_size, [(130, 0), (77, 76), (MAX_LEN, 100), (1, 0)], num_blocks, seed=head_dim)
     step = Step(*(getattr(step, field).cuda() for field in Step.__dataclass_fields__))
     num_tokens = len(step.positions)
-    qkv = draw(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    qkv = draw(num_tokens, sum(spec.qkv_sizes), dtype=dtype)
     norms = [draw(head_dim, dtype=dtype, seed=i) if is_normed else None for i in range(2)]
     cos_sin = cos_sin_table(rotary_dim).cuda()
-    nbytes = num_blocks * NUM_LAYERS * 2 * kv_heads * block_size * head_dim * dtype.itemsize
+    nbytes = num_blocks * NUM_LAYERS * spec.layer_block_elements * dtype.itemsize
     pool = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cuda")  # NaN
-    q, k, v = qkv.view(num_tokens, -1, head_dim).clone().split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = split_heads(qkv.clone(), spec)
 
     elementwise.rope_write_kv(qkv, cos_sin, norms[0], norms[1], EPS, spec, step, pool, layer)
 
-    got_q, got_k, got_v = qkv.view(num_tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    got_q, got_k, got_v = split_heads(qkv, spec)
     slack = 4 if is_normed else 2
     assert_close(got_q, turned(q, norms[0], cos_sin, step.positions), slack)
     assert torch.equal(got_k, k)
     assert torch.equal(got_v, v)
     blocks = layer_blocks(pool, spec, dtype)
+    key_blocks, value_blocks = keys_and_values(blocks, spec)
     index = torch.where(step.token_entries < 0, ~step.token_entries, step.token_entries + layer).long()
     slots = (step.positions % block_size).long()
-    assert_close(blocks[index, 0, :, slots], turned(k, norms[1], cos_sin, step.positions), slack)
-    assert torch.equal(blocks[index, 1, :, slots], v)
-    assert int((~blocks.isnan()).sum()) == 2 * k.numel()
+    assert_close(key_blocks[index, :, slots], turned(k, norms[1], cos_sin, step.positions), slack)
+    assert torch.equal(value_blocks[index, :, slots], v)
+    assert int((~blocks.isnan()).sum()) == k.numel() + v.numel()
 
 
 def test_a_pool_of_more_than_2_31_elements() -> None:

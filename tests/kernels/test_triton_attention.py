@@ -36,9 +36,15 @@ def _poisoned_outputs() -> Iterator[None]:
 
 
 def make_spec(
-    num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, block_size: int = 16, window: int = 0, cap: float = 0
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    window: int = 0,
+    cap: float = 0,
+    v_head_dim: int | None = None,
 ) -> AttentionSpec:
-    return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window, cap)
+    return AttentionSpec(num_heads, num_kv_heads, head_dim, block_size, head_dim**-0.5, window, cap, v_head_dim)
 
 
 def random_lengths(seed: int, longest: int) -> list[tuple[int, int]]:
@@ -65,10 +71,15 @@ CASES = (
     make_spec(num_heads=7, num_kv_heads=1, head_dim=64, window=1),
     make_spec(num_heads=2, num_kv_heads=1, head_dim=256, block_size=128, window=130),
     make_spec(num_heads=20, num_kv_heads=1, head_dim=64, block_size=128),
+    make_spec(num_heads=16, num_kv_heads=1, head_dim=192, v_head_dim=128, block_size=64),
+    make_spec(num_heads=8, num_kv_heads=1, head_dim=192, v_head_dim=128, window=128),
+    make_spec(num_heads=6, num_kv_heads=2, head_dim=48, v_head_dim=80, block_size=32, cap=5.0),
 )
 
 
-@pytest.mark.parametrize("spec", CASES, ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_dim}w{s.window}")
+@pytest.mark.parametrize(
+    "spec", CASES, ids=lambda s: f"{s.num_heads}x{s.num_kv_heads}x{s.head_dim}v{s.value_head_dim}w{s.window}"
+)
 def test_mixed_batch_equals_float64(spec: AttentionSpec) -> None:
     lengths = random_lengths(seed=spec.head_dim, longest=140)
     step = make_step(spec, lengths, torch.float32, seed=spec.head_dim, sinks=True)
@@ -81,8 +92,8 @@ def test_half_precision_equals_float64(block_size: int) -> None:
     check(make_step(spec, random_lengths(3, 130), torch.float16, sinks=True), torch.float16)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_any_lengths_windows_and_tiles(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "v_head_dim"), [*((seed, None) for seed in range(6)), (6, 32), (7, 96), (8, 24)])
+def test_any_lengths_windows_and_tiles(seed: int, v_head_dim: int | None) -> None:
     """Tiles far smaller than on a GPU: windows and prompts then begin and end in every part of one."""
     rng = random.Random(seed)
     num_kv_heads = rng.choice([1, 2])
@@ -93,24 +104,27 @@ def test_any_lengths_windows_and_tiles(seed: int) -> None:
         block_size=rng.choice([16, 32, 48]),
         window=rng.choice([0, rng.randint(1, 60)]),
         cap=rng.choice([0.0, 10.0]),
+        v_head_dim=v_head_dim,
     )
     lengths = [(rng.randint(0, 90), rng.choice([1, rng.randint(1, 40)])) for _ in range(8)]
-    prefill = replace(SMALL_TILES[0], by_rectangles=rng.choice([True, False]))
+    prefill = replace(SMALL_TILES[0], by_rectangles=rng.choice([True, False]) and v_head_dim is None)
     step = make_step(spec, lengths, torch.float32, seed=seed, layer=rng.randrange(3), sinks=rng.choice([True, False]))
     check(step, torch.float32, (prefill, SMALL_TILES[1]))
 
 
-@pytest.mark.parametrize("window", [0, 700])
-def test_long_sequence_is_split_and_combined(window: int) -> None:
-    spec = make_spec(num_heads=2, num_kv_heads=1, window=window)
+@pytest.mark.parametrize(("window", "v_head_dim"), [(0, None), (700, None), (0, 40)])
+def test_long_sequence_is_split_and_combined(window: int, v_head_dim: int | None) -> None:
+    spec = make_spec(num_heads=2, num_kv_heads=1, window=window, v_head_dim=v_head_dim)
     step = make_step(spec, [(5000, 1), (40, 1), (2100, 1)], torch.float32, sinks=True)
     assert step.prepare().max_splits > 3
     check(step, torch.float32)
 
 
-@pytest.mark.parametrize("window", [0, 150])
-def test_the_keys_of_short_prompts_after_long_histories_are_split_and_merged(window: int) -> None:
-    spec = make_spec(num_heads=6, num_kv_heads=2, window=window, cap=20.0)
+@pytest.mark.parametrize(("window", "v_head_dim"), [(0, None), (150, None), (0, 40)])
+def test_the_keys_of_short_prompts_after_long_histories_are_split_and_merged(
+    window: int, v_head_dim: int | None
+) -> None:
+    spec = make_spec(num_heads=6, num_kv_heads=2, window=window, cap=20.0, v_head_dim=v_head_dim)
     step = make_step(spec, [(400, 10), (40, 1), (200, 20), (0, 9)], torch.float32, sinks=True)
     batch = step.prepare(tilings=SMALL_TILES)
     assert len(batch.merges) == 3
@@ -252,18 +266,33 @@ def test_schedule_does_every_row_and_key_once() -> None:
 
 @pytest.mark.parametrize("limits", [A100, L4, H100, RTX_5090], ids=lambda limits: f"sm_{limits.capability}")
 @pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
-def test_tiles_fit_the_gpu(head_dim: int, block_size: int, limits: DeviceLimits) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"), [*((dim, None) for dim in (16, 64, 80, 128, 192, 256)), (192, 128), (64, 256)]
+)
+def test_tiles_fit_the_gpu(head_dim: int, v_head_dim: int | None, block_size: int, limits: DeviceLimits) -> None:
     for group in (1, 7, 64, 128):
-        spec = make_spec(group, 1, head_dim, block_size)
+        spec = make_spec(group, 1, head_dim, block_size, v_head_dim=v_head_dim)
         prefill, decode = prefill_tiling(spec, limits), decode_tiling(spec, limits)
         assert shared_bytes(spec, prefill, limits) <= limits.shared_bytes
         assert shared_bytes(spec, decode, limits) <= limits.shared_bytes
         assert not prefill.by_rectangles or (block_size % prefill.keys == 0 and limits.capability >= 90)
+        assert not (prefill.by_rectangles and v_head_dim)
+
+
+@pytest.mark.parametrize("limits", [A100, H100], ids=lambda limits: f"sm_{limits.capability}")
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_naming_the_size_of_values_that_they_have_anyway_changes_no_tile(head_dim: int, limits: DeviceLimits) -> None:
+    for block_size in (16, 128):
+        spec = make_spec(32, 8, head_dim, block_size)
+        named = replace(spec, v_head_dim=head_dim)
+        assert prefill_tiling(named, limits) == prefill_tiling(spec, limits)
+        assert decode_tiling(named, limits) == decode_tiling(spec, limits)
 
 
 # Compiled for a GPU that need not be there, where triton is imported before its interpreter is switched on.
 COMPILE = """
+from dataclasses import replace
+
 from benchmarks.gpu.compile_report import attend
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_schedule import decode_tiling, prefill_tiling
@@ -272,11 +301,14 @@ from tests.support.offline_gpu import compile_instead_of_launching
 def compiled(name, kernel):
     assembly = kernel.asm["ptx"]
     units = ("wgmma.mma_async.", "mma.sync.", "cp.async.bulk.tensor.", "cp.async.cg.")
-    print(name, block_size, *(unit for unit in units if f" {unit}" in assembly or f"\\t{unit}" in assembly))
+    used = [unit for unit in units if f" {unit}" in assembly or f"\\t{unit}" in assembly]
+    print(name, spec.head_dim, spec.block_size, *used)
 
 compile_instead_of_launching(compiled)
-for block_size, cached, new in ((128, 0, 16), (16, 40_000, 16), (16, 40_000, 1)):
-    spec = AttentionSpec(32, 8, 128, block_size, 0.1, window=30_000, soft_cap=30.0)
+plain = AttentionSpec(32, 8, 128, 16, 0.1, window=30_000, soft_cap=30.0)
+mimo = AttentionSpec(64, 4, 192, 64, 192**-0.5, v_head_dim=128)
+cases = [(replace(plain, block_size=128), 0, 16), (plain, 40_000, 16), (plain, 40_000, 1)]
+for spec, cached, new in [*cases, (mimo, 40_000, 16), (mimo, 40_000, 1)]:
     attend(spec, cached, new, (prefill_tiling(spec), decode_tiling(spec)))
 """
 
@@ -286,9 +318,13 @@ def test_compiles_to_the_units_that_are_meant() -> None:
     run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
-        "prefill_kernel 128 wgmma.mma_async. cp.async.bulk.tensor.",
-        "prefill_kernel 16 wgmma.mma_async. cp.async.cg.",
-        "merge_kernel 16",
-        "decode_kernel 16 mma.sync. cp.async.cg.",
-        "combine_kernel 16",
+        "prefill_kernel 128 128 wgmma.mma_async. cp.async.bulk.tensor.",
+        "prefill_kernel 128 16 wgmma.mma_async. cp.async.cg.",
+        "merge_kernel 128 16",
+        "decode_kernel 128 16 mma.sync. cp.async.cg.",
+        "combine_kernel 128 16",
+        "prefill_kernel 192 64 wgmma.mma_async. cp.async.cg.",
+        "merge_kernel 192 64",
+        "decode_kernel 192 64 mma.sync. cp.async.cg.",
+        "combine_kernel 192 64",
     ]

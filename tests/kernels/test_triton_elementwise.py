@@ -13,8 +13,18 @@ from swiftkv._core import NO_BLOCK
 from swiftkv.kernels import triton_elementwise as elementwise
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.experts import GELU_TANH, GatedActivation
-from swiftkv.kernels.triton_layout import layer_blocks
-from tests.support.elementwise import EPS, NUM_LAYERS, Step, cos_sin_table, exact_norm, int32, make_step, turned
+from swiftkv.kernels.triton_layout import keys_and_values, layer_blocks
+from tests.support.elementwise import (
+    EPS,
+    NUM_LAYERS,
+    Step,
+    cos_sin_table,
+    exact_norm,
+    int32,
+    make_step,
+    split_heads,
+    turned,
+)
 from tests.support.interpreter import round_to_nearest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,18 +88,22 @@ def assert_turned(got: Tensor, expected: Tensor, is_normed: bool) -> None:
         assert torch.equal(got, expected)
 
 
-SHAPES = [  # heads, kv heads, head_dim, rotary_dim, block_size
-    (4, 2, 64, 64, 16),
-    (3, 1, 80, 80, 32),
-    (2, 2, 80, 32, 16),
-    (4, 1, 96, 72, 16),
-    (14, 2, 128, 128, 48),
-    (2, 1, 192, 192, 16),
-    (5, 1, 256, 64, 16),
+SHAPES = [  # heads, kv heads, head_dim, v_head_dim, rotary_dim, block_size
+    (4, 2, 64, 64, 64, 16),
+    (3, 1, 80, 80, 80, 32),
+    (2, 2, 80, 80, 32, 16),
+    (4, 1, 96, 96, 72, 16),
+    (14, 2, 128, 128, 128, 48),
+    (2, 1, 192, 192, 192, 16),
+    (5, 1, 256, 256, 64, 16),
+    (16, 4, 192, 128, 64, 16),
+    (3, 2, 80, 112, 80, 32),
+    (2, 3, 96, 56, 96, 16),  # values end in the second half of what is turned
+    (2, 2, 96, 32, 96, 16),  # and in the first
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary_dim", "block_size"), SHAPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "v_head_dim", "rotary_dim", "block_size"), SHAPES)
 @pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_queries_are_turned_and_keys_and_values_written_and_nothing_else(
@@ -98,32 +112,34 @@ def test_queries_are_turned_and_keys_and_values_written_and_nothing_else(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    v_head_dim: int,
     rotary_dim: int,
     block_size: int,
 ) -> None:
-    spec = AttentionSpec(heads, kv_heads, head_dim, block_size, 1.0)
+    spec = AttentionSpec(heads, kv_heads, head_dim, block_size, 1.0, v_head_dim=v_head_dim)
     step = make_step(block_size, [(9, 0), (70, 69), (33, 30), (block_size, block_size - 1)], 24, seed=head_dim)
     layer, num_tokens = 1, len(step.positions)
-    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    qkv = torch.randn(num_tokens, sum(spec.qkv_sizes)).to(dtype)
     norms = [torch.randn(head_dim).to(dtype) if is_normed else None for _ in range(2)]
     cos_sin = cos_sin_table(rotary_dim)
     spare_bytes = 12  # a pool need not be a whole number of layer blocks
-    elements = 24 * NUM_LAYERS * 2 * kv_heads * block_size * head_dim
+    elements = 24 * NUM_LAYERS * spec.layer_block_elements
     pool = torch.full((elements * dtype.itemsize + spare_bytes,), 0xFF, dtype=torch.uint8)  # NaN
 
-    q, k, v = qkv.view(num_tokens, -1, head_dim).clone().split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = split_heads(qkv.clone(), spec)
     elementwise.rope_write_kv(qkv, cos_sin, norms[0], norms[1], EPS, spec, step, pool, layer)
 
-    got_q, got_k, got_v = qkv.view(num_tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    got_q, got_k, got_v = split_heads(qkv, spec)
     assert_turned(got_q, turned(q, norms[0], cos_sin, step.positions), is_normed)
     assert torch.equal(got_k, k)
     assert torch.equal(got_v, v)
     blocks = layer_blocks(pool, spec, dtype)
+    key_blocks, value_blocks = keys_and_values(blocks, spec)
     index = torch.where(step.token_entries < 0, ~step.token_entries, step.token_entries + layer).long()
     slots = (step.positions % block_size).long()
-    assert_turned(blocks[index, 0, :, slots], turned(k, norms[1], cos_sin, step.positions), is_normed)
-    assert torch.equal(blocks[index, 1, :, slots], v)
-    assert int((~blocks.isnan()).sum()) == 2 * k.numel()
+    assert_turned(key_blocks[index, :, slots], turned(k, norms[1], cos_sin, step.positions), is_normed)
+    assert torch.equal(value_blocks[index, :, slots], v)
+    assert int((~blocks.isnan()).sum()) == k.numel() + v.numel()
     assert (pool[-spare_bytes:] == 0xFF).all()
 
 

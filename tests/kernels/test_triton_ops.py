@@ -33,11 +33,18 @@ def run(directory: Path, ops: AnyOps, shared_layers: bool = False) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("arch", "biases"),
-    [("qwen3", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3_moe", {}), ("mixtral", {})],
+    ("arch", "shape"),
+    [
+        ("qwen3", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+        ("mimo", {"num_hidden_layers": 2, "head_dim": 48, "sliding_window": 5}),
+    ],
 )
-def test_a_decoder_gives_the_logits_of_the_reference(arch: str, biases: dict[str, bool], tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, arch, num_hidden_layers=1, head_dim=16, hidden_size=32, intermediate_size=48, **biases)
+def test_a_decoder_gives_the_logits_of_the_reference(arch: str, shape: dict[str, int], tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 1, "head_dim": 16, "hidden_size": 32, "intermediate_size": 48}
+    make_checkpoint(tmp_path, arch, **small | shape)
     expected = run(tmp_path, reference_ops())
     for name, logits in run(tmp_path, interpreted_ops()).items():
         assert logits.dtype == torch.float32

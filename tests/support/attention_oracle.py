@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import layer_blocks
+from swiftkv.kernels.triton_layout import keys_and_values, layer_blocks
 
 _MAX_SCORES = 1 << 26  # at a time, in float64: 512 MiB
 
@@ -28,9 +28,9 @@ def attention(
     layer: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Take what `prepare_batch` and `attention` take, and return float64 `[num_tokens, num_heads * head_dim]`."""
-    out = torch.empty((len(qkv), spec.num_heads, spec.head_dim), dtype=torch.float64, device=qkv.device)
-    queries = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]
+    """Take what `prepare_batch` and `attention` take, and return float64 `[num_tokens, num_heads * v_head_dim]`."""
+    out = torch.empty((len(qkv), spec.num_heads, spec.value_head_dim), dtype=torch.float64, device=qkv.device)
+    queries = qkv[:, : spec.qkv_sizes[0]].unflatten(1, (spec.num_heads, spec.head_dim))
     sequences = zip(
         pairwise(query_starts.tolist()), context_lens.tolist(), pairwise(table_starts.tolist()), strict=True
     )
@@ -55,12 +55,12 @@ def attention(
 def _gather(
     pool: Tensor, spec: AttentionSpec, entries: Tensor, layer: int, head: int, begin: int, end: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values of kv head `head` for positions `[begin, end)`, `[end - begin, head_dim]` each."""
+    """Return keys and values of kv head `head` for positions `[begin, end)`, `[end - begin, dim]` each."""
     positions = torch.arange(begin, end, device=pool.device)
     entry = entries[positions // spec.block_size]
     index = torch.where(entry < 0, ~entry, entry + layer)
-    tokens = layer_blocks(pool, spec, dtype)[index, :, head, positions % spec.block_size]  # [tokens, 2, head_dim]
-    return tokens[:, 0], tokens[:, 1]
+    keys, values = keys_and_values(layer_blocks(pool, spec, dtype), spec)
+    return keys[index, head, positions % spec.block_size], values[index, head, positions % spec.block_size]
 
 
 def _attend(
@@ -72,7 +72,7 @@ def _attend(
     spec: AttentionSpec,
     sinks: Tensor | None,
 ) -> Tensor:
-    """queries [tokens, heads, head_dim] at positions [tokens], keys and values [keys, head_dim] -> like queries."""
+    """queries [tokens, heads, dim] at positions [tokens], keys and values [keys, dim] -> like queries, of values."""
     scores = torch.einsum("qhd,kd->qhk", queries.double(), keys.double()) * spec.scale
     if spec.soft_cap:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
+from swiftkv.kernels.triton_layout import NO_BLOCK, keys_and_values, layer_blocks
 from swiftkv.kernels.triton_schedule import Tiling
 from tests.support import attention_oracle
 
@@ -86,22 +86,24 @@ def make_step(
     whole = order % 2 == 0
     # Whole blocks fill the front of the pool; behind them lie the layer blocks of the others.
     entries = torch.where(whole, order * NUM_LAYERS, ~(num_blocks * NUM_LAYERS + order)).int()
-    shape = (num_blocks * (NUM_LAYERS + 1), 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    shape = (num_blocks * (NUM_LAYERS + 1), spec.layer_block_elements)
     pool = torch.full(shape, math.nan, dtype=dtype, device=device).flatten().view(torch.uint8)
-    kv = layer_blocks(pool, spec, dtype)
+    key_blocks, value_blocks = keys_and_values(layer_blocks(pool, spec, dtype), spec)
+    kv_dims = [spec.head_dim, spec.value_head_dim]
     tables = []
     for (cached, new), table in zip(lengths, entries[: sum(counts)].split(counts), strict=True):
         first_key = max(0, cached + 1 - spec.window) if spec.window else 0
         seen = torch.arange(first_key, cached + new, device=device)
         entry = table.to(device).long()[seen // spec.block_size]
         index = torch.where(entry < 0, ~entry, entry + layer)
-        tokens = torch.randn((len(seen), 2, spec.num_kv_heads, spec.head_dim), generator=generator, device=device)
-        kv[index, :, :, seen % spec.block_size] = tokens.to(dtype)
+        tokens = torch.randn((len(seen), spec.num_kv_heads, sum(kv_dims)), generator=generator, device=device)
+        keys, values = tokens.to(dtype).split(kv_dims, dim=2)
+        key_blocks[index, :, seen % spec.block_size] = keys
+        value_blocks[index, :, seen % spec.block_size] = values
         gone = torch.arange(len(table)) < first_key // spec.block_size
         tables.append(torch.where(gone, NO_BLOCK, table))
     new_tokens = [new for _, new in lengths]
-    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    qkv = torch.randn((sum(new_tokens), width), generator=generator, device=device) * 2
+    qkv = torch.randn((sum(new_tokens), sum(spec.qkv_sizes)), generator=generator, device=device) * 2
     return Step(
         spec=spec,
         qkv=qkv.to(dtype),

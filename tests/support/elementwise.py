@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_layout import NO_BLOCK
 
 EPS = 1e-6
@@ -60,6 +61,12 @@ def cos_sin_table(rotary_dim: int) -> Tensor:
     frequencies = 1e4 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
     angles = torch.arange(MAX_LEN)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def split_heads(qkv: Tensor, spec: AttentionSpec) -> list[Tensor]:
+    """Return q, k and v of `qkv`, `[tokens, heads, dim]` each, views."""
+    dims = spec.head_dim, spec.head_dim, spec.value_head_dim
+    return [x.unflatten(1, (-1, dim)) for x, dim in zip(qkv.split(spec.qkv_sizes, dim=1), dims, strict=True)]
 
 
 def turned(x: Tensor, norm: Tensor | None, cos_sin: Tensor, positions: Tensor) -> Tensor:
