@@ -74,7 +74,7 @@ def measure(
 ) -> float:
     """Median seconds of attention of sequences (tokens in the cache, new tokens), blocks in random order."""
     counts = [-(-(cached + new) // spec.block_size) for cached, new in lengths]
-    layer_bytes = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * 2
+    layer_bytes = spec.layer_block_elements * 2
     num_layers = max(1, min(16, pool.numel() // (layer_bytes * sum(counts))))
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) * num_layers
     new_tokens = [new for _, new in lengths]
@@ -87,8 +87,7 @@ def measure(
         torch.tensor([0, *counts]).cumsum(0).int(),
         tilings=tilings,
     )
-    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    qkv = torch.randn((sum(new_tokens), width), device="cuda").bfloat16()
+    qkv = torch.randn((sum(new_tokens), sum(spec.qkv_sizes)), device="cuda").bfloat16()
     return statistics.median(
         gpu_times_s(lambda i: triton_attention.attention(qkv, spec, batch, pool, i % num_layers), budget_s)
     )
@@ -96,13 +95,13 @@ def measure(
 
 def kv_bytes(spec: AttentionSpec, batch: int, context: int) -> int:
     tokens = min(context, spec.window) if spec.window else context
-    return batch * tokens * 2 * spec.num_kv_heads * spec.head_dim * 2
+    return batch * tokens * sum(spec.qkv_sizes[1:]) * 2
 
 
 def operations(spec: AttentionSpec, new: int, cached: int) -> int:
-    """4 * head_dim for every visible pair of query and key, of every head."""
+    """2 * (head_dim + v_head_dim) for every visible pair of query and key, of every head."""
     seen = sum(min(position + 1, spec.window or position + 1) for position in range(cached, cached + new))
-    return 4 * spec.head_dim * spec.num_heads * seen
+    return 2 * (spec.head_dim + spec.value_head_dim) * spec.num_heads * seen
 
 
 def other_tilings(kind: str, spec: AttentionSpec) -> Iterator[Tiling]:
@@ -165,6 +164,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--v-head-dim", type=int, help="of values, where it is not that of keys")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--seconds", type=float, default=0.2, help="of GPU time for each figure")
@@ -186,7 +186,13 @@ def main() -> None:
     for block_size in arguments.block_sizes:
         head_dim = arguments.head_dim
         spec = AttentionSpec(
-            arguments.heads, arguments.kv_heads, head_dim, block_size, head_dim**-0.5, arguments.window
+            arguments.heads,
+            arguments.kv_heads,
+            head_dim,
+            block_size,
+            head_dim**-0.5,
+            arguments.window,
+            v_head_dim=arguments.v_head_dim,
         )
         for batch, context in DECODE:
             if kv_bytes(spec, batch, context) <= POOL_BYTES:

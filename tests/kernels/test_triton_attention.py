@@ -71,8 +71,8 @@ CASES = (
     make_spec(num_heads=7, num_kv_heads=1, head_dim=64, window=1),
     make_spec(num_heads=2, num_kv_heads=1, head_dim=256, block_size=128, window=130),
     make_spec(num_heads=20, num_kv_heads=1, head_dim=64, block_size=128),
-    make_spec(num_heads=16, num_kv_heads=1, head_dim=192, v_head_dim=128, block_size=64),
-    make_spec(num_heads=8, num_kv_heads=1, head_dim=192, v_head_dim=128, window=128),
+    make_spec(num_heads=4, num_kv_heads=1, head_dim=192, v_head_dim=128, block_size=64),
+    make_spec(num_heads=2, num_kv_heads=1, head_dim=192, v_head_dim=128, window=128),
     make_spec(num_heads=6, num_kv_heads=2, head_dim=48, v_head_dim=80, block_size=32, cap=5.0),
 )
 
@@ -92,7 +92,7 @@ def test_half_precision_equals_float64(block_size: int) -> None:
     check(make_step(spec, random_lengths(3, 130), torch.float16, sinks=True), torch.float16)
 
 
-@pytest.mark.parametrize(("seed", "v_head_dim"), [*((seed, None) for seed in range(6)), (6, 32), (7, 96), (8, 24)])
+@pytest.mark.parametrize(("seed", "v_head_dim"), [*((seed, None) for seed in range(6)), (7, 96), (8, 24)])
 def test_any_lengths_windows_and_tiles(seed: int, v_head_dim: int | None) -> None:
     """Tiles far smaller than on a GPU: windows and prompts then begin and end in every part of one."""
     rng = random.Random(seed)
@@ -112,7 +112,7 @@ def test_any_lengths_windows_and_tiles(seed: int, v_head_dim: int | None) -> Non
     check(step, torch.float32, (prefill, SMALL_TILES[1]))
 
 
-@pytest.mark.parametrize(("window", "v_head_dim"), [(0, None), (700, None), (0, 40)])
+@pytest.mark.parametrize(("window", "v_head_dim"), [(0, None), (700, 40)])
 def test_long_sequence_is_split_and_combined(window: int, v_head_dim: int | None) -> None:
     spec = make_spec(num_heads=2, num_kv_heads=1, window=window, v_head_dim=v_head_dim)
     step = make_step(spec, [(5000, 1), (40, 1), (2100, 1)], torch.float32, sinks=True)
@@ -120,7 +120,7 @@ def test_long_sequence_is_split_and_combined(window: int, v_head_dim: int | None
     check(step, torch.float32)
 
 
-@pytest.mark.parametrize(("window", "v_head_dim"), [(0, None), (150, None), (0, 40)])
+@pytest.mark.parametrize(("window", "v_head_dim"), [(0, None), (150, 40)])
 def test_the_keys_of_short_prompts_after_long_histories_are_split_and_merged(
     window: int, v_head_dim: int | None
 ) -> None:

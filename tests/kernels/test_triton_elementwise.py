@@ -96,7 +96,7 @@ SHAPES = [  # heads, kv heads, head_dim, v_head_dim, rotary_dim, block_size
     (14, 2, 128, 128, 128, 48),
     (2, 1, 192, 192, 192, 16),
     (5, 1, 256, 256, 64, 16),
-    (16, 4, 192, 128, 64, 16),
+    (8, 2, 192, 128, 64, 16),
     (3, 2, 80, 112, 80, 32),
     (2, 3, 96, 56, 96, 16),  # values end in the second half of what is turned
     (2, 2, 96, 32, 96, 16),  # and in the first
