@@ -162,7 +162,7 @@ def gated_activation(
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     exponent = -ALPHA * gate
-    if CUBIC:
+    if CUBIC != 0.0:
         exponent -= CUBIC * gate * gate * gate
     return gate / (1.0 + tl.exp(exponent)) * (up + UP_OFFSET)
 
