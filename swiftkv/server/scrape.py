@@ -11,7 +11,7 @@ _PART_OF_TIME = 0.1
 
 
 class ScrapePace:
-    """What all ports of a node share: one scrape is answered at a time, and not before its time."""
+    """The pace that all ports of a node share: one scrape is answered at a time, and not before its time."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
