@@ -1,4 +1,7 @@
-"""The YAML file: every mistake is one line that names its key and says what would be right."""
+"""The YAML file: every mistake is one line that names its key and says what would be right.
+
+It is one file, for most of it is one list of mistakes and their messages.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ same overlap. The lender's memory is another allocation on the same GPU, as a ma
 
 decoding: steps of 8 sequences of 1,024 tokens that stream most of their KV, eagerly and as a CUDA graph, beside the
 same steps with all of it in the pool.
+
+It is one file, for all of its parts measure one model, which is made once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Paged attention on the CPU against torch in float64, over pools full of NaN."""
+"""Paged attention on the CPU against torch in float64, over pools full of NaN.
+
+It is one file, for every test of it runs again in processes of other instruction sets.
+"""
 
 from __future__ import annotations
 
