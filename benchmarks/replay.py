@@ -1,0 +1,264 @@
+"""Replays the prompts of a trace through the C++ core: what part of their tokens a prefix cache would have had.
+
+    python benchmarks/replay.py ../shared/traces/mooncake_conversation.jsonl --markdown
+
+No model runs: requests come one after the other, in the trace's order, and each is prefilled and ended by its first
+token. So answers are in no cache. The model is a hybrid of MiMo-V2.5-Pro's shape: 70 layers, of which 60 look back over
+128 tokens. A budget is the bytes of so many tokens of a dense twin, whose 70 layers see everything. Columns:
+
+- dense: the twin
+- ours: the hybrid, its pool divided as `blocks_in_pool` does
+- share: the hybrid, its window group getting that part of the bytes; each in a table of its own, and the best
+- interval: ours, with that `retention_interval`
+- endless: a cache that forgets nothing
+
+The trace has an id for each 512 tokens, and another one for what is left at a prompt's end, whatever the next turn goes
+on with. A prompt that goes on would leave the one before it at the end of that one's last whole 512 tokens, and never
+at its end, where the tails are kept. So prompts end there, with less than a block more; their lengths in the hit rate
+are those of the trace. With --rest, what is left comes behind them, in a request of its own that does not count, as an
+answer would: it takes room, and leaves a boundary more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lending_node import say, table, write_report
+from soak import Arrival, read_trace
+from watched_node import plain_table
+
+from swiftkv import _core
+from swiftkv.cache.geometry import KVGroup, blocks_in_pool, windows_at_once
+
+BUDGETS_M = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+SHARES = (0.02, 0.05, 0.10, 0.12, 0.20, 0.30, 0.50)
+INTERVALS = (2048,)
+ASKED_FOR = {1.0: 4.0, 2.0: 3.3, 4.0: 1.9}
+"""By budget: how often our hit rate is the twin's, at least."""
+_FULL_LAYERS, _LAYERS = 10, 70
+_WINDOW = 128
+_HEADS, _K_DIM, _V_DIM = 8, 192, 128
+_ID_TOKENS = 512
+_MAX_NUM_SEQS = 1
+_NO_STOP = np.array([], np.int32)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of all prompts of the trace."""
+
+    blocks: tuple[int, ...]  # of each KV group
+    hit_tokens: int
+    hit_rate: float
+    window_missed_tokens: int
+    """Their full attention's KV was there, the window's tail was not."""
+    seconds: float
+
+
+def hybrid(block_size: int) -> tuple[KVGroup, KVGroup]:
+    full, rest = tuple(range(_FULL_LAYERS)), tuple(range(_FULL_LAYERS, _LAYERS))
+    return (
+        KVGroup(full, _HEADS, _K_DIM, "bfloat16", block_size, v_head_dim=_V_DIM),
+        KVGroup(rest, _HEADS, _K_DIM, "bfloat16", block_size, "window", _WINDOW, _V_DIM),
+    )
+
+
+def dense_twin(block_size: int) -> KVGroup:
+    return KVGroup(tuple(range(_LAYERS)), _HEADS, _K_DIM, "bfloat16", block_size, v_head_dim=_V_DIM)
+
+
+def divide(pool_bytes: int, groups: tuple[KVGroup, KVGroup], share: float) -> tuple[int, int]:
+    """Give the window group that part of the pool."""
+    full, window = groups
+    num_window = int(pool_bytes * share) // window.block_bytes
+    return (pool_bytes - num_window * window.block_bytes) // full.block_bytes, num_window
+
+
+def whole_prompt(arrival: Arrival) -> np.ndarray:
+    """A token is its id: keys of blocks are chained."""
+    return np.repeat(np.array(arrival.blocks, np.int32), _ID_TOKENS)[: arrival.input_tokens]
+
+
+def cut(prompt: np.ndarray, block_size: int) -> np.ndarray:
+    """Whole ids, and less than a block of what is left."""
+    rest = len(prompt) % _ID_TOKENS
+    return prompt[: max(1, len(prompt) - rest + min(rest, block_size - 1))]
+
+
+def serve(scheduler: _core.Scheduler, prompt: np.ndarray) -> None:
+    """Prefill a prompt and end it. It is alone, so it may have the number of those before."""
+    scheduler.add_request(0, prompt, 1, 0, _NO_STOP, b"model", False)
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
+    assert not scheduler.has_work()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The trace, and how the core is to take it."""
+
+    arrivals: Sequence[Arrival]
+    block_size: int
+    chunk: int
+    has_rest: bool  # what is left of a prompt comes behind it
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(arrival.input_tokens for arrival in self.arrivals)
+
+    def run(self, groups: Sequence[KVGroup], blocks: Sequence[int], interval: int | None = None) -> Outcome:
+        begin_s = time.monotonic()
+        scheduler = _core.Scheduler(
+            [_core.GroupSpec(g.num_layers, count, g.window) for g, count in zip(groups, blocks, strict=True)],
+            block_size=self.block_size,
+            max_num_seqs=_MAX_NUM_SEQS,
+            max_num_batched_tokens=self.chunk,
+            max_model_len=max(arrival.input_tokens for arrival in self.arrivals) + 2,
+            retention_interval=interval,
+        )
+        hits = missed = 0
+        for arrival in self.arrivals:
+            whole = whole_prompt(arrival)
+            prompt = cut(whole, self.block_size)
+            before = scheduler.stats()
+            serve(scheduler, prompt)
+            after = scheduler.stats()
+            hits += after.prefix_hit_tokens_total - before.prefix_hit_tokens_total
+            missed += after.window_missed_tokens_total - before.window_missed_tokens_total
+            if self.has_rest and len(whole) > len(prompt):
+                serve(scheduler, whole)
+        return Outcome(tuple(blocks), hits, hits / self.num_tokens, missed, time.monotonic() - begin_s)
+
+    def endless(self) -> Outcome:
+        ids = {block for arrival in self.arrivals for block in arrival.blocks}
+        enough = len(ids) * _ID_TOKENS // self.block_size
+        return self.run([dense_twin(self.block_size)], [enough])
+
+
+def replay_budget(
+    replay: Replay, budget_tokens: int, shares: Sequence[float], intervals: Sequence[int]
+) -> dict[str, Outcome]:
+    """Return the columns of one budget."""
+    groups, twin = hybrid(replay.block_size), dense_twin(replay.block_size)
+    pool_bytes = budget_tokens * twin.bytes_per_token
+    ours = blocks_in_pool(pool_bytes, groups, windows_at_once(_MAX_NUM_SEQS, enable_chunked_prefill=True))
+    outcomes = {"dense": replay.run([twin], blocks_in_pool(pool_bytes, [twin])), "ours": replay.run(groups, ours)}
+    outcomes |= {f"share {share:g}": replay.run(groups, divide(pool_bytes, groups, share)) for share in shares}
+    return outcomes | {f"interval {interval:,}": replay.run(groups, ours, interval) for interval in intervals}
+
+
+def of_kind(outcomes: dict[str, Outcome], kind: str) -> dict[str, Outcome]:
+    """The columns of a kind, share or interval, by their number."""
+    return {name.removeprefix(kind): outcome for name, outcome in outcomes.items() if name.startswith(kind)}
+
+
+def best_share(outcomes: dict[str, Outcome]) -> tuple[str, Outcome]:
+    return max(of_kind(outcomes, "share ").items(), key=lambda item: item[1].hit_rate)
+
+
+def row_of(budget_m: float, outcomes: dict[str, Outcome], endless: Outcome) -> list[str]:
+    dense, ours = outcomes["dense"].hit_rate, outcomes["ours"].hit_rate
+    share, best = best_share(outcomes)
+    missed = outcomes["ours"].window_missed_tokens / max(1, outcomes["ours"].hit_tokens)
+    asked_for = ASKED_FOR.get(budget_m)
+    return [
+        f"{budget_m:g}M",
+        f"{dense:.3f}",
+        f"{ours:.3f}",
+        f"{best.hit_rate:.3f} ({share})",
+        *(f"{outcome.hit_rate:.3f}" for outcome in of_kind(outcomes, "interval ").values()),
+        f"{endless.hit_rate:.3f}",
+        f"{missed:.2f}",
+        f"{ours / dense:.2f}" if dense else "",
+        f"≥ {asked_for:g}" if asked_for else "",
+    ]
+
+
+def shares_row(budget_m: float, outcomes: dict[str, Outcome]) -> list[str]:
+    return [f"{budget_m:g}M", *(f"{outcome.hit_rate:.3f}" for outcome in of_kind(outcomes, "share ").values())]
+
+
+def heads_of(intervals: Sequence[int]) -> list[str]:
+    of_intervals = [f"interval {interval:,}" for interval in intervals]
+    last = ["endless", "missed / hit", "ours / dense", "asked for"]
+    return ["budget", "dense", "ours", "best share", *of_intervals, *last]
+
+
+def draw(results: dict[float, dict[str, Outcome]], endless: Outcome, file: Path) -> None:
+    """Hit rates over budgets. Needs matplotlib: `pip install swiftkv[bench]`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    names = [name for name in next(iter(results.values())) if not name.startswith("share ")]
+    for name in names:
+        rates = [outcomes[name].hit_rate for outcomes in results.values()]
+        axes.plot(list(results), rates, marker="o", markersize=4, label=name)
+    best = [best_share(outcomes)[1].hit_rate for outcomes in results.values()]
+    axes.plot(list(results), best, "--", label="best share")
+    axes.axhline(endless.hit_rate, color="grey", linewidth=0.8, linestyle=":", label="endless")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(results), [f"{budget_m:g}M" for budget_m in results])
+    axes.set_ylim(0, None)
+    axes.set_xlabel("pool, in tokens of the dense twin")
+    axes.set_ylabel("part of the prompt tokens that was cached")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)
+    say(f"{file}")
+
+
+def figures_of(results: dict[float, dict[str, Outcome]]) -> dict[str, Any]:
+    return {f"{budget_m:g}M": {key: vars(of) for key, of in found.items()} for budget_m, found in results.items()}
+
+
+def options() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("trace", type=Path, help="JSON lines as in soak.py")
+    made.add_argument("--budgets", type=float, nargs="+", default=BUDGETS_M, help="millions of tokens of the twin")
+    made.add_argument("--shares", type=float, nargs="+", default=SHARES, help="parts of the pool for windows")
+    made.add_argument("--intervals", type=int, nargs="+", default=INTERVALS, help="of retention_interval, in tokens")
+    made.add_argument("--requests", type=int, help="only so many, from the start")
+    made.add_argument("--block-size", type=int, default=64)
+    made.add_argument("--chunk", type=int, default=2048, help="the most tokens of a prompt that one step takes")
+    made.add_argument("--rest", action="store_true", help="store what is left of prompts, too")
+    made.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    made.add_argument("--plot", type=Path, help="draw the hit rates here")
+    made.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    return made
+
+
+def main() -> None:
+    args = options().parse_args()
+    if args.block_size > _ID_TOKENS or _ID_TOKENS % args.block_size:
+        raise SystemExit(f"--block-size must divide {_ID_TOKENS}")
+    replay = Replay(read_trace(args.trace)[: args.requests], args.block_size, args.chunk, args.rest)
+    endless = replay.endless()
+    say(f"{len(replay.arrivals):,} prompts of {replay.num_tokens:,} tokens; endless: {endless.hit_rate:.4f}")
+    results = {}
+    for budget_m in args.budgets:
+        found = replay_budget(replay, int(budget_m * 1e6), args.shares, args.intervals)
+        results[budget_m] = found
+        rates = ", ".join(f"{key} {outcome.hit_rate:.4f}" for key, outcome in found.items())
+        say(f"{budget_m:g}M in {sum(outcome.seconds for outcome in found.values()):.0f} s: {rates}")
+    rows = [row_of(budget_m, found, endless) for budget_m, found in results.items()]
+    share_rows = [shares_row(budget_m, found) for budget_m, found in results.items()]
+    show = table if args.markdown else plain_table
+    say("\n" + show(heads_of(args.intervals), rows))
+    say("\n" + show(["budget", *(f"share {share:g}" for share in args.shares)], share_rows))
+    write_report(args, endless=vars(endless), budgets=figures_of(results))
+    if args.plot is not None:
+        draw(results, endless, args.plot)
+
+
+if __name__ == "__main__":
+    main()
