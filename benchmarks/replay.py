@@ -51,7 +51,7 @@ _NO_STOP = np.array([], np.int32)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of all prompts of the trace."""
+    """The outcome for all prompts of the trace."""
 
     blocks: tuple[int, ...]  # of each KV group
     hit_tokens: int

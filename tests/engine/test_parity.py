@@ -50,10 +50,11 @@ HYBRIDS: dict[str, dict[str, object]] = {
 MODELS: dict[str, dict[str, object]] = {arch: {"arch": arch} for arch in ARCHITECTURES} | HYBRIDS
 DENSE = ("qwen3", "qwen2", "llama", "mistral")
 SERVINGS = [
-    *product((*DENSE, "qwen3 with a window layer"), MODES),
-    *product([name for name in MODELS if name not in (*DENSE, *HYBRIDS)], ["chunked", "preempted ahead"]),
+    *product(("qwen3", "qwen3 with a window layer"), MODES),
+    *product([name for name in MODELS if name not in ("qwen3", *HYBRIDS)], ["chunked", "preempted ahead"]),
     *product([WINDOWS_ONLY], ["chunked", "ahead"]),  # never preempted: a few blocks are enough for all of its windows
 ]
+MORE_SERVINGS = [serving for serving in product(DENSE, MODES) if serving not in SERVINGS]
 
 
 def mixed_prompts() -> list[list[int]]:
@@ -130,7 +131,11 @@ def oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracl
     return make
 
 
-@pytest.fixture(scope="module", params=SERVINGS, ids=" ".join)
+@pytest.fixture(
+    scope="module",
+    params=[*SERVINGS, *(pytest.param(serving, marks=pytest.mark.slow) for serving in MORE_SERVINGS)],
+    ids=" ".join,
+)
 def serving(oracle_of: Callable[[str], Oracle], request: pytest.FixtureRequest) -> Iterator[Serving]:
     name, mode = request.param
     oracle = oracle_of(name)
