@@ -20,6 +20,7 @@ import zmq
 
 from swiftkv._core import GroupSpec, StepPlan
 from swiftkv.engine.engine import Engine
+from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.messages import AddRequest, EngineConfig, SamplingParams
 from swiftkv.models.batch import ModelInput
 from swiftkv.transport.fence import Fence
@@ -39,6 +40,7 @@ class ZeroModel:
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
         self.group_specs = [GroupSpec(28, num_blocks, 0)]
         self.num_blocks = num_blocks
+        self.expert_loads = ExpertLoads({})
         self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
