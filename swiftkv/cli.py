@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -34,7 +35,7 @@ app.add_typer(lending_app, name="lending")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
 
-Url = Annotated[str, typer.Option(help="Where the node listens.")]
+Url = Annotated[str, typer.Option(help="Where the node listens.", envvar="SWIFTKV_URL")]
 AdminKeyEnv = Annotated[
     str,
     typer.Option(
@@ -44,8 +45,14 @@ AdminKeyEnv = Annotated[
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
+_WATCH_INTERVAL_S = 1.0
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file such as configs/embedded.yaml.")]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="A YAML file such as configs/embedded.yaml, or the directory of a model to serve alone."
+    ),
+]
 
 EXIT_USAGE = 2
 """The user's mistake: a line on stderr says what to change, and nothing was started."""
@@ -82,7 +89,7 @@ def main(
     """Serve several language models from one machine, each at its own OpenAI-compatible endpoint."""
 
 
-@app.command(epilog="Example: `swiftkv serve configs/embedded.yaml --port 9000`")
+@app.command(epilog="Examples: `swiftkv serve configs/embedded.yaml --port 9000`, `swiftkv serve models/Qwen3-0.6B`")
 def serve(
     config_path: ConfigPath,
     host: Annotated[str | None, typer.Option(help="Listen here, whatever the file says.")] = None,
@@ -192,18 +199,32 @@ def _format_age(seconds: float) -> str:
     return f"{hours}h {rest_minutes}m" if hours else f"{minutes}m {rest_s}s" if minutes else f"{rest_s}s"
 
 
-@lending_app.command("show", epilog="Example: `swiftkv lending show --url http://127.0.0.1:8000`")
+@lending_app.command(
+    "show", epilog="Examples: `swiftkv lending show --url http://127.0.0.1:8000`, `swiftkv lending show --watch`"
+)
 def lending_show(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /admin/lending answers.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show what every model of a running node lends and borrows."""
     overview = _ask_admin("GET", url, "lending", admin_key_env)
     if as_json:
         print(json.dumps(overview, indent=2))
-    else:
-        _print_overview(overview)
+        return
+    from rich.console import Console
+
+    from swiftkv.lending_tables import lending_tables
+
+    console = Console(highlight=False)
+    with suppress(KeyboardInterrupt):
+        console.print(lending_tables(overview))
+        while watch:
+            time.sleep(_WATCH_INTERVAL_S)
+            overview = _ask_admin("GET", url, "lending", admin_key_env)
+            console.clear()
+            console.print(lending_tables(overview))
 
 
 @lending_app.command(
@@ -258,56 +279,6 @@ def _ask_admin(method: str, url: str, path: str, admin_key_env: str, body: objec
             message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"
     print(f"swiftkv: {message}", file=sys.stderr)
     raise typer.Exit(1)
-
-
-def _print_overview(overview: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from swiftkv.units import format_size
-
-    def size(num_bytes: int | None) -> str:
-        return "-" if num_bytes is None else format_size(num_bytes)
-
-    console = Console()
-    if not overview["enabled"]:
-        console.print("Nothing is lent: node.lending is off.")
-    models = Table(box=None, padding=(0, 2, 0, 0))
-    links = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "role", "state"):
-        models.add_column(heading)
-    for heading in ("pool", "budget", "lent", "borrowed"):
-        models.add_column(heading, justify="right")
-    for heading in ("lender", "borrower", "state"):
-        links.add_column(heading)
-    for heading in ("extent", "extents lent", "bytes lent"):
-        links.add_column(heading, justify="right")
-    for model in overview["models"]:
-        sizes = [size(model[key]) for key in ("pool_bytes", "budget_bytes", "lent_bytes", "borrowed_bytes")]
-        models.add_row(model["model"], model["role"], model["state"], *sizes)
-        for link in model["lends"]:
-            lent = link["num_extents"] - link["extents"].get("home", 0)
-            links.add_row(
-                link["lender"],
-                link["borrower"],
-                link["peer_state"],
-                size(link["extent_bytes"]),
-                f"{lent:,} of {link['num_extents']:,}",
-                size(link["lent_bytes"]),
-            )
-    console.print(models)
-    if links.row_count:
-        console.print()
-        console.print(links)
-    for model in overview["models"]:
-        waits_s = max((link["no_offer_s"] or 0.0 for link in model["lends"]), default=0.0)
-        if waits_s:
-            console.print(
-                f"\n{model['model']} offers nothing more for {waits_s:.0f} s: its own requests needed blocks",
-                highlight=False,
-            )
-        if model["error"]:
-            console.print(f"\n{model['error']}", highlight=False)
 
 
 @checkpoint_app.command("make", epilog="Example: `swiftkv checkpoint make --arch qwen3 --size tiny /tmp/tiny-qwen3`")

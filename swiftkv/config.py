@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -43,6 +44,7 @@ _PORT = "a port number from 0 to 65535 (0 takes any free one)"
 _POSITIVE = "an integer of at least 1"
 BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
 _MIN_KEY_LENGTH = 16
+_LONGEST_NAME = 64
 _SWITCH = {"on": True, "off": False}
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
@@ -109,6 +111,7 @@ class NodeConfig(_Section):
     load_timeout: Limit = Field(600.0, description=_LIMIT)
     show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
     allow_priority: bool = Field(False, description="true or false")
+    request_log: str | None = Field(None, min_length=1, description="a file to append to, or null")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
     lending: Annotated[NodeLendingConfig, BeforeValidator(_read_node_lending)] = Field(
         default_factory=NodeLendingConfig, description="on, off or a mapping"
@@ -211,7 +214,7 @@ class ModelConfig(_Section):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=64,
+        max_length=_LONGEST_NAME,
         description="a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
     )
     path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
@@ -336,20 +339,11 @@ class Config(_Section):
 def load_config(path: Path, **node_overrides: object) -> Config:
     """Read and check a YAML file; checkpoints are looked at later, by `swiftkv.planning`.
 
-    `node_overrides` replace keys of its `node` section; None leaves what is written.
+    A model's directory stands for a file that serves this model alone. `node_overrides` replace keys of the `node`
+    section; None leaves what is written.
     Raises `ConfigError` whose message has one line per mistake.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read: {reason}; name a YAML file such as configs/embedded.yaml") from None
-    try:
-        raw = yaml.load(text, _UniqueKeyLoader)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path}:{_yaml_mistake(error)}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    raw = _one_model(path) if path.is_dir() else _read_yaml(path)
     given = {key: value for key, value in node_overrides.items() if value is not None}
     if given and isinstance(raw, dict):
         node = raw.get("node", {})
@@ -357,6 +351,31 @@ def load_config(path: Path, **node_overrides: object) -> Config:
     config = parse_config(raw)
     config._directory = path.resolve().parent
     return config
+
+
+def _one_model(directory: Path) -> dict[str, Any]:
+    """Return what a file would hold that serves the model in `directory`, named like the directory."""
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{directory}: is a directory without a config.json; name a YAML file such as configs/embedded.yaml, or a "
+            "model's directory in Hugging Face format"
+        )
+    name = re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "", directory.resolve().name)
+    return {"models": [{"name": name[:_LONGEST_NAME] or "model", "path": str(directory.resolve())}]}
+
+
+def _read_yaml(path: Path) -> object:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}; name a YAML file such as configs/embedded.yaml") from None
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{path}:{_yaml_mistake(error)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def parse_config(raw: object) -> Config:

@@ -34,6 +34,7 @@ from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.request_log import RequestLog, open_request_log
 from swiftkv.sockets import BACKLOG, ipc_directory, listen
 from swiftkv.supervisor import EngineSupervisor
 from swiftkv.tasks import Tasks
@@ -61,10 +62,11 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
     _run_without_triton()
 
-    async def serve(keys: NodeKeys, sockets: Sequence[socket.socket], ipc: Path) -> None:
-        await Node(config, plans, keys=keys, limits=limits, sockets=sockets, ipc=ipc).run()
+    async def serve(keys: NodeKeys, sockets: Sequence[socket.socket], ipc: Path, log: RequestLog | None) -> None:
+        await Node(config, plans, keys=keys, limits=limits, sockets=sockets, ipc=ipc, request_log=log).run()
 
     with (
+        open_request_log(config.node.request_log) as request_log,
         listen(config) as sockets,
         ipc_directory() as ipc,
         _admin_key(config, sockets[0]) as (admin_key, key_file),
@@ -74,7 +76,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         if key_file is not None:
             say(f"the key of /admin is in {key_file}")
-        runner.run(serve(NodeKeys(config.node.api_key(), admin_key), sockets, ipc))
+        runner.run(serve(NodeKeys(config.node.api_key(), admin_key), sockets, ipc, request_log))
 
 
 @contextmanager
@@ -107,6 +109,7 @@ class Node:
         limits: NodeLimits,
         sockets: Sequence[socket.socket],
         ipc: Path,
+        request_log: RequestLog | None,
     ) -> None:
         """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop."""
         self._config = config
@@ -114,6 +117,7 @@ class Node:
         self._keys = keys
         self._limits = limits
         self._sockets = sockets
+        self._request_log = request_log
         self._metrics = GatewayMetrics()
         self._metrics.watch(limits)
         self._clients: list[EngineClient] = []
@@ -247,6 +251,7 @@ class Node:
             admin_key=self._keys.admin,
             allowed_hosts=node.checked_hosts,
             limits=self._limits,
+            request_log=self._request_log,
         )
         apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics, self._lending)]
         for model, handle in zip(self._config.models, handles, strict=True):

@@ -220,6 +220,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_config(tmp_path / "missing.yaml")
 
 
+def test_a_directory_is_a_file_of_one_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a directory without a config.json; name a YAML file such as"):
+        load_config(tmp_path)
+    directory = tmp_path / "-My model, v1.5"
+    directory.mkdir()
+    (directory / "config.json").touch()
+    config = load_config(directory, port=0)
+    (model,) = config.models
+    assert (model.name, model.path, config.node.port) == ("Mymodelv1.5", str(directory), 0)
+
+
 def test_blocks_are_larger_on_gpus_unless_the_file_says_otherwise() -> None:
     def block_size(**keys: object) -> int:
         return parse_config({"models": [{"name": "a", "path": "x", **keys}]}).models[0].kv_cache.block_size

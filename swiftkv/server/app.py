@@ -23,14 +23,15 @@ from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import CONTENT_TYPE, GatewayMetrics
 from swiftkv.server.middleware import (
     ADMIN_PATH,
-    OPEN_PATHS,
     AdminMiddleware,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HostMiddleware,
+    is_open,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.protocol import explain_invalid
+from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
 from swiftkv.server.responses import EngineView, Health, NotReady, Readiness, Version, openapi_components
 from swiftkv.server.routes import documented, openai_router
 from swiftkv.server.scrape import Scrapes
@@ -43,7 +44,7 @@ class ServerSettings:
 
     A request without `api_key` is answered with 401; `None` lets everybody in. `admin_key` is the key of `/admin`;
     where none is given, nobody knows it. `allowed_hosts` are the names that requests may be sent to, beside those of
-    the loopback interface; `None` allows any.
+    the loopback interface; `None` allows any. `request_log` gets a line for each request.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -51,6 +52,7 @@ class ServerSettings:
     admin_key: str = field(default_factory=secrets.token_urlsafe, repr=False)
     allowed_hosts: tuple[str, ...] | None = ()
     limits: NodeLimits = field(default_factory=NodeLimits)
+    request_log: RequestLog | None = None
 
 
 def create_app(
@@ -64,6 +66,9 @@ def create_app(
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(admin_router(lending))
     app.include_router(_status_router(table, metrics, lending, only_model=None))
+    for name, model in models.items():  # /openapi.json shows them once, for the node
+        status = _status_router(ModelTable({name: model}), metrics, lending, only_model=name)
+        app.include_router(status, prefix=f"/models/{name}", include_in_schema=False)
     return app
 
 
@@ -101,6 +106,7 @@ def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)
+    app.add_middleware(RequestIdMiddleware, log=settings.request_log)
     app.openapi = lambda: _openapi(app, models, settings)  # type: ignore[method-assign]
     return app
 
@@ -189,7 +195,7 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
 def _guard(operation: dict[str, Any], path: str, settings: ServerSettings) -> int | None:
     """Write down which key an operation asks for; return the status for a request without it, or `None`."""
     is_admin = path.startswith(f"{ADMIN_PATH}/")
-    if not is_admin and (settings.api_key is None or path in OPEN_PATHS):
+    if not is_admin and (settings.api_key is None or is_open(path)):
         return None
     operation["security"] = [{"admin" if is_admin else "bearer": []}]
     return 401

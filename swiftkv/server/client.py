@@ -49,6 +49,7 @@ class _InFlight:
     request: SequenceRequest
     arrived_s: float
     admitted_s: float | None = None
+    cached_tokens: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_tokens: int = 0
@@ -57,6 +58,7 @@ class _InFlight:
         return FinishedRequest(
             reason=reason,
             prompt_tokens=self.request.num_prompt_tokens,
+            cached_tokens=self.cached_tokens,
             generation_tokens=self.num_tokens,
             max_tokens=self.request.sampling.max_tokens,
             e2e_s=now_s - self.arrived_s,
@@ -214,7 +216,7 @@ class EngineClient:
         self._outbox.reset()
         self._why_gone = None
         self.observe(Observation(EngineState.READY, None, time.monotonic()))
-        self.metrics.engine_came_up()
+        self.metrics.engine_came_up(ready)
         self._ready.set()
 
     def observe(self, observation: Observation) -> None:
@@ -307,7 +309,7 @@ class EngineClient:
             self.metrics.observe_engine(step.stats)
 
     def _on_admitted(self, sequence: _InFlight, cached_tokens: int, now_s: float) -> None:
-        sequence.admitted_s = now_s
+        sequence.admitted_s, sequence.cached_tokens = now_s, cached_tokens
         sequence.generation.admitted.append((sequence.index, cached_tokens))
         self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
 
@@ -335,7 +337,9 @@ class EngineClient:
 
     def _forget(self, request_id: int, reason: str) -> None:
         sequence = self._in_flight.pop(request_id)
-        self.metrics.observe_finished(sequence.finished(reason, time.perf_counter()))
+        finished = sequence.finished(reason, time.perf_counter())
+        self.metrics.observe_finished(finished)
+        sequence.generation.finished.append(finished)
         self._note_idle()
 
     def _note_idle(self) -> None:

@@ -13,6 +13,7 @@ from typing import Self
 
 from swiftkv.engine.messages import SamplingParams, TokenLogprobs
 from swiftkv.server.errors import ApiError
+from swiftkv.server.metrics import FinishedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,13 @@ class Generation:
     """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
 
     ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the number of prompt
-    tokens that it found in the cache.
+    tokens that it found in the cache. ``finished`` grows by one for each sequence that has ended, however it did.
     """
 
     def __init__(self, request_ids: range, abort: Callable[[Sequence[int], str], None]) -> None:
         """`abort` ends requests by their ids, for the reason that is given with them."""
         self.admitted: list[tuple[int, int]] = []
+        self.finished: list[FinishedRequest] = []
         self._abort = abort
         self._unfinished = dict(enumerate(request_ids))
         self._outputs: dict[int, SequenceOutput] = {}

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from swiftkv.server.errors import ApiError
-from swiftkv.server.limits import MONITORING_PATHS, URGENT_PATHS, Admission, NodeLimits
+from swiftkv.server.limits import MONITORING_PATHS, URGENT_PATHS, Admission, NodeLimits, without_model
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -193,7 +193,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._section_ended = True
         self._field_bytes = self._raw_bytes = self._window_bytes = 0
         is_spare = self._admission is Admission.SPARE
-        if is_spare and self.url.partition(b"?")[0].decode("latin-1") not in MONITORING_PATHS:
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        if is_spare and without_model(path) not in MONITORING_PATHS:
             self._limits.num_refused_connections += 1
             self._refuse(_NO_CONNECTION_LEFT)
             self._stop()
@@ -217,7 +218,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         begin = partial(super()._start_asgi_task, cycle, app)
-        if cycle.scope["path"] in URGENT_PATHS:
+        if without_model(cycle.scope["path"]) in URGENT_PATHS:
             begin()
         else:
             self._limits.turns.enter(self, begin)

@@ -17,6 +17,7 @@ from swiftkv.lease.messages import (
     MAX_LEASE_MESSAGE_BYTES,
     BudgetSet,
     FromAdmin,
+    GroupBlocks,
     LendingState,
     LinkState,
     SetBudget,
@@ -219,6 +220,7 @@ class NodeLending:
             budget_bytes=state.budget_bytes if state and member.why_not_lend is None else None,
             lent_bytes=sum(link.num_bytes for link in lends) if state else None,
             borrowed_bytes=sum(link.num_bytes for link in borrows) if state else None,
+            borrowed_blocks=_borrowed_blocks(state.groups) if state else None,
             recalls=state.recalls_total if state else None,
             lends=[_link(link, member.name, lends=True) for link in lends],
             borrows=[_link(link, member.name, lends=False) for link in borrows],
@@ -239,6 +241,15 @@ async def _scraped(member: LendingMember) -> LendingState | None:
         return await member.coordinator.show(with_extents=False, timeout_s=_SCRAPE_TIMEOUT_S)
     except ApiError:
         return None
+
+
+def _borrowed_blocks(groups: Sequence[GroupBlocks]) -> dict[str, int]:
+    return {
+        "free": sum(group.borrowed_free for group in groups),
+        "used": sum(group.borrowed_used for group in groups),
+        "cached": sum(group.borrowed_cached for group in groups),
+        "in_flight": sum(group.borrowed_in_flight for group in groups),
+    }
 
 
 def _link(link: LinkState, name: str, lends: bool) -> LinkView:

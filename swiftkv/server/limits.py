@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +16,15 @@ SPARE_CONNECTIONS = 64
 URGENT_PATHS = frozenset({"/health", "/ready"})
 """Requests for these begin at once: they cost little, and who asks wants to know how quickly the node answers."""
 MONITORING_PATHS = URGENT_PATHS | {"/metrics"}
+_MODEL_PREFIX = re.compile(r"/models/[^/]+(?=/)")
 FREE_BODY_BYTES = 32 << 10
 """A body up to this size does not count: a place for it comes with its connection."""
+
+
+def without_model(path: str) -> str:
+    """Return a path without the model that it begins with: `/health` for `/models/chat/health`."""
+    prefix = _MODEL_PREFIX.match(path)
+    return path[prefix.end() :] if prefix else path
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swiftkv.engine.messages import EngineStats
+from swiftkv.engine.messages import EngineStats, Ready
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
@@ -33,6 +33,7 @@ class FinishedRequest:
 
     reason: str
     prompt_tokens: int
+    cached_tokens: int
     generation_tokens: int
     max_tokens: int
     e2e_s: float
@@ -78,6 +79,8 @@ class GatewayMetrics:
         )
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
+        self.cache_configs = _CacheConfigs()
+        self.registry.register(self.cache_configs)
         self.lending = LendingMetrics()
         self.registry.register(self.lending)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
@@ -164,6 +167,7 @@ class ModelMetrics:
         self._name = name
         self._expert_load = metrics.expert_load
         self._layer_stream = metrics.layer_stream
+        self._cache_configs = metrics.cache_configs
         self._restarts = metrics.engine_restarts
         # The engine reports totals since it started; a restarted engine counts from zero again.
         self._engine_totals = dict.fromkeys(
@@ -210,8 +214,9 @@ class ModelMetrics:
         self._inter_token_latency.observe(latency_s)
         self._time_per_output_token.observe(latency_s)
 
-    def engine_came_up(self) -> None:
+    def engine_came_up(self, ready: Ready) -> None:
         self.engine_up.set(1)
+        self._cache_configs.observe(self._name, ready)
         self.engine_starts.inc()
         self._engine_totals = dict.fromkeys(self._engine_totals, 0)
 
@@ -267,6 +272,25 @@ class _LayerStream(Collector):
                 if durations is not None:
                     add_histogram(family, model, durations)
         return load, store, exposed
+
+
+class _CacheConfigs(Collector):
+    """The block sizes and pools of engines, as vLLM shows them, for routers that count in blocks."""
+
+    def __init__(self) -> None:
+        self._ready: dict[str, Ready] = {}
+
+    def observe(self, model: str, ready: Ready) -> None:
+        self._ready[model] = ready
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ("model_name", "block_size", "num_gpu_blocks")
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Tokens per block, and blocks for whole sequences, wherever they lie", labels=labels
+        )
+        for model, ready in self._ready.items():
+            info.add_metric((model, str(ready.block_size), str(ready.num_blocks)), 1)
+        return [info]
 
 
 class _EngineStates(Collector):

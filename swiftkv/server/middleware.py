@@ -13,10 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv.config import is_loopback
 from swiftkv.server.errors import ApiError
-from swiftkv.server.limits import NodeLimits
+from swiftkv.server.limits import NodeLimits, without_model
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 ADMIN_PATH = "/admin"
+
+
+def is_open(path: str) -> bool:
+    """Whether `path`, of the node or of one of its models, asks for no key."""
+    return without_model(path) in OPEN_PATHS
 
 
 class _BearerKey:
@@ -40,7 +45,7 @@ class ApiKeyMiddleware:
         self._key = _BearerKey(api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or _is_admin(scope) or self._is_sent(scope):
+        if scope["type"] != "http" or is_open(scope["path"]) or _is_admin(scope) or self._is_sent(scope):
             await self.app(scope, receive, send)
             return
         error = ApiError(401, "wrong or missing API key: send 'Authorization: Bearer <key>'", code="invalid_api_key")

@@ -225,6 +225,8 @@ class ModelLending(Struct):
     budget_bytes: int | None
     lent_bytes: int | None
     borrowed_bytes: int | None
+    borrowed_blocks: dict[str, int] | None
+    """Number of the model's blocks in borrowed memory, by state: free, used, cached, in_flight."""
     recalls: dict[str, int] | None
     """Number of recalls since the engine started, by reason."""
     lends: list[LinkView]

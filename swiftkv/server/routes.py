@@ -23,6 +23,7 @@ from swiftkv.server.protocol import (
     GenerationBody,
     TokenizeBody,
 )
+from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.responses import Detokenized, ModelList, Tokenized
 from swiftkv.server.sampling import sequence_requests
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
@@ -113,6 +114,8 @@ async def _in_threads(request: Request, model: ModelHandle, work: Callable[[], T
 async def _generate(
     request: Request, model: ModelHandle, body: CompletionBody | ChatBody, read_prompts: Callable[[], list[Prompt]]
 ) -> Response:
+    record: RequestRecord = request.state.record
+    record.model = model.name
     model.client.check_available()
     _check_policy(model, body)
     check_stops(body.stops)
@@ -124,6 +127,7 @@ async def _generate(
 
     prompts, sequences, choices = await _in_threads(request, model, prepare)
     generation = model.client.generate(sequences, cache_salt=body.cache_salt or "", priority=body.priority or 0)
+    record.finished = generation.finished
     model.client.metrics.request_n.observe(body.n or 1)
     answer: Answer
     if isinstance(body, ChatBody):

@@ -52,7 +52,7 @@ def test_with_the_key_everything_is(locked_gateway: Gateway) -> None:
 def test_monitoring_needs_no_key(locked_gateway: Gateway) -> None:
     with locked_gateway.http() as http:
         http.headers.pop("Authorization")
-        for path in ("/health", "/ready", "/version", "/metrics"):
+        for path in ("/health", "/ready", "/version", "/metrics", "/models/code/health", "/models/code/metrics"):
             assert http.get(path).status_code == 200
 
 

@@ -22,7 +22,7 @@ def test_connections_beyond_the_limit_are_refused_and_health_is_not() -> None:
             refused = await server.exchange([GET])
             assert refused.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 1\r\n" in refused
-            for path in (b"/health", b"/ready", b"/metrics"):
+            for path in (b"/health", b"/ready", b"/metrics", b"/models/chat/ready"):
                 answer = await server.exchange([b"GET %s HTTP/1.1\r\nhost: here\r\n\r\n" % path])
                 assert answer.startswith(b"HTTP/1.1 200 ")
                 assert b"connection: close" in answer

@@ -258,3 +258,17 @@ def test_500_connections_at_once(gateway: Gateway) -> None:
         if response.status_code == 200:
             assert f"{number} " in response.text or number % 2 == 0
     assert gateway.clients["chat"].num_in_flight == 0
+
+
+def test_a_probe_of_one_model_does_not_fail_because_of_another(slow_gateway: Gateway) -> None:
+    slow_gateway.call(lambda: slow_gateway.clients["chat"].engine_down("was ended"))
+    with slow_gateway.http() as http:
+        statuses = {path: http.get(path).status_code for path in ("/ready", "/models/chat/ready", "/models/code/ready")}
+        code = http.get("/models/code/ready").json()
+        metrics = http.get("/models/code/metrics").text
+        nobody = http.get("/models/none/ready").status_code
+    assert statuses == {"/ready": 503, "/models/chat/ready": 503, "/models/code/ready": 200}
+    assert list(code["engines"]) == ["code"]
+    assert 'model_name="code"' in metrics
+    assert 'model_name="chat"' not in metrics
+    assert nobody == 404

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from echo_gateway import Gateway
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats
+from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats, Ready
 from swiftkv.histogram import Histogram
 from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
@@ -32,7 +33,9 @@ DASHBOARD = {
     "vllm:time_per_output_token_seconds_bucket",
     "vllm:request_params_n_bucket",
     "vllm:request_params_max_tokens_bucket",
+    "vllm:cache_config_info",
 }
+READY = Ready("m", 1, 4096, 1024, num_blocks=300, pool_bytes=1 << 20, block_size=16, eos_token_ids=[], incarnation=1)
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -82,11 +85,11 @@ def stats(preemptions: int, query_tokens: int, hit_tokens: int, peer_hit_tokens:
 def test_totals_survive_a_restarted_engine() -> None:
     metrics = GatewayMetrics()
     model = metrics.for_model("m")
-    model.engine_came_up()
+    model.engine_came_up(READY)
     model.observe_engine(stats(preemptions=1, query_tokens=100, hit_tokens=50, peer_hit_tokens=20))
     model.observe_engine(stats(preemptions=2, query_tokens=150, hit_tokens=60, peer_hit_tokens=25))
     model.engine_went_down()
-    model.engine_came_up()
+    model.engine_came_up(READY)
     model.observe_engine(stats(preemptions=1, query_tokens=10, hit_tokens=5, peer_hit_tokens=1))
     value = metrics.registry.get_sample_value
     assert value("vllm:num_preemptions_total", {"model_name": "m"}) == 3
@@ -95,6 +98,15 @@ def test_totals_survive_a_restarted_engine() -> None:
     assert value("swiftkv:engine_starts_total", {"model_name": "m"}) == 2
     tiers = [value("swiftkv:prefix_hit_tokens_total", {"model_name": "m", "tier": tier}) for tier in ("local", "peer")]
     assert tiers == [39, 26]
+
+
+def test_routers_learn_the_sizes_of_an_engine_anew_when_it_restarts() -> None:
+    metrics = GatewayMetrics()
+    metrics.for_model("m").engine_came_up(READY)
+    metrics.for_model("m").engine_came_up(msgspec.structs.replace(READY, num_blocks=280))
+    text = metrics.render().decode()
+    assert 'vllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="280"} 1.0' in text
+    assert text.count("vllm:cache_config_info{") == 1
 
 
 def test_load_factors_of_experts_by_layer() -> None:
@@ -158,7 +170,7 @@ def test_limits_are_the_nodes_and_no_models() -> None:
     limits = NodeLimits(max_connections=1, max_bodies=1 << 20)
     metrics = GatewayMetrics()
     metrics.watch(limits)
-    metrics.for_model("m").engine_came_up()
+    metrics.for_model("m").engine_came_up(READY)
     for _ in range(1 + SPARE_CONNECTIONS + 2):
         limits.admit()
     with limits.body(0) as budget:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -31,8 +36,8 @@ def test_show(gateway: Gateway) -> None:
     table = run("show", "--url", gateway.url, key=gateway.admin_key)
     assert table.exit_code == 0, table.stderr
     rows = [line.split() for line in table.stdout.splitlines()]
-    assert ["code", "worker", "ready", "64MiB", "48MiB", "48MiB", "0B"] in rows
-    assert ["chat", "master", "ready", "64MiB", "-", "0B", "48MiB"] in rows
+    assert ["code", "worker", "ready", "64MiB", "48MiB", "48MiB", "0B", "-", "-", "-"] in rows
+    assert ["chat", "master", "ready", "64MiB", "-", "0B", "48MiB", "30", "20", "46"] in rows
     assert ["code", "chat", "attached", "1MiB", "48", "of", "64", "48MiB"] in rows
     machine = run("show", "--json", "--url", gateway.url, key=gateway.admin_key)
     assert [model["model"] for model in json.loads(machine.stdout)["models"]] == ["chat", "code"]
@@ -98,3 +103,16 @@ def test_help_has_examples(command: list[str]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert not command or "Example" in result.stdout
+
+
+def test_watch_shows_it_anew_until_ctrl_c(gateway: Gateway) -> None:
+    command = [sys.executable, "-m", "swiftkv.cli", "lending", "show", "--watch"]
+    environment = os.environ | {"SWIFTKV_ADMIN_KEY": gateway.admin_key, "SWIFTKV_URL": gateway.url, "COLUMNS": "120"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as watching:
+        assert watching.stdout is not None
+        shown = iter(watching.stdout.readline, "")
+        headings = [line for line in islice(shown, 12) if "blocks in use" in line]
+        watching.send_signal(signal.SIGINT)
+        watching.stdout.read()
+    assert watching.returncode == 0
+    assert len(headings) == 2

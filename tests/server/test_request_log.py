@@ -1,0 +1,114 @@
+"""The id of a request, and its line in the log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from echo_gateway import Gateway, start_gateway
+
+from swiftkv.errors import ConfigError
+from swiftkv.server.app import ServerSettings
+from swiftkv.server.request_log import RequestLog, open_request_log
+from swiftkv.server.tokenizer import Tokenizer
+
+
+@dataclass
+class LoggedGateway:
+    gateway: Gateway
+    log: RequestLog
+    path: Path
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines so far, oldest first."""
+        self.log.close()
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+@pytest.fixture
+def logged(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[LoggedGateway]:
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(path)
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(api_key="key", request_log=log))
+    gateway.api_key = "key"
+    yield LoggedGateway(gateway, log, path)
+    stop()
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "code", "prompt": [300] * 20, "max_tokens": 7, **fields}
+
+
+@pytest.mark.parametrize("sent", ["a", "run-7/turn 2".replace(" ", "_"), "~" * 128])
+def test_a_sound_id_is_kept(gateway: Gateway, sent: str) -> None:
+    with gateway.http() as http:
+        for path in ("/health", "/no-such-path"):
+            assert http.get(path, headers={"X-Request-Id": sent}).headers["x-request-id"] == sent
+
+
+@pytest.mark.parametrize("sent", ["", "two words", "~" * 129, "caf\xe9", "tab\there"])
+def test_others_get_a_new_one(gateway: Gateway, sent: str) -> None:
+    with gateway.http() as http:
+        answers = [http.get("/health", headers={"X-Request-Id": sent.encode("latin-1")}) for _ in range(2)]
+        answers.append(http.get("/health"))
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == 3
+    assert sent not in ids
+
+
+def test_the_line_of_a_generation(logged: LoggedGateway) -> None:
+    with logged.gateway.http() as http:
+        for stream in (False, True):
+            body = completion(n=2, stream=stream)
+            answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": f"stream-{stream}"})
+            assert answer.status_code == 200
+    for line, stream in zip(logged.lines(), (False, True), strict=True):
+        assert line["request_id"] == f"stream-{stream}"
+        assert (line["method"], line["path"], line["model"]) == ("POST", "/v1/completions", "code")
+        assert (line["status"], line["sequences"], line["finish_reasons"]) == (200, 2, ["length"])
+        assert (line["prompt_tokens"], line["generated_tokens"]) == (40, 14)
+        assert 0 <= line["cached_tokens"] <= 40
+        assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["last_token_s"] <= line["total_s"]
+
+
+def test_the_lines_of_what_fails(logged: LoggedGateway) -> None:
+    with logged.gateway.http() as http:
+        http.get("/health")
+        http.get("/models/code/metrics")
+        http.post("/v1/completions", json=completion(model="none"))
+        http.post("/v1/completions", json=completion(max_tokens=-1))
+        http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+        http.get("/admin/lending")
+    lines = logged.lines()
+    assert [(line["path"], line["status"]) for line in lines] == [
+        ("/v1/completions", 404),
+        ("/v1/completions", 400),
+        ("/v1/models", 401),
+        ("/admin/lending", 401),
+    ]
+    assert all("sequences" not in line for line in lines)
+
+
+def test_a_client_that_hangs_up(logged: LoggedGateway) -> None:
+    with logged.gateway.http() as http:
+        body = completion(stream=True, max_tokens=4000, ignore_eos=True)
+        with http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "gone"}) as answer:
+            next(answer.iter_lines())
+        while not (lines := logged.lines()):
+            http.get("/health")
+    assert (lines[0]["request_id"], lines[0]["status"], lines[0]["finish_reasons"]) == ("gone", 200, ["abort"])
+    assert 1 <= lines[0]["generated_tokens"] < 4000
+
+
+def test_a_log_that_cannot_be(tmp_path: Path) -> None:
+    with open_request_log(None) as log:
+        assert log is None
+    with pytest.raises(ConfigError, match=r"^node.request_log: cannot write to .*: Is a directory; name another"):
+        RequestLog(tmp_path)
+    path = tmp_path / "log"
+    with open_request_log(str(path)):
+        assert path.stat().st_mode & 0o777 == 0o600
