@@ -9,21 +9,26 @@ server once for each load, in turns, and what counts is the median over rounds o
 
 The first server is the one that the others are compared with. Any server will do that takes token ids at
 /v1/completions and streams. Loads: prefill of N tokens (one new token), decoding 128 tokens at batch B after a prompt
-of 128, and the second turn of a conversation: 2048 tokens that the server has seen, and 32 new ones.
+of 128, the second turn of a conversation (2048 tokens that the server has seen, and 32 new ones), and saturation: so
+many requests at once, each followed by the next, of 512 tokens with answers of 128 as `vllm bench serve` has them, or
+of the lengths in a trace (--trace azure_llm_code_2023.csv). Without --only, the loads of saturation are left out: each
+takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import csv
 import json
 import platform
 import random
 import statistics
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,7 @@ from swiftkv.bench.client import Answer, Target, send
 
 NUM_DECODED = 128
 NUM_DECODE_PROMPT = 128
+NUM_SATURATING_PROMPT = 512
 NUM_HISTORY = 2048
 NUM_FRESH = 32
 
@@ -52,6 +58,8 @@ class Session:
     client: httpx.AsyncClient
     rng: random.Random
     vocab: tuple[int, int]
+    trace: Sequence[tuple[int, int]]
+    """Lengths of prompts and answers."""
 
     def fresh(self, num_tokens: int) -> list[int]:
         return [self.rng.randrange(*self.vocab) for _ in range(num_tokens)]
@@ -115,7 +123,48 @@ def second_turn() -> Load:
     return Load("turn_2_ms", f"turn 2, {NUM_HISTORY:,} cached", "ms", measure, higher_is_better=False)
 
 
-LOADS = (prefill(512), prefill(2048), decode(1), decode(8), second_turn())
+def saturated(at_once: int) -> Load:
+    """Return a load that measures the answers' tokens a second, over three requests for each of those at once."""
+
+    async def measure(session: Session, server: Server) -> float:
+        lengths = [(NUM_SATURATING_PROMPT, NUM_DECODED)] * (3 * at_once)
+        return await _tokens_a_second(session, server, lengths, at_once)
+
+    return Load(f"saturated_{at_once}", f"512/128, {at_once} at once", "tok/s", measure)
+
+
+def traced() -> Load:
+    """Return a load that measures the answers' tokens a second, 16 requests at once, with the lengths of a trace."""
+
+    async def measure(session: Session, server: Server) -> float:
+        return await _tokens_a_second(session, server, session.trace, 16)
+
+    return Load("traced", "lengths of a trace, 16 at once", "tok/s", measure)
+
+
+async def _tokens_a_second(
+    session: Session, server: Server, lengths: Sequence[tuple[int, int]], at_once: int
+) -> float:
+    places = asyncio.Semaphore(at_once)
+
+    async def ask(num_prompt: int, num_output: int) -> None:
+        async with places:
+            await session.ask(server, session.fresh(num_prompt), num_output)
+
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(ask(*pair) for pair in lengths))
+    return sum(num_output for _, num_output in lengths) / (time.perf_counter() - begin_s)
+
+
+def read_trace(path: Path, num_requests: int, longest: int) -> list[tuple[int, int]]:
+    """Return the prompt and answer lengths of a trace's first requests, those that together have at most `longest`."""
+    with path.open() as file:
+        rows = ((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file))
+        return list(islice((pair for pair in rows if pair[1] and sum(pair) <= longest), num_requests))
+
+
+USUAL = (prefill(512), prefill(2048), decode(1), decode(8), second_turn())
+LOADS = (*USUAL, saturated(16), saturated(64), traced())
 
 
 @dataclass
@@ -138,9 +187,10 @@ class Results:
 
 async def measure_all(servers: list[Server], args: argparse.Namespace) -> Results:
     results = Results()
-    loads = [load for load in LOADS if not args.only or load.key in args.only]
+    loads = [load for load in LOADS if load.key in args.only]
+    trace = read_trace(args.trace, args.trace_requests, args.longest) if args.trace else []
     async with httpx.AsyncClient(timeout=900) as client:
-        session = Session(client, random.Random(args.seed), (300, args.vocab_size))
+        session = Session(client, random.Random(args.seed), (300, args.vocab_size), trace)
         for server in servers:  # so that the first round is like the others
             await session.ask(server, session.fresh(600), 8)
         for number in range(args.rounds):
@@ -223,13 +273,19 @@ def main() -> None:
     parser.add_argument("servers", nargs="+", metavar="NAME=URL")
     parser.add_argument("--model", default="small", help="the same name at every server")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="*", choices=[load.key for load in LOADS], help="default: every load")
+    parser.add_argument("--only", nargs="*", choices=[load.key for load in LOADS], help="default: all but saturation")
+    parser.add_argument("--trace", type=Path, help="a file with the columns ContextTokens and GeneratedTokens")
+    parser.add_argument("--trace-requests", type=int, default=64, help="the first so many that are short enough")
+    parser.add_argument("--longest", type=int, default=8192, help="prompt and answer of such a request, in tokens")
     parser.add_argument("--pause-s", type=float, default=1.0, help="between one server and the next")
     parser.add_argument("--vocab-size", type=int, default=31000, help="random prompts use the ids from 300 to here")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="default: another every run")
     parser.add_argument("--pid", nargs="*", default=[], metavar="NAME=PID", help="to report memory")
     parser.add_argument("--json", type=Path, help="write every figure here")
     args = parser.parse_args()
+    args.only = args.only or [load.key for load in USUAL] + ["traced"] * (args.trace is not None)
+    if "traced" in args.only and args.trace is None:
+        parser.error("the load 'traced' needs --trace FILE")
     servers = parse_servers(args)
     results = asyncio.run(measure_all(servers, args))
     print("\n" + markdown(results, servers))

@@ -31,7 +31,9 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Make model directories.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure a server.", no_args_is_help=True)
 lending_app = typer.Typer(help="See and set what workers lend, while a node runs.", no_args_is_help=True)
+models_app = typer.Typer(help="Steer the models of a node while it runs.", no_args_is_help=True)
 app.add_typer(lending_app, name="lending")
+app.add_typer(models_app, name="models")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
 
@@ -258,6 +260,17 @@ def lending_set(
     print(f"{worker} lends up to {size['budget_bytes']}, {size['lent_bytes']} at the moment")
     if change["recalled_bytes"]:
         print(f"{size['recalled_bytes']} came back in {change['took_s']:.3f} s")
+
+
+@models_app.command("start", epilog="Example: `swiftkv models start chat`")
+def models_start(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")],
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+) -> None:
+    """Start a MODEL that stays down: because its engine died too often, or could not load its weights."""
+    _ask_admin("POST", url, f"models/{quote(model, safe='')}/start", admin_key_env)
+    print(f"{model} is being started; `swiftkv status` tells when it serves")
 
 
 def _ask_admin(method: str, url: str, path: str, admin_key_env: str, body: object = None) -> dict[str, Any]:

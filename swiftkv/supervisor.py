@@ -94,7 +94,7 @@ class EngineSupervisor:
         raise EngineError(f"{self._config.name}: the engine {how} before it served; its last words are above")
 
     async def keep_running(self) -> None:
-        """Start the engine again whenever it ends, until that happens too often or cannot help."""
+        """Start the engine again whenever it ends, until the node stops."""
         while True:
             assert self._life is not None
             await asyncio.wait({self._life})  # which cancelling this does not cancel
@@ -104,19 +104,30 @@ class EngineSupervisor:
                 return
             delay_s = self._next_delay_s(end)
             if delay_s is None:
-                self._client.engine_down(end.how, state=EngineState.DOWN)
-                self._say(f"{self._config.name}: the engine {end.how}; it stays down")
-                return
-            self._client.engine_down(end.how, retry_after_s=max(1.0, delay_s))
-            self._say(
-                f"{self._config.name}: the engine {end.how}; starting it again in {delay_s:g} s "
-                f"(restart {len(self._restarts_s)} of {self._node.restart.limit} in {self._node.restart.window:g} s)"
-            )
-            await asyncio.sleep(delay_s)
+                await self._stay_down(end)
+            else:
+                await self._back_off(end, delay_s)
             self._client.engine_restarts(end.cause)
             with contextlib.suppress(EngineError):  # the next round deals with its end
                 ready = await self.start()
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
+
+    async def _back_off(self, end: _End, delay_s: float) -> None:
+        self._client.engine_down(end.how, retry_after_s=max(1.0, delay_s))
+        self._say(
+            f"{self._config.name}: the engine {end.how}; starting it again in {delay_s:g} s "
+            f"(restart {len(self._restarts_s)} of {self._node.restart.limit} in {self._node.restart.window:g} s)"
+        )
+        await asyncio.sleep(delay_s)
+
+    async def _stay_down(self, end: _End) -> None:
+        """Wait until somebody asks for the engine: it ended too often, or starting it again could not help."""
+        name = self._config.name
+        self._client.engine_down(end.how, state=EngineState.DOWN)
+        self._say(f"{name}: the engine {end.how}; it stays down until you start it: swiftkv models start {name}")
+        await self._client.until_wanted()
+        self._restarts_s.clear()
+        self._client.engine_down(end.how)
 
     def set_lending_budget(self, budget_bytes: int) -> None:
         """Start an engine that lends with this budget from now on."""

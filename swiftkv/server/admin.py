@@ -1,4 +1,4 @@
-"""The routes of `/admin`, about lending. `AdminMiddleware` has decided before who may ask."""
+"""The routes of `/admin`. `AdminMiddleware` has decided before who may ask."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pydantic import WithJsonSchema
 from starlette.responses import Response
 
 from swiftkv.server.body import body_document, parsed
+from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
+from swiftkv.server.models import ModelTable
 from swiftkv.server.protocol import BudgetBody, Switch
+from swiftkv.server.responses import ModelStart
 from swiftkv.server.routes import BODY_ERRORS, documented
 from swiftkv.server.streaming import json_response
 
@@ -23,8 +26,15 @@ DryRun = Annotated[
 ]
 
 
-def admin_router(lending: NodeLending) -> APIRouter:
+def admin_router(models: ModelTable, lending: NodeLending) -> APIRouter:
     router = APIRouter(prefix=ADMIN_PATH)
+
+    @router.post("/models/{model}/start", status_code=202, responses=documented("ModelStart", 404, 409, ok=202))
+    async def start_model(model: Name) -> Response:
+        """Start a model that stays down, for instance because its engine had died too often."""
+        client = models.get(model).client
+        client.want()
+        return json_response(ModelStart(model, str(EngineState.RESTARTING)), 202)
 
     @router.get("/lending", responses=documented("LendingOverview"))
     async def show_lending() -> Response:

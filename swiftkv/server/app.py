@@ -64,7 +64,7 @@ def create_app(
     app.add_middleware(AdminMiddleware, admin_key=settings.admin_key)
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
-    app.include_router(admin_router(lending))
+    app.include_router(admin_router(table, lending))
     app.include_router(_status_router(table, metrics, lending, only_model=None))
     for name, model in models.items():  # /openapi.json shows them once, for the node
         status = _status_router(ModelTable({name: model}), metrics, lending, only_model=name)

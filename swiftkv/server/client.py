@@ -96,6 +96,7 @@ class EngineClient:
         self._retry_after_s = _DOWN_RETRY_S
         self._incarnation: int | None = None
         self._ready = asyncio.Event()
+        self._wanted = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._context = zmq.asyncio.Context()
@@ -248,6 +249,17 @@ class EngineClient:
         self.metrics.engine_went_down()
         self._fail_all()
 
+    def want(self) -> None:
+        """Ask for an engine that stays down. Raises `ApiError` 409 for one that does not."""
+        if self.state is not EngineState.DOWN:
+            raise ApiError(409, f"model '{self.name}' is {self.state}, not down", param="model", code="not_down")
+        self._wanted.set()
+
+    async def until_wanted(self) -> None:
+        """Wait until somebody asks for the engine, which is down."""
+        self._wanted.clear()
+        await self._wanted.wait()
+
     def engine_restarts(self, cause: str) -> None:
         """The engine process is about to be started again, because the one before it ended by `cause`."""
         self.num_restarts += 1
@@ -365,7 +377,7 @@ class EngineClient:
             case EngineState.RESTARTING:
                 reason = f"stopped and is being restarted: its engine {self._why_gone}"
             case EngineState.DOWN:
-                reason = f"is down and is not started again: its engine {self._why_gone}"
+                reason = f"is down and is not started again by itself: its engine {self._why_gone}"
             case _:
                 reason = "does not answer"
         return ApiError(

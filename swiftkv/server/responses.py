@@ -239,6 +239,13 @@ class LendingOverview(Struct):
     models: list[ModelLending]
 
 
+class ModelStart(Struct):
+    """A model that is started because somebody asked; `state` is that of its engine."""
+
+    model: str
+    state: str
+
+
 class BudgetChange(Struct):
     """The outcome of a change: `recalled_bytes` came home within `took_s` seconds, or would in a dry run."""
 
@@ -280,7 +287,7 @@ class PoolView(Struct):
 
 DOCUMENTED = (
     Completion, ChatCompletion, ModelCard, ModelList, Tokenized, Detokenized, Health, Readiness, NotReady, Version,
-    ErrorResponse, LendingOverview, BudgetChange, PoolView,
+    ErrorResponse, LendingOverview, BudgetChange, PoolView, ModelStart,
 )  # fmt: skip
 
 

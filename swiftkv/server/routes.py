@@ -33,14 +33,16 @@ T = TypeVar("T")
 _SERVER_SENT_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
-def documented(schema: str, *error_statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """A route's answers for the OpenAPI document."""
+def documented(
+    schema: str, *error_statuses: int, stream: bool = False, ok: int = 200
+) -> dict[int | str, dict[str, Any]]:
+    """A route's answers for the OpenAPI document; `ok` is the status of success."""
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     if stream:
         content = {**content, "text/event-stream": {"schema": _SERVER_SENT_EVENT}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
     return {
-        200: {"description": "OK", "content": content},
+        ok: {"description": "OK", "content": content},
         **{status: {"description": "Error", "content": error} for status in error_statuses},
     }
 

@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from swiftkv.cli import app
 from tests.support.completions import complete, streaming
 from tests.support.node_process import (
     DEADLINE_S,
@@ -105,16 +107,23 @@ def test_a_crash_loop_ends_and_the_others_serve(node: NodeProcess) -> None:
     for attempt in range(3):
         wait_for("doomed to serve", lambda: node.ready()["doomed"] == "ready")
         node.engines()["doomed"].send_signal(signal.SIGKILL)
-        node.wait_line(rf"restart {attempt + 1} of 2" if attempt < 2 else "doomed: .* SIGKILL; it stays down")
+        stays_down = "doomed: .* SIGKILL; it stays down until you start it: swiftkv models start doomed"
+        node.wait_line(rf"restart {attempt + 1} of 2" if attempt < 2 else stays_down)
     assert node.ready() == {"steady": "ready", "killed": "ready", "doomed": "down"}
     refused = complete(node, "doomed")
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     assert refused.json()["error"]["message"] == (
-        "model 'doomed' is down and is not started again: its engine was killed by SIGKILL"
+        "model 'doomed' is down and is not started again by itself: its engine was killed by SIGKILL"
     )
     assert complete(node, "steady").status_code == 200
     assert "doomed" not in node.engines()
+    started = CliRunner().invoke(app, ["models", "start", "doomed", "--url", node.url])
+    assert started.stdout == "doomed is being started; `swiftkv status` tells when it serves\n"
+    node.wait_line("doomed: serves again")
+    assert complete(node, "doomed").status_code == 200
+    again = CliRunner().invoke(app, ["models", "start", "doomed", "--url", node.url])
+    assert (again.exit_code, again.stderr) == (1, "swiftkv: model 'doomed' is ready, not down\n")
 
 
 def test_sigterm_aborts_what_outlasts_the_timeout_and_leaves_nothing(

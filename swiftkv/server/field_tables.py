@@ -1,0 +1,125 @@
+"""Markdown tables of the fields that the routes take, made from the types that check them.
+
+    python -m swiftkv.server.field_tables docs/api.md     # writes them anew between the file's markers
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swiftkv.server.protocol import (
+    Body,
+    BudgetBody,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    StreamOptions,
+    TextPart,
+    TokenizeBody,
+    Unsupported,
+)
+
+BEGIN, END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
+_NOT_USED = "Accepted, not used"
+_SECTIONS: tuple[tuple[str, type[Body], type[Body] | None], ...] = (
+    ("Both kinds of completions", GenerationBody, None),
+    ("`POST /v1/completions`, besides", CompletionBody, GenerationBody),
+    ("`POST /v1/chat/completions`, besides", ChatBody, GenerationBody),
+    ("A message", ChatMessage, None),
+    ("A part of a message's `content`", TextPart, None),
+    ("`stream_options`", StreamOptions, None),
+    ("`POST /tokenize`", TokenizeBody, None),
+    ("`POST /detokenize`", DetokenizeBody, None),
+    ("`PATCH /admin/lending/{worker}`", BudgetBody, None),
+)
+"""Heading, body, and the body whose fields another section has."""
+
+
+def field_tables() -> str:
+    """Return a table for each body: its fields in the order of the code, and whether each does something."""
+    return "\n".join(_section(*section) for section in _SECTIONS)
+
+
+def _section(heading: str, body: type[Body], base: type[Body] | None) -> str:
+    known = base.model_fields if base else {}
+    schema = body.model_json_schema()
+    rows = [
+        f"| `{name}` | {_state(body, name)} | {_values(schema['properties'][name], schema.get('$defs', {}))} |"
+        for name in body.model_fields
+        if name not in known
+    ]
+    return "\n".join([f"### {heading}", "", "| field | | values |", "| --- | --- | --- |", *rows, ""])
+
+
+def _state(body: type[Body], name: str) -> str:
+    field = body.model_fields[name]
+    if any(isinstance(item, Unsupported) for item in field.metadata):
+        return "refused"
+    if field.description == _NOT_USED:
+        return "accepted without effect"
+    return "required" if field.is_required() else "supported"
+
+
+def _values(schema: dict[str, Any], defs: dict[str, Any]) -> str:
+    """Say what a field may hold; `null` always means that it was left out."""
+    kinds = [kind for kind in schema.get("anyOf") or schema.get("oneOf") or [schema] if kind.get("type") != "null"]
+    if "enum" in schema and schema.get("description") == "Not supported":
+        harmless = [f"`{json.dumps(value)}`" for value in schema["enum"] if value is not None]
+        return "only " + " or ".join(harmless) if harmless else ""
+    text = ", or ".join(dict.fromkeys(_kind(kind, defs) for kind in kinds))
+    note = schema.get("description", "")
+    return f"{text}. {note}" if note and note != _NOT_USED else text
+
+
+def _kind(schema: dict[str, Any], defs: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return {"ChatMessage": "a message", "TextPart": "a part", "StreamOptions": "see below"}[name]
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    match schema.get("type"):
+        case "array":
+            most = f"up to {schema['maxItems']:,} of: " if "maxItems" in schema else "a list of: "
+            return most + _values(schema["items"], defs)
+        case "integer" | "number":
+            return " ".join([f"{_article(schema['type'])}", *_bounds(schema)])
+        case "boolean":
+            return "true or false"
+        case "object":
+            return f"up to {schema['maxProperties']:,} entries" if "maxProperties" in schema else "an object"
+        case _:
+            most = schema.get("maxLength", 0)
+            return f"text, up to {most:,} characters" if 0 < most < 1 << 24 else "text"
+
+
+def _article(kind: str) -> str:
+    return "an integer" if kind == "integer" else "a number"
+
+
+def _bounds(schema: dict[str, Any]) -> Iterator[str]:
+    if "minimum" in schema:
+        yield f"from {schema['minimum']:,}"
+    if "exclusiveMinimum" in schema:
+        yield f"above {schema['exclusiveMinimum']:,}"
+    if schema.get("maximum", 1 << 31) < (1 << 31) - 1:
+        yield f"to {schema['maximum']:,}"
+
+
+def with_tables(document: str) -> str:
+    """Return a document with its tables written anew. Raises `ValueError` if it lacks one of the markers."""
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the document lacks {BEGIN.strip()} or {END.strip()}")
+    return f"{head}{begin}\n{field_tables()}\n{end}{tail}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(with_tables(path.read_text()))

@@ -1,0 +1,34 @@
+"""docs/api.md says what the code takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swiftkv.server.field_tables import field_tables, with_tables
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def test_the_document_has_the_tables_of_the_code() -> None:
+    text = DOCUMENT.read_text()
+    assert text == with_tables(text), "run: python -m swiftkv.server.field_tables docs/api.md"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `temperature` | supported | a number from 0 to 100 |",
+        "| `user` | accepted without effect | text, up to 256 characters |",
+        "| `best_of` | refused | only `1` |",
+        "| `messages` | required | up to 10,000 of: a message |",
+    ],
+)
+def test_a_field_of_each_kind(row: str) -> None:
+    assert row in field_tables().splitlines()
+
+
+def test_a_document_without_markers_is_left_alone() -> None:
+    with pytest.raises(ValueError, match="lacks"):
+        with_tables("# Nothing here\n")
