@@ -142,9 +142,7 @@ def traced() -> Load:
     return Load("traced", "lengths of a trace, 16 at once", "tok/s", measure)
 
 
-async def _tokens_a_second(
-    session: Session, server: Server, lengths: Sequence[tuple[int, int]], at_once: int
-) -> float:
+async def _tokens_a_second(session: Session, server: Server, lengths: Sequence[tuple[int, int]], at_once: int) -> float:
     places = asyncio.Semaphore(at_once)
 
     async def ask(num_prompt: int, num_output: int) -> None:

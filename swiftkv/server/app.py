@@ -60,8 +60,7 @@ def create_app(
 ) -> FastAPI:
     """The node's port: every model by its name in the body, and each under ``/models/{name}``; ``/admin``."""
     table = ModelTable(models)
-    app = _new_app(table, settings)
-    app.add_middleware(AdminMiddleware, admin_key=settings.admin_key)
+    app = _new_app(table, settings, has_admin=True)
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(admin_router(table, lending))
@@ -77,13 +76,13 @@ def create_model_app(
 ) -> FastAPI:
     """A model's own port, where requests need not say which model they mean."""
     table = ModelTable({model.name: model})
-    app = _new_app(table, settings)
+    app = _new_app(table, settings, has_admin=False)
     app.include_router(openai_router(table))
     app.include_router(_status_router(table, metrics, lending, only_model=model.name))
     return app
 
 
-def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
+def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> FastAPI:
     app = FastAPI(title="swiftkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.body_threads = body_threads()
     app.state.turns = settings.limits.turns
@@ -106,7 +105,9 @@ def _new_app(models: ModelTable, settings: ServerSettings) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)
-    app.add_middleware(RequestIdMiddleware, log=settings.request_log)
+    if has_admin:
+        app.add_middleware(AdminMiddleware, admin_key=settings.admin_key)
+    app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # the last is the first to see a request
     app.openapi = lambda: _openapi(app, models, settings)  # type: ignore[method-assign]
     return app
 

@@ -1,6 +1,6 @@
 """Markdown tables of the fields that the routes take, made from the types that check them.
 
-    python -m swiftkv.server.field_tables docs/api.md     # writes them anew between the file's markers
+python -m swiftkv.server.field_tables docs/api.md     # writes them anew between the file's markers
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv.server.protocol import (
+    INT32_MAX,
     Body,
     BudgetBody,
     ChatBody,
@@ -103,11 +104,11 @@ def _article(kind: str) -> str:
 
 
 def _bounds(schema: dict[str, Any]) -> Iterator[str]:
-    if "minimum" in schema:
+    if schema.get("minimum", -INT32_MAX) > -INT32_MAX:
         yield f"from {schema['minimum']:,}"
     if "exclusiveMinimum" in schema:
         yield f"above {schema['exclusiveMinimum']:,}"
-    if schema.get("maximum", 1 << 31) < (1 << 31) - 1:
+    if schema.get("maximum", INT32_MAX) < INT32_MAX:
         yield f"to {schema['maximum']:,}"
 
 

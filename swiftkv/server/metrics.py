@@ -286,7 +286,9 @@ class _CacheConfigs(Collector):
     def collect(self) -> Iterable[Metric]:
         labels = ("model_name", "block_size", "num_gpu_blocks")
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Tokens per block, and blocks for whole sequences, wherever they lie", labels=labels
+            "vllm:cache_config_info",
+            "Tokens per block, and blocks for whole sequences, wherever they lie",
+            labels=labels,
         )
         for model, ready in self._ready.items():
             info.add_metric((model, str(ready.block_size), str(ready.num_blocks)), 1)

@@ -20,9 +20,9 @@ def test_the_document_has_the_tables_of_the_code() -> None:
     "row",
     [
         "| `temperature` | supported | a number from 0 to 100 |",
-        "| `user` | accepted without effect | text, up to 256 characters |",
+        "| `user` | accepted without effect | text, up to 1,024 characters |",
         "| `best_of` | refused | only `1` |",
-        "| `messages` | required | up to 10,000 of: a message |",
+        "| `messages` | required | up to 4,096 of: a message |",
     ],
 )
 def test_a_field_of_each_kind(row: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,13 @@ class LoggedGateway:
     log: RequestLog
     path: Path
 
-    def lines(self) -> list[dict[str, Any]]:
-        """All lines so far, oldest first."""
-        self.log.close()
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+    def lines(self, count: int) -> list[dict[str, Any]]:
+        """The lines, oldest first, once there are `count`: one is written when its answer has left."""
+        deadline_s = time.monotonic() + 30
+        while len(lines := self.path.read_text().splitlines()) < count:
+            assert time.monotonic() < deadline_s, f"{len(lines)} of {count} lines"
+            self.log.close()
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_the_line_of_a_generation(logged: LoggedGateway) -> None:
             body = completion(n=2, stream=stream)
             answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": f"stream-{stream}"})
             assert answer.status_code == 200
-    for line, stream in zip(logged.lines(), (False, True), strict=True):
+    for line, stream in zip(logged.lines(2), (False, True), strict=True):
         assert line["request_id"] == f"stream-{stream}"
         assert (line["method"], line["path"], line["model"]) == ("POST", "/v1/completions", "code")
         assert (line["status"], line["sequences"], line["finish_reasons"]) == (200, 2, ["length"])
@@ -83,7 +87,7 @@ def test_the_lines_of_what_fails(logged: LoggedGateway) -> None:
         http.post("/v1/completions", json=completion(max_tokens=-1))
         http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
         http.get("/admin/lending")
-    lines = logged.lines()
+    lines = logged.lines(4)
     assert [(line["path"], line["status"]) for line in lines] == [
         ("/v1/completions", 404),
         ("/v1/completions", 400),
@@ -98,8 +102,7 @@ def test_a_client_that_hangs_up(logged: LoggedGateway) -> None:
         body = completion(stream=True, max_tokens=4000, ignore_eos=True)
         with http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "gone"}) as answer:
             next(answer.iter_lines())
-        while not (lines := logged.lines()):
-            http.get("/health")
+    lines = logged.lines(1)
     assert (lines[0]["request_id"], lines[0]["status"], lines[0]["finish_reasons"]) == ("gone", 200, ["abort"])
     assert 1 <= lines[0]["generated_tokens"] < 4000
 
