@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 from lending_node import say, table, write_report
-from soak import Arrival, read_trace
 from watched_node import plain_table
 
 from swiftkv import _core
+from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
 from swiftkv.cache.geometry import KVGroup, blocks_in_pool, windows_at_once
 
 BUDGETS_M = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -44,7 +44,6 @@ ASKED_FOR = {1.0: 4.0, 2.0: 3.3, 4.0: 1.9}
 _FULL_LAYERS, _LAYERS = 10, 70
 _WINDOW = 128
 _HEADS, _K_DIM, _V_DIM = 8, 192, 128
-_ID_TOKENS = 512
 _MAX_NUM_SEQS = 1
 _NO_STOP = np.array([], np.int32)
 
@@ -80,14 +79,9 @@ def divide(pool_bytes: int, groups: tuple[KVGroup, KVGroup], share: float) -> tu
     return (pool_bytes - num_window * window.block_bytes) // full.block_bytes, num_window
 
 
-def whole_prompt(arrival: Arrival) -> np.ndarray:
-    """A token is its id: keys of blocks are chained."""
-    return np.repeat(np.array(arrival.blocks, np.int32), _ID_TOKENS)[: arrival.input_tokens]
-
-
 def cut(prompt: np.ndarray, block_size: int) -> np.ndarray:
     """Whole ids, and less than a block of what is left."""
-    rest = len(prompt) % _ID_TOKENS
+    rest = len(prompt) % BLOCK_TOKENS
     return prompt[: max(1, len(prompt) - rest + min(rest, block_size - 1))]
 
 
@@ -124,7 +118,7 @@ class Replay:
         )
         hits = missed = 0
         for arrival in self.arrivals:
-            whole = whole_prompt(arrival)
+            whole = arrival.prompt()
             prompt = cut(whole, self.block_size)
             before = scheduler.stats()
             serve(scheduler, prompt)
@@ -137,7 +131,7 @@ class Replay:
 
     def endless(self) -> Outcome:
         ids = {block for arrival in self.arrivals for block in arrival.blocks}
-        enough = len(ids) * _ID_TOKENS // self.block_size
+        enough = len(ids) * BLOCK_TOKENS // self.block_size
         return self.run([dense_twin(self.block_size)], [enough])
 
 
@@ -239,8 +233,8 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = options().parse_args()
-    if args.block_size > _ID_TOKENS or _ID_TOKENS % args.block_size:
-        raise SystemExit(f"--block-size must divide {_ID_TOKENS}")
+    if args.block_size > BLOCK_TOKENS or BLOCK_TOKENS % args.block_size:
+        raise SystemExit(f"--block-size must divide {BLOCK_TOKENS}")
     replay = Replay(read_trace(args.trace)[: args.requests], args.block_size, args.chunk, args.rest)
     endless = replay.endless()
     say(f"{len(replay.arrivals):,} prompts of {replay.num_tokens:,} tokens; endless: {endless.hit_rate:.4f}")

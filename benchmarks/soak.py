@@ -23,15 +23,12 @@ token that differs from the answers of a node that lends nothing. The exit statu
 from __future__ import annotations
 
 import asyncio
-import csv
-import json
 import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,10 +40,11 @@ from known_answers import Known, Question, Reference, ask
 from lending_node import model, parser, quantile, say, table, write_report
 from watched_node import DEMO_CHECKPOINTS, MIB, Checks, Monitor, WatchedNode, plain_table, problems_at_rest
 
+from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
+
 CHECKPOINTS = {"chat": DEMO_CHECKPOINTS / "chat", "code": DEMO_CHECKPOINTS / "code", "more": DEMO_CHECKPOINTS / "code"}
 SHARES = ("chat", "chat", "code", "more")
 """Half of the conversations are the master's."""
-_BLOCK_TOKENS = 512
 _TOKEN_IDS = (300, 4000)
 _MAX_MODEL_LEN = 4096
 _SAMPLE_S = 2.0
@@ -67,43 +65,6 @@ BOUNDS = {"rss_bytes": 1.0 * MIB, "threads": 0.5, "fds": 1.0, "sockets": 1.0}
 """The growth in an hour that does not matter."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request of the trace, in its own time and lengths."""
-
-    time_s: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
-    """The identity of each 512 tokens of the prompt."""
-
-
-def read_trace(path: Path) -> list[Arrival]:
-    with path.open(newline="") as file:
-        arrivals = list(_conversations(file) if path.suffix == ".jsonl" else _lengths(file))
-    if not arrivals:
-        raise SystemExit(f"{path} has no requests")
-    return arrivals
-
-
-def _conversations(lines: Iterator[str]) -> Iterator[Arrival]:
-    for line in lines:
-        entry = json.loads(line)
-        lengths = (entry["input_length"], entry["output_length"])
-        yield Arrival(entry["timestamp"] / 1000, *lengths, tuple(entry["hash_ids"]))
-
-
-def _lengths(lines: Iterator[str]) -> Iterator[Arrival]:
-    """Nothing says which prompts begin alike: no two do."""
-    start, fresh = None, count()
-    for row in csv.DictReader(lines):
-        now = datetime.fromisoformat(row["TIMESTAMP"][:26])
-        start = start or now
-        input_tokens = int(row["ContextTokens"])
-        blocks = tuple(next(fresh) for _ in range(math.ceil(input_tokens / _BLOCK_TOKENS)))
-        yield Arrival((now - start).total_seconds(), input_tokens, int(row["GeneratedTokens"]), blocks)
-
-
 def question_of(arrival: Arrival, shrink: int, salt: int) -> Question:
     """The arrival with lengths that fit the models; `salt` makes other tokens of the same blocks."""
     max_tokens = max(1, arrival.output_tokens // shrink)
@@ -111,7 +72,7 @@ def question_of(arrival: Arrival, shrink: int, salt: int) -> Question:
     tokens: list[int] = []
     for block in arrival.blocks:
         rng = random.Random(block << 16 | salt)
-        tokens += [rng.randrange(*_TOKEN_IDS) for _ in range(_BLOCK_TOKENS // shrink)]
+        tokens += [rng.randrange(*_TOKEN_IDS) for _ in range(BLOCK_TOKENS // shrink)]
     while len(tokens) < num_tokens:
         tokens.append(_TOKEN_IDS[0] + len(tokens) % 1000)
     return Question(tuple(tokens[:num_tokens]), max_tokens)

@@ -1,0 +1,79 @@
+"""Traces of real traffic: when requests came, how long they were, and which of their prompts begin alike.
+
+Two formats are read: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one for each 512
+tokens of the prompt (Mooncake's), and CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens` (Azure's), which does
+not say which prompts begin alike: none do.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv.bench.datasets import DatasetError
+
+BLOCK_TOKENS = 512
+"""Tokens of a prompt that one id stands for."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a trace, in its own time and lengths."""
+
+    time_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    """The identity of each 512 tokens of the prompt."""
+
+    def prompt(self) -> npt.NDArray[np.int32]:
+        """Return token ids, [input_tokens]: each is the id of its block, since prompts are only compared."""
+        return np.repeat(np.array(self.blocks, np.int32), BLOCK_TOKENS)[: self.input_tokens]
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Read a trace, ordered by time. Raises `DatasetError` if it cannot be read or is empty."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            arrivals = list(_conversations(file) if path.suffix == ".jsonl" else _lengths(file))
+    except (OSError, ValueError, KeyError) as error:
+        raise DatasetError(f"{path} is no trace (JSON lines as Mooncake's, or CSV as Azure's): {error!r}") from None
+    if not arrivals:
+        raise DatasetError(f"{path} has no requests")
+    return sorted(arrivals, key=lambda arrival: arrival.time_s)
+
+
+def spread_ties(arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[Arrival]:
+    """Spread requests of one instant over the time until the next, at random: some traces have steps of seconds."""
+    times_s = np.array([arrival.time_s for arrival in arrivals])
+    instants_s, index, sizes = np.unique(times_s, return_inverse=True, return_counts=True)
+    gaps_s = np.diff(instants_s, append=instants_s[-1])
+    moved_s = times_s + np.where(sizes[index] > 1, gaps_s[index] * rng.random(len(times_s)), 0.0)
+    moved = [replace(arrival, time_s=float(time_s)) for arrival, time_s in zip(arrivals, moved_s, strict=True)]
+    return sorted(moved, key=lambda arrival: arrival.time_s)
+
+
+def _conversations(lines: Iterable[str]) -> Iterator[Arrival]:
+    for line in lines:
+        entry = json.loads(line)
+        lengths = (entry["input_length"], entry["output_length"])
+        yield Arrival(entry["timestamp"] / 1000, *lengths, tuple(entry["hash_ids"]))
+
+
+def _lengths(lines: Iterable[str]) -> Iterator[Arrival]:
+    start, fresh = None, count()
+    for row in csv.DictReader(lines):
+        now = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        start = start or now
+        input_tokens = int(row["ContextTokens"])
+        blocks = tuple(next(fresh) for _ in range(math.ceil(input_tokens / BLOCK_TOKENS)))
+        yield Arrival((now - start).total_seconds(), input_tokens, int(row["GeneratedTokens"]), blocks)

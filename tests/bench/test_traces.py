@@ -1,0 +1,62 @@
+"""Traces as they are published, and what is wrong with other files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swiftkv.bench.datasets import DatasetError
+from swiftkv.bench.traces import Arrival, read_trace, spread_ties
+
+MOONCAKE = """\
+{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 7]}
+{"timestamp": 0, "input_length": 512, "output_length": 2, "hash_ids": [0]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,1000,10
+2023-11-16 18:17:05.4799600,3,8
+"""
+
+
+def test_mooncakes_ids_say_which_prompts_begin_alike(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(MOONCAKE)
+    first, second = read_trace(path)
+    assert (first, second) == (Arrival(0.0, 512, 2, (0,)), Arrival(3.0, 600, 5, (0, 7)))
+    assert second.prompt().shape == (600,)
+    assert (second.prompt()[:512] == first.prompt()).all()
+    assert set(second.prompt()[512:].tolist()) == {7}
+
+
+def test_azures_prompts_are_all_different(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    first, second = read_trace(path)
+    assert (first.time_s, second.time_s) == (0.0, pytest.approx(1.5))
+    assert (first.input_tokens, first.output_tokens, second.input_tokens) == (1000, 10, 3)
+    assert not set(first.prompt().tolist()) & set(second.prompt().tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.jsonl", "{}\n"), ("a.jsonl", "no"), ("a.csv", "a,b\n1,2\n"), ("a.csv", "")]
+)
+def test_other_files(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DatasetError):
+        read_trace(tmp_path / name)
+    with pytest.raises(DatasetError, match="is no trace"):
+        read_trace(tmp_path / "missing.csv")
+
+
+def test_requests_of_one_instant_are_spread_until_the_next() -> None:
+    arrivals = [Arrival(time_s, index, 1, ()) for index, time_s in enumerate([0.0, 0.0, 0.0, 3.0, 6.0, 6.0])]
+    spread = spread_ties(arrivals, np.random.default_rng(1))
+    times_s = {arrival.input_tokens: arrival.time_s for arrival in spread}
+    assert len({times_s[0], times_s[1], times_s[2]}) == 3
+    assert all(0 <= times_s[index] < 3 for index in range(3))
+    assert (times_s[3], times_s[4], times_s[5]) == (3.0, 6.0, 6.0)  # nothing says how long the last instant was
+    assert [arrival.time_s for arrival in spread] == sorted(times_s.values())
+    assert spread == spread_ties(arrivals, np.random.default_rng(1))
