@@ -9,6 +9,7 @@ traceback and code 1. The ranks of a tensor-parallel engine are processes like t
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -87,6 +88,8 @@ def serve(config: EngineConfig) -> int:
         with torch.inference_mode():
             engine = Engine(config, runner, requests, outputs, context)
             _watch_compilations(runner)
+            gc.collect()
+            gc.freeze()  # what was imported stays; a collection that walks it all would hold up every sequence
             outputs.send(msgspec.msgpack.encode(ready))
             engine.run()
     return 0
