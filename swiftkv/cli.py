@@ -167,6 +167,22 @@ def status(
     raise typer.Exit(0 if answer.is_success else 1)
 
 
+@app.command(epilog="Example: `swiftkv doctor`")
+def doctor() -> None:
+    """Look at this machine: what would slow a node down, or stop it, and what to do about it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from swiftkv.doctor import examine
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "found", "what to do"):
+        table.add_column(heading)
+    for finding in examine():
+        table.add_row(finding.about, finding.found, finding.advice or "ok")
+    Console(highlight=False).print(table)
+
+
 def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table

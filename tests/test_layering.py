@@ -14,7 +14,7 @@ PACKAGE = Path(swiftkv.__file__).parent
 
 LAYERS = [
     {"cli", "demo"},
-    {"node", "bench", "checkpoint", "demo_node"},
+    {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables"},
     {"supervisor", "engine_configs", "devices", "sockets", "admin_key"},
     {"watch"},
     {"server"},

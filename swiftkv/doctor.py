@@ -1,0 +1,162 @@
+"""`swiftkv doctor`: what of this machine helps or hinders a node, each with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftkv.transport.topology import OLDEST_CAPABILITY, read_topology
+from swiftkv.units import format_size
+
+_OLDEST_KERNEL = (5, 10)  # pidfd_open, memfd seals, pidfd in poll
+_MANY_FILES = 65536
+_LITTLE_DISK_BYTES = 64 << 20
+_LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at; `advice` is empty where all is well."""
+
+    about: str
+    found: str
+    advice: str = ""
+
+
+def examine(root: Path = Path("/")) -> Iterator[Finding]:
+    """Look at the machine whose `/proc` and `/sys` lie below `root`."""
+    yield _kernel()
+    yield _instructions()
+    yield _cores(root)
+    yield _memory(root)
+    yield _huge_pages(root, "enabled", "of weights", "madvise")
+    yield _huge_pages(root, "shmem_enabled", "of pools", "advise")
+    yield _numa(root)
+    yield _open_files()
+    yield _temporary_directory()
+    yield from _gpus()
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    version = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    old = version < _OLDEST_KERNEL
+    return Finding("kernel", f"{platform.system()} {release}", "needs Linux 5.10 or newer" if old else "")
+
+
+def _instructions() -> Finding:
+    from swiftkv import _cpu
+
+    isa = _cpu.isa()
+    slow = "kernels run without AVX-512, which newer processors have" if isa == "avx2" else ""
+    return Finding("instruction set", isa, slow)
+
+
+def _cores(root: Path) -> Finding:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    found = f"{usable} of {present} may be used"
+    if (quota := _quota(root)) is not None and quota < usable:
+        advice = f"the control group allows {quota:g} of them; write `threads: {max(1, int(quota))}` for each model"
+        return Finding("cores", found, advice)
+    return Finding("cores", found)
+
+
+def _quota(root: Path) -> float | None:
+    """Return how many cores the control group allows, `None` for all."""
+    words = _read(root / "sys/fs/cgroup/cpu.max").split()
+    if len(words) != 2 or words[0] == "max":
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _memory(root: Path) -> Finding:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(root / "sys/fs/cgroup/memory.max")
+    if limit.isdigit() and int(limit) < total_bytes:
+        found = f"{format_size(int(limit))}, of the machine's {format_size(total_bytes)}"
+        return Finding("memory", found, "pools and weights of all models must fit: `swiftkv plan FILE` adds them up")
+    return Finding("memory", format_size(total_bytes))
+
+
+def _huge_pages(root: Path, name: str, of: str, setting: str) -> Finding:
+    path = Path("sys/kernel/mm/transparent_hugepage") / name
+    chosen = _chosen(_read(root / path))
+    advice = f"what lies in huge pages is read faster: echo {setting} > /{path}" if chosen == "never" else ""
+    return Finding(f"huge pages {of}", chosen or "unknown", advice)
+
+
+def _numa(root: Path) -> Finding:
+    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    if nodes > 1 and _read(root / "proc/sys/kernel/numa_balancing") == "1":
+        advice = "pages move between nodes while engines read them: echo 0 > /proc/sys/kernel/numa_balancing"
+        return Finding("memory nodes", f"{nodes}, balanced by the kernel", advice)
+    return Finding("memory nodes", str(max(1, nodes)))
+
+
+def _open_files() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _MANY_FILES:
+        advice = f"bounds the connections: raise it (ulimit -Hn {_MANY_FILES}, LimitNOFILE= of a systemd unit)"
+        return Finding("open files", f"{hard:,}", advice)
+    return Finding("open files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}")
+
+
+def _temporary_directory() -> Finding:
+    directory = tempfile.gettempdir()
+    free_bytes = shutil.disk_usage(directory).free
+    found = f"{directory}, {format_size(free_bytes)} free"
+    if free_bytes < _LITTLE_DISK_BYTES:
+        return Finding("TMPDIR", found, "engines publish their pools there: make room, or set TMPDIR")
+    if len(directory) > _LONGEST_TMPDIR:
+        return Finding("TMPDIR", found, "too long for the names of sockets: a node uses /tmp instead")
+    return Finding("TMPDIR", found)
+
+
+def _gpus() -> Iterator[Finding]:
+    topology = read_topology()
+    if not topology.gpus:
+        yield Finding("GPUs", f"none: {topology.absence or 'no driver'}")
+        return
+    for index, gpu in enumerate(topology.gpus):
+        found = f"{gpu.name}, compute capability {gpu.capability / 10}"
+        old = (
+            f"the kernels need {OLDEST_CAPABILITY / 10} (Ampere) or more" if gpu.capability < OLDEST_CAPABILITY else ""
+        )
+        yield Finding(f"cuda:{index}", found, old)
+    for a in range(len(topology.gpus)):
+        for b in range(a + 1, len(topology.gpus)):
+            link = topology.link(a, b)
+            slow = {None: "lending between them goes through the host", "pcie": "lending is slow: NVLink is not there"}
+            yield Finding(f"cuda:{a} to cuda:{b}", link or "no mapping", slow.get(link, ""))
+    if topology.has_mps:
+        yield Finding("MPS", "runs", "lending between GPUs goes through the host under MPS: stop it to lend faster")
+    yield _torch()
+
+
+def _torch() -> Finding:
+    import torch
+
+    found = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, Python {sys.version.split()[0]}"
+    if torch.cuda.is_available():
+        return Finding("torch", found)
+    return Finding("torch", found, "was built without CUDA, or the driver is too old: make setup TORCH=torch")
+
+
+def _chosen(setting: str) -> str:
+    """Return the word in brackets of a setting such as `always [madvise] never`."""
+    return setting.partition("[")[2].partition("]")[0]
+
+
+def _read(path: Path) -> str:
+    """Return a file of the kernel's, or "" where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

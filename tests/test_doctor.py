@@ -1,0 +1,56 @@
+"""`swiftkv doctor` on machines that are not right, as far as the kernel's files say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swiftkv.cli import app
+from swiftkv.doctor import examine
+
+HUGE = "sys/kernel/mm/transparent_hugepage"
+
+
+def advice(root: Path) -> dict[str, str]:
+    return {finding.about: finding.advice for finding in examine(root)}
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text + "\n")
+
+
+def test_this_machine() -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    for about in ("kernel", "instruction set", "cores", "memory", "huge pages", "open files", "TMPDIR"):
+        assert about in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("about", "file", "text", "says"),
+    [
+        ("cores", "sys/fs/cgroup/cpu.max", "50000 100000", "write `threads: 1` for each model"),
+        ("memory", "sys/fs/cgroup/memory.max", "1073741824", "must fit"),
+        ("huge pages of weights", f"{HUGE}/enabled", "always madvise [never]", "echo madvise > /sys"),
+        ("huge pages of pools", f"{HUGE}/shmem_enabled", "always within_size advise [never]", "echo advise > /sys"),
+    ],
+)
+def test_what_is_wrong_comes_with_advice(tmp_path: Path, about: str, file: str, text: str, says: str) -> None:
+    assert advice(tmp_path)[about] == ""
+    write(tmp_path, file, text)
+    assert says in advice(tmp_path)[about]
+
+
+def test_what_is_right_does_not(tmp_path: Path) -> None:
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000")
+    write(tmp_path, "sys/fs/cgroup/memory.max", "max")
+    write(tmp_path, f"{HUGE}/enabled", "always [madvise] never")
+    write(tmp_path, "proc/sys/kernel/numa_balancing", "1")
+    (tmp_path / "sys/devices/system/node/node0").mkdir(parents=True)
+    found = advice(tmp_path)
+    assert {found[about] for about in ("cores", "memory", "huge pages of weights", "memory nodes")} == {""}
+    (tmp_path / "sys/devices/system/node/node1").mkdir()
+    assert "numa_balancing" in advice(tmp_path)["memory nodes"]
