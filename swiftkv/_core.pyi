@@ -104,7 +104,52 @@ class SchedulerStats:
     window_missed_tokens_total: Final[int]
     step_s_total: Final[float]
     """Seconds that the committed steps took"""
+    step_time_error_ratio: Final[float]
+    """The mean of |predicted - measured| / measured over recent steps; 0 before any was predicted"""
     groups: Final[list[GroupStats]]
+
+class StepWork:
+    """The sizes of a step that its time depends on."""
+
+    num_tokens: Final[float]
+    prompt_pairs: Final[float]
+    """Pairs of a token that is computed and one that it looks back on, in rows of several tokens"""
+    decode_context: Final[float]
+    """Tokens that rows of one token look back on"""
+    num_rows: Final[float]
+    num_copies: float
+    """Blocks that are copied to or from a lower place"""
+
+    def __init__(self) -> None: ...
+    def add_row(self, begin: int, num_tokens: int) -> None:
+        """Add a row of `num_tokens` tokens behind the first `begin` of its sequence."""
+
+class StepTime:
+    """Predicts the time of a step from its work: a sum of six terms, fitted to measured steps.
+
+    The fit is one of least squares of relative errors, in which no coefficient is below 0. Steps with prompts and
+    steps of decodes alone count alike, and the latest 100 of each count most.
+    """
+
+    def __init__(self) -> None: ...
+    def observe(self, work: StepWork, duration_s: float) -> None:
+        """Note how long a step took. One that took no time is ignored."""
+
+    def predict(self, work: StepWork) -> float:
+        """Return seconds; 0 before any step was observed."""
+
+    def longest_chunk(self, work: StepWork, begin: int, limit_s: float) -> int:
+        """Return how many tokens of a prompt, behind its first `begin`, a step with `work` can have in `limit_s`."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps of either kind have been observed"""
+    @property
+    def error_ratio(self) -> float:
+        """The mean of |predicted - measured| / measured over recent steps; 0 before any was predicted"""
+    @property
+    def coefficients(self) -> list[float]:
+        """Seconds per token, pair, token of context, row and copied block, and of every step"""
 
 class StepPlan:
     """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive.
@@ -164,6 +209,9 @@ class StepPlan:
     @property
     def logits_seqs(self) -> Int32Array:
         """[R] the sequence, of S, that each belongs to"""
+    @property
+    def work(self) -> StepWork:
+        """The sizes that the step's time depends on"""
     @property
     def num_prompt_tokens_in_step(self) -> int: ...
     @property
@@ -268,7 +316,7 @@ class Scheduler:
     def commit(self, sampled: Int32Array, duration_s: float = 0.0) -> StepResult:
         """Make the oldest plan's step history: its KV is written, `sampled` has a token per row of its logits_rows,
         or a number below 0 where there is none: that request ends, and the step's KV of it is not kept. `duration_s`
-        says how long the step took.
+        says how long the step took, 0 that nobody knows.
 
         Raises ValueError if the number of tokens is wrong, RuntimeError if no step is in progress.
         """
@@ -319,6 +367,9 @@ class Scheduler:
         """The bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
     def stats(self) -> SchedulerStats: ...
+    def step_time(self) -> StepTime:
+        """Return a copy of what predicts steps, as fitted to the durations that `commit` was told."""
+
     def check_invariants(self) -> None:
         """Raises RuntimeError, naming the invariant that does not hold. Slow: for tests."""
 

@@ -16,6 +16,10 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace swiftkv;
 
+namespace swiftkv {
+void bind_step_time(nb::module_& m);
+}
+
 namespace {
 
 // A view that keeps its owner alive.
@@ -114,6 +118,7 @@ void bind_plan(nb::module_& m) {
     def_array(plan, "logits_rows", &StepPlan::logits_rows);
     def_array(plan, "logits_seqs", &StepPlan::logits_seqs);
     plan.def_ro("has_unknown_tokens", &StepPlan::has_unknown_tokens);
+    plan.def_ro("work", &StepPlan::work);
     plan.def_ro("num_prompt_tokens_in_step", &StepPlan::num_prompt_tokens);
     def_array(plan, "new_request_ids", &StepPlan::new_request_ids);
     def_array(plan, "new_cached_tokens", &StepPlan::new_cached_tokens);
@@ -157,6 +162,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("borrowed_hit_tokens_total", &SchedulerStats::borrowed_hit_tokens_total)
         .def_ro("window_missed_tokens_total", &SchedulerStats::window_missed_tokens_total)
         .def_ro("step_s_total", &SchedulerStats::step_s_total)
+        .def_ro("step_time_error_ratio", &SchedulerStats::step_time_error_ratio)
         .def_ro("groups", &SchedulerStats::groups);
 }
 
@@ -294,6 +300,7 @@ void bind_scheduler(nb::module_& m) {
             },
             "blocks"_a.noconvert(), "is_loaded"_a)
         .def("stats", &Scheduler::stats, unlocked)
+        .def("step_time", &Scheduler::step_time, unlocked)
         .def("check_invariants", &Scheduler::check_invariants, unlocked)
         .def("reset_prefix_cache", &Scheduler::reset_prefix_cache, unlocked);
 }
@@ -311,6 +318,7 @@ NB_MODULE(_core, m) {
     m.doc() = "Block pool, prefix index and scheduler of swiftkv.";
     m.attr("NO_BLOCK") = kNoBlock;
     bind_stats(m);
+    bind_step_time(m);
     bind_plan(m);
     bind_scheduler(m);
     m.def("blake3", [](nb::bytes data) { return to_bytes(blake3(bytes_of(data))); }, "data"_a);

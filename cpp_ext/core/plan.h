@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "step_time.h"
 #include "types.h"
 
 namespace swiftkv {
@@ -17,6 +18,7 @@ struct CopyRuns {
 
     void add(int link, int64_t peer_offset, int64_t local_offset, bool staged, int64_t block_bytes,
              int64_t layer_block_bytes);
+    int64_t num_blocks() const;
 };
 
 // The copies of one KV group in one step.
@@ -43,6 +45,7 @@ struct StepPlan {
     std::vector<int32_t> logits_seqs;                // [R] into S
     bool has_unknown_tokens = false;
     int num_prompt_tokens = 0;
+    StepWork work;
     std::vector<RequestId> new_request_ids;        // [A] admitted for the first time
     std::vector<int32_t> new_cached_tokens;        // [A] of them, prompt tokens found in the cache
     std::vector<double> new_arrivals_s;            // [A] when they arrived
@@ -80,6 +83,7 @@ struct SchedulerStats {
     int64_t borrowed_hit_tokens_total;   // of the hits, those that lay in borrowed blocks
     int64_t window_missed_tokens_total;  // behind the hits, those that were known, but the tail of their end was not
     double step_s_total;                 // the seconds that committed steps took
+    double step_time_error_ratio;        // of predictions, as in StepTime
     std::vector<GroupStats> groups;
 };
 

@@ -51,6 +51,7 @@ void PlanWriter::write_row(StepPlan& plan, const StepRow& row) const {
     plan.request_ids.push_back(r.id);
     plan.row_slots.push_back(r.slot);
     plan.num_prompt_tokens += std::max(0, std::min(end, r.prompt_len) - begin);
+    plan.work.add_row(begin, row.num_tokens);
     const int num_blocks = ceil_div(end, limits_.block_size);
     for (int g = 0; g < cache_.num_groups(); ++g) {
         const std::vector<int32_t>& entries = r.table.groups[g].entries;
@@ -73,6 +74,12 @@ void CopyRuns::add(int link, int64_t peer_offset, int64_t local_offset, bool sta
         }
     }
     rows.insert(rows.end(), {link, peer_offset, local_offset, 1, staged});
+}
+
+int64_t CopyRuns::num_blocks() const {
+    int64_t sum = 0;
+    for (size_t i = 3; i < rows.size(); i += 5) sum += rows[i];
+    return sum;
 }
 
 // The borrowed blocks of one KV group that the step stages.
@@ -160,6 +167,10 @@ void PlanWriter::write_copies(StepPlan& plan) const {
         for (const BlockCopy& copy : cache_.spills(g)) add_to(plan.copies[g].spills, copy);
         for (CopyRuns& loads : plan.copies[g].loads)
             for (const BlockCopy& copy : cache_.moves_in(g)) add_to(loads, copy);
+        // Every stream buffer copies the same blocks, each its own layers of them.
+        const GroupCopies& copies = plan.copies[g];
+        plan.work.num_copies += copies.spills.num_blocks();
+        if (!copies.loads.empty()) plan.work.num_copies += copies.loads[0].num_blocks() + copies.stores[0].num_blocks();
     }
 }
 

@@ -138,7 +138,7 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
         r.is_in_step = false;
         if (cache_.can_borrow()) row.arrivals = cache_.arrivals(r.table, ceil_div(r.num_planned(), limits_.block_size));
     }
-    open_.push_back({std::move(step.rows()), cache_.has_copies()});
+    open_.push_back({std::move(step.rows()), cache_.has_copies(), plan->work});
     return plan;
 }
 
@@ -157,6 +157,7 @@ StepResult Scheduler::commit(std::span<const TokenId> sampled, double duration_s
         throw std::invalid_argument("commit() got " + std::to_string(sampled.size()) + " tokens, the plan has " +
                                     std::to_string(num_samples) + " logits_rows");
     step_s_total_ += duration_s;
+    step_time_.observe(open_.front().work, duration_s);
     return commit_step(sampled);
 }
 
@@ -269,7 +270,13 @@ SchedulerStats Scheduler::stats() const {
             .borrowed_hit_tokens_total = borrowed_hit_tokens_total_,
             .window_missed_tokens_total = window_missed_tokens_total_,
             .step_s_total = step_s_total_,
+            .step_time_error_ratio = step_time_.error_ratio(),
             .groups = cache_.stats()};
+}
+
+StepTime Scheduler::step_time() const {
+    const std::lock_guard lock(mutex_);
+    return step_time_;
 }
 
 void Scheduler::reset_prefix_cache() {

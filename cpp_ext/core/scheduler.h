@@ -17,6 +17,7 @@
 #include "roster.h"
 #include "scheduler_limits.h"
 #include "step_builder.h"
+#include "step_time.h"
 #include "types.h"
 
 namespace swiftkv {
@@ -51,7 +52,7 @@ class Scheduler {
     // `now_s`: any clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
     // Makes the oldest step in progress history. `sampled`: one token per row of its plan's logits_rows; below 0: none.
-    // `duration_s`: how long the device was busy with it.
+    // `duration_s`: how long the device was busy with it, or 0 if nobody knows.
     StepResult commit(std::span<const TokenId> sampled, double duration_s);
     // Gives up the only step in progress, whose copies failed. What it computed does not count.
     void abandon();
@@ -78,6 +79,7 @@ class Scheduler {
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
 
     SchedulerStats stats() const;
+    StepTime step_time() const;  // as fitted to the steps so far
     void check_invariants() const;
     void reset_prefix_cache();
 
@@ -85,6 +87,7 @@ class Scheduler {
     struct Step {
         std::vector<StepRow> rows;
         bool has_copies;
+        StepWork work;
     };
 
     // Functions that change more than one thing are noexcept: an exception half-way, if only for want of memory, would
@@ -115,6 +118,7 @@ class Scheduler {
     KvCache cache_;
     Demand demand_;
     Roster roster_;
+    StepTime step_time_;
     Policy policy_;
     Refusal refusal_;
     PlanWriter writer_;

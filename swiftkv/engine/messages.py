@@ -170,6 +170,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     layer_stream_exposed: Histogram | None = None  # and the part of both that no computing hid
     cuda_graph_hits_total: int | None = None  # decode steps that a CUDA graph held; None: there are no graphs
     cuda_graph_misses_total: int | None = None  # and those that ran eagerly
+    step_time_error_ratio: float = 0.0  # of predicted step times, of late: mean of |predicted - measured| / measured
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
 
 

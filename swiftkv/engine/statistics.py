@@ -54,6 +54,7 @@ class EngineStatistics:
             layer_stream_exposed=self._exposed if streams else None,
             cuda_graph_hits_total=None if graphs is None else graphs.hits_total,
             cuda_graph_misses_total=None if graphs is None else graphs.misses_total,
+            step_time_error_ratio=stats.step_time_error_ratio,
             expert_load_factors=self._runner.expert_loads.factors(),
         )
 

@@ -77,6 +77,10 @@ class GatewayMetrics:
             "Mean over maximum of tokens per expert, as last reported; 1 is even. Not counted on GPUs",
             ("layer",),
         )
+        self.step_time_error = self._gauge(
+            "swiftkv:step_time_error_ratio",
+            "Mean of |predicted - measured| / measured time over recent steps; 0 before any was predicted",
+        )
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
         self.cache_configs = _CacheConfigs()
@@ -166,6 +170,7 @@ class ModelMetrics:
         self._kv_tokens = {tier: metrics.kv_tier_tokens.labels(name, tier) for tier in (LOCAL_TIER, PEER_TIER)}
         self._name = name
         self._expert_load = metrics.expert_load
+        self._step_time_error = metrics.step_time_error.labels(name)
         self._layer_stream = metrics.layer_stream
         self._cache_configs = metrics.cache_configs
         self._restarts = metrics.engine_restarts
@@ -193,6 +198,7 @@ class ModelMetrics:
         self._kv_tokens[PEER_TIER].set(stats.kv_tokens_peer)
         for layer, factor in stats.expert_load_factors.items():
             self._expert_load.labels(self._name, str(layer)).set(factor)
+        self._step_time_error.set(stats.step_time_error_ratio)
         self._layer_stream.observe(self._name, stats)
         hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
         totals = (

@@ -37,7 +37,7 @@ class Build:
     def core_objects(self) -> list[Path]:
         """Compile the core without its binding."""
         units = sorted((self.sources / "core").glob("*.cpp"))
-        return self.objects(unit for unit in units if unit.name != "bind.cpp")
+        return self.objects(unit for unit in units if not unit.name.startswith("bind"))
 
     def objects(self, units: Iterable[Path]) -> list[Path]:
         return [self._object(unit) for unit in units]

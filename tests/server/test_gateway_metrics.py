@@ -118,6 +118,12 @@ def test_load_factors_of_experts_by_layer() -> None:
     assert text.count("swiftkv:expert_load_factor{") == 2
 
 
+def test_the_error_of_predicted_step_times_is_shown() -> None:
+    metrics = GatewayMetrics()
+    metrics.for_model("timed").observe_engine(EngineStats(*[0] * 12, step_time_error_ratio=0.125))
+    assert 'swiftkv:step_time_error_ratio{model_name="timed"} 0.125' in metrics.render().decode()
+
+
 def test_graphs_are_counted_where_there_are_any() -> None:
     metrics = GatewayMetrics()
     metrics.for_model("cpu").observe_engine(EngineStats(*[0] * 12))

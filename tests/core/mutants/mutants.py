@@ -46,6 +46,7 @@ SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
+STEP_TIME = "core/step_time.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
 MUTANTS = [
@@ -259,6 +260,17 @@ MUTANTS = [
         "int back = row.num_samples(); back > 0",
         "int back = 1; back > 0",
     ),
+    # The time of a step.
+    one("a coefficient is negative", STEP_TIME, "if (found[lowest] >= 0) {", "if (true) {"),
+    one(
+        "decodes make the model forget prompts",
+        STEP_TIME,
+        "(work.prompt_pairs > 0 ? prompts_ : decodes_)",
+        "(prompts_)",
+    ),
+    one("a long chunk is as cheap per token as a short one", STEP_TIME, "+ 2 * per_pair * left_s));", "));"),
+    one("old steps count for ever", STEP_TIME, "kRetention = 0.99;", "kRetention = 1.0;"),
+    one("absolute errors count", STEP_TIME, "scaled[i] = terms[i] / duration_s;", "scaled[i] = terms[i];"),
     # The refusal.
     one(
         "a refusal outlives a freed block",

@@ -23,6 +23,7 @@ TESTS = {
             "lending",
             "scheduler",
             "windows",
+            "step_time",
             "refusal",
             "bindings",
             "lending_states",

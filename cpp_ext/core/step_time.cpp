@@ -1,0 +1,125 @@
+#include "step_time.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace swiftkv {
+
+namespace {
+
+constexpr double kRetention = 0.99;  // a step counts for e^-1 after 100 others of its kind
+constexpr double kRidge = 1e-6;      // of terms that rise and fall together, none gets all
+constexpr int kMinSteps = 4;         // of either kind
+constexpr int kStepsPerFit = 16;     // but for the first ones, each of which tells much
+constexpr int kFirstSteps = 64;
+constexpr int kErrorWindow = 200;  // predictions
+
+using Terms = StepTime::Terms;
+constexpr int kNumTerms = StepTime::kNumTerms;
+
+Terms terms_of(const StepWork& work) {
+    return {work.num_tokens, work.prompt_pairs, work.decode_context, work.num_rows, work.num_copies, 1.0};
+}
+
+// Solves a x = b for a positive definite `a`, of which the lower half is there, by Cholesky's method in place.
+Terms solve(std::array<Terms, kNumTerms> a, Terms x) {
+    for (int i = 0; i < kNumTerms; ++i) {
+        for (int j = 0; j <= i; ++j) {
+            double sum = a[i][j];
+            for (int k = 0; k < j; ++k) sum -= a[i][k] * a[j][k];
+            a[i][j] = i == j ? std::sqrt(std::max(sum, std::numeric_limits<double>::min())) : sum / a[j][j];
+        }
+        for (int k = 0; k < i; ++k) x[i] -= a[i][k] * x[k];
+        x[i] /= a[i][i];
+    }
+    for (int i = kNumTerms - 1; i >= 0; --i) {
+        for (int k = i + 1; k < kNumTerms; ++k) x[i] -= a[k][i] * x[k];
+        x[i] /= a[i][i];
+    }
+    return x;
+}
+
+}  // namespace
+
+void StepWork::add_row(int begin, int count) {
+    num_tokens += count;
+    num_rows += 1;
+    if (count == 1) {
+        decode_context += begin + 1;
+    } else {
+        prompt_pairs += count * (begin + 0.5 * count);
+    }
+}
+
+// A step weighs 1 / its time squared, so that errors count in relation to it.
+void StepTime::Sums::add(const Terms& terms, double duration_s) {
+    ++num_steps;
+    Terms scaled;
+    for (int i = 0; i < kNumTerms; ++i) scaled[i] = terms[i] / duration_s;
+    for (int i = 0; i < kNumTerms; ++i) {
+        for (int j = 0; j <= i; ++j) products[i][j] = kRetention * products[i][j] + scaled[i] * scaled[j];
+        moments[i] = kRetention * moments[i] + scaled[i];
+    }
+}
+
+void StepTime::observe(const StepWork& work, double duration_s) {
+    if (duration_s <= 0) return;
+    if (is_known()) {
+        const double error = std::abs(predict(work) - duration_s) / duration_s;
+        num_predicted_ = std::min(num_predicted_ + 1, kErrorWindow);
+        error_ratio_ += (error - error_ratio_) / num_predicted_;
+    }
+    (work.prompt_pairs > 0 ? prompts_ : decodes_).add(terms_of(work), duration_s);
+    const bool is_early = prompts_.num_steps + decodes_.num_steps < kFirstSteps;
+    if (++num_unfitted_ >= (is_early ? 1 : kStepsPerFit)) fit();
+}
+
+bool StepTime::is_known() const {
+    return prompts_.num_steps >= kMinSteps && decodes_.num_steps >= kMinSteps;
+}
+
+double StepTime::predict(const StepWork& work) const {
+    const Terms terms = terms_of(work);
+    double sum_s = 0;
+    for (int i = 0; i < kNumTerms; ++i) sum_s += coefficients_[i] * terms[i];
+    return sum_s;
+}
+
+// The time of a chunk of n tokens is a n^2 + b n, and its row's.
+int StepTime::longest_chunk(const StepWork& work, int begin, double limit_s) const {
+    const auto [per_token, per_pair, per_context, per_row, per_copy, constant] = coefficients_;
+    const double left_s = limit_s - predict(work) - per_row;
+    if (left_s <= 0) return 0;
+    const double b = per_token + per_pair * begin;
+    const double longest = 2 * left_s / (b + std::sqrt(b * b + 2 * per_pair * left_s));
+    return static_cast<int>(std::min<double>(longest, std::numeric_limits<int>::max()));
+}
+
+// Leaves out the term with the lowest coefficient until none is below 0.
+void StepTime::fit() {
+    num_unfitted_ = 0;
+    std::array<Terms, kNumTerms> products;
+    Terms moments, scale;  // terms are scaled to the same size, for they differ by many orders of magnitude
+    for (int i = 0; i < kNumTerms; ++i) {
+        const double square = prompts_.products[i][i] + decodes_.products[i][i];
+        scale[i] = square > 0 ? 1 / std::sqrt(square) : 0;
+        moments[i] = scale[i] * (prompts_.moments[i] + decodes_.moments[i]);
+        for (int j = 0; j < i; ++j)
+            products[i][j] = scale[i] * scale[j] * (prompts_.products[i][j] + decodes_.products[i][j]);
+        products[i][i] = 1 + kRidge;
+    }
+    while (true) {
+        const Terms found = solve(products, moments);
+        const int lowest = static_cast<int>(std::min_element(found.begin(), found.end()) - found.begin());
+        if (found[lowest] >= 0) {
+            for (int i = 0; i < kNumTerms; ++i) coefficients_[i] = scale[i] * found[i];
+            return;
+        }
+        moments[lowest] = 0;
+        for (int k = 0; k < kNumTerms; ++k)
+            if (k != lowest) products[std::max(k, lowest)][std::min(k, lowest)] = 0;
+    }
+}
+
+}  // namespace swiftkv

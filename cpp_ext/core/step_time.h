@@ -1,0 +1,61 @@
+// How long a step takes: a linear model of its work, fitted to steps that were measured.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace swiftkv {
+
+// The work of one step, as the sizes that its time depends on.
+struct StepWork {
+    double num_tokens = 0;
+    double prompt_pairs = 0;    // of a token that is computed and one that it looks back on, in rows of several tokens
+    double decode_context = 0;  // tokens that rows of one token look back on
+    double num_rows = 0;
+    double num_copies = 0;  // blocks that are copied to or from a lower place
+
+    // Adds a row of `num_tokens` tokens behind the first `begin` of its sequence.
+    void add_row(int begin, int num_tokens);
+};
+
+// Predicts how long a step takes as a sum of terms, one for each size of its work and a constant one. The coefficients
+// are those that fit measured steps best, by least squares of relative errors, and none is below 0. Steps with prompts
+// and steps of decodes alone count alike, however many of each there are, and the latest ones count most.
+class StepTime {
+  public:
+    static constexpr int kNumTerms = 6;
+    // In the order of StepWork, the constant one last.
+    using Terms = std::array<double, kNumTerms>;
+
+    // Notes how long a step took. One that took no time is ignored.
+    void observe(const StepWork& work, double duration_s);
+    // Whether enough steps of either kind have been measured to predict one.
+    bool is_known() const;
+    double predict(const StepWork& work) const;
+    // Returns how many tokens of a prompt, behind its first `begin`, a step with `work` can have so that it takes
+    // `limit_s`: below 1 if there is no time left.
+    int longest_chunk(const StepWork& work, int begin, double limit_s) const;
+    // The mean of |predicted - measured| / measured, of late; 0 before any step was predicted.
+    double error_ratio() const { return error_ratio_; }
+    const Terms& coefficients() const { return coefficients_; }
+
+  private:
+    // Sums over the steps of one kind, in which older steps count less and less.
+    struct Sums {
+        std::array<Terms, kNumTerms> products = {};  // the lower half
+        Terms moments = {};
+        int64_t num_steps = 0;
+
+        void add(const Terms& terms, double duration_s);
+    };
+
+    void fit();
+
+    Sums prompts_, decodes_;
+    Terms coefficients_ = {};
+    double error_ratio_ = 0;
+    int num_predicted_ = 0;
+    int num_unfitted_ = 0;  // steps since the last fit
+};
+
+}  // namespace swiftkv

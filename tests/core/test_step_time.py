@@ -1,0 +1,150 @@
+"""The predictor of a step's time: on steps of a known law, on noise, and inside the scheduler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from naive_scheduler import Setup
+
+from swiftkv import _core
+
+NO_STOP = np.array([], np.int32)
+LAW = (1.2e-3, 1.2e-7, 4e-7, 1.1e-3, 2e-4, 0.02)  # of a small model on two cores: token, pair, context, row, copy, step
+
+
+def work_of(*rows: tuple[int, int], num_copies: int = 0) -> _core.StepWork:
+    """`rows`: tokens before, tokens computed."""
+    work = _core.StepWork()
+    for begin, num_tokens in rows:
+        work.add_row(begin, num_tokens)
+    work.num_copies = num_copies
+    return work
+
+
+def time_of(work: _core.StepWork, law: tuple[float, ...] = LAW) -> float:
+    sizes = (work.num_tokens, work.prompt_pairs, work.decode_context, work.num_rows, work.num_copies, 1.0)
+    return sum(c * x for c, x in zip(law, sizes, strict=True))
+
+
+def random_work(rng: np.random.Generator) -> _core.StepWork:
+    decodes = [(int(rng.integers(1, 4000)), 1) for _ in range(rng.integers(0, 16))]
+    prompts = [(int(rng.integers(0, 4000)), int(rng.integers(2, 1000))) for _ in range(rng.integers(0, 3))]
+    return work_of(*decodes, *prompts, (7, 1), num_copies=int(rng.integers(0, 40)))
+
+
+def decode_work(rng: np.random.Generator) -> _core.StepWork:
+    return work_of(*((int(rng.integers(1, 4000)), 1) for _ in range(rng.integers(1, 16))))
+
+
+def mean_error(step_time: _core.StepTime, works: list[_core.StepWork], law: tuple[float, ...] = LAW) -> float:
+    return float(np.mean([abs(step_time.predict(w) - time_of(w, law)) / time_of(w, law) for w in works]))
+
+
+def test_the_sizes_of_a_step() -> None:
+    work = work_of((10, 1), (20, 1), (100, 8))
+    assert (work.num_tokens, work.num_rows, work.decode_context) == (10, 3, 32)
+    # Token i of the chunk looks back on about 100 + i.
+    assert work.prompt_pairs == 8 * 104
+
+
+def test_a_law_is_found() -> None:
+    rng = np.random.default_rng(0)
+    step_time = _core.StepTime()
+    assert not step_time.is_known
+    for _ in range(200):
+        work = random_work(rng)
+        step_time.observe(work, time_of(work))
+    assert step_time.is_known
+    assert step_time.coefficients == pytest.approx(LAW, rel=0.02)
+    assert mean_error(step_time, [random_work(rng) for _ in range(100)]) < 0.005
+    assert step_time.error_ratio < 0.05  # of the first predictions as well
+
+
+def test_noise_and_steps_that_the_machine_interrupted_do_little_harm() -> None:
+    rng = np.random.default_rng(1)
+    step_time = _core.StepTime()
+    for i in range(600):
+        work = random_work(rng)
+        interrupted = 20.0 if i % 40 == 5 else 1.0
+        step_time.observe(work, time_of(work) * rng.lognormal(0, 0.05) * interrupted)
+    assert mean_error(step_time, [random_work(rng) for _ in range(100)]) < 0.05
+
+
+def test_no_coefficient_is_negative() -> None:
+    rng = np.random.default_rng(2)
+    step_time = _core.StepTime()
+    for _ in range(300):
+        work = random_work(rng)
+        step_time.observe(work, 0.05 * rng.lognormal(0, 1.0))  # no law at all
+        assert min(step_time.coefficients) >= 0
+
+
+def test_long_decoding_does_not_forget_what_prompts_cost() -> None:
+    rng = np.random.default_rng(3)
+    step_time = _core.StepTime()
+    prompts = [work_of((0, n)) for n in (40, 300, 700, 1000, 60, 512, 128, 900)]
+    for work in prompts:
+        step_time.observe(work, time_of(work))
+    for _ in range(5000):
+        work = decode_work(rng)
+        step_time.observe(work, time_of(work) * rng.lognormal(0, 0.03))
+    assert mean_error(step_time, prompts) < 0.05
+    assert mean_error(step_time, [decode_work(rng) for _ in range(100)]) < 0.03
+
+
+def test_a_machine_that_slows_down_is_followed() -> None:
+    rng = np.random.default_rng(4)
+    step_time = _core.StepTime()
+    slow = tuple(3 * c for c in LAW)
+    for law in (LAW, slow):
+        for _ in range(2000):
+            work = random_work(rng)
+            step_time.observe(work, time_of(work, law))
+    assert mean_error(step_time, [random_work(rng) for _ in range(100)], slow) < 0.03
+
+
+def test_steps_that_nobody_timed_teach_nothing() -> None:
+    step_time = _core.StepTime()
+    for _ in range(10):
+        step_time.observe(work_of((0, 8), (5, 1)), 0.0)
+    assert step_time.predict(work_of((0, 8))) == 0
+    assert not step_time.is_known
+
+
+@pytest.mark.parametrize("begin", [0, 1000, 30_000])
+def test_the_longest_chunk_takes_what_is_left(begin: int) -> None:
+    rng = np.random.default_rng(5)
+    step_time = _core.StepTime()
+    for _ in range(200):
+        work = random_work(rng)
+        step_time.observe(work, time_of(work))
+    decodes = [(500, 1), (900, 1)]
+    length = step_time.longest_chunk(work_of(*decodes), begin, 0.25)
+    assert length > 16
+    assert step_time.predict(work_of(*decodes, (begin, length))) <= 0.25 * (1 + 1e-9)
+    assert step_time.predict(work_of(*decodes, (begin, length + 1))) > 0.25
+    assert step_time.longest_chunk(work_of(*decodes), begin, 0.01) == 0
+
+
+def test_a_model_without_a_cost_for_tokens_has_no_longest_chunk() -> None:
+    assert _core.StepTime().longest_chunk(work_of((5, 1)), 0, 0.1) == 2**31 - 1
+
+
+def test_the_scheduler_learns_from_its_steps_and_tells_how_well() -> None:
+    scheduler = Setup(((1, 4096, 0),), 16, 8, 256, 4096).scheduler()
+    rng = np.random.default_rng(6)
+    for i in range(24):
+        prompt = rng.integers(0, 1000, int(rng.integers(10, 600)), dtype=np.int32)
+        scheduler.add_request(i, prompt, int(rng.integers(2, 60)), 0, NO_STOP, b"", False)
+    num_steps = 0
+    while (plan := scheduler.schedule()) is not None:
+        lengths = np.diff(plan.query_starts)
+        rows = zip((plan.context_lens - lengths).tolist(), lengths.tolist(), strict=True)
+        expected = work_of(*rows)
+        assert (plan.work.num_tokens, plan.work.prompt_pairs) == (expected.num_tokens, expected.prompt_pairs)
+        assert (plan.work.decode_context, plan.work.num_rows) == (expected.decode_context, expected.num_rows)
+        scheduler.commit(np.full(len(plan.logits_rows), 7, np.int32), duration_s=time_of(plan.work))
+        num_steps += 1
+    assert num_steps > 50
+    assert 0 < scheduler.stats().step_time_error_ratio < 0.1
+    assert mean_error(scheduler.step_time(), [work_of((300, 1), (50, 1)), work_of((0, 256))]) < 0.05
