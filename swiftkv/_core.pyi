@@ -268,8 +268,17 @@ class Scheduler:
         borrow_links: list[Link] = [],
         stream_buffers: int = 2,
         retention_interval: int | None = None,
+        target_tpot_s: float | None = None,
+        long_prefill_token_threshold: int | None = None,
+        max_num_partial_prefills: int | None = None,
+        max_long_partial_prefills: int = 1,
     ) -> None:
-        """Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
+        """With `target_tpot_s`, prompts get what time decodes leave of a step, by what steps have taken so far, but at
+        least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
+        have more left are long. At most `max_num_partial_prefills` prompts are computed in part at once, and at most
+        `max_long_partial_prefills` long ones.
+
+        Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""
 
     def add_request(

@@ -42,9 +42,11 @@ _DURATION = "a duration such as 500ms, 60s or 2m"
 _LIMIT = "a duration such as 500ms, 60s or 2m, or off"
 _PORT = "a port number from 0 to 65535 (0 takes any free one)"
 _POSITIVE = "an integer of at least 1"
+_COUNT_OR_NULL = "an integer of at least 1, or null"
 BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
 _MIN_KEY_LENGTH = 16
 _LONGEST_NAME = 64
+_CPU_TARGET_TPOT = "250ms"
 _SWITCH = {"on": True, "off": False}
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
@@ -227,6 +229,10 @@ class ModelConfig(_Section):
     max_model_len: Positive | None = Field(None, description=_POSITIVE)
     max_num_seqs: Positive = Field(64, description=_POSITIVE)
     max_num_batched_tokens: Positive = Field(2048, description=_POSITIVE)
+    target_tpot: Limit = Field(None, description=_LIMIT)
+    long_prefill_token_threshold: Positive | None = Field(None, description=_COUNT_OR_NULL)
+    max_num_partial_prefills: Positive | None = Field(None, description=_COUNT_OR_NULL)
+    max_long_partial_prefills: Positive = Field(1, description=_POSITIVE)
     enable_prefix_caching: bool = Field(True, description="true or false")
     enable_chunked_prefill: bool = Field(True, description="true or false")
     enforce_eager: bool = Field(False, description="true or false")
@@ -244,6 +250,14 @@ class ModelConfig(_Section):
             return value
         kv_cache = value.get("kv_cache", {})
         return {**value, "kv_cache": {"block_size": 64} | kv_cache} if isinstance(kv_cache, dict) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded_steps_on_cpus(cls, value: object) -> object:
+        """On the CPU a full step of prompts takes seconds, and no answer goes on meanwhile; on a GPU, milliseconds."""
+        if not isinstance(value, dict) or value.get("device", "cpu") != "cpu":
+            return value
+        return {"target_tpot": _CPU_TARGET_TPOT} | value
 
     @property
     def last_gpu(self) -> int:

@@ -169,6 +169,18 @@ MISTAKES = [
         "models[0].role: with tensor_parallel_size 2 a model neither lends nor borrows in this version; make it a "
         "worker without lending, or write tensor_parallel_size: 1",
     ),
+    (
+        ONE_MODEL % ", target_tpot: -1s",
+        "models[0].target_tpot: '-1s' is not a duration such as 500ms, 60s or 2m, or off",
+    ),
+    (
+        ONE_MODEL % ", long_prefill_token_threshold: 0",
+        "models[0].long_prefill_token_threshold: 0 is not an integer of at least 1, or null",
+    ),
+    (
+        ONE_MODEL % ", max_long_partial_prefills: 0",
+        "models[0].max_long_partial_prefills: 0 is not an integer of at least 1",
+    ),
     (ONE_MODEL % ", tensor_parallel_size: 9", "models[0].tensor_parallel_size: 9 is not an integer from 1 to 8"),
     (
         ONE_MODEL % ", kv_cache: {memory: 128MiB}, lending: {budget: 2GiB}",
@@ -240,6 +252,15 @@ def test_blocks_are_larger_on_gpus_unless_the_file_says_otherwise() -> None:
     assert block_size(device="cuda:0", kv_cache={"block_size": 32}) == 32
     with pytest.raises(ConfigError, match=r"models\[0\]\.kv_cache: 7 is not a mapping"):
         block_size(device="cuda:0", kv_cache=7)
+
+
+def test_steps_are_bounded_on_the_cpu_unless_the_file_says_otherwise() -> None:
+    def target_tpot(**keys: object) -> float | None:
+        return parse_config({"models": [{"name": "a", "path": "x", **keys}]}).models[0].target_tpot
+
+    assert target_tpot() == target_tpot(device="cpu") == 0.25
+    assert target_tpot(device="cuda:0") is target_tpot(target_tpot="off") is None
+    assert target_tpot(device="cuda:0", target_tpot="40ms") == 0.04
 
 
 def test_defaults_for_everything_but_name_and_path() -> None:

@@ -210,7 +210,9 @@ void bind_scheduler(nb::module_& m) {
             [](Scheduler* self, std::vector<GroupSpec> groups, int block_size, int max_num_seqs,
                int max_num_batched_tokens, int max_model_len, bool enable_prefix_caching, bool enable_chunked_prefill,
                std::vector<Link> lend_links, std::vector<Link> borrow_links, int stream_buffers,
-               std::optional<int> retention_interval) {
+               std::optional<int> retention_interval, std::optional<double> target_tpot_s,
+               std::optional<int> long_prefill_token_threshold, std::optional<int> max_num_partial_prefills,
+               int max_long_partial_prefills) {
                 new (self) Scheduler(std::move(groups),
                                      {.block_size = block_size,
                                       .max_num_seqs = max_num_seqs,
@@ -219,12 +221,18 @@ void bind_scheduler(nb::module_& m) {
                                       .enable_prefix_caching = enable_prefix_caching,
                                       .enable_chunked_prefill = enable_chunked_prefill,
                                       .stream_buffers = stream_buffers,
-                                      .retention_interval = retention_interval},
+                                      .retention_interval = retention_interval,
+                                      .target_tpot_s = target_tpot_s,
+                                      .long_prefill_token_threshold = long_prefill_token_threshold,
+                                      .max_num_partial_prefills = max_num_partial_prefills,
+                                      .max_long_partial_prefills = max_long_partial_prefills},
                                      std::move(lend_links), std::move(borrow_links));
             },
             "groups"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a, "max_model_len"_a,
             "enable_prefix_caching"_a = true, "enable_chunked_prefill"_a = true, "lend_links"_a = std::vector<Link>(),
-            "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2, "retention_interval"_a = nb::none())
+            "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2, "retention_interval"_a = nb::none(),
+            "target_tpot_s"_a = nb::none(), "long_prefill_token_threshold"_a = nb::none(),
+            "max_num_partial_prefills"_a = nb::none(), "max_long_partial_prefills"_a = 1)
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,

@@ -1,11 +1,19 @@
 #include "policy.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "../common/check.h"
 
 namespace swiftkv {
+
+namespace {
+
+constexpr int kProbeBlocks = 4;  // of prompts in a step, while nobody knows how long they take
+
+}  // namespace
 
 bool Policy::Order::operator()(const Request* a, const Request* b) const {
     return std::tie(a->priority, a->arrival) < std::tie(b->priority, b->arrival);
@@ -39,8 +47,46 @@ Request& Policy::victim(Running running) const {
     return *running.back();
 }
 
-int Policy::first_chunk(const Request& r, int budget) const {
-    return splits_prompts() ? std::min(r.num_remaining(), budget) : r.num_remaining();
+bool Policy::is_long(int num_left) const {
+    return limits_.long_prefill_token_threshold && num_left > *limits_.long_prefill_token_threshold;
+}
+
+bool Policy::may_begin(const Request& r, Running running) const {
+    const bool is_long_one = is_long(r.num_remaining());
+    if (!limits_.max_num_partial_prefills && !is_long_one) return true;
+    int num_partial = 0, num_long = 0;
+    for (const Request* other : running) {
+        if (!other->is_prompt_in_part()) continue;
+        ++num_partial;
+        num_long += is_long(other->num_remaining());
+    }
+    return num_partial < limits_.max_num_partial_prefills.value_or(num_partial + 1) &&
+           (!is_long_one || num_long < limits_.max_long_partial_prefills);
+}
+
+double Policy::time_limit_s(const StepWork& decodes) const {
+    if (!limits_.target_tpot_s || decodes.num_rows == 0) return std::numeric_limits<double>::infinity();
+    return std::max(*limits_.target_tpot_s, 2 * step_time_.predict(decodes));
+}
+
+bool Policy::has_time(const StepWork& work, double limit_s) const {
+    if (std::isinf(limit_s) || work.prompt_pairs == 0) return true;
+    return step_time_.is_known() && step_time_.longest_chunk(work, 0, limit_s) >= limits_.block_size;
+}
+
+int Policy::timely_chunk(const Request& r, const StepWork& work, double limit_s) const {
+    if (std::isinf(limit_s)) return std::numeric_limits<int>::max();
+    if (!step_time_.is_known()) return kProbeBlocks * limits_.block_size;
+    return std::max(limits_.block_size, step_time_.longest_chunk(work, r.num_planned(), limit_s));
+}
+
+int Policy::first_chunk(const Request& r, int budget, const StepWork& work, double limit_s) const {
+    return splits_prompts() ? next_chunk(r, budget, work, limit_s) : r.num_remaining();
+}
+
+int Policy::next_chunk(const Request& r, int budget, const StepWork& work, double limit_s) const {
+    const int threshold = limits_.long_prefill_token_threshold.value_or(budget);
+    return std::min({r.num_remaining(), budget, threshold, timely_chunk(r, work, limit_s)});
 }
 
 int Policy::draft_length(const Request& r, int most) const {
@@ -52,10 +98,6 @@ int Policy::draft_length(const Request& r, int most) const {
 int Policy::fitting_chunk(const Request& r, int wanted, int spare) const {
     if (!splits_prompts() || !cache_.has_windows()) return wanted;
     return cache_.window_room_end(r.table, r.num_planned() + wanted, spare) - r.num_planned();
-}
-
-int Policy::next_chunk(const Request& r, int budget) const {
-    return std::min(r.num_remaining(), budget);
 }
 
 }  // namespace swiftkv

@@ -6,6 +6,7 @@
 #include "kv_cache.h"
 #include "request.h"
 #include "scheduler_limits.h"
+#include "step_time.h"
 
 namespace swiftkv {
 
@@ -18,7 +19,8 @@ class Policy {
     };
     using Running = std::span<Request* const>;  // in order
 
-    Policy(const KvCache& cache, const SchedulerLimits& limits) : cache_(cache), limits_(limits) {}
+    Policy(const KvCache& cache, const SchedulerLimits& limits, const StepTime& step_time)
+        : cache_(cache), limits_(limits), step_time_(step_time) {}
 
     // ---- who is next ----
     // Whether a block that the waiting request could then take from the cache is loading, or a running request is about
@@ -29,6 +31,9 @@ class Policy {
     // Whether the request needs a step of its own: its prompt is not split, and longer than the budget of a step.
     bool is_oversized(const Request& request) const;
 
+    // Whether the waiting request may begin beside prompts that are computed in part.
+    bool may_begin(const Request& request, Running running) const;
+
     // ---- who must leave ----
     // The running request that is preempted when others need room.
     Request& victim(Running running) const;
@@ -38,9 +43,14 @@ class Policy {
     int token_budget() const { return limits_.max_num_batched_tokens; }
     // Whether several steps may compute one prompt.
     bool splits_prompts() const { return limits_.enable_chunked_prefill; }
-    // The tokens of a prompt that the step takes when it has `budget` left; more than that where it must be whole.
-    int first_chunk(const Request& request, int budget) const;
-    int next_chunk(const Request& request, int budget) const;
+    // The seconds that a step may take whose decodes are `decodes`. Prompts get at least as much time as they.
+    double time_limit_s(const StepWork& decodes) const;
+    // Whether a step of `limit_s` with `work` has time for a block of a prompt; for the first one it has.
+    bool has_time(const StepWork& work, double limit_s) const;
+    // The tokens of a prompt that a step with `work` takes when it has `budget` left, and time until `limit_s`: at
+    // least a block of it, and more than fits where it must be whole.
+    int first_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
+    int next_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
     // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft
     // follows what is known.
     int draft_length(const Request& request, int most) const;
@@ -62,8 +72,12 @@ class Policy {
     int max_promoted_blocks() const { return 32; }
 
   private:
+    bool is_long(int num_left) const;
+    int timely_chunk(const Request& request, const StepWork& work, double limit_s) const;
+
     const KvCache& cache_;
     const SchedulerLimits& limits_;
+    const StepTime& step_time_;
 };
 
 template <class Visit>

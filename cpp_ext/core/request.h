@@ -60,6 +60,8 @@ struct Request {
     int num_planned() const { return num_computed + num_scheduled; }
     // Below 1 while a step in progress has a draft: what comes behind it is not known before the step is over.
     int num_remaining() const { return num_tokens() - num_planned(); }
+    // Whether part of its prompt is left to compute, other than its last token.
+    bool is_prompt_in_part() const { return num_unknown == 0 && num_remaining() > 1; }
     // Whether a step in progress samples its last token.
     bool is_ending() const { return num_unknown > 0 && num_tokens() >= last_len; }
     // The blocks of it that the prefix cache may hold. The last block of a prompt is never matched whole: its last

@@ -20,7 +20,7 @@ Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std:
              borrow_links),
       demand_(cache_, limits_),
       roster_(cache_, demand_, limits.max_num_seqs),
-      policy_(cache_, limits_),
+      policy_(cache_, limits_, step_time_),
       refusal_(cache_),
       writer_(cache_, limits_) {}
 

@@ -35,6 +35,10 @@ void check_sizes(const SchedulerLimits& limits) {
     require(limits.stream_buffers == 1 || limits.stream_buffers == 2, "stream_buffers must be 1 or 2");
     require(limits.retention_interval.value_or(limits.block_size) >= limits.block_size,
             "retention_interval must not be below block_size");
+    require(limits.target_tpot_s.value_or(1) > 0, "target_tpot_s must be positive");
+    require(limits.long_prefill_token_threshold.value_or(1) > 0 && limits.max_num_partial_prefills.value_or(1) > 0 &&
+                limits.max_long_partial_prefills > 0,
+            "long_prefill_token_threshold, max_num_partial_prefills and max_long_partial_prefills must be positive");
     require(limits.max_model_len > 1, "max_model_len must leave room for a prompt and an answer");
 }
 

@@ -18,6 +18,13 @@ struct SchedulerLimits {
     int stream_buffers = 2;  // at most
     // Tokens between boundaries whose sliding-window tails are kept while nobody needs their room.
     std::optional<int> retention_interval = {};
+    // The seconds that a step with decodes should take at most, prompts included.
+    std::optional<double> target_tpot_s = {};
+    // The most tokens of one prompt in a step. A prompt that has more left to compute is long.
+    std::optional<int> long_prefill_token_threshold = {};
+    // The most prompts, and the most long ones, that are computed in part at once.
+    std::optional<int> max_num_partial_prefills = {};
+    int max_long_partial_prefills = 1;
 
     // The blocks with which one sequence of max_model_len tokens gets to its end. In a sliding-window group that is its
     // tail, a block more, and one for what is computed: chunks shrink to what fits.

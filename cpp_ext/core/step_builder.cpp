@@ -25,22 +25,24 @@ void StepBuilder::schedule_decodes() {
         cache_.promote(r.table, spare, policy_.max_promoted_blocks());
         add(r, 1);
     }
+    limit_s_ = policy_.time_limit_s(work_);
 }
 
 void StepBuilder::schedule_prefills() {
     const std::vector<Request*>& running = roster_.running();
-    for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
+    for (size_t i = 0; i < running.size() && !is_closed() && !must_commit_; ++i) {
         Request& r = *running[i];
-        const int n = policy_.next_chunk(r, budget_left_);
         if (r.is_in_step || r.num_remaining() <= 1) continue;
+        const int n = policy_.next_chunk(r, budget_left_, work_, limit_s_);
         if (const int fitting = make_room(r, n); fitting > 0) add(r, fitting);
     }
 }
 
 void StepBuilder::admit_waiting() {
     const Roster::Waiting& waiting = roster_.waiting();
-    for (auto it = waiting.begin(); it != waiting.end() && !is_full() && roster_.has_free_slot();) {
+    for (auto it = waiting.begin(); it != waiting.end() && !is_closed() && roster_.has_free_slot();) {
         Request& r = **it++;
+        if (!policy_.may_begin(r, roster_.running())) continue;
         if (!policy_.is_prefix_coming(r, roster_.running()) && !is_stuck(r) && !admit(r, budget_left_)) return;
     }
 }
@@ -69,7 +71,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     }
     const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
     const int spare = policy_.spare_blocks(roster_.running());
-    const int n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget), spare);
+    const int n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget, work_, limit_s_), spare);
     // The whole prompt must fit, whatever part of it this step computes.
     if (n <= 0 || n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
         cache_.release(r.table);
@@ -115,6 +117,7 @@ void StepBuilder::add(Request& r, int num_tokens) {
     r.num_scheduled += num_tokens;
     r.num_unknown += samples;
     budget_left_ -= num_tokens;
+    work_.add_row(r.num_planned() - num_tokens, num_tokens);
 }
 
 // Guesses take nothing that others may want: no token of the step, no cached block, and no block that a request needs

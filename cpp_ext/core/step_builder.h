@@ -1,6 +1,7 @@
 // Builds a step: picks the tokens that it computes, and gets blocks for them.
 #pragma once
 
+#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "refusal.h"
 #include "request.h"
 #include "roster.h"
+#include "step_time.h"
 
 namespace swiftkv {
 
@@ -51,6 +53,8 @@ class StepBuilder {
     int make_room(Request& request, int num_tokens);
     void add(Request& request, int num_tokens);
     bool is_full() const { return budget_left_ <= 0; }
+    // Whether there is neither room nor time for more of a prompt.
+    bool is_closed() const { return is_full() || !policy_.has_time(work_, limit_s_); }
 
     KvCache& cache_;
     Roster& roster_;
@@ -58,6 +62,8 @@ class StepBuilder {
     Refusal& refusal_;
     const double now_s_;
     int budget_left_;  // tokens
+    StepWork work_;    // of its rows, without drafts
+    double limit_s_ = std::numeric_limits<double>::infinity();
     bool must_commit_ = false;
     int num_matches_ = 0;
     std::vector<StepRow> rows_;

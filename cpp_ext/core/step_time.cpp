@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kRetention = 0.99;  // a step counts for e^-1 after 100 others of its kind
 constexpr double kRidge = 1e-6;      // of terms that rise and fall together, none gets all
-constexpr int kMinSteps = 4;         // of either kind
+constexpr int kMinPromptSteps = 4;   // and one of decodes alone
 constexpr int kStepsPerFit = 16;     // but for the first ones, each of which tells much
 constexpr int kFirstSteps = 64;
 constexpr int kErrorWindow = 200;  // predictions
@@ -76,7 +76,7 @@ void StepTime::observe(const StepWork& work, double duration_s) {
 }
 
 bool StepTime::is_known() const {
-    return prompts_.num_steps >= kMinSteps && decodes_.num_steps >= kMinSteps;
+    return prompts_.num_steps >= kMinPromptSteps && decodes_.num_steps > 0;
 }
 
 double StepTime::predict(const StepWork& work) const {

@@ -27,6 +27,9 @@ class Setup:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     retention_interval: int | None = None
+    long_prefill_token_threshold: int | None = None
+    max_num_partial_prefills: int | None = None
+    max_long_partial_prefills: int = 1
 
     def scheduler(self) -> _core.Scheduler:
         return _core.Scheduler(
@@ -38,6 +41,9 @@ class Setup:
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             retention_interval=self.retention_interval,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            max_long_partial_prefills=self.max_long_partial_prefills,
         )
 
 
@@ -260,7 +266,7 @@ class NaiveScheduler:
         for is_decode in (True, False):
             for request in list(self.running):
                 due = request in self.running and not request.in_step and (request.remaining() == 1) == is_decode
-                n = min(self.budget, request.remaining())
+                n = self.chunk(request, self.budget)
                 if not due or request.is_ending() or request.drafting or self.budget <= 0 or self.must_commit:
                     continue
                 if fitting := self.make_room(request, n):
@@ -291,8 +297,24 @@ class NaiveScheduler:
         for request in list(self.waiting):
             if self.budget <= 0 or len(self.running) == self.setup.max_num_seqs:
                 return
+            if not self.may_begin(request):
+                continue
             if not self.is_prefix_coming(request) and not self.admit(request, self.budget):
                 return
+
+    def chunk(self, request: NaiveRequest, budget: int) -> int:
+        return min(budget, request.remaining(), self.setup.long_prefill_token_threshold or budget)
+
+    def is_long(self, request: NaiveRequest) -> bool:
+        threshold = self.setup.long_prefill_token_threshold
+        return threshold is not None and request.remaining() > threshold
+
+    def may_begin(self, request: NaiveRequest) -> bool:
+        partial = [r for r in self.running if r.unknown == 0 and r.remaining() > 1]
+        most = self.setup.max_num_partial_prefills
+        if most is not None and len(partial) >= most:
+            return False
+        return not self.is_long(request) or sum(map(self.is_long, partial)) < self.setup.max_long_partial_prefills
 
     def max_match(self, request: NaiveRequest) -> int:
         if request.skip_prefix_match or not self.setup.enable_prefix_caching:
@@ -421,7 +443,7 @@ class NaiveScheduler:
         request.computed = length * size
         num_known = self.num_known(request)
         request.num_shared = num_known if num_known < self.max_match(request) else 0
-        n = request.remaining() if not self.setup.enable_chunked_prefill else min(request.remaining(), budget)
+        n = self.chunk(request, budget) if self.setup.enable_chunked_prefill else request.remaining()
         n = 0 if n > budget else self.fit(request, n, spare=len(self.running))
         if n == 0:
             self.release(request)

@@ -37,6 +37,9 @@ def setups(draw: st.DrawFn) -> Setup:
         draw(st.booleans()),
         chunked,
         draw(st.none() | st.integers(block_size, 16)),
+        long_prefill_token_threshold=draw(st.none() | st.integers(1, 16)),
+        max_num_partial_prefills=draw(st.none() | st.integers(1, 3)),
+        max_long_partial_prefills=draw(st.integers(1, 2)),
     )
 
 

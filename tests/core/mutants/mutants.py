@@ -46,6 +46,7 @@ SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
+BUILDER_H = "core/step_builder.h"
 STEP_TIME = "core/step_time.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
@@ -271,6 +272,21 @@ MUTANTS = [
     one("a long chunk is as cheap per token as a short one", STEP_TIME, "+ 2 * per_pair * left_s));", "));"),
     one("old steps count for ever", STEP_TIME, "kRetention = 0.99;", "kRetention = 1.0;"),
     one("absolute errors count", STEP_TIME, "scaled[i] = terms[i] / duration_s;", "scaled[i] = terms[i];"),
+    # Steps that are bounded in time.
+    one("a step has no end", POLICY, "(!limits_.target_tpot_s || decodes.num_rows == 0)", "(true)"),
+    one(
+        "prompts alone are bounded", POLICY, "!limits_.target_tpot_s || decodes.num_rows == 0", "!limits_.target_tpot_s"
+    ),
+    one("prompts starve beside slow decodes", POLICY, "2 * step_time_.predict(decodes)", "0.0"),
+    one(
+        "a chunk is shorter than a block",
+        POLICY,
+        "std::max(limits_.block_size, step_time_.longest",
+        "(step_time_.longest",
+    ),
+    one("every prompt gets its block", BUILDER_H, "is_full() || !policy_.has_time(work_, limit_s_)", "is_full()"),
+    one("nobody probes", POLICY, "kProbeBlocks = 4;", "kProbeBlocks = 400;"),
+    one("long prompts begin together", POLICY, "(!is_long_one || num_long <", "(true || num_long <"),
     # The refusal.
     one(
         "a refusal outlives a freed block",

@@ -24,6 +24,7 @@ TESTS = {
             "scheduler",
             "windows",
             "step_time",
+            "bounded_steps",
             "refusal",
             "bindings",
             "lending_states",

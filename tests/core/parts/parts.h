@@ -63,7 +63,7 @@ struct Parts {
                 with.block_size, {}, borrow_links),
           demand(cache, limits),
           roster(cache, demand, with.max_num_seqs),
-          policy(cache, limits),
+          policy(cache, limits, step_time),
           refusal(cache),
           writer(cache, limits) {}
     Parts(const Parts&) = delete;
@@ -106,6 +106,7 @@ struct Parts {
     KvCache cache;
     Demand demand;
     Roster roster;
+    StepTime step_time;
     Policy policy;
     Refusal refusal;
     PlanWriter writer;

@@ -1,6 +1,10 @@
+#include <limits>
+
 #include "parts.h"
 
 namespace swiftkv::parts {
+
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 TEST(lower_priorities_and_then_earlier_arrivals_go_first) {
     Parts parts(16);
@@ -20,14 +24,14 @@ TEST(the_last_in_order_makes_room) {
 TEST(a_prompt_is_split_where_that_is_allowed) {
     Parts split(16);
     EXPECT(!split.policy.is_oversized(split.add(1, tokens(30))));
-    EXPECT(split.policy.first_chunk(*split.roster.find(1), 10) == 10);
-    EXPECT(split.policy.first_chunk(*split.roster.find(1), 40) == 30);
+    EXPECT(split.policy.first_chunk(*split.roster.find(1), 10, {}, kNoLimit) == 10);
+    EXPECT(split.policy.first_chunk(*split.roster.find(1), 40, {}, kNoLimit) == 30);
     SchedulerLimits limits = kLimits;
     limits.enable_chunked_prefill = false;
     Parts whole(16, limits);
     EXPECT(whole.policy.is_oversized(whole.add(1, tokens(30))));
     EXPECT(!whole.policy.is_oversized(whole.add(2, tokens(16, 2))));
-    EXPECT(whole.policy.first_chunk(*whole.roster.find(1), 10) == 30);
+    EXPECT(whole.policy.first_chunk(*whole.roster.find(1), 10, {}, kNoLimit) == 30);
 }
 
 TEST(a_draft_follows_what_is_known_and_leaves_room_for_what_is_sampled_behind_it) {
