@@ -1,18 +1,21 @@
 """Times the C++ scheduler alone: `python benchmarks/scheduler.py`. Prints medians and the spread of the runs.
 
 - step: schedule() + commit() with 64 running sequences of 2,000 tokens, and with reading the plan's arrays as well
+- wait: a request ends and the next of 100,000 is admitted, by each policy
 - match: add_request() + schedule() of a prompt of 128K tokens that a tree of 10^6 blocks holds
 """
 
 from __future__ import annotations
 
 import time
+from typing import Literal, get_args
 
 import numpy as np
 
 from swiftkv import _core
 
 BLOCK_SIZE = 16
+Policy = Literal["fcfs", "priority", "spf", "hrrn"]
 NO_STOP = np.array([], np.int32)
 
 
@@ -110,6 +113,40 @@ def bench_match(num_blocks: int = 1_000_000, length: int = 131_072, runs: int = 
     print("  commit (release)         ", percentiles(commit_s))
 
 
+def bench_wait(policy: Policy, num_waiting: int = 100_000, num_seqs: int = 64, steps: int = 400) -> None:
+    scheduler = _core.Scheduler(
+        [_core.GroupSpec(1, 65_536)],
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+        scheduling_policy=policy,
+    )
+    rng = np.random.default_rng(0)
+    add_s = []
+    for i in range(num_waiting):
+        prompt = rng.integers(0, 150_000, int(rng.lognormal(5, 1)) % 4000 + 1, dtype=np.int32)
+        start = time.perf_counter()
+        scheduler.add_request(i, prompt, 1_000_000, 0, NO_STOP, b"model", False, arrival_s=i * 1e-3)
+        add_s.append(time.perf_counter() - start)
+    now_s, admit_s, decode_s = num_waiting * 1e-3, [], []
+    for step in range(steps):
+        now_s += 0.05
+        start = time.perf_counter()
+        plan = scheduler.schedule(now_s)
+        (admit_s if step % 2 == 0 else decode_s).append(time.perf_counter() - start)
+        assert plan is not None
+        scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
+        if step % 2:
+            scheduler.abort(plan.request_ids[:1])
+    print(f"wait, {num_waiting} requests, {policy}")
+    print("  add_request              ", percentiles(add_s))
+    print("  schedule, one is admitted", percentiles(admit_s[1:]))
+    print("  schedule, nobody is      ", percentiles(decode_s))
+
+
 if __name__ == "__main__":
     bench_step()
+    for policy in get_args(Policy):
+        bench_wait(policy)
     bench_match()

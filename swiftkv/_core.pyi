@@ -272,11 +272,16 @@ class Scheduler:
         long_prefill_token_threshold: int | None = None,
         max_num_partial_prefills: int | None = None,
         max_long_partial_prefills: int = 1,
+        scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = "priority",
     ) -> None:
         """With `target_tpot_s`, prompts get what time decodes leave of a step, by what steps have taken so far, but at
         least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
         have more left are long. At most `max_num_partial_prefills` prompts are computed in part at once, and at most
         `max_long_partial_prefills` long ones.
+
+        `scheduling_policy` orders those that wait: `fcfs` by arrival; the others by priority first, and then
+        `priority` by arrival, `spf` by the tokens they have left to compute, `hrrn` by the time they have waited in
+        relation to these.
 
         Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""
@@ -293,7 +298,7 @@ class Scheduler:
         priority: int = 0,
         arrival_s: float = 0.0,
     ) -> None:
-        """Queue a request; lower `priority` goes first, then the one that was added first.
+        """Queue a request; `scheduling_policy` says which one goes first.
 
         `namespace` separates caches: model, adapter and salt. With `skip_prefix_match` every position is computed.
         `arrival_s` is the time of arrival, by the clock of `schedule`.

@@ -181,6 +181,10 @@ MISTAKES = [
         ONE_MODEL % ", max_long_partial_prefills: 0",
         "models[0].max_long_partial_prefills: 0 is not an integer of at least 1",
     ),
+    (
+        ONE_MODEL % ", scheduling_policy: lifo",
+        "models[0].scheduling_policy: 'lifo' is not fcfs, priority, spf or hrrn",
+    ),
     (ONE_MODEL % ", tensor_parallel_size: 9", "models[0].tensor_parallel_size: 9 is not an integer from 1 to 8"),
     (
         ONE_MODEL % ", kv_cache: {memory: 128MiB}, lending: {budget: 2GiB}",
@@ -275,6 +279,7 @@ def test_defaults_for_everything_but_name_and_path() -> None:
     lending = config.node.lending
     assert (lending.enabled, lending.transport, lending.stream_buffers, lending.max_wait) == (True, "auto", 2, 30.0)
     assert model.endpoint is None
+    assert (model.scheduling_policy, model.long_prefill_token_threshold) == ("hrrn", None)
     assert (config.node.watchdog, config.node.load_timeout) == (120.0, 600.0)
 
 

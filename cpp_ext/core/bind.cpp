@@ -212,7 +212,7 @@ void bind_scheduler(nb::module_& m) {
                std::vector<Link> lend_links, std::vector<Link> borrow_links, int stream_buffers,
                std::optional<int> retention_interval, std::optional<double> target_tpot_s,
                std::optional<int> long_prefill_token_threshold, std::optional<int> max_num_partial_prefills,
-               int max_long_partial_prefills) {
+               int max_long_partial_prefills, const std::string& scheduling_policy) {
                 new (self) Scheduler(std::move(groups),
                                      {.block_size = block_size,
                                       .max_num_seqs = max_num_seqs,
@@ -225,14 +225,16 @@ void bind_scheduler(nb::module_& m) {
                                       .target_tpot_s = target_tpot_s,
                                       .long_prefill_token_threshold = long_prefill_token_threshold,
                                       .max_num_partial_prefills = max_num_partial_prefills,
-                                      .max_long_partial_prefills = max_long_partial_prefills},
+                                      .max_long_partial_prefills = max_long_partial_prefills,
+                                      .policy = policy_named(scheduling_policy)},
                                      std::move(lend_links), std::move(borrow_links));
             },
             "groups"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a, "max_model_len"_a,
             "enable_prefix_caching"_a = true, "enable_chunked_prefill"_a = true, "lend_links"_a = std::vector<Link>(),
             "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2, "retention_interval"_a = nb::none(),
             "target_tpot_s"_a = nb::none(), "long_prefill_token_threshold"_a = nb::none(),
-            "max_num_partial_prefills"_a = nb::none(), "max_long_partial_prefills"_a = 1)
+            "max_num_partial_prefills"_a = nb::none(), "max_long_partial_prefills"_a = 1,
+            "scheduling_policy"_a = "priority")
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,

@@ -105,6 +105,17 @@ PrefixMatch KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey>
     return found;
 }
 
+int KvCache::count_known(std::span<const BlockKey> keys, int before) const {
+    int known = before;
+    index_.find_each(keys.subspan(before), [&](size_t, NodeId node) {
+        known += node != kNone;
+        return node != kNone;
+    });
+    if (known > before) return known;
+    while (known > 0 && index_.find(keys[known - 1]) == kNone) --known;
+    return known;
+}
+
 bool KvCache::is_loading(std::span<const BlockKey> keys) const {
     const auto loads = [](const Group& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; };
     if (std::none_of(groups_.begin(), groups_.end(), loads)) return false;

@@ -57,6 +57,8 @@ class KvCache {
     // Gives an empty table the longest usable cached prefix of `keys`. A prefix is usable if every full-attention group
     // has all its blocks, and every sliding-window group its tail.
     PrefixMatch acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
+    // How many of the first keys the index knows, whether or not they are of use; `before`: how many it was before.
+    int count_known(std::span<const BlockKey> keys, int before) const;
     // Whether such a prefix has blocks that are loading: who wants it waits until they are there.
     bool is_loading(std::span<const BlockKey> keys) const;
     // Blocks' worth of tokens of which some group's block is borrowed.

@@ -13,6 +13,8 @@ namespace {
 
 constexpr int kProbeBlocks = 4;  // of prompts in a step, while nobody knows how long they take
 
+constexpr double kHoldS = 1.0;
+
 }  // namespace
 
 bool Policy::Order::operator()(const Request* a, const Request* b) const {
@@ -28,6 +30,10 @@ bool Policy::is_prefix_coming(const Request& r, Running running) const {
         // Keys are chained: equal here means equal before.
         return next < std::min(max_match, static_cast<int>(other->keys.size())) && other->keys[next] == r.keys[next];
     });
+}
+
+bool Policy::holds_up_others(const Request& r, double now_s) const {
+    return std::ilogb(1 + (now_s - r.refused_since_s) / kHoldS) % 2 == 0;
 }
 
 bool Policy::could_hold(const Request& r) const {
@@ -52,7 +58,7 @@ bool Policy::is_long(int num_left) const {
 }
 
 bool Policy::may_begin(const Request& r, Running running) const {
-    const bool is_long_one = is_long(r.num_remaining());
+    const bool is_long_one = is_long(r.num_left());
     if (!limits_.max_num_partial_prefills && !is_long_one) return true;
     int num_partial = 0, num_long = 0;
     for (const Request* other : running) {

@@ -13,7 +13,7 @@ namespace swiftkv {
 // Decides who is next, who must leave and how much fits. It changes nothing: the step builder acts on what it decides.
 class Policy {
   public:
-    // Requests run, and are admitted, in this order: lower priority first, then earlier arrival.
+    // Requests run in this order, and make room for others from its end: lower priority first, then earlier arrival.
     struct Order {
         bool operator()(const Request* a, const Request* b) const;
     };
@@ -26,11 +26,17 @@ class Policy {
     // Whether a block that the waiting request could then take from the cache is loading, or a running request is about
     // to compute one.
     bool is_prefix_coming(const Request& request, Running running) const;
+    // Whether nobody behind the first waiting request for which there is no room may go before it. It changes with
+    // time: it holds others up for a second, lets them by for two, holds them up for four, and so on. So nobody waits
+    // for ever, and at any time others have had a good part of it.
+    bool holds_up_others(const Request& request, double now_s) const;
+    // How many waiting requests one step looks at, and for how many of them it finds no room, before it gives up.
+    int max_looks() const { return 256; }
+    int max_refusals() const { return 16; }
     // Whether there would be room for the request if it were alone.
     bool could_hold(const Request& request) const;
     // Whether the request needs a step of its own: its prompt is not split, and longer than the budget of a step.
     bool is_oversized(const Request& request) const;
-
     // Whether the waiting request may begin beside prompts that are computed in part.
     bool may_begin(const Request& request, Running running) const;
 

@@ -27,7 +27,7 @@ std::unique_ptr<Request> make_request(const NewRequest& n, const SchedulerLimits
     const int prompt_len = static_cast<int>(n.prompt.size());
     auto r = std::make_unique<Request>(Request{
         .id = n.id,
-        .priority = n.priority,
+        .priority = limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority,
         .arrival_s = n.arrival_s,
         .prompt_len = prompt_len,
         .last_len = prompt_len + std::min(n.max_tokens, limits.max_model_len - prompt_len),

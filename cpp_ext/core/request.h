@@ -51,13 +51,21 @@ struct Request {
     int num_unknown = 0;          // rows of steps in progress that sample: each brings a token behind `tokens`, or more
     int slot = kNone;             // row slot while running
     bool was_admitted = false;
-    bool is_in_step = false;    // the one being planned
-    bool is_lost = false;       // steps in progress have it, and a block that they read or write is gone
-    double stuck_since_s = -1;  // while it waits for room that is not there even if it were alone
+    bool is_in_step = false;      // the one being planned
+    bool is_lost = false;         // steps in progress have it, and a block that they read or write is gone
+    double stuck_since_s = -1;    // while it waits for room that is not there even if it were alone
+    double refused_since_s = -1;  // while it is the first that waits for room, and others might go before it
+
+    // While it waits:
+    int num_expected = 0;  // tokens that the prefix cache had of it when that was looked up last
+    int lane = 0;          // of the queue
+    double rank = 0;       // within the lane
 
     int num_known() const { return static_cast<int>(tokens.size()); }
     int num_tokens() const { return num_known() + num_unknown; }
     int num_planned() const { return num_computed + num_scheduled; }
+    // Tokens to compute, as far as is known while it waits; at least one.
+    int num_left() const { return std::max(1, num_remaining() - num_expected); }
     // Below 1 while a step in progress has a draft: what comes behind it is not known before the step is over.
     int num_remaining() const { return num_tokens() - num_planned(); }
     // Whether part of its prompt is left to compute, other than its last token.

@@ -7,7 +7,8 @@
 
 namespace swiftkv {
 
-Roster::Roster(KvCache& cache, Demand& demand, int max_num_seqs) : cache_(cache), demand_(demand) {
+Roster::Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, int max_num_seqs)
+    : cache_(cache), demand_(demand), waiting_(cache, order) {
     for (int slot = max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
     std::make_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
 }
@@ -59,13 +60,13 @@ void Roster::preempt(Request& r) {
 }
 
 void Roster::enqueue(Request& r) noexcept {
-    waiting_.insert(&r);
+    waiting_.add(r);
     demand_.add_waiting(r);
 }
 
 void Roster::dequeue(Request& r) {
-    ensure(waiting_.erase(&r) == 1, "a request that stops waiting waited");
-    r.stuck_since_s = -1;
+    waiting_.remove(r);
+    r.stuck_since_s = r.refused_since_s = -1;
     demand_.remove_waiting(r);
 }
 
@@ -88,10 +89,11 @@ void Roster::stop(Request& r) {
 void Roster::check(int max_num_seqs) const {
     std::vector<int> slots = free_slots_;
     for (Request* r : running_) {
-        check_that(waiting_.count(r) == 0, "a request runs or waits, not both");
+        check_that(!waiting_.contains(*r), "a request runs or waits, not both");
         slots.push_back(r->slot);
     }
-    for (const Request* r : waiting_) {
+    waiting_.check();
+    for (const Request* r : waiting_.all()) {
         check_that(r->num_computed == 0 && r->slot == kNone, "a waiting request has computed nothing");
         for (const auto& group : r->table.groups) check_that(group.entries.empty(), "a waiting request holds no block");
     }

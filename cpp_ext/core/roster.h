@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -11,17 +10,18 @@
 #include "kv_cache.h"
 #include "policy.h"
 #include "request.h"
+#include "waiting_queue.h"
 
 namespace swiftkv {
 
 // Keeps every request either waiting, without blocks, or running, in a row slot of its own.
 class Roster {
   public:
-    using Waiting = std::set<Request*, Policy::Order>;
+    Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, int max_num_seqs);
 
-    Roster(KvCache& cache, Demand& demand, int max_num_seqs);
-
-    const Waiting& waiting() const { return waiting_; }
+    const WaitingQueue& waiting() const { return waiting_; }
+    // Looks up again what the prefix cache has of those that may be next.
+    void refresh_waiting() { waiting_.refresh(); }
     const std::vector<Request*>& running() const { return running_; }  // in Policy::Order
     int num_running() const { return static_cast<int>(running_.size()); }
     bool is_empty() const { return requests_.empty(); }
@@ -54,7 +54,7 @@ class Roster {
     KvCache& cache_;
     Demand& demand_;
     std::unordered_map<RequestId, std::unique_ptr<Request>> requests_;
-    Waiting waiting_;
+    WaitingQueue waiting_;
     std::vector<Request*> running_;
     std::vector<int> free_slots_;  // a heap: lowest first
     std::vector<RequestId> preempted_;

@@ -19,7 +19,8 @@ Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std:
       cache_((check_setup(groups, limits, lend_links, borrow_links), groups), limits.block_size, lend_links,
              borrow_links),
       demand_(cache_, limits_),
-      roster_(cache_, demand_, limits.max_num_seqs),
+      order_(make_order(limits.policy)),
+      roster_(cache_, demand_, *order_, limits.max_num_seqs),
       policy_(cache_, limits_, step_time_),
       refusal_(cache_),
       writer_(cache_, limits_) {}
@@ -59,7 +60,7 @@ void Scheduler::abort_one(RequestId id) noexcept {
 std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) const {
     const std::lock_guard lock(mutex_);
     std::vector<RequestId> ids;
-    for (const Request* r : roster_.waiting())
+    for (const Request* r : roster_.waiting().all())
         if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s && !policy_.could_hold(*r))
             ids.push_back(r->id);
     return ids;
@@ -83,7 +84,7 @@ bool Scheduler::can_plan_ahead() const {
 std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     must_commit_ = false;
     cache_.begin_step();  // blocks that are let go from here on are in flight until this step is committed
-    StepBuilder step(cache_, roster_, policy_, refusal_, now_s);
+    StepBuilder step(cache_, roster_, policy_, *order_, refusal_, now_s);
 
     settle_lending();  // extents that were recalled are emptied, and the layer-stream cache follows what is borrowed
     cache_.forget_idle_moves();  // those of blocks that have been let go since
@@ -104,12 +105,14 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     return nullptr;
 }
 
-// Requests that run go on before any is admitted. The exception, where prompts are not split: one that is longer than
-// max_num_batched_tokens gets a step of its own.
+// Requests that run go on before any is admitted, but for those that the order puts before prompts. And where prompts
+// are not split, one that is longer than max_num_batched_tokens gets a step of its own.
 void Scheduler::fill(StepBuilder& step) {
     const int num_preempted = roster_.num_preempted();
+    if (roster_.has_free_slot()) roster_.refresh_waiting();
     step.admit_oversized_prompt();
     step.schedule_decodes();
+    if (!step.must_commit() && roster_.num_preempted() == num_preempted) step.admit_before_prefills();
     step.schedule_prefills();
     const bool has_preempted = roster_.num_preempted() > num_preempted;
     // Nobody is admitted into blocks that were just taken from a preempted request, unless nobody else runs.
@@ -287,7 +290,7 @@ void Scheduler::reset_prefix_cache() {
 void Scheduler::check_invariants() const {
     const std::lock_guard lock(mutex_);
     roster_.check(limits_.max_num_seqs);
-    demand_.check(roster_.waiting());
+    demand_.check(roster_.waiting().all());
     std::vector<const BlockTable*> tables;
     std::vector<const std::vector<BlockKey>*> keys;
     for (const Request* r : roster_.running()) {

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "admission_order.h"
 #include "demand.h"
 #include "kv_cache.h"
 #include "plan.h"
@@ -117,6 +118,7 @@ class Scheduler {
     SchedulerLimits limits_;
     KvCache cache_;
     Demand demand_;
+    const std::unique_ptr<const AdmissionOrder> order_;
     Roster roster_;
     StepTime step_time_;
     Policy policy_;

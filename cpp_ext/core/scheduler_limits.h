@@ -8,6 +8,10 @@
 
 namespace swiftkv {
 
+// The order of requests. All but kFcfs obey priorities first, and then: arrival; the least left to compute; or the
+// highest response ratio.
+enum class SchedulingPolicy : uint8_t { kFcfs, kPriority, kSpf, kHrrn };
+
 struct SchedulerLimits {
     int block_size;
     int max_num_seqs;
@@ -25,6 +29,7 @@ struct SchedulerLimits {
     // The most prompts, and the most long ones, that are computed in part at once.
     std::optional<int> max_num_partial_prefills = {};
     int max_long_partial_prefills = 1;
+    SchedulingPolicy policy = SchedulingPolicy::kPriority;
 
     // The blocks with which one sequence of max_model_len tokens gets to its end. In a sliding-window group that is its
     // tail, a block more, and one for what is computed: chunks shrink to what fits.

@@ -9,11 +9,10 @@ namespace swiftkv {
 
 void StepBuilder::admit_oversized_prompt() {
     if (policy_.splits_prompts() || !roster_.has_free_slot()) return;
-    const Roster::Waiting& waiting = roster_.waiting();
-    const auto next = std::find_if(waiting.begin(), waiting.end(), [&](Request* r) { return !is_stuck(*r); });
-    if (next == waiting.end()) return;
-    Request& r = **next;
-    if (policy_.is_oversized(r) && !policy_.is_prefix_coming(r, roster_.running())) admit(r, r.num_tokens());
+    WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
+    Request* r = waiting.next();
+    while (r && is_stuck(*r)) r = waiting.next();
+    if (r && policy_.is_oversized(*r) && !policy_.is_prefix_coming(*r, roster_.running())) admit(*r, r->num_tokens());
 }
 
 void StepBuilder::schedule_decodes() {
@@ -28,23 +27,51 @@ void StepBuilder::schedule_decodes() {
     limit_s_ = policy_.time_limit_s(work_);
 }
 
+// Those that the step does not have yet, in order.
+std::vector<Request*> StepBuilder::prompts_in_part() const {
+    std::vector<Request*> prompts;
+    for (Request* r : roster_.running())
+        if (!r->is_in_step && r->num_remaining() > 1) prompts.push_back(r);
+    if (order_.is_by_length())
+        std::sort(prompts.begin(), prompts.end(),
+                  [&](const Request* a, const Request* b) { return order_.goes_before(*a, *b, now_s_); });
+    return prompts;
+}
+
 void StepBuilder::schedule_prefills() {
-    const std::vector<Request*>& running = roster_.running();
-    for (size_t i = 0; i < running.size() && !is_closed() && !must_commit_; ++i) {
-        Request& r = *running[i];
-        if (r.is_in_step || r.num_remaining() <= 1) continue;
-        const int n = policy_.next_chunk(r, budget_left_, work_, limit_s_);
-        if (const int fitting = make_room(r, n); fitting > 0) add(r, fitting);
+    for (Request* r : prompts_in_part()) {
+        if (is_closed() || must_commit_) return;
+        if (r->slot == kNone) continue;  // preempted for another
+        const int n = policy_.next_chunk(*r, budget_left_, work_, limit_s_);
+        if (const int fitting = make_room(*r, n); fitting > 0) add(*r, fitting);
     }
 }
 
-void StepBuilder::admit_waiting() {
-    const Roster::Waiting& waiting = roster_.waiting();
-    for (auto it = waiting.begin(); it != waiting.end() && !is_closed() && roster_.has_free_slot();) {
-        Request& r = **it++;
-        if (!policy_.may_begin(r, roster_.running())) continue;
-        if (!policy_.is_prefix_coming(r, roster_.running()) && !is_stuck(r) && !admit(r, budget_left_)) return;
+template <class MayGo>
+void StepBuilder::admit_while(MayGo may_go) {
+    WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
+    int num_refused = 0;
+    for (int i = 0; i < policy_.max_looks() && !is_closed() && roster_.has_free_slot(); ++i) {
+        Request* r = waiting.next();
+        if (!r || !may_go(*r)) return;
+        if (!policy_.may_begin(*r, roster_.running()) || policy_.is_prefix_coming(*r, roster_.running())) continue;
+        if (is_stuck(*r) || admit(*r, budget_left_)) continue;
+        if (++num_refused == policy_.max_refusals()) return;
+        if (num_refused > 1) continue;
+        if (r->refused_since_s < 0) r->refused_since_s = now_s_;
+        if (policy_.holds_up_others(*r, now_s_)) return;
     }
+}
+
+void StepBuilder::admit_before_prefills() {
+    if (!order_.is_by_length()) return;
+    const std::vector<Request*> prompts = prompts_in_part();
+    if (prompts.empty()) return;
+    admit_while([&](const Request& r) { return order_.goes_before(r, *prompts.front(), now_s_); });
+}
+
+void StepBuilder::admit_waiting() {
+    admit_while([](const Request&) { return true; });
 }
 
 // Notes since when the request has been stuck.

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "admission_order.h"
 #include "kv_cache.h"
 #include "policy.h"
 #include "refusal.h"
@@ -18,10 +19,12 @@ namespace swiftkv {
 // Fills one step as the policy decides, and gets blocks for its tokens. It lives as long as one schedule() call.
 class StepBuilder {
   public:
-    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, Refusal& refusal, double now_s)
+    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, const AdmissionOrder& order, Refusal& refusal,
+                double now_s)
         : cache_(cache),
           roster_(roster),
           policy_(policy),
+          order_(order),
           refusal_(refusal),
           now_s_(now_s),
           budget_left_(policy.token_budget()) {}
@@ -30,10 +33,13 @@ class StepBuilder {
     void admit_oversized_prompt();
     // Takes the next token of every request that has but one left to compute.
     void schedule_decodes();
+    // Admits waiting requests that the order puts before all prompts that are computed in part.
+    void admit_before_prefills();
     // Goes on with prompts that are computed in part.
     void schedule_prefills();
-    // Admits waiting requests in order. Nobody overtakes a request that waits for blocks. One that waits for another's
-    // prefix lets others by, and so does one for which there would not be room if it were alone: until more is lent.
+    // Admits waiting requests in order. One that waits for blocks holds up those behind it for a while. One that waits
+    // for another's prefix lets others by, and so does one for which there would not be room if it were alone: until
+    // more is lent.
     void admit_waiting();
 
     // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
@@ -48,6 +54,9 @@ class StepBuilder {
     std::span<Request* const> admitted() const { return admitted_; }
 
   private:
+    template <class MayGo>
+    void admit_while(MayGo may_go);
+    std::vector<Request*> prompts_in_part() const;
     bool is_stuck(Request& request) const;
     bool admit(Request& request, int token_budget);
     int make_room(Request& request, int num_tokens);
@@ -59,6 +68,7 @@ class StepBuilder {
     KvCache& cache_;
     Roster& roster_;
     const Policy& policy_;
+    const AdmissionOrder& order_;
     Refusal& refusal_;
     const double now_s_;
     int budget_left_;  // tokens

@@ -54,6 +54,7 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
         borrow_links=borrow_links,
         stream_buffers=spec.stream_buffers if spec else 2,
         retention_interval=config.retention_interval,
+        scheduling_policy=config.scheduling_policy,
         target_tpot_s=config.target_tpot_s,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,

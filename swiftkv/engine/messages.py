@@ -67,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention_interval: int | None = None  # tokens, as `kv_cache.retention_interval`
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = "priority"
     target_tpot_s: float | None = None  # the most that a step with decodes should take, prompts included
     long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; longer ones are long
     max_num_partial_prefills: int | None = None  # prompts that are computed in part at once

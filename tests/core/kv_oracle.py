@@ -125,6 +125,7 @@ class Engine:
         self.slots: dict[int, int] = {}
         self.loads: dict[int, Load] = {}
         self.num_loads = 0
+        self.now_s = 0.0
 
     def add(
         self,
@@ -147,8 +148,19 @@ class Engine:
             namespace=namespace,
             skip_prefix_match=skip_prefix_match,
             priority=priority,
+            arrival_s=self.now_s,
         )
-        self.naive.add(request_id, prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority)
+        self.naive.add(
+            request_id,
+            prompt,
+            max_tokens,
+            min_tokens,
+            stop or [],
+            namespace,
+            skip_prefix_match,
+            priority,
+            self.now_s,
+        )
         self.requests[request_id] = Request(
             prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority
         )
@@ -191,8 +203,8 @@ class Engine:
         self.naive.end_loading(load, ended.prefix, is_loaded)
 
     def schedule(self) -> _core.StepPlan | None:
-        plan = self.scheduler.schedule()
-        expected = self.naive.schedule()
+        plan = self.scheduler.schedule(self.now_s)
+        expected = self.naive.schedule(self.now_s)
         assert (plan is None) == (not expected.rows)
         if plan is not None:
             rows = rows_of(plan)

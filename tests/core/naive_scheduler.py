@@ -9,11 +9,14 @@ It is one file, for it is one model: who checks a rule of it should find all rul
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import frexp
+from typing import Literal
 
 from naive_boundaries import NaiveBoundaries, Prefix, Worth
 
 from swiftkv import _core
 
+MAX_MOVES, MAX_REFUSALS = 64, 16  # of one step
 PRIVATE: Prefix = ()  # a block that is not in the prefix index
 
 
@@ -30,6 +33,7 @@ class Setup:
     long_prefill_token_threshold: int | None = None
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int = 1
+    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = "priority"
 
     def scheduler(self) -> _core.Scheduler:
         return _core.Scheduler(
@@ -44,6 +48,7 @@ class Setup:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
             max_long_partial_prefills=self.max_long_partial_prefills,
+            scheduling_policy=self.scheduling_policy,
         )
 
 
@@ -58,6 +63,9 @@ class NaiveRequest:
     min_tokens: int
     stop: list[int]
     skip_prefix_match: bool
+    arrival_s: float
+    refused_since_s: float | None = None
+    expected: int = 0  # blocks that the index knew of it when that was looked up last, while it waits
     num_shared: int = 0  # full blocks before its prompt left what others had computed
     tables: list[list[Prefix | None]] = field(default_factory=list)  # per group; None: outside the window
     computed: int = 0
@@ -73,6 +81,9 @@ class NaiveRequest:
 
     def remaining(self) -> int:
         return self.num_tokens() - self.computed - self.scheduled
+
+    def left(self, block_size: int) -> int:
+        return max(1, self.remaining() - self.expected * block_size)
 
     def is_ending(self) -> bool:
         return self.unknown > 0 and self.num_tokens() >= self.last_len
@@ -208,12 +219,23 @@ class NaiveScheduler:
         namespace: bytes,
         skip_prefix_match: bool,
         priority: int,
+        arrival_s: float,
     ) -> None:
+        priority = 0 if self.setup.scheduling_policy == "fcfs" else priority
         last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
         order = (priority, self.arrivals)
         self.arrivals += 1
         request = NaiveRequest(
-            request_id, order, namespace, list(prompt), last_len, len(prompt), min_tokens, stop, skip_prefix_match
+            request_id,
+            order,
+            namespace,
+            list(prompt),
+            last_len,
+            len(prompt),
+            min_tokens,
+            stop,
+            skip_prefix_match,
+            arrival_s,
         )
         self.clear(request)
         self.wait(request)
@@ -224,7 +246,75 @@ class NaiveScheduler:
                 request.draft = tokens
 
     def wait(self, request: NaiveRequest) -> None:
-        self.waiting = sorted([*self.waiting, request], key=lambda r: r.order)
+        request.expected = 0
+        self.look_up(request)
+        request.refused_since_s = None
+        self.waiting.append(request)
+
+    # ---- the order of those that wait ----
+
+    def is_by_length(self) -> bool:
+        return self.setup.scheduling_policy in ("spf", "hrrn")
+
+    def left(self, request: NaiveRequest) -> int:
+        return request.left(self.setup.block_size)
+
+    def lane(self, request: NaiveRequest) -> int:
+        return self.left(request).bit_length() if self.setup.scheduling_policy == "hrrn" else 0
+
+    def order_in_lane(self, request: NaiveRequest) -> tuple[int, int]:
+        return self.left(request) if self.setup.scheduling_policy == "spf" else 0, request.order[1]
+
+    def order_now(self, request: NaiveRequest) -> tuple[float, ...]:
+        """Return what orders requests of different lanes, and prompts that are computed in part."""
+        left, (priority, arrival) = self.left(request), request.order
+        waited_s = self.now_s - request.arrival_s
+        urgency = {"spf": -left, "hrrn": waited_s / left}.get(self.setup.scheduling_policy, 0)
+        return priority, -urgency, left, arrival
+
+    def lanes(self, priority: int) -> dict[int, list[NaiveRequest]]:
+        lanes: dict[int, list[NaiveRequest]] = {}
+        for request in sorted((r for r in self.waiting if r.order[0] == priority), key=self.order_in_lane):
+            lanes.setdefault(self.lane(request), []).append(request)
+        return lanes
+
+    def in_order(self) -> list[NaiveRequest]:
+        ordered = []
+        for priority in sorted({r.order[0] for r in self.waiting}):
+            lanes = list(self.lanes(priority).values())
+            while lanes:
+                best = min(lanes, key=lambda lane: self.order_now(lane[0]))
+                ordered.append(best.pop(0))
+                lanes = [lane for lane in lanes if lane]
+        return ordered
+
+    def look_up(self, request: NaiveRequest) -> bool:
+        """Note how many blocks of its begin the index knows, and return whether these are others than before."""
+
+        def is_known(i: int) -> bool:
+            prefix = request.prefix((i + 1) * self.setup.block_size)
+            return any(prefix in pool.holders or prefix in pool.loading for pool in self.pools)
+
+        before = known = request.expected
+        if self.is_by_length() and not request.skip_prefix_match:
+            while known < self.max_match(request) and is_known(known):
+                known += 1
+            while known == before and known > 0 and not is_known(known - 1):
+                known = before = known - 1
+        is_new = known != request.expected
+        request.expected = known
+        return is_new
+
+    def refresh_waiting(self) -> None:
+        """Look up the first requests of the lanes of the first priority again."""
+        if not self.waiting or not self.is_by_length():
+            return
+        priority, num_moves = min(r.order[0] for r in self.waiting), 0
+        for lane in sorted(self.lanes(priority)):
+            while num_moves < MAX_MOVES and lane in (lanes := self.lanes(priority)):
+                if not self.look_up(lanes[lane][0]):
+                    break
+                num_moves += 1
 
     def clear(self, request: NaiveRequest) -> None:
         request.tables = [[] for _ in self.pools]
@@ -253,18 +343,22 @@ class NaiveScheduler:
 
     # ---- schedule ----
 
-    def schedule(self) -> NaivePlan:
+    def schedule(self, now_s: float) -> NaivePlan:
         """Plan the next step. A plan without rows means that nothing can be planned now."""
-        self.plan = NaivePlan()
+        self.plan, self.now_s = NaivePlan(), now_s
         if self.open and self.must_commit:
             return self.plan
         self.must_commit = False
         num_preempted = len(self.preempted)
         self.budget = self.setup.max_num_batched_tokens
+        if len(self.running) < self.setup.max_num_seqs:
+            self.refresh_waiting()
         if not self.setup.enable_chunked_prefill:
             self.admit_oversized()
         for is_decode in (True, False):
-            for request in list(self.running):
+            if not is_decode and not self.must_commit and len(self.preempted) == num_preempted:
+                self.admit_before_prefills()
+            for request in self.running_in_order(is_decode):
                 due = request in self.running and not request.in_step and (request.remaining() == 1) == is_decode
                 n = self.chunk(request, self.budget)
                 if not due or request.is_ending() or request.drafting or self.budget <= 0 or self.must_commit:
@@ -288,26 +382,48 @@ class NaiveScheduler:
 
     def admit_oversized(self) -> None:
         if self.waiting and len(self.running) < self.setup.max_num_seqs:
-            head = self.waiting[0]
+            head = self.in_order()[0]
             size = len(head.tokens)
             if size > self.budget and not self.is_prefix_coming(head):
                 self.admit(head, size)
 
-    def admit_waiting(self) -> None:
-        for request in list(self.waiting):
+    def running_in_order(self, is_decode: bool) -> list[NaiveRequest]:
+        if is_decode or not self.is_by_length():
+            return list(self.running)
+        return sorted(self.running, key=self.order_now)
+
+    def admit_before_prefills(self) -> None:
+        prompts = [r for r in self.running if not r.in_step and r.remaining() > 1]
+        if prompts and self.is_by_length():
+            self.admit_waiting(min(map(self.order_now, prompts)))
+
+    def admit_waiting(self, before: tuple[float, ...] | None = None) -> None:
+        num_refused = 0
+        for request in self.in_order():
             if self.budget <= 0 or len(self.running) == self.setup.max_num_seqs:
                 return
-            if not self.may_begin(request):
-                continue
-            if not self.is_prefix_coming(request) and not self.admit(request, self.budget):
+            if before is not None and self.order_now(request) > before:
                 return
+            if not self.may_begin(request) or self.is_prefix_coming(request) or self.admit(request, self.budget):
+                continue
+            num_refused += 1
+            if num_refused == 1 and request.refused_since_s is None:
+                request.refused_since_s = self.now_s
+            if num_refused == MAX_REFUSALS or (num_refused == 1 and self.holds_up_others(request)):
+                return
+
+    def holds_up_others(self, request: NaiveRequest) -> bool:
+        """For a second, then not for two, then for four, and so on."""
+        assert request.refused_since_s is not None
+        _, exponent = frexp(1 + self.now_s - request.refused_since_s)
+        return (exponent - 1) % 2 == 0
 
     def chunk(self, request: NaiveRequest, budget: int) -> int:
         return min(budget, request.remaining(), self.setup.long_prefill_token_threshold or budget)
 
     def is_long(self, request: NaiveRequest) -> bool:
         threshold = self.setup.long_prefill_token_threshold
-        return threshold is not None and request.remaining() > threshold
+        return threshold is not None and self.left(request) > threshold
 
     def may_begin(self, request: NaiveRequest) -> bool:
         partial = [r for r in self.running if r.unknown == 0 and r.remaining() > 1]
@@ -449,6 +565,7 @@ class NaiveScheduler:
             self.release(request)
             return False
         self.waiting.remove(request)
+        request.expected = 0
         self.running = sorted([*self.running, request], key=lambda r: r.order)
         if not request.admitted:
             request.admitted = True

@@ -40,6 +40,7 @@ def setups(draw: st.DrawFn) -> Setup:
         long_prefill_token_threshold=draw(st.none() | st.integers(1, 16)),
         max_num_partial_prefills=draw(st.none() | st.integers(1, 3)),
         max_long_partial_prefills=draw(st.integers(1, 2)),
+        scheduling_policy=draw(st.sampled_from(["hrrn", "hrrn", "spf", "priority", "fcfs"])),
     )
 
 
@@ -131,6 +132,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, which: list[int]) -> None:
         ids = sorted(self.engine.requests)
         self.engine.abort(*(ids[i % len(ids)] for i in which), 1 << 40)
+
+    @rule(waited_s=st.sampled_from([0.01, 0.3, 1.0, 2.0, 5.0]))
+    def wait(self, waited_s: float) -> None:
+        self.engine.now_s += waited_s
 
     @rule()
     def reset_prefix_cache(self) -> None:

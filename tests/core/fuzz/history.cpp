@@ -1,6 +1,7 @@
 #include "history.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -14,6 +15,9 @@ namespace {
 
 constexpr int kVocabulary = 3;          // so few tokens that prompts have prefixes in common
 constexpr size_t kMaxOperations = 200;  // longer histories find nothing that these do not
+
+constexpr std::array kPolicies{SchedulingPolicy::kPriority, SchedulingPolicy::kHrrn, SchedulingPolicy::kSpf,
+                               SchedulingPolicy::kFcfs};
 
 Setup read_setup(Bytes& in) {
     Setup setup;
@@ -42,7 +46,8 @@ Setup read_setup(Bytes& in) {
                     .max_model_len = block_size * in.between(1, 12) + in.between(0, 3) + 1,
                     .enable_prefix_caching = (flags & 7) != 0,
                     .enable_chunked_prefill = (flags & 8) == 0,
-                    .stream_buffers = flags & 16 ? 1 : 2};
+                    .stream_buffers = flags & 16 ? 1 : 2,
+                    .policy = kPolicies[(flags >> 5) % kPolicies.size()]};
     return setup;
 }
 

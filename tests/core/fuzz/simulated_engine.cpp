@@ -89,7 +89,8 @@ void SimulatedEngine::add(const Prompt& prompt) {
                             .stop_token_ids = stop,
                             .cache_namespace = {&prompt.cache_namespace, 1},
                             .skip_prefix_match = prompt.skip_prefix_match,
-                            .priority = prompt.priority});
+                            .priority = prompt.priority,
+                            .arrival_s = now_s_});
     const int length = static_cast<int>(prompt.tokens.size());
     Request request{.tokens = {},
                     .prefixes = {mix(0, prompt.cache_namespace)},

@@ -47,6 +47,7 @@ REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.c
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
 BUILDER_H = "core/step_builder.h"
+ORDER, QUEUE = "core/admission_order.cpp", "core/waiting_queue.cpp"
 STEP_TIME = "core/step_time.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
@@ -287,6 +288,33 @@ MUTANTS = [
     one("every prompt gets its block", BUILDER_H, "is_full() || !policy_.has_time(work_, limit_s_)", "is_full()"),
     one("nobody probes", POLICY, "kProbeBlocks = 4;", "kProbeBlocks = 400;"),
     one("long prompts begin together", POLICY, "(!is_long_one || num_long <", "(true || num_long <"),
+    # The order of those that wait.
+    one("lengths count, not waiting", ORDER, "(now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
+    one("all lengths are one lane", ORDER, "std::bit_width(static_cast<unsigned>(r.num_left()))", "0 * r.num_left()"),
+    one("what is cached counts", QUEUE, "    r.num_expected = known * size;\n", ""),
+    one("what is cached later counts", SCHEDULER, "if (roster_.has_free_slot()) roster_.refresh_waiting();", ""),
+    one("what is evicted is expected", CACHE, "index_.find(keys[known - 1]) == kNone", "false"),
+    one("nobody goes before a prompt in part", SCHEDULER, " step.admit_before_prefills();", " {}"),
+    one(
+        "prompts in part go by arrival",
+        BUILDER,
+        "    if (order_.is_by_length())\n        std::sort",
+        "    if (false)\n        std::sort",
+    ),
+    one("who finds no room holds others up for ever", POLICY, "kHoldS = 1.0;", "kHoldS = 1e9;"),
+    one("who finds no room is passed for ever", POLICY, ") % 2 == 0;", ") < 1;"),
+    one(
+        "a request that was refused once holds others up at once",
+        ROSTER,
+        "r.stuck_since_s = r.refused_since_s = -1;",
+        "r.stuck_since_s = -1;",
+    ),
+    one(
+        "priorities count where arrival does",
+        REQUESTS,
+        "limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority",
+        "n.priority",
+    ),
     # The refusal.
     one(
         "a refusal outlives a freed block",

@@ -25,6 +25,7 @@ TESTS = {
             "windows",
             "step_time",
             "bounded_steps",
+            "admission_order",
             "refusal",
             "bindings",
             "lending_states",

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "admission_order.h"
 #include "demand.h"
 #include "kv_cache.h"
 #include "plan_writer.h"
@@ -62,7 +63,8 @@ struct Parts {
           cache({GroupSpec{.num_layers = 2, .num_blocks = num_blocks, .window = 0, .layer_block_bytes = 100}},
                 with.block_size, {}, borrow_links),
           demand(cache, limits),
-          roster(cache, demand, with.max_num_seqs),
+          order(make_order(with.policy)),
+          roster(cache, demand, *order, with.max_num_seqs),
           policy(cache, limits, step_time),
           refusal(cache),
           writer(cache, limits) {}
@@ -84,7 +86,7 @@ struct Parts {
 
     StepBuilder begin_step() {
         cache.begin_step();
-        return StepBuilder(cache, roster, policy, refusal, 0.0);
+        return StepBuilder(cache, roster, policy, *order, refusal, 0.0);
     }
 
     // The step is over; rows that sample get their request's next token, which is `token`.
@@ -105,6 +107,7 @@ struct Parts {
     SchedulerLimits limits;
     KvCache cache;
     Demand demand;
+    std::unique_ptr<const AdmissionOrder> order;
     Roster roster;
     StepTime step_time;
     Policy policy;

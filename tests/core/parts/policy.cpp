@@ -11,8 +11,7 @@ TEST(lower_priorities_and_then_earlier_arrivals_go_first) {
     Request& late = parts.add(1, tokens(4), 5);
     Request& first = parts.add(2, tokens(4), 1);
     Request& second = parts.add(3, tokens(4), 1);
-    const std::vector<Request*> order(parts.roster.waiting().begin(), parts.roster.waiting().end());
-    EXPECT(order == std::vector<Request*>{&first, &second, &late});
+    EXPECT(parts.roster.waiting().all() == std::vector<Request*>{&first, &second, &late});
 }
 
 TEST(the_last_in_order_makes_room) {

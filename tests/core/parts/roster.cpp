@@ -33,7 +33,7 @@ TEST(who_is_preempted_waits_in_its_old_place_without_blocks) {
     EXPECT(parts.cache.extend(r.table, 8, 8, 0));
     r.num_computed = 8;
     parts.roster.preempt(r);
-    EXPECT(*parts.roster.waiting().begin() == &r);
+    EXPECT(parts.roster.waiting().all().front() == &r);
     EXPECT(r.num_computed == 0 && r.slot == kNone);
     EXPECT(parts.cache.stats()[0].free == 16);
     EXPECT(parts.roster.num_preemptions_total() == 1);
@@ -71,7 +71,7 @@ TEST(what_waiting_requests_want_is_counted) {
     parts.roster.start(r);
     EXPECT(parts.demand.take(1)[0].total_now == 3 + 1);
     EXPECT(parts.demand.take(1)[0].longest == 0);  // since it was asked before
-    parts.demand.check(parts.roster.waiting());
+    parts.demand.check(parts.roster.waiting().all());
 }
 
 }  // namespace swiftkv::parts

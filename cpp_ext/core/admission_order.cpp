@@ -1,0 +1,56 @@
+#include "admission_order.h"
+
+#include <bit>
+#include <stdexcept>
+#include <tuple>
+
+namespace swiftkv {
+
+namespace {
+
+// By arrival.
+class Fifo : public AdmissionOrder {};
+
+class ShortestFirst : public AdmissionOrder {
+    double rank(const Request& r) const override { return r.num_left(); }
+    double urgency(const Request& r, double) const override { return -r.num_left(); }
+    bool is_by_length() const override { return true; }
+};
+
+// The response ratio is (wait + service) / service, and service is as long as what is left to compute. Lanes hold
+// requests that have about the same left, within a factor of two, so those that arrived first have the highest ratio.
+class HighestRatioFirst : public AdmissionOrder {
+    int lane(const Request& r) const override { return std::bit_width(static_cast<unsigned>(r.num_left())); }
+    double urgency(const Request& r, double now_s) const override { return (now_s - r.arrival_s) / r.num_left(); }
+    bool is_by_length() const override { return true; }
+};
+
+}  // namespace
+
+bool AdmissionOrder::goes_before(const Request& a, const Request& b, double now_s) const {
+    return std::tuple(a.priority, -urgency(a, now_s), a.num_left(), a.arrival) <
+           std::tuple(b.priority, -urgency(b, now_s), b.num_left(), b.arrival);
+}
+
+SchedulingPolicy policy_named(const std::string& name) {
+    if (name == "fcfs") return SchedulingPolicy::kFcfs;
+    if (name == "priority") return SchedulingPolicy::kPriority;
+    if (name == "spf") return SchedulingPolicy::kSpf;
+    if (name == "hrrn") return SchedulingPolicy::kHrrn;
+    throw std::invalid_argument("scheduling_policy is fcfs, priority, spf or hrrn, not " + name);
+}
+
+std::unique_ptr<const AdmissionOrder> make_order(SchedulingPolicy policy) {
+    switch (policy) {
+        case SchedulingPolicy::kSpf:
+            return std::make_unique<ShortestFirst>();
+        case SchedulingPolicy::kHrrn:
+            return std::make_unique<HighestRatioFirst>();
+        case SchedulingPolicy::kFcfs:
+        case SchedulingPolicy::kPriority:
+            break;
+    }
+    return std::make_unique<Fifo>();
+}
+
+}  // namespace swiftkv

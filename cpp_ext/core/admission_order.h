@@ -1,0 +1,34 @@
+// Which of the waiting requests goes first.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "request.h"
+
+namespace swiftkv {
+
+// Orders requests of equal priority; a lower priority always goes first. Requests of one lane keep their order whatever
+// the time, so that of many thousand only the first of each lane need be compared.
+class AdmissionOrder {
+  public:
+    virtual ~AdmissionOrder() = default;
+
+    virtual int lane(const Request&) const { return 0; }
+    // Within a lane the lower rank goes first, then who arrived first.
+    virtual double rank(const Request&) const { return 0; }
+    // Between lanes the higher urgency goes first, then who has less left to compute, then who arrived first.
+    virtual double urgency(const Request&, double /*now_s*/) const { return 0; }
+    // Whether it depends on what requests have left to compute. Then those that wait may go before prompts that are
+    // computed in part.
+    virtual bool is_by_length() const { return false; }
+
+    // Whether `a` goes before `b` at this time.
+    bool goes_before(const Request& a, const Request& b, double now_s) const;
+};
+
+// Throws std::invalid_argument.
+SchedulingPolicy policy_named(const std::string& name);
+std::unique_ptr<const AdmissionOrder> make_order(SchedulingPolicy policy);
+
+}  // namespace swiftkv

@@ -1,0 +1,135 @@
+#include "waiting_queue.h"
+
+#include <algorithm>
+#include <iterator>
+#include <tuple>
+
+#include "../common/check.h"
+
+namespace swiftkv {
+
+namespace {
+
+constexpr int kMaxMoves = 64;  // of one refresh: when a prefix is cached, all may move that have it
+
+}  // namespace
+
+bool WaitingQueue::Earlier::operator()(const Request* a, const Request* b) const {
+    return std::tie(a->rank, a->arrival) < std::tie(b->rank, b->arrival);
+}
+
+void WaitingQueue::add(Request& r) {
+    r.num_expected = 0;
+    look_up(r);
+    insert(r);
+    ++size_;
+}
+
+void WaitingQueue::remove(Request& r) {
+    erase(r);
+    r.num_expected = 0;
+    --size_;
+}
+
+void WaitingQueue::insert(Request& r) {
+    r.lane = order_.lane(r);
+    r.rank = order_.rank(r);
+    lanes_[{r.priority, r.lane}].insert(&r);
+}
+
+void WaitingQueue::erase(Request& r) {
+    const auto found = lanes_.find({r.priority, r.lane});
+    ensure(found != lanes_.end() && found->second.erase(&r) == 1, "a request that stops waiting waited");
+    if (found->second.empty()) lanes_.erase(found);
+}
+
+bool WaitingQueue::contains(Request& r) const {
+    const auto found = lanes_.find({r.priority, r.lane});
+    return found != lanes_.end() && found->second.count(&r) > 0;
+}
+
+// Returns whether it finds another length than before.
+bool WaitingQueue::look_up(Request& r) const {
+    if (!order_.is_by_length() || r.skip_prefix_match) return false;
+    const int size = cache_.block_size(), before = r.num_expected / size;
+    const int known = cache_.count_known(std::span(r.keys).first(r.max_match_blocks(size)), before);
+    r.num_expected = known * size;
+    return known != before;
+}
+
+void WaitingQueue::refresh() {
+    if (!order_.is_by_length() || lanes_.empty()) return;
+    std::vector<Key> keys;
+    const int priority = lanes_.begin()->first.first;
+    for (auto it = lanes_.begin(); it != lanes_.end() && it->first.first == priority; ++it) keys.push_back(it->first);
+    int num_moves = 0;
+    for (const Key& key : keys) {
+        while (num_moves < kMaxMoves) {
+            const auto lane = lanes_.find(key);
+            if (lane == lanes_.end()) break;
+            Request& first = **lane->second.begin();
+            if (!look_up(first)) break;
+            erase(first);
+            insert(first);
+            ++num_moves;
+        }
+    }
+}
+
+Request* WaitingQueue::behind(Request& r) const {
+    const Lane& lane = lanes_.at({r.priority, r.lane});
+    const auto next = std::next(lane.find(&r));
+    return next == lane.end() ? nullptr : *next;
+}
+
+std::vector<Request*> WaitingQueue::all() const {
+    std::vector<Request*> requests;
+    for (const auto& [key, lane] : lanes_) requests.insert(requests.end(), lane.begin(), lane.end());
+    return requests;
+}
+
+void WaitingQueue::Cursor::open_next_priority() {
+    auto it = queue_.lanes_.upper_bound(passed_);
+    if (it == queue_.lanes_.end()) return;
+    const int priority = it->first.first;
+    passed_ = {priority, std::numeric_limits<int>::max()};
+    for (; it != queue_.lanes_.end() && it->first.first == priority; ++it) {
+        Request* first = *it->second.begin();
+        heads_.push_back({queue_.order_.urgency(*first, now_s_), first});
+    }
+}
+
+bool WaitingQueue::Cursor::goes_before(const Head& a, const Head& b) const {
+    if (a.urgency != b.urgency) return a.urgency > b.urgency;
+    return std::tuple(a.request->num_left(), a.request->arrival) <
+           std::tuple(b.request->num_left(), b.request->arrival);
+}
+
+Request* WaitingQueue::Cursor::next() {
+    if (heads_.empty()) open_next_priority();
+    if (heads_.empty()) return nullptr;
+    const auto best =
+        std::min_element(heads_.begin(), heads_.end(), [&](const Head& a, const Head& b) { return goes_before(a, b); });
+    Request* found = best->request;
+    if (Request* next = queue_.behind(*found)) {
+        *best = {queue_.order_.urgency(*next, now_s_), next};
+    } else {
+        heads_.erase(best);
+    }
+    return found;
+}
+
+void WaitingQueue::check() const {
+    size_t count = 0;
+    for (const auto& [key, lane] : lanes_) {
+        check_that(!lane.empty(), "a lane has requests");
+        for (const Request* r : lane) {
+            check_that(key == Key(r->priority, order_.lane(*r)) && r->rank == order_.rank(*r),
+                       "a waiting request is in its lane");
+            ++count;
+        }
+    }
+    check_that(count == size_, "waiting requests are counted");
+}
+
+}  // namespace swiftkv

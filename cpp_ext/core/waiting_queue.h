@@ -1,0 +1,74 @@
+// The requests that wait, in an order that may change as they wait.
+#pragma once
+
+#include <limits>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "admission_order.h"
+#include "kv_cache.h"
+#include "request.h"
+
+namespace swiftkv {
+
+// Keeps requests in lanes, as the order has them. To find the next one costs as much as there are lanes of its
+// priority, however many requests wait.
+class WaitingQueue {
+  public:
+    // Goes through the requests of a queue in order. Those that it has passed may leave the queue meanwhile.
+    class Cursor {
+      public:
+        Cursor(const WaitingQueue& queue, double now_s) : queue_(queue), now_s_(now_s) {}
+
+        Request* next();  // null: there is none
+
+      private:
+        struct Head {
+            double urgency;
+            Request* request;
+        };
+
+        void open_next_priority();
+        bool goes_before(const Head& a, const Head& b) const;
+
+        const WaitingQueue& queue_;
+        const double now_s_;
+        std::pair<int, int> passed_{std::numeric_limits<int>::min(), std::numeric_limits<int>::min()};
+        std::vector<Head> heads_;  // of one priority's lanes
+    };
+
+    WaitingQueue(const KvCache& cache, const AdmissionOrder& order) : cache_(cache), order_(order) {}
+
+    void add(Request& request);
+    void remove(Request& request);
+    size_t size() const { return size_; }
+    bool contains(Request& request) const;
+    // Looks up again what the prefix cache has of the first requests of the lanes, and moves them to where they belong.
+    void refresh();
+    Cursor in_order(double now_s) const { return Cursor(*this, now_s); }
+    // All of them, lane by lane.
+    std::vector<Request*> all() const;
+    // Throws std::runtime_error on any disagreement.
+    void check() const;
+
+  private:
+    struct Earlier {
+        bool operator()(const Request* a, const Request* b) const;
+    };
+    using Lane = std::set<Request*, Earlier>;
+    using Key = std::pair<int, int>;  // priority, lane
+
+    void insert(Request& request);
+    void erase(Request& request);
+    bool look_up(Request& request) const;
+    Request* behind(Request& request) const;
+
+    const KvCache& cache_;
+    const AdmissionOrder& order_;
+    std::map<Key, Lane> lanes_;  // none is empty
+    size_t size_ = 0;
+};
+
+}  // namespace swiftkv
