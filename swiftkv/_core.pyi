@@ -96,6 +96,8 @@ class SchedulerStats:
     num_running: Final[int]
     num_waiting: Final[int]
     num_preemptions_total: Final[int]
+    prefill_tokens_per_s: Final[float | None]
+    """How fast prompts are expected to be computed beside what runs; None before that can be known"""
     prefix_matches_total: Final[int]
     """How often a prompt was looked up in the prefix cache: while nothing changes, one that must wait is not again"""
     prefix_query_tokens_total: Final[int]

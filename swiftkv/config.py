@@ -232,6 +232,8 @@ class ModelConfig(_Section):
     scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = Field(
         "hrrn", description="fcfs, priority, spf or hrrn"
     )
+    max_num_queued_reqs: Positive = Field(1024, description=_POSITIVE)
+    max_num_queued_tokens: Positive | None = Field(None, description=_COUNT_OR_NULL)
     target_tpot: Limit = Field(None, description=_LIMIT)
     long_prefill_token_threshold: Positive | None = Field(None, description=_COUNT_OR_NULL)
     max_num_partial_prefills: Positive | None = Field(None, description=_COUNT_OR_NULL)

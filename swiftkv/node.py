@@ -126,9 +126,16 @@ class Node:
         supervisors: dict[str, EngineSupervisor] = {}
         lenders: dict[str, list[str]] = {}
         members = []
-        for plan, engine in zip(plans, compile_engines(config, plans, self._transports, ipc), strict=True):
-            metrics = self._metrics.for_model(plan.name)
-            client = EngineClient(plan.name, engine.requests_address, engine.outputs_address, metrics)
+        engines = compile_engines(config, plans, self._transports, ipc)
+        for model, plan, engine in zip(config.models, plans, engines, strict=True):
+            client = EngineClient(
+                plan.name,
+                engine.requests_address,
+                engine.outputs_address,
+                self._metrics.for_model(plan.name),
+                max_in_flight=model.max_num_queued_reqs,
+                max_queued_tokens=model.max_num_queued_tokens,
+            )
             self._clients.append(client)
             lending = engine.lending
             coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)

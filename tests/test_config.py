@@ -185,6 +185,11 @@ MISTAKES = [
         ONE_MODEL % ", scheduling_policy: lifo",
         "models[0].scheduling_policy: 'lifo' is not fcfs, priority, spf or hrrn",
     ),
+    (ONE_MODEL % ", max_num_queued_reqs: 0", "models[0].max_num_queued_reqs: 0 is not an integer of at least 1"),
+    (
+        ONE_MODEL % ", max_num_queued_tokens: many",
+        "models[0].max_num_queued_tokens: 'many' is not an integer of at least 1, or null",
+    ),
     (ONE_MODEL % ", tensor_parallel_size: 9", "models[0].tensor_parallel_size: 9 is not an integer from 1 to 8"),
     (
         ONE_MODEL % ", kv_cache: {memory: 128MiB}, lending: {budget: 2GiB}",

@@ -163,6 +163,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("window_missed_tokens_total", &SchedulerStats::window_missed_tokens_total)
         .def_ro("step_s_total", &SchedulerStats::step_s_total)
         .def_ro("step_time_error_ratio", &SchedulerStats::step_time_error_ratio)
+        .def_ro("prefill_tokens_per_s", &SchedulerStats::prefill_tokens_per_s)
         .def_ro("groups", &SchedulerStats::groups);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "step_time.h"
@@ -84,6 +85,7 @@ struct SchedulerStats {
     int64_t window_missed_tokens_total;  // behind the hits, those that were known, but the tail of their end was not
     double step_s_total;                 // the seconds that committed steps took
     double step_time_error_ratio;        // of predictions, as in StepTime
+    std::optional<double> prefill_tokens_per_s;  // as in Policy
     std::vector<GroupStats> groups;
 };
 

@@ -86,6 +86,19 @@ int Policy::timely_chunk(const Request& r, const StepWork& work, double limit_s)
     return std::max(limits_.block_size, step_time_.longest_chunk(work, r.num_planned(), limit_s));
 }
 
+std::optional<double> Policy::prefill_tokens_per_s(Running running) const {
+    if (!step_time_.is_known()) return {};
+    StepWork work;
+    for (const Request* r : running)
+        if (!r->is_prompt_in_part()) work.add_row(r->num_tokens() - 1, 1);
+    const double limit_s = time_limit_s(work);
+    const int most = std::max(1, token_budget() - static_cast<int>(work.num_rows));
+    const int longest = std::isinf(limit_s) ? most : step_time_.longest_chunk(work, 0, limit_s);
+    const int chunk = std::min(most, std::max(limits_.block_size, longest));
+    work.add_row(0, chunk);
+    return chunk / step_time_.predict(work);
+}
+
 int Policy::first_chunk(const Request& r, int budget, const StepWork& work, double limit_s) const {
     return splits_prompts() ? next_chunk(r, budget, work, limit_s) : r.num_remaining();
 }

@@ -1,6 +1,7 @@
 // Which request goes first, which one makes room for others, and how much of a prompt one step takes.
 #pragma once
 
+#include <optional>
 #include <span>
 
 #include "kv_cache.h"
@@ -57,6 +58,8 @@ class Policy {
     // least a block of it, and more than fits where it must be whole.
     int first_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
     int next_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
+    // How fast prompts are expected to be computed beside those that run; nothing before it can be known.
+    std::optional<double> prefill_tokens_per_s(Running running) const;
     // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft
     // follows what is known.
     int draft_length(const Request& request, int most) const;

@@ -274,6 +274,7 @@ SchedulerStats Scheduler::stats() const {
             .window_missed_tokens_total = window_missed_tokens_total_,
             .step_s_total = step_s_total_,
             .step_time_error_ratio = step_time_.error_ratio(),
+            .prefill_tokens_per_s = policy_.prefill_tokens_per_s(roster_.running()),
             .groups = cache_.stats()};
 }
 

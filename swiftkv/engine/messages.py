@@ -176,6 +176,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     cuda_graph_hits_total: int | None = None  # decode steps that a CUDA graph held; None: there are no graphs
     cuda_graph_misses_total: int | None = None  # and those that ran eagerly
     step_time_error_ratio: float = 0.0  # of predicted step times, of late: mean of |predicted - measured| / measured
+    prefill_tokens_per_s: float | None = None  # expected of prompts beside what runs now; None: not known yet
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
 
 

@@ -55,6 +55,7 @@ class EngineStatistics:
             cuda_graph_hits_total=None if graphs is None else graphs.hits_total,
             cuda_graph_misses_total=None if graphs is None else graphs.misses_total,
             step_time_error_ratio=stats.step_time_error_ratio,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
             expert_load_factors=self._runner.expert_loads.factors(),
         )
 

@@ -33,10 +33,10 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.metrics import FinishedRequest, ModelMetrics
 from swiftkv.server.outbox import Outbox
+from swiftkv.server.queued_prompts import QueuedPrompts
 from swiftkv.server.responses import EngineView
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
-_BUSY_RETRY_S = 1.0
 _DOWN_RETRY_S = 5.0
 
 
@@ -76,13 +76,20 @@ class EngineClient:
     """
 
     def __init__(
-        self, name: str, requests_address: str, outputs_address: str, metrics: ModelMetrics, max_in_flight: int = 1024
+        self,
+        name: str,
+        requests_address: str,
+        outputs_address: str,
+        metrics: ModelMetrics,
+        max_in_flight: int = 1024,
+        max_queued_tokens: int | None = None,
     ) -> None:
         self.name = name
         self.requests_address = requests_address
         self.outputs_address = outputs_address
         self.metrics = metrics
         self.max_in_flight = max_in_flight
+        self.queued = QueuedPrompts(max_queued_tokens)
         self.engine: Ready | None = None
         self.num_restarts = 0
         self._state = EngineState.STARTING
@@ -174,9 +181,12 @@ class EngineClient:
         """
         self.check_available()
         if self.num_in_flight + len(requests) > self.max_in_flight:
-            raise self._busy(f"has {self.num_in_flight} sequences in flight; {self.max_in_flight} is the most")
+            raise self._busy("max_num_queued_reqs", f"has {self.num_in_flight} sequences, of {self.max_in_flight}")
+        if self.queued.is_full:
+            num_tokens, most = self.queued.num_tokens, self.queued.max_tokens
+            raise self._busy("max_num_queued_tokens", f"has {num_tokens} prompt tokens waiting, of {most}")
         if not self._outbox.has_room(len(requests), sum(len(request.prompt) for request in requests)):
-            raise self._busy(f"is behind with {self._outbox.num_unread} messages")
+            raise self._busy("unread_messages", f"is behind with {self._outbox.num_unread} messages")
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
         self._next_request_id = request_ids.stop
         generation = Generation(request_ids, self._abort)
@@ -189,6 +199,7 @@ class EngineClient:
                 self._note_idle()
                 raise self._gone()
             self._in_flight[request_id] = _InFlight(generation, index, request, arrived_s)
+            self.queued.num_tokens += request.num_prompt_tokens
         return generation
 
     def shutdown_engine(self) -> None:
@@ -319,6 +330,7 @@ class EngineClient:
             self.metrics.generation_tokens.inc(len(request_ids))
         if step.stats is not None and self.engine is not None:  # not the last words of one that is gone
             self.metrics.observe_engine(step.stats)
+            self.queued.tokens_per_s = step.stats.prefill_tokens_per_s
 
     def _on_admitted(self, sequence: _InFlight, cached_tokens: int, now_s: float) -> None:
         sequence.admitted_s, sequence.cached_tokens = now_s, cached_tokens
@@ -328,6 +340,7 @@ class EngineClient:
     def _on_token(self, sequence: _InFlight, now_s: float) -> None:
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
+            self.queued.num_tokens -= sequence.request.num_prompt_tokens
             self.metrics.time_to_first_token.observe(now_s - sequence.arrived_s)
         else:
             self.metrics.observe_inter_token_latency(now_s - sequence.last_token_s)
@@ -349,6 +362,8 @@ class EngineClient:
 
     def _forget(self, request_id: int, reason: str) -> None:
         sequence = self._in_flight.pop(request_id)
+        if sequence.first_token_s is None:
+            self.queued.num_tokens -= sequence.request.num_prompt_tokens
         finished = sequence.finished(reason, time.perf_counter())
         self.metrics.observe_finished(finished)
         sequence.generation.finished.append(finished)
@@ -364,8 +379,11 @@ class EngineClient:
             self._forget(request_id, "error")
             sequence.generation.fail(sequence.index, error)
 
-    def _busy(self, reason: str) -> ApiError:
-        return ApiError(429, f"model '{self.name}' {reason}", code="queue_full", retry_after_s=_BUSY_RETRY_S)
+    def _busy(self, limit: str, reason: str) -> ApiError:
+        self.metrics.count_refused(limit)
+        retry_after_s = self.queued.retry_after_s()
+        message = f"model '{self.name}' {reason} ({limit})"
+        return ApiError(429, message, code="queue_full", retry_after_s=retry_after_s)
 
     def _gone(self) -> ApiError:
         """Return the error that says why the engine takes no requests."""

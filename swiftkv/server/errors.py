@@ -56,6 +56,8 @@ class ApiError(Exception):
         headers = {}
         if self.retry_after_s:
             headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+        if self.status == 429:
+            headers["x-llm-d-request-dropped-reason"] = "rejected-saturated"  # routers of llm-d look at it
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return Response(self.body(), self.status, headers, media_type="application/json")

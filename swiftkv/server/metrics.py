@@ -81,6 +81,12 @@ class GatewayMetrics:
             "swiftkv:step_time_error_ratio",
             "Mean of |predicted - measured| / measured time over recent steps; 0 before any was predicted",
         )
+        self.prefill_rate = self._gauge(
+            "swiftkv:prefill_tokens_per_second", "How fast the engine expects to compute prompts beside what runs now"
+        )
+        self.requests_refused = self._counter(
+            "swiftkv:requests_refused", "Requests that the model had no room for, by the limit they met", ("limit",)
+        )
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
         self.cache_configs = _CacheConfigs()
@@ -171,6 +177,8 @@ class ModelMetrics:
         self._name = name
         self._expert_load = metrics.expert_load
         self._step_time_error = metrics.step_time_error.labels(name)
+        self._prefill_rate = metrics.prefill_rate.labels(name)
+        self._refused = metrics.requests_refused
         self._layer_stream = metrics.layer_stream
         self._cache_configs = metrics.cache_configs
         self._restarts = metrics.engine_restarts
@@ -199,6 +207,7 @@ class ModelMetrics:
         for layer, factor in stats.expert_load_factors.items():
             self._expert_load.labels(self._name, str(layer)).set(factor)
         self._step_time_error.set(stats.step_time_error_ratio)
+        self._prefill_rate.set(stats.prefill_tokens_per_s or 0.0)
         self._layer_stream.observe(self._name, stats)
         hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
         totals = (
@@ -225,6 +234,9 @@ class ModelMetrics:
         self._cache_configs.observe(self._name, ready)
         self.engine_starts.inc()
         self._engine_totals = dict.fromkeys(self._engine_totals, 0)
+
+    def count_refused(self, limit: str) -> None:
+        self._refused.labels(self._name, limit).inc()
 
     def engine_restarts(self, reason: str) -> None:
         self._restarts.labels(self._name, reason).inc()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kv_oracle import Engine
 from naive_scheduler import Setup
+from test_step_time import work_of
 
 from swiftkv import _core
 
@@ -195,3 +196,17 @@ def test_limits_that_cannot_be_are_refused(mistake: dict[str, float]) -> None:
     [name] = mistake
     with pytest.raises(ValueError, match=name):
         _core.Scheduler([_core.GroupSpec(1, 64)], BLOCK, 4, 64, 128, **mistake)  # type: ignore[arg-type]
+
+
+def test_how_fast_prompts_are_computed_beside_answers() -> None:
+    def rate(c: Clock) -> float:
+        tokens_per_s = c.scheduler.stats().prefill_tokens_per_s
+        assert tokens_per_s is not None
+        return tokens_per_s
+
+    alone, beside, unbounded = clock(num_streams=0), clock(), clock(target_tpot_s=None)
+    assert rate(alone) == pytest.approx(2048 / time_of(work_of((0, 2048))), rel=0.05)
+    length = round((TARGET_S - 0.022 - 4 * 1.2e-3) / 1.2e-3)
+    assert rate(beside) == pytest.approx(length / TARGET_S, rel=0.05)
+    assert rate(beside) < rate(unbounded) < rate(alone)
+    assert Setup(((1, 64, 0),), 4, 4, 32, 64).scheduler().stats().prefill_tokens_per_s is None

@@ -239,7 +239,10 @@ def test_a_full_queue_is_429(slow_gateway: Gateway) -> None:
     other.close()
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
+    assert response.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
     assert response.json()["error"]["code"] == "queue_full"
+    refused = {"model_name": "chat", "limit": "max_num_queued_reqs"}
+    assert slow_gateway.metrics.registry.get_sample_value("swiftkv:requests_refused_total", refused) == 1
 
 
 def test_500_connections_at_once(gateway: Gateway) -> None:
