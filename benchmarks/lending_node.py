@@ -289,8 +289,10 @@ def _make_once(directory: Path, size: Any) -> Path:
     return directory
 
 
-def make_shape(directory: Path, num_layers: int, num_kv_heads: int, max_position_embeddings: int) -> Path:
-    """A random model that is as narrow as can be, but has so many layers and KV heads (of 32)."""
+def make_shape(
+    directory: Path, num_layers: int, num_kv_heads: int, max_position_embeddings: int, hidden_size: int = 64
+) -> Path:
+    """A random model of so many layers and KV heads (of 32), as narrow as can be unless another width is given."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.utils.logging import disable_progress_bar
@@ -299,12 +301,12 @@ def make_shape(directory: Path, num_layers: int, num_kv_heads: int, max_position
     tokenizer = train_tokenizer(read_texts(standard_library_files()[:10]), 512)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=num_kv_heads,
+        num_attention_heads=max(num_kv_heads, hidden_size // 64),
         num_key_value_heads=num_kv_heads,
         head_dim=32,
-        intermediate_size=64,
+        intermediate_size=hidden_size,
         max_position_embeddings=max_position_embeddings,
         rope_theta=1e6,
         tie_word_embeddings=True,
