@@ -15,7 +15,7 @@ import numpy as np
 from swiftkv import _core
 
 BLOCK_SIZE = 16
-Policy = Literal["fcfs", "priority", "spf", "hrrn"]
+Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 NO_STOP = np.array([], np.int32)
 
 

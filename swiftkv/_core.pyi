@@ -274,7 +274,7 @@ class Scheduler:
         long_prefill_token_threshold: int | None = None,
         max_num_partial_prefills: int | None = None,
         max_long_partial_prefills: int = 1,
-        scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = "priority",
+        scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = "priority",
     ) -> None:
         """With `target_tpot_s`, prompts get what time decodes leave of a step, by what steps have taken so far, but at
         least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
@@ -283,7 +283,7 @@ class Scheduler:
 
         `scheduling_policy` orders those that wait: `fcfs` by arrival; the others by priority first, and then
         `priority` by arrival, `spf` by the tokens they have left to compute, `hrrn` by the time they have waited in
-        relation to these.
+        relation to these, `deadline` by the earliest deadline.
 
         Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""
@@ -299,11 +299,13 @@ class Scheduler:
         skip_prefix_match: bool,
         priority: int = 0,
         arrival_s: float = 0.0,
+        deadline_s: float = ...,
     ) -> None:
         """Queue a request; `scheduling_policy` says which one goes first.
 
         `namespace` separates caches: model, adapter and salt. With `skip_prefix_match` every position is computed.
-        `arrival_s` is the time of arrival, by the clock of `schedule`.
+        `arrival_s` is the time of arrival, by the clock of `schedule`; `deadline_s` that at which the first token is
+        due, if any.
         Raises ValueError if the id is known, or the prompt is empty, not shorter than `max_model_len`, or has a token
         id below 0.
         """

@@ -229,11 +229,12 @@ class ModelConfig(_Section):
     max_model_len: Positive | None = Field(None, description=_POSITIVE)
     max_num_seqs: Positive = Field(64, description=_POSITIVE)
     max_num_batched_tokens: Positive = Field(2048, description=_POSITIVE)
-    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = Field(
-        "hrrn", description="fcfs, priority, spf or hrrn"
+    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = Field(
+        "hrrn", description="fcfs, priority, spf, hrrn or deadline"
     )
     max_num_queued_reqs: Positive = Field(1024, description=_POSITIVE)
     max_num_queued_tokens: Positive | None = Field(None, description=_COUNT_OR_NULL)
+    target_ttft: Duration = Field(10.0, description=_DURATION)
     target_tpot: Limit = Field(None, description=_LIMIT)
     long_prefill_token_threshold: Positive | None = Field(None, description=_COUNT_OR_NULL)
     max_num_partial_prefills: Positive | None = Field(None, description=_COUNT_OR_NULL)

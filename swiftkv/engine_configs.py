@@ -68,6 +68,7 @@ def _engine_config(
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         scheduling_policy=model.scheduling_policy,
+        target_ttft_s=model.target_ttft,
         target_tpot_s=model.target_tpot,
         long_prefill_token_threshold=model.long_prefill_token_threshold,
         max_num_partial_prefills=model.max_num_partial_prefills,

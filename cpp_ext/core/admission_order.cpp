@@ -15,6 +15,13 @@ class ShortestFirst : public AdmissionOrder {
     double rank(const Request& r) const override { return r.num_left(); }
     double urgency(const Request& r, double) const override { return -r.num_left(); }
     bool is_by_length() const override { return true; }
+    bool interrupts_prompts() const override { return true; }
+};
+
+class EarliestDeadlineFirst : public AdmissionOrder {
+    double rank(const Request& r) const override { return r.deadline_s; }
+    double urgency(const Request& r, double) const override { return -r.deadline_s; }
+    bool interrupts_prompts() const override { return true; }
 };
 
 // The response ratio is (wait + service) / service, and service is as long as what is left to compute. Lanes hold
@@ -23,6 +30,7 @@ class HighestRatioFirst : public AdmissionOrder {
     int lane(const Request& r) const override { return std::bit_width(static_cast<unsigned>(r.num_left())); }
     double urgency(const Request& r, double now_s) const override { return (now_s - r.arrival_s) / r.num_left(); }
     bool is_by_length() const override { return true; }
+    bool interrupts_prompts() const override { return true; }
 };
 
 }  // namespace
@@ -37,7 +45,8 @@ SchedulingPolicy policy_named(const std::string& name) {
     if (name == "priority") return SchedulingPolicy::kPriority;
     if (name == "spf") return SchedulingPolicy::kSpf;
     if (name == "hrrn") return SchedulingPolicy::kHrrn;
-    throw std::invalid_argument("scheduling_policy is fcfs, priority, spf or hrrn, not " + name);
+    if (name == "deadline") return SchedulingPolicy::kDeadline;
+    throw std::invalid_argument("scheduling_policy is fcfs, priority, spf, hrrn or deadline, not " + name);
 }
 
 std::unique_ptr<const AdmissionOrder> make_order(SchedulingPolicy policy) {
@@ -46,6 +55,8 @@ std::unique_ptr<const AdmissionOrder> make_order(SchedulingPolicy policy) {
             return std::make_unique<ShortestFirst>();
         case SchedulingPolicy::kHrrn:
             return std::make_unique<HighestRatioFirst>();
+        case SchedulingPolicy::kDeadline:
+            return std::make_unique<EarliestDeadlineFirst>();
         case SchedulingPolicy::kFcfs:
         case SchedulingPolicy::kPriority:
             break;

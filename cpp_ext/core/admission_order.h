@@ -19,9 +19,11 @@ class AdmissionOrder {
     virtual double rank(const Request&) const { return 0; }
     // Between lanes the higher urgency goes first, then who has less left to compute, then who arrived first.
     virtual double urgency(const Request&, double /*now_s*/) const { return 0; }
-    // Whether it depends on what requests have left to compute. Then those that wait may go before prompts that are
-    // computed in part.
+    // Whether it depends on what requests have left to compute.
     virtual bool is_by_length() const { return false; }
+
+    // Whether those that wait may go before prompts that are computed in part.
+    virtual bool interrupts_prompts() const { return false; }
 
     // Whether `a` goes before `b` at this time.
     bool goes_before(const Request& a, const Request& b, double now_s) const;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "../common/arrays.h"
 #include "blake3.h"
@@ -240,7 +241,7 @@ void bind_scheduler(nb::module_& m) {
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,
                Input<TokenId> stop_token_ids, nb::bytes cache_namespace, bool skip_prefix_match, int priority,
-               double arrival_s) {
+               double arrival_s, double deadline_s) {
                 const NewRequest request{.id = request_id,
                                          .prompt = span_of(prompt),
                                          .max_tokens = max_tokens,
@@ -249,12 +250,14 @@ void bind_scheduler(nb::module_& m) {
                                          .cache_namespace = bytes_of(cache_namespace),
                                          .skip_prefix_match = skip_prefix_match,
                                          .priority = priority,
-                                         .arrival_s = arrival_s};
+                                         .arrival_s = arrival_s,
+                                         .deadline_s = deadline_s};
                 nb::gil_scoped_release released;
                 self.add_request(request);
             },
             "request_id"_a, "prompt"_a, "max_tokens"_a, "min_tokens"_a, "stop_token_ids"_a, "namespace"_a,
-            "skip_prefix_match"_a, "priority"_a = 0, "arrival_s"_a = 0.0)
+            "skip_prefix_match"_a, "priority"_a = 0, "arrival_s"_a = 0.0,
+            "deadline_s"_a = std::numeric_limits<double>::infinity())
         .def(
             "abort",
             [](Scheduler& self, Input<RequestId> ids) {

@@ -29,6 +29,7 @@ std::unique_ptr<Request> make_request(const NewRequest& n, const SchedulerLimits
         .id = n.id,
         .priority = limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority,
         .arrival_s = n.arrival_s,
+        .deadline_s = n.deadline_s,
         .prompt_len = prompt_len,
         .last_len = prompt_len + std::min(n.max_tokens, limits.max_model_len - prompt_len),
         .min_tokens = n.min_tokens,

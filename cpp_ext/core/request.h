@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <span>
 #include <utility>
@@ -23,7 +24,8 @@ struct NewRequest {
     std::span<const uint8_t> cache_namespace;
     bool skip_prefix_match;
     int priority;
-    double arrival_s = 0;  // by the clock of schedule()
+    double arrival_s = 0;                                         // by the clock of schedule()
+    double deadline_s = std::numeric_limits<double>::infinity();  // of its first token, by the same clock
 };
 
 struct Request {
@@ -31,6 +33,7 @@ struct Request {
     int priority;
     uint64_t arrival = 0;  // its number
     double arrival_s;
+    double deadline_s;
     int prompt_len;
     int last_len;  // the number of tokens at which it has reached a limit
     int min_tokens;

@@ -9,8 +9,8 @@
 namespace swiftkv {
 
 // The order of requests. All but kFcfs obey priorities first, and then: arrival; the least left to compute; or the
-// highest response ratio.
-enum class SchedulingPolicy : uint8_t { kFcfs, kPriority, kSpf, kHrrn };
+// highest response ratio; or the earliest deadline.
+enum class SchedulingPolicy : uint8_t { kFcfs, kPriority, kSpf, kHrrn, kDeadline };
 
 struct SchedulerLimits {
     int block_size;

@@ -32,7 +32,7 @@ std::vector<Request*> StepBuilder::prompts_in_part() const {
     std::vector<Request*> prompts;
     for (Request* r : roster_.running())
         if (!r->is_in_step && r->num_remaining() > 1) prompts.push_back(r);
-    if (order_.is_by_length())
+    if (order_.interrupts_prompts())
         std::sort(prompts.begin(), prompts.end(),
                   [&](const Request* a, const Request* b) { return order_.goes_before(*a, *b, now_s_); });
     return prompts;
@@ -64,7 +64,7 @@ void StepBuilder::admit_while(MayGo may_go) {
 }
 
 void StepBuilder::admit_before_prefills() {
-    if (!order_.is_by_length()) return;
+    if (!order_.interrupts_prompts() || roster_.waiting().size() == 0 || !roster_.has_free_slot()) return;
     const std::vector<Request*> prompts = prompts_in_part();
     if (prompts.empty()) return;
     admit_while([&](const Request& r) { return order_.goes_before(r, *prompts.front(), now_s_); });

@@ -250,6 +250,7 @@ class Engine:
             self._forget(request_id)
 
     def _add(self, message: AddRequest) -> None:
+        arrival_s = time.monotonic()
         try:
             request = Request.from_message(
                 message,
@@ -267,7 +268,8 @@ class Engine:
                 namespace=request.namespace,
                 skip_prefix_match=request.sampling.prompt_logprobs is not None,
                 priority=request.priority,
-                arrival_s=time.monotonic(),
+                arrival_s=arrival_s,
+                deadline_s=arrival_s + (message.target_ttft_s or self._config.target_ttft_s),
             )
         except ValueError as error:
             self._send(RequestError(message.request_id, 400, str(error)))

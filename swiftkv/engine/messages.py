@@ -67,7 +67,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention_interval: int | None = None  # tokens, as `kv_cache.retention_interval`
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = "priority"
+    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = "priority"
+    target_ttft_s: float = 10.0  # when the first token is due of requests that do not say
     target_tpot_s: float | None = None  # the most that a step with decodes should take, prompts included
     long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; longer ones are long
     max_num_partial_prefills: int | None = None  # prompts that are computed in part at once
@@ -116,6 +117,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0  # lower runs first
+    target_ttft_s: float | None = None  # when its first token is due; None: the model's
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -173,7 +173,14 @@ class EngineClient:
         if not self.state.is_there:
             raise self._gone()
 
-    def generate(self, requests: Sequence[SequenceRequest], *, cache_salt: str = "", priority: int = 0) -> Generation:
+    def generate(
+        self,
+        requests: Sequence[SequenceRequest],
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        target_ttft_s: float | None = None,
+    ) -> Generation:
         """Hand sequences to the engine.
 
         Raises:
@@ -193,7 +200,8 @@ class EngineClient:
         arrived_s = time.perf_counter()
         self._idle.clear()
         for index, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
-            if not self._outbox.send(AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority)):
+            message = AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority, target_ttft_s)
+            if not self._outbox.send(message):
                 generation.keep(index)
                 generation.close()
                 self._note_idle()

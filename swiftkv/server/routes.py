@@ -27,6 +27,7 @@ from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.responses import Detokenized, ModelList, Tokenized
 from swiftkv.server.sampling import sequence_requests
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
+from swiftkv.server.targets import target_ttft_s
 
 T = TypeVar("T")
 
@@ -121,6 +122,7 @@ async def _generate(
     model.client.check_available()
     _check_policy(model, body)
     check_stops(body.stops)
+    wanted_s = target_ttft_s(request.headers)
 
     def prepare() -> tuple[list[Prompt], list[SequenceRequest], list[Choice]]:
         prompts = read_prompts()
@@ -128,7 +130,12 @@ async def _generate(
         return prompts, sequences, make_choices(model, body, prompts)
 
     prompts, sequences, choices = await _in_threads(request, model, prepare)
-    generation = model.client.generate(sequences, cache_salt=body.cache_salt or "", priority=body.priority or 0)
+    generation = model.client.generate(
+        sequences,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        target_ttft_s=wanted_s if model.policy.allow_priority else None,
+    )
     record.finished = generation.finished
     model.client.metrics.request_n.observe(body.n or 1)
     answer: Answer

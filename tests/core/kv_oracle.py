@@ -8,6 +8,7 @@ It is one file, for it is one model: who checks a rule of it should find all rul
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -138,6 +139,7 @@ class Engine:
         namespace: bytes = b"",
         skip_prefix_match: bool = False,
         priority: int = 0,
+        deadline_s: float = math.inf,
     ) -> None:
         self.scheduler.add_request(
             request_id,
@@ -149,6 +151,7 @@ class Engine:
             skip_prefix_match=skip_prefix_match,
             priority=priority,
             arrival_s=self.now_s,
+            deadline_s=deadline_s,
         )
         self.naive.add(
             request_id,
@@ -160,6 +163,7 @@ class Engine:
             skip_prefix_match,
             priority,
             self.now_s,
+            deadline_s,
         )
         self.requests[request_id] = Request(
             prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority

@@ -33,7 +33,7 @@ class Setup:
     long_prefill_token_threshold: int | None = None
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int = 1
-    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn"] = "priority"
+    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = "priority"
 
     def scheduler(self) -> _core.Scheduler:
         return _core.Scheduler(
@@ -64,6 +64,7 @@ class NaiveRequest:
     stop: list[int]
     skip_prefix_match: bool
     arrival_s: float
+    deadline_s: float
     refused_since_s: float | None = None
     expected: int = 0  # blocks that the index knew of it when that was looked up last, while it waits
     num_shared: int = 0  # full blocks before its prompt left what others had computed
@@ -220,6 +221,7 @@ class NaiveScheduler:
         skip_prefix_match: bool,
         priority: int,
         arrival_s: float,
+        deadline_s: float,
     ) -> None:
         priority = 0 if self.setup.scheduling_policy == "fcfs" else priority
         last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
@@ -236,6 +238,7 @@ class NaiveScheduler:
             stop,
             skip_prefix_match,
             arrival_s,
+            deadline_s,
         )
         self.clear(request)
         self.wait(request)
@@ -262,14 +265,19 @@ class NaiveScheduler:
     def lane(self, request: NaiveRequest) -> int:
         return self.left(request).bit_length() if self.setup.scheduling_policy == "hrrn" else 0
 
-    def order_in_lane(self, request: NaiveRequest) -> tuple[int, int]:
-        return self.left(request) if self.setup.scheduling_policy == "spf" else 0, request.order[1]
+    def interrupts_prompts(self) -> bool:
+        return self.setup.scheduling_policy in ("spf", "hrrn", "deadline")
+
+    def order_in_lane(self, request: NaiveRequest) -> tuple[float, int]:
+        ranks = {"spf": self.left(request), "deadline": request.deadline_s}
+        return ranks.get(self.setup.scheduling_policy, 0), request.order[1]
 
     def order_now(self, request: NaiveRequest) -> tuple[float, ...]:
         """Return what orders requests of different lanes, and prompts that are computed in part."""
         left, (priority, arrival) = self.left(request), request.order
         waited_s = self.now_s - request.arrival_s
-        urgency = {"spf": -left, "hrrn": waited_s / left}.get(self.setup.scheduling_policy, 0)
+        urgencies = {"spf": -left, "hrrn": waited_s / left, "deadline": -request.deadline_s}
+        urgency = urgencies.get(self.setup.scheduling_policy, 0)
         return priority, -urgency, left, arrival
 
     def lanes(self, priority: int) -> dict[int, list[NaiveRequest]]:
@@ -388,13 +396,13 @@ class NaiveScheduler:
                 self.admit(head, size)
 
     def running_in_order(self, is_decode: bool) -> list[NaiveRequest]:
-        if is_decode or not self.is_by_length():
+        if is_decode or not self.interrupts_prompts():
             return list(self.running)
         return sorted(self.running, key=self.order_now)
 
     def admit_before_prefills(self) -> None:
         prompts = [r for r in self.running if not r.in_step and r.remaining() > 1]
-        if prompts and self.is_by_length():
+        if prompts and self.interrupts_prompts():
             self.admit_waiting(min(map(self.order_now, prompts)))
 
     def admit_waiting(self, before: tuple[float, ...] | None = None) -> None:

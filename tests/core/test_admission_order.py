@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Literal
 
@@ -13,7 +14,7 @@ from naive_scheduler import Setup
 from swiftkv import _core
 
 BLOCK = 4
-Policy = Literal["fcfs", "priority", "spf", "hrrn"]
+Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 
 
 def engine(policy: Policy, num_blocks: int = 64, *, max_num_seqs: int = 1, max_num_batched_tokens: int = 64) -> Engine:
@@ -116,6 +117,24 @@ def test_by_arrival_nobody_goes_before_a_prompt_that_is_computed_in_part(policy:
     assert finish_order(e) == [1, 2]
 
 
+def test_the_earliest_deadline_goes_first_and_none_last() -> None:
+    e = engine("deadline", max_num_batched_tokens=16)
+    e.add(0, prompt(8, 0), max_tokens=3)
+    e.step()
+    for i, deadline_s in enumerate([math.inf, 9.0, 3.0, 5.0], start=1):
+        e.add(i, prompt(20, i), max_tokens=1, deadline_s=deadline_s)
+    e.add(5, prompt(20, 5), max_tokens=1)
+    assert finish_order(e) == [0, 3, 4, 2, 1, 5]
+
+
+def test_an_earlier_deadline_goes_before_a_prompt_that_is_computed_in_part() -> None:
+    e = engine("deadline", max_num_seqs=4, max_num_batched_tokens=16)
+    e.add(1, prompt(40, 1), max_tokens=1, deadline_s=8.0)
+    e.step()
+    e.add(2, prompt(30, 2), max_tokens=1, deadline_s=2.0)
+    assert finish_order(e) == [2, 1]
+
+
 def test_who_finds_no_room_holds_others_up_for_a_while_only() -> None:
     e = engine("priority", num_blocks=32, max_num_seqs=8)
     e.add(0, prompt(100, 0), max_tokens=20)
@@ -196,5 +215,5 @@ def test_shortest_first_may_let_a_long_request_wait() -> None:
 
 
 def test_an_unknown_policy_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="scheduling_policy is fcfs, priority, spf or hrrn, not lifo"):
+    with pytest.raises(ValueError, match="scheduling_policy is fcfs, priority, spf, hrrn or deadline, not lifo"):
         _core.Scheduler([_core.GroupSpec(1, 64)], 4, 4, 64, 128, scheduling_policy="lifo")  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def setups(draw: st.DrawFn) -> Setup:
         long_prefill_token_threshold=draw(st.none() | st.integers(1, 16)),
         max_num_partial_prefills=draw(st.none() | st.integers(1, 3)),
         max_long_partial_prefills=draw(st.integers(1, 2)),
-        scheduling_policy=draw(st.sampled_from(["hrrn", "hrrn", "spf", "priority", "fcfs"])),
+        scheduling_policy=draw(st.sampled_from(["hrrn", "hrrn", "spf", "deadline", "priority", "fcfs"])),
     )
 
 
@@ -61,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         namespace=st.sampled_from([b"a", b"a", b"b"]),
         skip_prefix_match=st.sampled_from([False, False, False, True]),
         priority=st.integers(0, 1),
+        deadline_s=st.sampled_from([math.inf, math.inf, 1.0, 2.0, 3.5]),
     )
     def add(self, source: int, keep: int, tail: list[int], **params: object) -> None:
         prompt = self.history[source % len(self.history)][:keep] + tail

@@ -290,6 +290,7 @@ MUTANTS = [
     one("long prompts begin together", POLICY, "(!is_long_one || num_long <", "(true || num_long <"),
     # The order of those that wait.
     one("lengths count, not waiting", ORDER, "(now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
+    one("deadlines do not count", ORDER, "{ return -r.deadline_s; }", "{ return 0 * r.num_left(); }"),
     one("all lengths are one lane", ORDER, "std::bit_width(static_cast<unsigned>(r.num_left()))", "0 * r.num_left()"),
     one("what is cached counts", QUEUE, "    r.num_expected = known * size;\n", ""),
     one("what is cached later counts", SCHEDULER, "if (roster_.has_free_slot()) roster_.refresh_waiting();", ""),
@@ -298,7 +299,7 @@ MUTANTS = [
     one(
         "prompts in part go by arrival",
         BUILDER,
-        "    if (order_.is_by_length())\n        std::sort",
+        "    if (order_.interrupts_prompts())\n        std::sort",
         "    if (false)\n        std::sort",
     ),
     one("who finds no room holds others up for ever", POLICY, "kHoldS = 1.0;", "kHoldS = 1e9;"),
