@@ -240,7 +240,7 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,
-               Input<TokenId> stop_token_ids, nb::bytes cache_namespace, bool skip_prefix_match, int priority,
+               Input<TokenId> stop_token_ids, nb::bytes cache_namespace, bool skip_prefix_match, int64_t priority,
                double arrival_s, double deadline_s) {
                 const NewRequest request{.id = request_id,
                                          .prompt = span_of(prompt),

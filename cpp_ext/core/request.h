@@ -23,14 +23,14 @@ struct NewRequest {
     std::span<const TokenId> stop_token_ids;
     std::span<const uint8_t> cache_namespace;
     bool skip_prefix_match;
-    int priority;
+    int64_t priority;
     double arrival_s = 0;                                         // by the clock of schedule()
     double deadline_s = std::numeric_limits<double>::infinity();  // of its first token, by the same clock
 };
 
 struct Request {
     RequestId id;
-    int priority;
+    int64_t priority;
     uint64_t arrival = 0;  // its number
     double arrival_s;
     double deadline_s;

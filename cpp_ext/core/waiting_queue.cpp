@@ -60,7 +60,7 @@ bool WaitingQueue::look_up(Request& r) const {
 void WaitingQueue::refresh() {
     if (!order_.is_by_length() || lanes_.empty()) return;
     std::vector<Key> keys;
-    const int priority = lanes_.begin()->first.first;
+    const int64_t priority = lanes_.begin()->first.first;
     for (auto it = lanes_.begin(); it != lanes_.end() && it->first.first == priority; ++it) keys.push_back(it->first);
     int num_moves = 0;
     for (const Key& key : keys) {
@@ -91,7 +91,7 @@ std::vector<Request*> WaitingQueue::all() const {
 void WaitingQueue::Cursor::open_next_priority() {
     auto it = queue_.lanes_.upper_bound(passed_);
     if (it == queue_.lanes_.end()) return;
-    const int priority = it->first.first;
+    const int64_t priority = it->first.first;
     passed_ = {priority, std::numeric_limits<int>::max()};
     for (; it != queue_.lanes_.end() && it->first.first == priority; ++it) {
         Request* first = *it->second.begin();

@@ -35,7 +35,7 @@ class WaitingQueue {
 
         const WaitingQueue& queue_;
         const double now_s_;
-        std::pair<int, int> passed_{std::numeric_limits<int>::min(), std::numeric_limits<int>::min()};
+        std::pair<int64_t, int> passed_{std::numeric_limits<int64_t>::min(), std::numeric_limits<int>::min()};
         std::vector<Head> heads_;  // of one priority's lanes
     };
 
@@ -58,7 +58,7 @@ class WaitingQueue {
         bool operator()(const Request* a, const Request* b) const;
     };
     using Lane = std::set<Request*, Earlier>;
-    using Key = std::pair<int, int>;  // priority, lane
+    using Key = std::pair<int64_t, int>;  // priority, lane
 
     void insert(Request& request);
     void erase(Request& request);

@@ -116,7 +116,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     prompt: bytes  # int32
     sampling: SamplingParams
     cache_salt: str = ""
-    priority: int = 0  # lower runs first
+    priority: int = 0  # lower runs first; that of the service tier included
     target_ttft_s: float | None = None  # when its first token is due; None: the model's
 
 

@@ -16,6 +16,7 @@ MAX_PROMPT_LOGPROBS = 4 << 20
 """Entries in one answer: as Python objects about 300 MB, as a message a quarter of `MAX_MESSAGE_BYTES`."""
 
 _INT32_MAX = 2**31 - 1
+_MAX_PRIORITY = 2**34
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -47,8 +48,8 @@ class Request:
             )
         sampling = message.sampling
         _check_sampling(sampling, vocab_size)
-        if not -_INT32_MAX <= message.priority <= _INT32_MAX:
-            raise ValueError("priority must fit 32 bits")
+        if abs(message.priority) > _MAX_PRIORITY:
+            raise ValueError("priority must fit 32 bits, and a service tier")
         num_prompt_logprobs = len(prompt) * (1 + (sampling.prompt_logprobs or 0))
         if sampling.prompt_logprobs is not None and num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
             raise ValueError(

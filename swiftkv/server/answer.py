@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
 from swiftkv.server.choices import Choice, Delta, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -31,6 +31,7 @@ from swiftkv.server.responses import (
     Usage,
 )
 from swiftkv.server.sampling import stop_rules
+from swiftkv.server.tiers import tier_of
 
 _SMALL_NUMBERS = 512
 
@@ -106,6 +107,8 @@ class Answer(ABC):
         self.prompts = prompts
         self.generation = generation
         self.n = body.n or 1
+        tier = tier_of(body.service_tier, model.policy.allow_priority)
+        self.service_tier: str | UnsetType = UNSET if body.service_tier is None else tier
         self.choices = choices
         options = body.stream_options
         self.final_usage = bool(options and options.include_usage)
@@ -191,11 +194,11 @@ class CompletionAnswer(Answer):
             choice = self._choice(delta, first)
             if choice.text or choice.finish_reason or choice.logprobs or self._return_token_ids:
                 usage_so_far = self.usage() if self.running_usage else UNSET
-                result.append(Completion(self.id, self.created, self.model.name, [choice], usage=usage_so_far))
+                result.append(self._completion([choice], usage_so_far))
         return result
 
     def usage_chunk(self) -> Struct:
-        return Completion(self.id, self.created, self.model.name, [], usage=self.usage())
+        return self._completion([], self.usage())
 
     def whole(self) -> Struct:
         choices = [self._choice(total, first=True) for total in self._ready(self._totals)]
@@ -206,7 +209,10 @@ class CompletionAnswer(Answer):
                     prompt = self._prompt(total.index)
                     shown = prompt_logprobs(self.model.tokenizer, prompt.token_ids, total.prompt_logprobs or [])
                 choice.prompt_logprobs = shown
-        return Completion(self.id, self.created, self.model.name, choices, usage=self.usage())
+        return self._completion(choices, self.usage())
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType) -> Completion:
+        return Completion(self.id, self.created, self.model.name, choices, usage=usage, service_tier=self.service_tier)
 
     def _count(self, batch: Sequence[Delta]) -> None:
         if not self._only_echo:
@@ -291,7 +297,7 @@ class ChatAnswer(Answer):
         return result
 
     def usage_chunk(self) -> Struct:
-        return ChatChunk(self.id, self.created, self.model.name, [], usage=self.usage())
+        return self._event([], self.usage())
 
     def whole(self) -> Struct:
         tokenizer, prompt = self.model.tokenizer, self.prompts[0]
@@ -311,6 +317,7 @@ class ChatAnswer(Answer):
                 for total in self._totals
             ],
             self.usage(),
+            service_tier=self.service_tier,
             prompt_token_ids=prompt.token_ids if self._return_token_ids else UNSET,
             prompt_logprobs=prompt_logprobs(tokenizer, prompt.token_ids, self._totals[0].prompt_logprobs or [])
             if self._prompt_logprobs
@@ -320,7 +327,7 @@ class ChatAnswer(Answer):
     def _opening(self, index: int) -> ChatChunk:
         choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
         token_ids = self.prompts[0].token_ids if self._return_token_ids and index == 0 else UNSET
-        return ChatChunk(self.id, self.created, self.model.name, [choice], prompt_token_ids=token_ids)
+        return self._event([choice], UNSET, token_ids)
 
     def _chunk(self, delta: Delta) -> ChatChunk:
         choice = ChatChunkChoice(
@@ -332,4 +339,20 @@ class ChatAnswer(Answer):
             delta.token_ids if self._return_token_ids else UNSET,
         )
         usage_so_far = self.usage() if self.running_usage else UNSET
-        return ChatChunk(self.id, self.created, self.model.name, [choice], usage=usage_so_far)
+        return self._event([choice], usage_so_far)
+
+    def _event(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        return ChatChunk(
+            self.id,
+            self.created,
+            self.model.name,
+            choices,
+            service_tier=self.service_tier,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )

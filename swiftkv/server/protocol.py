@@ -27,6 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from swiftkv.config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
 from swiftkv.server.price import LIMITS
+from swiftkv.server.tiers import WantedTier
 from swiftkv.units import Budget, parse_budget
 
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
@@ -132,13 +133,13 @@ class GenerationBody(ModelBody):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    service_tier: WantedTier | None = None
 
     user: Label | None = Field(None, description="Accepted, not used")
     store: bool | None = Field(None, description="Accepted, not used")
     metadata: Metadata | None = Field(None, description="Accepted, not used")
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
-    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used")
     include_stop_str_in_output: Annotated[None, Unsupported(False)] = None
     response_format: Annotated[None, Unsupported({"type": "text"})] = None
 

@@ -61,6 +61,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
+    service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
 
 
@@ -104,6 +105,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    service_tier: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -128,6 +130,7 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

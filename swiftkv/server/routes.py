@@ -28,6 +28,7 @@ from swiftkv.server.responses import Detokenized, ModelList, Tokenized
 from swiftkv.server.sampling import sequence_requests
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
 from swiftkv.server.targets import target_ttft_s
+from swiftkv.server.tiers import priority_in, tier_of
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ async def _generate(
     generation = model.client.generate(
         sequences,
         cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
+        priority=priority_in(tier_of(body.service_tier, model.policy.allow_priority), body.priority or 0),
         target_ttft_s=wanted_s if model.policy.allow_priority else None,
     )
     record.finished = generation.finished
