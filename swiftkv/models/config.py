@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, TypeVar
 
 from swiftkv.cache.geometry import KVGroup, KVKind
 from swiftkv.errors import ConfigError
+from swiftkv.kernels.experts import SILU, GatedActivation
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 _MAX_RANKS = 8
+
+_Config = TypeVar("_Config", bound="DecoderConfig")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class AttentionKind:
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
     v_head_dim: int | None = None  # of values; None: that of keys
     sinks: str | None = None  # the tensor of each head's score for one more key, whose value is zero; None: no such key
+    value_scale: float = 1.0  # multiplies what is attended to: the cache has values as they are
 
     def __post_init__(self) -> None:
         assert self.layers
@@ -77,16 +81,22 @@ class AttentionKind:
         )
 
 
+def divided(full: AttentionKind, windowed: AttentionKind, window_layers: Iterable[int]) -> tuple[AttentionKind, ...]:
+    """Divide the layers of a model: `window_layers` are of the second kind, the others of the first."""
+    chosen = frozenset(window_layers)
+    others = tuple(layer for layer in full.layers if layer not in chosen)
+    within = tuple(layer for layer in full.layers if layer in chosen)
+    return tuple(replace(kind, layers=layers) for kind, layers in ((full, others), (windowed, within)) if layers)
+
+
 def with_window(kind: AttentionKind, layers: Iterable[int], window: int | None) -> tuple[AttentionKind, ...]:
     """Divide a kind: `layers` get the window, unless it is as long as any sequence; the others see everything."""
     if not window or window >= kind.rope.scaled_positions:
         return (kind,)
-    windowed = frozenset(layers)
-    parts = ((0, [one for one in kind.layers if one not in windowed]), (window, sorted(windowed)))
-    return tuple(replace(kind, layers=tuple(of), window=length) for length, of in parts if of)
+    return divided(kind, replace(kind, window=window), layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """The shape of a model. A family that needs more of it derives a class of its own."""
 
@@ -103,6 +113,14 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
+    norm_offset: float | None = None  # norms multiply by it + weight in float32; None: by the weight, in its dtype
+    activation: GatedActivation = SILU  # of MLPs and experts
+    embedding_scale: float = 1.0
+    logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: as they are
+
+    def extended(self, kind: type[_Config], **more: Any) -> _Config:
+        """Return this shape as a family's own class, with `more` fields; they replace those of the same name."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(self)} | more)
 
     @property
     def max_context_len(self) -> int:

@@ -5,6 +5,7 @@ Imports no torch, as every file of a model does: `swiftkv plan` reads models wit
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.ops import AnyOps, PackedLinear
+from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.config import AttentionKind, DecoderConfig
 from swiftkv.models.stream import NO_STREAM, KVStream
 from swiftkv.models.weights import RankSlices, Weight
 from swiftkv.progress import PROGRESS
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from swiftkv.models.batch import ModelInput
@@ -161,35 +161,56 @@ def kv_places(groups: Sequence[KVGroup], specs: Sequence[AttentionSpec]) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class LayerStack:
-    """The weights of a decoder that is an embedding, layers one after the other, a norm and a head."""
+class LayerSource:
+    """Everything that the parts of one layer are packed from."""
 
-    embedding: Tensor  # [vocab_size, hidden_size]
-    layers: tuple[Layer, ...]
-    final_norm: Tensor  # [hidden_size]
-    norm_eps: float
-    lm_head: PackedLinear
-    embedding_scale: float = 1.0
-    logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: as they are
+    config: DecoderConfig
+    place: KVPlace
+    cos_sin: Tensor  # float32 [max_model_len, rotary_dim]
+    packer: Packer
+    ranks: Ranks
+
+    @property
+    def prefix(self) -> str:
+        """The begin of the names of the layer's tensors."""
+        return f"model.layers.{self.place.layer}"
+
+    @property
+    def kind(self) -> AttentionKind:
+        return self.config.attention[self.place.group]
+
+    def norm(self, module: str) -> Tensor:
+        """Pack the weights of one of the layer's norms."""
+        return self.packer.norm(f"{self.prefix}.{module}.weight")
 
 
-class LayeredDecoder:
-    """The forward pass of a `LayerStack`. A model's own class reads its configuration and makes the stack."""
+class LayeredDecoder(ABC):
+    """The forward pass of an embedding, layers one after the other, a norm and a head.
 
-    def __init__(
-        self,
-        groups: tuple[KVGroup, ...],
-        specs: tuple[AttentionSpec, ...],
-        stack: LayerStack,
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
+    The class of a family reads its configuration, declares its weights, and packs a layer.
+    """
+
+    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
         self.ops = ranks.ops
         self.kv_groups = groups
-        self.specs = specs
-        self._stack = stack
+        self.specs = tuple(map(attention_spec, groups, config.attention))
+        self._config = config
         self._ranks = ranks
-        self._device = device
+        self._device = packer.device
+        cos_sin = [packer.cos_sin(kind.rope, kind.head_dim) for kind in config.attention]
+        self._layers = tuple(
+            self.layer(LayerSource(config, place, cos_sin[place.group], packer, ranks))
+            for place in kv_places(groups, self.specs)
+        )
+        self._embedding = packer.tensor("model.embed_tokens.weight")  # [vocab_size, hidden_size]
+        self._embedding_scale = packer.rounded(config.embedding_scale)
+        self._final_norm = packer.norm("model.norm.weight")  # [hidden_size]
+        self._lm_head = packer.linear("lm_head")
+
+    @staticmethod
+    @abstractmethod
+    def layer(source: LayerSource) -> Layer:
+        """Pack one layer."""
 
     def forward(self, batch: ModelInput, regions: Sequence[Tensor], stream: KVStream = NO_STREAM) -> Tensor:
         return self.run_layers(batch.token_ids, self.prepare(batch), regions, stream)
@@ -215,20 +236,20 @@ class LayeredDecoder:
         self, token_ids: Tensor, batches: Batches, regions: Sequence[Tensor], stream: KVStream = NO_STREAM
     ) -> Tensor:
         kv = StepKV(batches, regions, stream)
-        hidden = self.ops.embed(token_ids, self._stack.embedding)  # [T, hidden_size]
-        if self._stack.embedding_scale != 1:
-            hidden *= self._stack.embedding_scale
-        for layer in self._stack.layers:
+        hidden = self.ops.embed(token_ids, self._embedding)  # [T, hidden_size]
+        if self._embedding_scale != 1:
+            hidden *= self._embedding_scale
+        for layer in self._layers:
             layer.attention.add_to(hidden, kv)
             layer.mlp.add_to(hidden)
             PROGRESS.tick()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = self.ops.rms_norm(hidden, self._stack.final_norm, self._stack.norm_eps)
-        logits, cap = self._ranks.logits(normed, self._stack.lm_head), self._stack.logit_soft_cap
+        normed = self.ops.rms_norm(hidden, self._final_norm, self._config.rms_norm_eps)
+        logits, cap = self._ranks.logits(normed, self._lm_head), self._config.logit_soft_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
-        counts = enumerate(layer.mlp.tokens_per_expert for layer in self._stack.layers)
+        counts = enumerate(layer.mlp.tokens_per_expert for layer in self._layers)
         return {layer: tokens for layer, tokens in counts if tokens is not None}

@@ -10,76 +10,60 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
+from swiftkv.kernels.experts import GELU_TANH, SILU
 from swiftkv.models.config import AttentionKind, DecoderConfig, with_window
-from swiftkv.models.decoder import KVPlace, Layer, LayeredDecoder, LayerStack, MlpPart, attention_spec, kv_places
+from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
 from swiftkv.models.hf_config import HFConfig, read_eos_token_ids, read_json, read_rope
 from swiftkv.models.parts import Attention, GatedMlp
 from swiftkv.models.weights import HeadSlices, RankSlices, Weight
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from swiftkv.models.loader import Packer
-    from swiftkv.models.parallel import Ranks
-
 _HEAD_DIM_MULTIPLE, _MAX_HEAD_DIM = 16, 256  # of the attention kernels
+MLP_NORM = "post_attention_layernorm"
+_ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True)
 class Biases:
     """Says which linear layers have a bias."""
 
-    qkv: bool
-    attention_out: bool
-    mlp: bool
+    qkv: bool = False
+    attention_out: bool = False
+    mlp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """Lists what an architecture has and its `config.json` does not say."""
 
-    biases: Callable[[HFConfig], Biases]
+    biases: Callable[[HFConfig], Biases] = lambda raw: Biases(raw.attention_bias, raw.attention_bias)
     window_layers: Callable[[HFConfig], Sequence[int]] = lambda raw: ()
     qk_norm: bool = False
     head_dim: int | None = None  # where config.json does not say; None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
+    norm_offset: float | None = None  # of `DecoderConfig`
     partial_rotary: bool = False  # else transformers ignores partial_rotary_factor, and it must be 1
 
 
-def _window_of_later_layers(raw: HFConfig) -> Sequence[int]:
-    if not raw.use_sliding_window:
-        return ()
-    if raw.layer_types is None:
-        return range(raw.max_window_layers, raw.num_hidden_layers)
-    return [layer for layer, kind in enumerate(raw.layer_types[: raw.num_hidden_layers]) if kind == "sliding_attention"]
+def all_layers(raw: HFConfig) -> Sequence[int]:
+    return range(raw.num_hidden_layers)
+
+
+def _later_layers(raw: HFConfig) -> Sequence[int]:
+    return raw.window_layers(lambda layer: layer >= raw.max_window_layers) if raw.use_sliding_window else ()
 
 
 _TRAITS = {
-    "Qwen3ForCausalLM": Traits(
-        biases=lambda raw: Biases(raw.attention_bias, raw.attention_bias, False),
-        window_layers=_window_of_later_layers,
-        qk_norm=True,
-        head_dim=128,
-    ),
-    "Qwen2ForCausalLM": Traits(biases=lambda raw: Biases(True, False, False), window_layers=_window_of_later_layers),
+    "Qwen3ForCausalLM": Traits(window_layers=_later_layers, qk_norm=True, head_dim=128),
+    "Qwen2ForCausalLM": Traits(biases=lambda raw: Biases(qkv=True), window_layers=_later_layers),
     "LlamaForCausalLM": Traits(biases=lambda raw: Biases(raw.attention_bias, raw.attention_bias, raw.mlp_bias)),
-    "MistralForCausalLM": Traits(
-        biases=lambda raw: Biases(False, False, False), window_layers=lambda raw: range(raw.num_hidden_layers)
-    ),
+    "MistralForCausalLM": Traits(biases=lambda raw: Biases(), window_layers=all_layers),
 }
 
 
 class DenseDecoder(LayeredDecoder):
     """A `Decoder` of pre-normalised layers, each rotary attention and a gated MLP."""
-
-    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
-        specs = tuple(map(attention_spec, groups, config.attention))
-        stack = layer_stack(config, kv_places(groups, specs), packer, ranks, mlp_part)
-        super().__init__(groups, specs, stack, ranks, packer.device)
 
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
@@ -89,6 +73,10 @@ class DenseDecoder(LayeredDecoder):
     @staticmethod
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
         return decoder_weights(config, part, mlp_weights)
+
+    @staticmethod
+    def layer(source: LayerSource) -> Layer:
+        return Layer(attention_part(source), mlp_part(source))
 
 
 def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Traits) -> DecoderConfig:
@@ -138,6 +126,8 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
         mlp_bias=biases.mlp,
         qk_norm=traits.qk_norm,
         eos_token_ids=read_eos_token_ids(directory, raw),
+        norm_offset=traits.norm_offset,
+        activation=_ACTIVATIONS[raw.hidden_act],
     )
 
 
@@ -160,30 +150,6 @@ def decoder_weights(
             weights |= _attention_weights(config, kind, heads, part.rank, f"model.layers.{layer}")
             weights |= mlp_weights(config, part, layer)
     return weights
-
-
-def layer_stack(
-    config: DecoderConfig,
-    places: Sequence[KVPlace],
-    packer: Packer,
-    ranks: Ranks,
-    mlp_part: Callable[[DecoderConfig, Packer, Ranks, int], MlpPart],
-) -> LayerStack:
-    """Pack the weights of a model; `mlp_part` makes the second half of a layer, by its number."""
-    cos_sin = [packer.cos_sin(kind.rope, kind.head_dim) for kind in config.attention]
-    return LayerStack(
-        layers=tuple(
-            Layer(
-                attention_part(config, place, cos_sin[place.group], packer, ranks),
-                mlp_part(config, packer, ranks, place.layer),
-            )
-            for place in places
-        ),
-        embedding=packer.tensor("model.embed_tokens.weight"),
-        final_norm=packer.vector("model.norm.weight"),
-        norm_eps=config.rms_norm_eps,
-        lm_head=packer.linear("lm_head"),
-    )
 
 
 def _attention_weights(
@@ -209,7 +175,7 @@ def _attention_weights(
 def mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
     """Return the tensors of a gated MLP and of the norm before it."""
     hidden, inner, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}"
-    weights = {f"{prefix}.post_attention_layernorm.weight": Weight((hidden,))}
+    weights = {f"{prefix}.{MLP_NORM}.weight": Weight((hidden,))}
     for name in ("gate_proj", "up_proj"):
         weights |= _by_rows(f"{prefix}.mlp.{name}", (inner, hidden), part.mlp, config.mlp_bias)
     return weights | _by_columns(f"{prefix}.mlp.down_proj", (hidden, inner), part.mlp, config.mlp_bias, part.rank)
@@ -226,31 +192,33 @@ def _by_columns(module: str, shape: tuple[int, int], columns: slice, has_bias: b
     return weights | ({f"{module}.bias": Weight(shape[:1])} if has_bias else {})
 
 
-def attention_part(config: DecoderConfig, place: KVPlace, cos_sin: Tensor, packer: Packer, ranks: Ranks) -> Attention:
+def attention_part(source: LayerSource) -> Attention:
     """Pack the attention of a layer and the norm before it."""
-    prefix = f"model.layers.{place.layer}"
-    attention, sinks = f"{prefix}.self_attn", config.attention[place.group].sinks
+    config, kind, packer = source.config, source.kind, source.packer
+    attention = f"{source.prefix}.self_attn"
     return Attention(
-        place=place,
-        ranks=ranks,
-        cos_sin=cos_sin,
-        norm=packer.vector(f"{prefix}.input_layernorm.weight"),
+        place=source.place,
+        ranks=source.ranks,
+        cos_sin=source.cos_sin,
+        norm=source.norm("input_layernorm"),
         norm_eps=config.rms_norm_eps,
         qkv=packer.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-        q_norm=packer.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
-        k_norm=packer.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
+        q_norm=source.norm("self_attn.q_norm") if config.qk_norm else None,
+        k_norm=source.norm("self_attn.k_norm") if config.qk_norm else None,
         out=packer.linear(f"{attention}.o_proj"),
-        sinks=packer.float32(f"{attention}.{sinks}") if sinks else None,
+        sinks=packer.float32(f"{attention}.{kind.sinks}") if kind.sinks else None,
+        value_scale=kind.value_scale,
     )
 
 
-def mlp_part(config: DecoderConfig, packer: Packer, ranks: Ranks, layer: int) -> GatedMlp:
+def mlp_part(source: LayerSource, norm: str = MLP_NORM) -> GatedMlp:
     """Pack a gated MLP and the norm before it."""
-    prefix = f"model.layers.{layer}"
+    packer, mlp = source.packer, f"{source.prefix}.mlp"
     return GatedMlp(
-        ranks=ranks,
-        norm=packer.vector(f"{prefix}.post_attention_layernorm.weight"),
-        norm_eps=config.rms_norm_eps,
-        gate_up=packer.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", interleave=True),
-        down=packer.linear(f"{prefix}.mlp.down_proj"),
+        ranks=source.ranks,
+        norm=source.norm(norm),
+        norm_eps=source.config.rms_norm_eps,
+        gate_up=packer.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", interleave=True),
+        down=packer.linear(f"{mlp}.down_proj"),
+        activation=source.config.activation,
     )

@@ -8,44 +8,25 @@ This file imports no torch, so that `swiftkv plan` answers at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import msgspec
 
-from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
-from swiftkv.kernels.experts import GELU_TANH
-from swiftkv.models.config import AttentionKind, DecoderConfig
-from swiftkv.models.decoder import KVPlace, Layer, LayeredDecoder, LayerStack, attention_spec, kv_places
-from swiftkv.models.dense import (
-    Biases,
-    Traits,
-    attention_part,
-    decoder_config,
-    decoder_weights,
-    mlp_part,
-    mlp_weights,
-)
-from swiftkv.models.hf_config import HFConfig, read_json, read_known_keys, read_rope
+from swiftkv.models.config import DecoderConfig, divided
+from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
+from swiftkv.models.dense import Traits, attention_part, decoder_config, decoder_weights, mlp_part, mlp_weights
+from swiftkv.models.hf_config import FULL, WINDOW, HFConfig, read_json, read_known_keys, read_rope
 from swiftkv.models.weights import RankSlices, Weight
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from swiftkv.models.loader import Packer
-    from swiftkv.models.parallel import Ranks
-
-_FULL, _WINDOW = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
     """The shape of a Gemma."""
 
-    logit_soft_cap: float
-    prefix: str = ""  # of tensors in checkpoints that have other models, too
+    prefix: str  # of tensors in checkpoints that have other models, too
 
 
 class _Keys(HFConfig, kw_only=True):
@@ -60,19 +41,13 @@ class _Keys(HFConfig, kw_only=True):
     use_bidirectional_attention: bool | None = None
     sliding_window_size: int | None = None  # some published files have sliding_window twice
 
-    def window_layers(self) -> list[int]:
-        """The layers with a window, by their list or by the family's habit."""
-        kinds = self.layer_types or [
-            _WINDOW if self.slides(layer) else _FULL for layer in range(self.num_hidden_layers)
-        ]
-        return [layer for layer, kind in enumerate(kinds[: self.num_hidden_layers]) if kind == _WINDOW]
-
     def slides(self, layer: int) -> bool:
+        """Whether a layer has a window, by the family's habit."""
         raise NotImplementedError
 
-    def local_rope(self) -> dict[str, Any] | None:
-        """The rotary parameters of window layers, if they have others than the rest."""
-        return None
+    def with_window_rope(self) -> Self:
+        """The keys with the rotary parameters of window layers."""
+        return self.with_rope_of(FULL)
 
 
 class _Gemma2Keys(_Keys, kw_only=True):
@@ -99,9 +74,8 @@ class _Gemma3Keys(_Keys, kw_only=True):
     def slides(self, layer: int) -> bool:
         return (layer + 1) % (self.old_sliding_window_pattern or self.sliding_window_pattern) != 0
 
-    def local_rope(self) -> dict[str, Any] | None:
-        nested = (self.rope_parameters or {}).get(_WINDOW)
-        return nested or {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
+    def with_window_rope(self) -> Self:
+        return self.with_rope_of(WINDOW, {"rope_type": "default", "rope_theta": self.rope_local_base_freq})
 
 
 class _Outer(msgspec.Struct):
@@ -116,29 +90,13 @@ _KEYS: dict[str, type[_Keys]] = {
     "Gemma3ForCausalLM": _Gemma3Keys,
     "Gemma3ForConditionalGeneration": _Gemma3Keys,
 }
+_MLP_NORM, _MLP_POST_NORM = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 _QK_NORM = frozenset({"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
 _NESTED = frozenset({"Gemma3ForConditionalGeneration"})  # of which the text model is served, and images are not
 
 
 class GemmaDecoder(LayeredDecoder):
     """A `Decoder` of layers whose halves are normalised before and after."""
-
-    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
-        assert isinstance(config, GemmaConfig)
-        specs = tuple(map(attention_spec, groups, config.attention))
-        cos_sin = [packer.cos_sin(kind.rope, kind.head_dim) for kind in config.attention]
-        stack = LayerStack(
-            layers=tuple(
-                _layer(config, place, cos_sin[place.group], packer, ranks) for place in kv_places(groups, specs)
-            ),
-            embedding=packer.tensor("model.embed_tokens.weight"),
-            final_norm=packer.float32("model.norm.weight", plus=1.0),
-            norm_eps=config.rms_norm_eps,
-            lm_head=packer.linear("lm_head"),
-            embedding_scale=packer.rounded(config.hidden_size**0.5),
-            logit_soft_cap=config.logit_soft_cap,
-        )
-        super().__init__(groups, specs, stack, ranks, packer.device)
 
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
@@ -152,25 +110,22 @@ class GemmaDecoder(LayeredDecoder):
         if raw.use_bidirectional_attention:
             raise ConfigError(f"{file}: use_bidirectional_attention: true is not supported, only causal attention is")
         raw = msgspec.structs.replace(raw, hidden_act=raw.hidden_activation or raw.hidden_act)
-        full = _with_rope(raw, (raw.rope_parameters or {}).get(_FULL))
         traits = Traits(
-            biases=lambda raw: Biases(raw.attention_bias, raw.attention_bias, False),
             qk_norm=architecture in _QK_NORM,
             hidden_act="gelu_pytorch_tanh",
+            norm_offset=1.0,
         )
-        shape = decoder_config(architecture, directory, full, traits)
+        shape = decoder_config(architecture, directory, raw.with_rope_of(FULL), traits)
         [kind] = shape.attention
         kind = replace(kind, scale=raw.query_pre_attn_scalar**-0.5, soft_cap=raw.attn_logit_softcapping or 0.0)
-        local = raw.local_rope()
-        windowed = replace(
-            kind,
-            rope=kind.rope if local is None else read_rope(file, _with_rope(raw, local)),
-            window=raw.sliding_window or 0,
+        windowed = replace(kind, rope=read_rope(file, raw.with_window_rope()), window=raw.sliding_window or 0)
+        return shape.extended(
+            GemmaConfig,
+            attention=divided(kind, windowed, raw.window_layers(raw.slides)),
+            embedding_scale=shape.hidden_size**0.5,
+            logit_soft_cap=raw.final_logit_softcapping or 0.0,
+            prefix="language_model." if is_nested else "",
         )
-        values = {field.name: getattr(shape, field.name) for field in fields(shape)}
-        values["attention"] = _divided(kind, windowed, raw.window_layers())
-        prefix = "language_model." if is_nested else ""
-        return GemmaConfig(**values, logit_soft_cap=raw.final_logit_softcapping or 0.0, prefix=prefix)
 
     @staticmethod
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
@@ -181,43 +136,14 @@ class GemmaDecoder(LayeredDecoder):
             for name, weight in weights.items()
         }
 
-
-def _with_rope(raw: _Keys, parameters: dict[str, Any] | None) -> _Keys:
-    """Return the keys with these rotary parameters, if there are any, instead of those of the config."""
-    return raw if parameters is None else msgspec.structs.replace(raw, rope_parameters=parameters, rope_scaling=None)
-
-
-def _divided(full: AttentionKind, windowed: AttentionKind, window_layers: list[int]) -> tuple[AttentionKind, ...]:
-    others = [layer for layer in full.layers if layer not in set(window_layers)]
-    parts = ((full, others), (windowed, window_layers))
-    return tuple(replace(kind, layers=tuple(layers)) for kind, layers in parts if layers)
+    @staticmethod
+    def layer(source: LayerSource) -> Layer:
+        return Layer(
+            replace(attention_part(source), post_norm=source.norm("post_attention_layernorm")),
+            replace(mlp_part(source, _MLP_NORM), post_norm=source.norm(_MLP_POST_NORM)),
+        )
 
 
 def _mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
-    norms = (f"model.layers.{layer}.{side}_feedforward_layernorm.weight" for side in ("pre", "post"))
+    norms = (f"model.layers.{layer}.{name}.weight" for name in (_MLP_NORM, _MLP_POST_NORM))
     return mlp_weights(config, part, layer) | {name: Weight((config.hidden_size,)) for name in norms}
-
-
-def _layer(config: GemmaConfig, place: KVPlace, cos_sin: Tensor, packer: Packer, ranks: Ranks) -> Layer:
-    prefix = f"model.layers.{place.layer}"
-
-    def norm(name: str) -> Tensor:
-        return packer.float32(f"{prefix}.{name}.weight", plus=1.0)
-
-    attention = attention_part(config, place, cos_sin, packer, ranks)
-    mlp = mlp_part(config, packer, ranks, place.layer)
-    return Layer(
-        replace(
-            attention,
-            norm=norm("input_layernorm"),
-            q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-            post_norm=norm("post_attention_layernorm"),
-        ),
-        replace(
-            mlp,
-            norm=norm("pre_feedforward_layernorm"),
-            activation=GELU_TANH,
-            post_norm=norm("post_feedforward_layernorm"),
-        ),
-    )

@@ -7,20 +7,19 @@ the matrices in MXFP4, and they are served unpacked. This file imports no torch,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
-from swiftkv.kernels.experts import SILU, ExpertWeights, GatedActivation, Router
+from swiftkv.kernels.experts import ExpertWeights, GatedActivation, Router
 from swiftkv.models.config import DecoderConfig, with_window
-from swiftkv.models.decoder import KVPlace, Layer, LayeredDecoder, LayerStack, attention_spec, kv_places
-from swiftkv.models.dense import Biases, Traits, attention_part, decoder_config, decoder_weights
-from swiftkv.models.hf_config import HFConfig, read_known_keys
-from swiftkv.models.moe import ExpertNames, MoeConfig
+from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
+from swiftkv.models.dense import MLP_NORM, Traits, attention_part, decoder_config, decoder_weights
+from swiftkv.models.hf_config import HFConfig, mistakes_in, read_known_keys
+from swiftkv.models.moe import MoeConfig
 from swiftkv.models.parts import ExpertMlp
 from swiftkv.models.weights import RankSlices, Weight
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swiftkv.models.loader import Packer
-    from swiftkv.models.parallel import Ranks
 
 _YARN = {
     "rope_type": "yarn",
@@ -39,13 +37,6 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 _MXFP4 = "mxfp4"
-
-
-@dataclass(frozen=True, slots=True)
-class GptOssConfig(MoeConfig):
-    """The shape of a gpt-oss."""
-
-    activation: GatedActivation = SILU
 
 
 class _Keys(HFConfig, kw_only=True):
@@ -69,21 +60,6 @@ class _Keys(HFConfig, kw_only=True):
 class GptOssDecoder(LayeredDecoder):
     """A `Decoder` of pre-normalised layers, each attention with sinks and a mixture of experts."""
 
-    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
-        assert isinstance(config, GptOssConfig)
-        specs = tuple(map(attention_spec, groups, config.attention))
-        cos_sin = [packer.cos_sin(kind.rope, kind.head_dim) for kind in config.attention]
-        stack = LayerStack(
-            layers=tuple(
-                _layer(config, place, cos_sin[place.group], packer, ranks) for place in kv_places(groups, specs)
-            ),
-            embedding=packer.tensor("model.embed_tokens.weight"),
-            final_norm=packer.float32("model.norm.weight"),
-            norm_eps=config.rms_norm_eps,
-            lm_head=packer.linear("lm_head"),
-        )
-        super().__init__(groups, specs, stack, ranks, packer.device)
-
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
         file = directory / "config.json"
@@ -93,23 +69,19 @@ class GptOssDecoder(LayeredDecoder):
             raise ConfigError(f"{file}: quantization_config: only quant_method {_MXFP4} is supported")
         if not (raw.rope_parameters or raw.rope_scaling):
             raw = msgspec.structs.replace(raw, rope_parameters=_YARN)
-        traits = Traits(biases=lambda raw: Biases(raw.attention_bias, raw.attention_bias, False))
-        shape = decoder_config(architecture, directory, msgspec.structs.replace(raw, quantization_config=None), traits)
-        kinds = raw.layer_types or ["sliding_attention", "full_attention"] * raw.num_hidden_layers
-        with_windows = [layer for layer in range(raw.num_hidden_layers) if kinds[layer] == "sliding_attention"]
-        num_experts = raw.num_experts or raw.num_local_experts
-        values = {field.name: getattr(shape, field.name) for field in fields(shape)}
-        values["attention"] = with_window(replace(shape.attention[0], sinks="sinks"), with_windows, raw.sliding_window)
-        try:
-            router = Router(num_experts, raw.experts_per_token or raw.num_experts_per_tok, "softmax_of_chosen")
-        except ValueError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        return GptOssConfig(
-            **values,
+        raw = msgspec.structs.replace(raw, quantization_config=None)
+        shape = decoder_config(architecture, directory, raw, Traits(norm_offset=0.0))
+        [kind] = shape.attention
+        in_turn = raw.window_layers(lambda layer: layer % 2 == 0)
+        num_experts, top_k = raw.num_experts or raw.num_local_experts, raw.experts_per_token or raw.num_experts_per_tok
+        with mistakes_in(file):
+            router = Router(num_experts, top_k, "softmax_of_chosen")
+        return shape.extended(
+            MoeConfig,
+            attention=with_window(replace(kind, sinks="sinks"), in_turn, raw.sliding_window),
             router=router,
             expert_size=raw.intermediate_size,
-            expert_layers=tuple(range(raw.num_hidden_layers)),
-            names=ExpertNames("mlp.experts", gate="gate_up_proj", up="gate_up_proj", down="down_proj"),
+            expert_layers=kind.layers,
             activation=GatedActivation(alpha=raw.swiglu_alpha, limit=raw.swiglu_limit, up_offset=1.0),
         )
 
@@ -117,15 +89,19 @@ class GptOssDecoder(LayeredDecoder):
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
         return decoder_weights(config, part, _mlp_weights)
 
+    @staticmethod
+    def layer(source: LayerSource) -> Layer:
+        return Layer(attention_part(source), _mlp_part(source))
+
 
 def _mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
-    assert isinstance(config, GptOssConfig)
+    assert isinstance(config, MoeConfig)
     hidden, inner, count = config.hidden_size, config.expert_size, config.router.num_experts
     prefix = f"model.layers.{layer}"
     experts, rows = f"{prefix}.mlp.experts", part.of_size(inner)
     all_experts, both = slice(0, count), slice(2 * rows.start, 2 * rows.stop)
     weights = {
-        f"{prefix}.post_attention_layernorm.weight": Weight((hidden,)),
+        f"{prefix}.{MLP_NORM}.weight": Weight((hidden,)),
         f"{prefix}.mlp.router.weight": Weight((count, hidden)),
         f"{prefix}.mlp.router.bias": Weight((count,)),
         f"{experts}.gate_up_proj": Weight((count, hidden, 2 * inner), (all_experts, slice(0, hidden), both)),
@@ -137,22 +113,18 @@ def _mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[st
     return weights
 
 
-def _layer(config: GptOssConfig, place: KVPlace, cos_sin: Tensor, packer: Packer, ranks: Ranks) -> Layer:
-    prefix = f"model.layers.{place.layer}"
-    attention = attention_part(config, place, cos_sin, packer, ranks)
-    return Layer(
-        replace(attention, norm=packer.float32(f"{prefix}.input_layernorm.weight")),
-        ExpertMlp(
-            ranks=ranks,
-            norm=packer.float32(f"{prefix}.post_attention_layernorm.weight"),
-            norm_eps=config.rms_norm_eps,
-            gate=packer.linear(f"{prefix}.mlp.router"),
-            select_bias=None,
-            router=config.router,
-            experts=packer.packed_experts(
-                config.router.num_experts, config.activation, _experts(packer, f"{prefix}.mlp.experts")
-            ),
-        ),
+def _mlp_part(source: LayerSource) -> ExpertMlp:
+    config, packer, mlp = source.config, source.packer, f"{source.prefix}.mlp"
+    assert isinstance(config, MoeConfig)
+    experts = _experts(packer, f"{mlp}.experts")
+    return ExpertMlp(
+        ranks=source.ranks,
+        norm=source.norm(MLP_NORM),
+        norm_eps=config.rms_norm_eps,
+        gate=packer.linear(f"{mlp}.router"),
+        select_bias=None,
+        router=config.router,
+        experts=packer.packed_experts(config.router.num_experts, config.activation, experts),
     )
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
 import msgspec
 
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import RopeConfig, RopeType
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+"""The kinds of layers, in `layer_types` and in nested `rope_parameters`."""
 
 _Value = TypeVar("_Value")
 _Keys = TypeVar("_Keys", bound=msgspec.Struct)
@@ -52,6 +57,22 @@ class HFConfig(msgspec.Struct):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ValueError(f"{key}: {value} is not a positive number")
+
+    def window_layers(self, by_habit: Callable[[int], bool]) -> list[int]:
+        """Return the layers with a window: by `layer_types`, or without it by the family's habit."""
+        if self.layer_types is None:
+            return [layer for layer in range(self.num_hidden_layers) if by_habit(layer)]
+        return [layer for layer, kind in enumerate(self.layer_types[: self.num_hidden_layers]) if kind == WINDOW]
+
+    def with_rope_of(self, kind: str, otherwise: dict[str, Any] | None = None) -> Self:
+        """Return the keys with the rotary parameters that one kind of layers has for itself.
+
+        Without any it has those of `otherwise`, or those of the model.
+        """
+        parameters = (self.rope_parameters or {}).get(kind) or otherwise
+        if parameters is None:
+            return self
+        return msgspec.structs.replace(self, rope_parameters=parameters, rope_scaling=None)
 
 
 class _RopeParameters(msgspec.Struct):
@@ -206,6 +227,15 @@ def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) ->
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+@contextmanager
+def mistakes_in(file: Path) -> Iterator[None]:
+    """Turn a `ValueError` about what `file` says into a `ConfigError` that names it."""
+    try:
+        yield
+    except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None
 
 

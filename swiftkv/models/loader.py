@@ -90,6 +90,7 @@ class Packer:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    norm_offset: float | None  # of the model's `DecoderConfig`
 
     def linear(self, *modules: str, interleave: bool = False) -> PackedLinear:
         """Pack modules of the checkpoint, with the biases that are declared, as one linear layer."""
@@ -145,9 +146,13 @@ class Packer:
         """Return a copy of a tensor: a view would keep the file mapped."""
         return self.tensor(name).clone()
 
-    def float32(self, name: str, plus: float = 0.0) -> Tensor:
-        """Return a copy of a tensor in float32, with `plus` added; what the checkpoint has is not rounded."""
-        return self._stored(name).to(device=self.device, dtype=torch.float32) + plus
+    def float32(self, name: str) -> Tensor:
+        """Return a copy of a tensor in float32; what the checkpoint has is not rounded."""
+        return self._stored(name).to(device=self.device, dtype=torch.float32, copy=True)
+
+    def norm(self, name: str) -> Tensor:
+        """Return a copy of the weights of a norm, as it multiplies by them."""
+        return self.vector(name) if self.norm_offset is None else self.float32(name) + self.norm_offset
 
     def rounded(self, number: float) -> float:
         """Return a number as the model's dtype stores it."""
@@ -181,7 +186,7 @@ def load_decoder(
     return kind(
         part,
         part.kv_groups(block_size, str(dtype).removeprefix("torch.")),
-        Packer(weights, files, ops, dtype, device, max_model_len),
+        Packer(weights, files, ops, dtype, device, max_model_len, config.norm_offset),
         Ranks(ops, communicator, config.vocab_size),
     )
 

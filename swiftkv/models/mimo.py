@@ -6,35 +6,17 @@ that transformers wrote. This file imports no torch, so that `swiftkv plan` answ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.experts import Router
-from swiftkv.models.config import AttentionKind, DecoderConfig
-from swiftkv.models.decoder import Layer, LayeredDecoder, attention_spec, kv_places
-from swiftkv.models.dense import Biases, Traits, decoder_config, decoder_weights, layer_stack
-from swiftkv.models.hf_config import HFConfig, read_known_keys, read_rope
-from swiftkv.models.moe import ExpertNames, MoeConfig, moe_mlp_part, moe_mlp_weights
-from swiftkv.models.parts import Attention
-from swiftkv.models.weights import RankSlices, Weight
-
-if TYPE_CHECKING:
-    from swiftkv.models.loader import Packer
-    from swiftkv.models.parallel import Ranks
-
-_FULL, _WINDOW = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class MimoConfig(MoeConfig):
-    """The shape of a MiMo-V2-Flash."""
-
-    value_scale: float = 1.0
+from swiftkv.models.config import AttentionKind, DecoderConfig, divided
+from swiftkv.models.dense import Biases, Traits, decoder_config
+from swiftkv.models.hf_config import FULL, WINDOW, HFConfig, mistakes_in, read_known_keys, read_rope
+from swiftkv.models.moe import ExpertNames, MoeDecoder, NamedExpertsConfig
 
 
 class _Keys(HFConfig, kw_only=True):
@@ -72,12 +54,10 @@ class _Keys(HFConfig, kw_only=True):
     topk_method: str = "noaux_tc"
     attention_chunk_size: int | None = None  # the published file has it, and no code reads it
 
-    def layers_with_window(self) -> frozenset[int]:
+    def layers_with_window(self) -> list[int]:
         if self.hybrid_layer_pattern is not None:
-            return frozenset(layer for layer, flag in enumerate(self.hybrid_layer_pattern) if flag)
-        if self.layer_types is not None:
-            return frozenset(layer for layer, kind in enumerate(self.layer_types) if kind == _WINDOW)
-        return frozenset(layer for layer in range(self.num_hidden_layers) if layer and (layer + 1) % 6)
+            return [layer for layer, flag in enumerate(self.hybrid_layer_pattern) if flag]
+        return self.window_layers(lambda layer: layer > 0 and (layer + 1) % 6 > 0)
 
     def layers_with_experts(self) -> tuple[int, ...]:
         if self.moe_layer_freq is not None:
@@ -91,15 +71,8 @@ class _Keys(HFConfig, kw_only=True):
         return self.sliding_window or 0 if self.sliding_window_size is None else self.sliding_window_size + 1
 
 
-class MimoDecoder(LayeredDecoder):
+class MimoDecoder(MoeDecoder):
     """A `Decoder` of layers whose attention is of two kinds, with sinks in one of them."""
-
-    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
-        assert isinstance(config, MimoConfig)
-        specs = tuple(map(attention_spec, groups, config.attention))
-        stack = layer_stack(config, kv_places(groups, specs), packer, ranks, moe_mlp_part)
-        layers = tuple(_scaled(layer, config.value_scale) for layer in stack.layers)
-        super().__init__(groups, specs, replace(stack, layers=layers), ranks, packer.device)
 
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
@@ -110,9 +83,9 @@ class MimoDecoder(LayeredDecoder):
                 f"{file}: only scoring_func sigmoid, topk_method noaux_tc and no shared experts are supported"
             )
         raw = msgspec.structs.replace(raw, rms_norm_eps=raw.layernorm_epsilon or raw.rms_norm_eps)
-        traits = Traits(biases=lambda raw: Biases(raw.attention_bias, False, False), partial_rotary=True)
-        shape = decoder_config(architecture, directory, _with_rope(raw, _FULL), traits)
-        try:
+        traits = Traits(biases=lambda raw: Biases(qkv=raw.attention_bias), partial_rotary=True)
+        shape = decoder_config(architecture, directory, raw.with_rope_of(FULL), traits)
+        with mistakes_in(file):
             router = Router(
                 raw.n_routed_experts,
                 raw.num_experts_per_tok,
@@ -122,56 +95,33 @@ class MimoDecoder(LayeredDecoder):
                 raw.n_group,
                 raw.topk_group,
             )
-        except ValueError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        values = {field.name: getattr(shape, field.name) for field in fields(shape)}
-        values["attention"] = _attention_kinds(file, raw, shape.attention[0])
-        return MimoConfig(
-            **values,
+        return shape.extended(
+            NamedExpertsConfig,
+            attention=_attention_kinds(file, raw, shape.attention[0]),
             router=router,
             expert_size=raw.moe_intermediate_size,
             expert_layers=raw.layers_with_experts(),
             names=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
             has_select_bias=True,
-            value_scale=raw.attention_value_scale or 1.0,
         )
 
-    @staticmethod
-    def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
-        return decoder_weights(config, part, moe_mlp_weights)
 
-
-def _attention_kinds(file: Path, raw: _Keys, all_layers: AttentionKind) -> tuple[AttentionKind, ...]:
-    with_window = raw.layers_with_window()
+def _attention_kinds(file: Path, raw: _Keys, of_all: AttentionKind) -> tuple[AttentionKind, ...]:
     sink = "attention_sink_bias"
     full = replace(
-        all_layers,
-        layers=tuple(layer for layer in all_layers.layers if layer not in with_window),
+        of_all,
         v_head_dim=raw.v_head_dim,
         sinks=sink if raw.add_full_attention_sink_bias else None,
+        value_scale=raw.attention_value_scale or 1.0,
     )
-    window = replace(
-        all_layers,
-        layers=tuple(layer for layer in all_layers.layers if layer in with_window),
-        num_heads=raw.swa_num_attention_heads or all_layers.num_heads,
-        num_kv_heads=raw.swa_num_key_value_heads or 2 * all_layers.num_kv_heads,
-        head_dim=raw.swa_head_dim or all_layers.head_dim,
+    windowed = replace(
+        full,
+        num_heads=raw.swa_num_attention_heads or of_all.num_heads,
+        num_kv_heads=raw.swa_num_key_value_heads or 2 * of_all.num_kv_heads,
+        head_dim=raw.swa_head_dim or of_all.head_dim,
         v_head_dim=raw.swa_v_head_dim or raw.v_head_dim,
-        rope=read_rope(file, _with_rope(raw, _WINDOW)),
+        rope=read_rope(file, msgspec.structs.replace(raw, rope_theta=raw.swa_rope_theta).with_rope_of(WINDOW)),
         window=raw.window(),
         sinks=sink if raw.add_swa_attention_sink_bias else None,
     )
-    return tuple(kind for kind in (full, window) if kind.layers)
-
-
-def _with_rope(raw: _Keys, kind: str) -> _Keys:
-    """Return the keys with the rotary parameters of one kind of layers, in the spelling of other models."""
-    nested: dict[str, Any] | None = (raw.rope_parameters or {}).get(kind)
-    if nested is not None:
-        return msgspec.structs.replace(raw, rope_parameters=nested)
-    return raw if kind == _FULL else msgspec.structs.replace(raw, rope_theta=raw.swa_rope_theta)
-
-
-def _scaled(layer: Layer, value_scale: float) -> Layer:
-    assert isinstance(layer.attention, Attention)
-    return replace(layer, attention=replace(layer.attention, value_scale=value_scale))
+    return divided(full, windowed, raw.layers_with_window())

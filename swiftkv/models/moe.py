@@ -7,32 +7,27 @@ This file imports no torch, so that `swiftkv plan` answers at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from swiftkv.cache.geometry import KVGroup
-from swiftkv.errors import ConfigError
-from swiftkv.kernels.experts import SILU, Router
+from swiftkv.kernels.experts import Router
 from swiftkv.models.config import DecoderConfig
-from swiftkv.models.decoder import LayeredDecoder, MlpPart, attention_spec, kv_places
+from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource, MlpPart
 from swiftkv.models.dense import (
+    MLP_NORM,
     Biases,
     Traits,
+    all_layers,
+    attention_part,
     decoder_config,
     decoder_weights,
-    layer_stack,
     mlp_part,
     mlp_weights,
 )
-from swiftkv.models.hf_config import HFConfig, read_known_keys
+from swiftkv.models.hf_config import HFConfig, mistakes_in, read_known_keys
 from swiftkv.models.parts import ExpertMlp
 from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, Weight
-
-if TYPE_CHECKING:
-    from swiftkv.models.loader import Packer
-    from swiftkv.models.parallel import Ranks
-
 
 _SELECT_BIAS = "gate.e_score_correction_bias"
 
@@ -47,21 +42,27 @@ class ExpertNames:
     down: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig(DecoderConfig):
     """The shape of a model some of whose layers have experts."""
 
     router: Router
     expert_size: int  # inner size of each expert
     expert_layers: tuple[int, ...]
-    names: ExpertNames
-    has_select_bias: bool = False
 
     def _inner_sizes(self) -> dict[str, int]:
         return DecoderConfig._inner_sizes(self) | {"experts": self.expert_size}
 
     def of_rank(self, num_ranks: int) -> Self:
         return replace(DecoderConfig.of_rank(self, num_ranks), expert_size=self.expert_size // num_ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedExpertsConfig(MoeConfig):
+    """The shape of a model whose checkpoints have a name for each expert."""
+
+    names: ExpertNames
+    has_select_bias: bool = False
 
 
 class _Keys(HFConfig):
@@ -141,17 +142,14 @@ class _Family:
 _FAMILIES = {
     "MixtralForCausalLM": _Family(
         keys=_MixtralKeys,
-        traits=Traits(
-            biases=lambda raw: Biases(False, False, False), window_layers=lambda raw: range(raw.num_hidden_layers)
-        ),
+        traits=Traits(biases=lambda raw: Biases(), window_layers=all_layers),
         experts=_experts_of_mixtral,
         names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     "Qwen3MoeForCausalLM": _Family(
         keys=_Qwen3Keys,
         traits=Traits(
-            biases=lambda raw: Biases(raw.attention_bias, raw.attention_bias, False),
-            window_layers=lambda raw: range(raw.num_hidden_layers) if raw.use_sliding_window else (),
+            window_layers=lambda raw: all_layers(raw) if raw.use_sliding_window else (),
             qk_norm=True,
         ),
         experts=_experts_of_qwen3,
@@ -163,23 +161,16 @@ _FAMILIES = {
 class MoeDecoder(LayeredDecoder):
     """A `Decoder` of pre-normalised layers, each rotary attention and an MLP or a mixture of experts."""
 
-    def __init__(self, config: DecoderConfig, groups: tuple[KVGroup, ...], packer: Packer, ranks: Ranks) -> None:
-        specs = tuple(map(attention_spec, groups, config.attention))
-        stack = layer_stack(config, kv_places(groups, specs), packer, ranks, moe_mlp_part)
-        super().__init__(groups, specs, stack, ranks, packer.device)
-
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
         file, family = directory / "config.json", _FAMILIES[architecture]
         raw = read_known_keys(file, family.keys)
         shape = decoder_config(architecture, directory, raw, family.traits)
-        try:
+        with mistakes_in(file):
             experts = family.experts(raw)
             router = Router(experts.num_experts, raw.num_experts_per_tok, "softmax", experts.renormalise)
-        except ValueError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        return MoeConfig(
-            **{field.name: getattr(shape, field.name) for field in fields(shape)},
+        return shape.extended(
+            NamedExpertsConfig,
             router=router,
             expert_size=experts.inner_size,
             expert_layers=experts.layers,
@@ -190,17 +181,21 @@ class MoeDecoder(LayeredDecoder):
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
         return decoder_weights(config, part, moe_mlp_weights)
 
+    @staticmethod
+    def layer(source: LayerSource) -> Layer:
+        return Layer(attention_part(source), moe_mlp_part(source))
+
 
 def moe_mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
     """Return the tensors of the second half of a layer, with experts where it has some."""
-    assert isinstance(config, MoeConfig)
+    assert isinstance(config, NamedExpertsConfig)
     if layer not in config.expert_layers:
         return mlp_weights(config, part, layer)
     hidden, inner, count = config.hidden_size, config.expert_size, config.router.num_experts
     rows, prefix = part.of_size(inner), f"model.layers.{layer}"
     block = f"{prefix}.{config.names.block}"
     weights = {
-        f"{prefix}.post_attention_layernorm.weight": Weight((hidden,)),
+        f"{prefix}.{MLP_NORM}.weight": Weight((hidden,)),
         f"{block}.gate.weight": Weight((count, hidden)),
     }
     if config.has_select_bias:
@@ -219,26 +214,26 @@ def moe_mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict
     return weights
 
 
-def moe_mlp_part(config: DecoderConfig, packer: Packer, ranks: Ranks, layer: int) -> MlpPart:
+def moe_mlp_part(source: LayerSource) -> MlpPart:
     """Pack the second half of a layer, with experts where it has some."""
-    assert isinstance(config, MoeConfig)
+    config, packer, layer = source.config, source.packer, source.place.layer
+    assert isinstance(config, NamedExpertsConfig)
     if layer not in config.expert_layers:
-        return mlp_part(config, packer, ranks, layer)
-    prefix = f"model.layers.{layer}"
-    block = f"{prefix}.{config.names.block}"
+        return mlp_part(source)
+    block = f"{source.prefix}.{config.names.block}"
     experts = [_expert(config, layer, index) for index in range(config.router.num_experts)]
     return ExpertMlp(
-        ranks=ranks,
-        norm=packer.vector(f"{prefix}.post_attention_layernorm.weight"),
+        ranks=source.ranks,
+        norm=source.norm(MLP_NORM),
         norm_eps=config.rms_norm_eps,
         gate=packer.linear(f"{block}.gate"),
         select_bias=packer.float32(f"{block}.{_SELECT_BIAS}") if config.has_select_bias else None,
         router=config.router,
-        experts=packer.experts(experts, SILU),
+        experts=packer.experts(experts, config.activation),
     )
 
 
-def _expert(config: MoeConfig, layer: int, index: int) -> ExpertModules:
+def _expert(config: NamedExpertsConfig, layer: int, index: int) -> ExpertModules:
     names = config.names
     module = f"model.layers.{layer}.{names.block}.experts.{index}"
     return ExpertModules(f"{module}.{names.gate}", f"{module}.{names.up}", f"{module}.{names.down}")

@@ -16,9 +16,8 @@ from swiftkv.kernels.experts import GatedActivation, Router
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models import mxfp4
 from swiftkv.models.config import AttentionKind
-from swiftkv.models.gpt_oss import GptOssConfig
 from swiftkv.models.loader import MappedWeights, load_decoder
-from swiftkv.models.mimo import MimoConfig
+from swiftkv.models.moe import MoeConfig
 from swiftkv.models.registry import read_config
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.paged import PagedRunner
@@ -110,14 +109,15 @@ def shape_of(kind: AttentionKind) -> tuple[Any, ...]:
 
 def test_mimo_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, MIMO)
-    assert isinstance(config, MimoConfig)
+    assert isinstance(config, MoeConfig)
     full, window = config.attention
     assert shape_of(full) == ((0, 3), 8, 1, 192, 128, 0, None)
     assert shape_of(window) == ((1, 2), 8, 2, 192, 128, 129, "attention_sink_bias")  # the query itself counts
     assert [kind.rope.rotary_dim(kind.head_dim) for kind in config.attention] == [64, 64]
     assert (full.rope.theta, window.rope.theta) == (5e6, 1e4)
     assert config.router == Router(16, 4, "sigmoid", renormalise=True)
-    assert (config.expert_layers, config.value_scale, config.rms_norm_eps) == ((1, 2, 3), 0.707, 1e-5)
+    assert (config.expert_layers, config.rms_norm_eps) == ((1, 2, 3), 1e-5)
+    assert (full.value_scale, window.value_scale) == (0.707, 0.707)
     full_group, window_group = config.kv_groups(16, "bfloat16")
     assert full_group.bytes_per_token == 2 * (192 + 128) * 2
     assert window_group.bytes_per_token == 2 * full_group.bytes_per_token
@@ -125,7 +125,7 @@ def test_mimo_as_published(tmp_path: Path) -> None:
 
 def test_gpt_oss_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}})
-    assert isinstance(config, GptOssConfig)
+    assert isinstance(config, MoeConfig)
     full, window = config.attention
     assert (full.layers, full.window, full.sinks) == ((1, 3), 0, "sinks")
     assert (window.layers, window.window, window.sinks) == ((0, 2), 128, "sinks")

@@ -116,7 +116,7 @@ def resident_bytes(directory: Path) -> int:
 def test_what_is_packed_does_not_stay_in_memory_twice(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", hidden_size=512, intermediate_size=2048)
     decoder = load(tmp_path)
-    assert is_mapped_from(decoder._stack.embedding, tmp_path)
+    assert is_mapped_from(decoder._embedding, tmp_path)
     assert resident_bytes(tmp_path) < (tmp_path / "model.safetensors").stat().st_size // 4
 
 
@@ -124,6 +124,6 @@ def test_what_is_packed_does_not_stay_in_memory_twice(tmp_path: Path) -> None:
 def test_the_embedding_stays_in_the_file_and_small_tensors_do_not(tied: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=tied)
     decoder = load(tmp_path, torch.bfloat16)
-    assert is_mapped_from(decoder._stack.embedding, tmp_path)
-    assert not is_mapped_from(decoder._stack.final_norm, tmp_path)
-    assert not is_mapped_from(load(tmp_path, torch.float32)._stack.embedding, tmp_path)
+    assert is_mapped_from(decoder._embedding, tmp_path)
+    assert not is_mapped_from(decoder._final_norm, tmp_path)
+    assert not is_mapped_from(load(tmp_path, torch.float32)._embedding, tmp_path)
