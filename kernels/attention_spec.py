@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256
+"""The sizes of heads, of keys and of values, that every implementation has."""
+
+
+def is_head_dim(dim: int) -> bool:
+    """Return whether every implementation has heads of `dim`."""
+    return 0 < dim <= MAX_HEAD_DIM and dim % HEAD_DIM_MULTIPLE == 0
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from swiftkv.arithmetic import ceil_div
-from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.attention_spec import MAX_HEAD_DIM, AttentionSpec
 from swiftkv.kernels.device_limits import H100, DeviceLimits, limits_of
 from swiftkv.kernels.triton_layout import NO_BLOCK
 
@@ -81,11 +81,17 @@ batch, whether it is the sequence's only one."""
 def prefill_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
     """Choose two warpgroups of 64 rows each, the tile of one `wgmma`: one's softmax hides behind the other's product.
 
+    Raises `ValueError` for heads that there is no tile for.
+
     Keys per tile: what registers hold beside the accumulators, which are as wide as values. The tensor memory
     accelerator, which fetches parts of one block, needs fewer of them for addresses. Stages: as many tiles of keys on
     their way as shared memory holds; with two, each is asked for half a tile before it is needed, and waited for.
     """
     width, value_width = _padded(spec.head_dim), _padded(spec.value_head_dim)
+    if max(width, value_width) > MAX_HEAD_DIM:
+        raise ValueError(
+            f"no Triton kernel for heads of {spec.head_dim} and values of {spec.value_head_dim}: up to {MAX_HEAD_DIM}"
+        )
     is_uniform = spec.value_head_dim == spec.head_dim  # rows of a rectangle lie at one distance, throughout the pool
     by_rectangles = limits.has_tensor_memory_accelerator and spec.block_size % 32 == 0 and is_uniform
     half_blocks = spec.block_size % 128 == 64 and by_rectangles

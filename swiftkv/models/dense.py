@@ -19,7 +19,6 @@ from swiftkv.models.hf_config import HFConfig, read_eos_token_ids, read_json, re
 from swiftkv.models.parts import Attention, GatedMlp
 from swiftkv.models.weights import HeadSlices, RankSlices, Weight
 
-_HEAD_DIM_MULTIPLE, _MAX_HEAD_DIM = 16, 256  # of the attention kernels
 MLP_NORM = "post_attention_layernorm"
 _ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
@@ -91,11 +90,6 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
     if raw.num_attention_heads % num_kv_heads:
         raise ConfigError(
             f"{file}: num_key_value_heads: {num_kv_heads} does not divide the {raw.num_attention_heads} heads"
-        )
-    if head_dim % _HEAD_DIM_MULTIPLE or head_dim > _MAX_HEAD_DIM:
-        raise ConfigError(
-            f"{file}: head_dim: {head_dim} is not supported, multiples of {_HEAD_DIM_MULTIPLE} up to "
-            f"{_MAX_HEAD_DIM} are"
         )
     if raw.layer_types is not None and len(raw.layer_types) < raw.num_hidden_layers:
         raise ConfigError(f"{file}: layer_types: there are {raw.num_hidden_layers} layers, and these are fewer")

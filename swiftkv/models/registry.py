@@ -6,6 +6,7 @@ from pathlib import Path
 
 from swiftkv.cache.geometry import DTYPE_BYTES
 from swiftkv.errors import ConfigError
+from swiftkv.kernels.attention_spec import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, is_head_dim
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.dense import DenseDecoder
@@ -43,7 +44,14 @@ def read_config(directory: Path) -> DecoderConfig:
     if name is None:
         found = ", ".join(names) or "none"
         raise ConfigError(f"{file}: architectures: {found}; supported are {', '.join(DECODERS)}")
-    return DECODERS[name].read_config(name, directory)
+    config = DECODERS[name].read_config(name, directory)
+    for kind in config.attention:
+        for key, dim in (("head_dim", kind.head_dim), ("v_head_dim", kind.value_head_dim)):
+            if not is_head_dim(dim):
+                raise ConfigError(
+                    f"{file}: {key}: {dim} is not supported, multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM} are"
+                )
+    return config
 
 
 def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str) -> int:

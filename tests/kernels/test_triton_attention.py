@@ -289,6 +289,12 @@ def test_naming_the_size_of_values_that_they_have_anyway_changes_no_tile(head_di
         assert decode_tiling(named, limits) == decode_tiling(spec, limits)
 
 
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(288, 128), (128, 272)])
+def test_heads_that_there_is_no_tile_for_are_refused_by_their_size(head_dim: int, v_head_dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"heads of {head_dim} and values of {v_head_dim}: up to 256"):
+        prefill_tiling(make_spec(4, 1, head_dim, 16, v_head_dim=v_head_dim))
+
+
 # Compiled for a GPU that need not be there, where triton is imported before its interpreter is switched on.
 COMPILE = """
 from dataclasses import replace

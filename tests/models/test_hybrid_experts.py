@@ -143,6 +143,8 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
         (MIMO | {"n_shared_experts": 1}, ["shared"]),
         (MIMO | {"scoring_func": "softmax"}, ["scoring_func"]),
         (MIMO | {"num_experts_per_tok": 17}, ["17", "16"]),
+        (MIMO | {"swa_head_dim": 288}, ["head_dim", "288", "256"]),
+        (MIMO | {"v_head_dim": 120, "swa_v_head_dim": 128}, ["v_head_dim", "120", "16"]),
         (MIMO | {"attention_projection_layout": "fused_qkv"}, ["attention_projection_layout"]),
         (MIMO | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "mxfp4"]),
