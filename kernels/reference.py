@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.block_table import layer_block_index
 from swiftkv.kernels.experts import SILU, GatedActivation
 from swiftkv.kernels.reference_experts import PackedExperts, activate, add_experts, pack_experts, route
 
@@ -203,7 +204,7 @@ def rope_write_kv(
     q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin))
     keys = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
     key_blocks, value_blocks = _layer_blocks(pool, spec, qkv.dtype)
-    index, offset = _layer_block_index(batch.token_entries, layer), batch.positions % spec.block_size
+    index, offset = layer_block_index(batch.token_entries, layer), batch.positions % spec.block_size
     key_blocks[index, offset] = keys.to(qkv.dtype)
     value_blocks[index, offset] = v
 
@@ -225,7 +226,7 @@ def attention(
         query_positions = batch.positions[rows]
         # Blocks that no query looks back on may be gone.
         first_block = int((query_positions[0] + 1 - spec.window).clamp(min=0)) // spec.block_size if spec.window else 0
-        index = _layer_block_index(entries[first_block:], layer)
+        index = layer_block_index(entries[first_block:], layer)
         key_positions = torch.arange(first_block * spec.block_size, context_len, device=qkv.device)
         keys, values = (blocks[index].flatten(0, 1)[: len(key_positions)] for blocks in kv_blocks)
         distance = query_positions[:, None] - key_positions  # [queries, keys]
@@ -278,11 +279,6 @@ def _layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> tupl
     rows = spec.block_size, spec.num_kv_heads
     keys, values = layer_blocks.tensor_split([spec.block_size * spec.num_kv_heads * spec.head_dim], dim=1)
     return keys.unflatten(1, (*rows, spec.head_dim)), values.unflatten(1, (*rows, spec.value_head_dim))
-
-
-def _layer_block_index(entries: Tensor, layer: int) -> Tensor:
-    """Whole blocks hold their layers side by side; a negative entry names one place that every layer uses in turn."""
-    return torch.where(entries < 0, ~entries, entries + layer)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

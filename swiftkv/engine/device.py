@@ -11,6 +11,7 @@ import torch
 from swiftkv.cache.geometry import blocks_for_tokens, pool_bytes_for_tokens, windows_at_once
 from swiftkv.engine.memory import GRAPH_BYTES, kv_bytes_on_device, measure_use
 from swiftkv.engine.token_counts import token_counts
+from swiftkv.kernels.block_table import staged
 from swiftkv.kernels.host_copies import upload
 from swiftkv.models.batch import ModelInput
 
@@ -77,7 +78,7 @@ def _run_step(
 ) -> torch.Tensor:
     """Run sequences of so many cached and new tokens, over one layer block of garbage; return the hidden states."""
     counts = [blocks_for_tokens(cached + new, config.block_size) for cached, new in lengths]
-    tables = tuple(torch.full((sum(counts),), ~0, dtype=torch.int32) for _ in model.kv_groups)
+    tables = tuple(torch.full((sum(counts),), staged(0), dtype=torch.int32) for _ in model.kv_groups)
     batch = ModelInput(
         token_ids=upload(np.zeros(sum(new for _, new in lengths), np.int32), device),
         positions=torch.cat([torch.arange(cached, cached + new, dtype=torch.int32) for cached, new in lengths]),

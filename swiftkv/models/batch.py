@@ -49,9 +49,8 @@ class ModelInput:
     Sequence `s` brings tokens `query_starts[s]` to `query_starts[s + 1]`, the last of its `context_lens[s]` tokens:
     after the step the pool holds that many. Its blocks in KV group `g`, from position 0 on, are the entries
     `table_starts[g][s]` to `table_starts[g][s + 1]` of `stream_tables[b][g]`. An entry is the layer-block index of
-    layer 0; layer `l` is at `entry + l`, or at `~entry` for every layer if the entry is negative. Of B tables, layer
-    `l` reads `b = l % B`: they differ in where borrowed blocks pass through, and in nothing else. `l` counts within the
-    group.
+    layer 0, or that of a staged block (`kernels/block_table.py`). Of B tables, layer `l` reads `b = l % B`: they differ
+    in where borrowed blocks pass through, and in nothing else. `l` counts within the group.
     """
 
     token_ids: Tensor  # [T]
