@@ -103,14 +103,17 @@ def make_config(shape: dict[str, Any]) -> DecoderConfig:
 
 def matrix_parameters(config: DecoderConfig) -> int:
     """Count the matrix parameters of the layers, with which every token is multiplied."""
-    heads = sum(len(kind.layers) * kind.head_dim * (kind.num_heads + kind.num_kv_heads) for kind in config.attention)
-    return config.hidden_size * (2 * heads + 3 * config.num_layers * config.intermediate_size)
+    heads = sum(
+        len(kind.layers) * (kind.head_dim + kind.value_head_dim) * (kind.num_heads + kind.num_kv_heads)
+        for kind in config.attention
+    )
+    return config.hidden_size * (heads + 3 * config.num_layers * config.intermediate_size)
 
 
 def decode_bytes(config: DecoderConfig, batch: int, context: int) -> int:
     """Count the bytes that a decode step must read: the layers' matrices and the head's, and all KV; 2 bytes each."""
-    kv = batch * context * sum(2 * len(kind.layers) * kind.num_kv_heads * kind.head_dim for kind in config.attention)
-    return 2 * (matrix_parameters(config) + config.vocab_size * config.hidden_size + kv)
+    kv_bytes = batch * context * sum(group.bytes_per_token for group in config.kv_groups(BLOCK_SIZE, "bfloat16"))
+    return 2 * (matrix_parameters(config) + config.vocab_size * config.hidden_size) + kv_bytes
 
 
 def prefill_operations(config: DecoderConfig, num_new: int, num_cached: int = 0) -> int:
@@ -119,7 +122,11 @@ def prefill_operations(config: DecoderConfig, num_new: int, num_cached: int = 0)
     For models without windows.
     """
     pairs = num_new * num_cached + num_new * (num_new + 1) // 2
-    attention = 4 * pairs * sum(len(kind.layers) * kind.head_dim * kind.num_heads for kind in config.attention)
+    attention = (
+        2
+        * pairs
+        * sum(len(kind.layers) * (kind.head_dim + kind.value_head_dim) * kind.num_heads for kind in config.attention)
+    )
     return 2 * matrix_parameters(config) * num_new + attention + 2 * config.vocab_size * config.hidden_size
 
 
