@@ -25,7 +25,7 @@ from swiftkv.models.decoder import Decoder
 from swiftkv.models.parallel import ALONE, Communicator, Ranks
 from swiftkv.models.registry import DECODERS
 from swiftkv.models.rope import cos_sin_table
-from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, Weight
+from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, ShardedRows, Weight
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -131,9 +131,9 @@ class Packer:
         packed = self._packed(weight)
         if packed is None:
             return self.files.get(weight.stored_as or name, weight.shape)[weight.part]
-        return self.files.get(packed.name, packed.shape)[packed.index][weight.part]
+        return packed.of(self.files.get(packed.name, packed.shape))[weight.part]
 
-    def _packed(self, weight: Weight) -> PackedPart | None:
+    def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
         """Return where the checkpoint has a weight as part of another tensor, if it does."""
         return weight.packed if weight.packed is not None and self.files.has(weight.packed.name) else None
 

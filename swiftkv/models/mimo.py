@@ -1,12 +1,19 @@
-"""MiMo-V2-Flash: window layers with sinks and KV heads of their own, values smaller than keys, and many experts.
+"""MiMo-V2: window layers with sinks and KV heads of their own, values smaller than keys, and many experts.
 
-The halves of layers are those of `models/dense.py` and `models/moe.py`. A config file is the published model's, or one
-that transformers wrote. This file imports no torch, so that `swiftkv plan` answers at once.
+The halves of layers are those of `models/dense.py` and `models/moe.py`. A config file is that of the published
+MiMo-V2-Flash, one that transformers wrote, or that of a MiMo-V2.5 whose weights are not quantized.
+
+MiMo-V2.5 has one matrix instead of the projections of queries, keys and values. The published one was divided for as
+many ranks as full attention has KV heads, and each rank's queries, keys and values lie below those of the one before;
+programs that quantize it write all queries, all keys and all values, under the same name and in the same shape. So
+`config.json` must say which it is, under a key of ours, `fused_qkv_shards`.
+
+This file imports no torch, so that `swiftkv plan` answers at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -17,6 +24,16 @@ from swiftkv.models.config import AttentionKind, DecoderConfig, divided
 from swiftkv.models.dense import Biases, Traits, decoder_config
 from swiftkv.models.hf_config import FULL, WINDOW, HFConfig, mistakes_in, read_known_keys, read_rope
 from swiftkv.models.moe import ExpertNames, MoeDecoder, NamedExpertsConfig
+from swiftkv.models.weights import RankSlices, ShardedRows, Weight
+
+_LAYOUTS = ("split", "fused_qkv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MimoConfig(NamedExpertsConfig):
+    """The shape of a MiMo-V2."""
+
+    fused_qkv_shards: int | None  # None: queries, keys and values have a matrix each
 
 
 class _Keys(HFConfig, kw_only=True):
@@ -53,6 +70,8 @@ class _Keys(HFConfig, kw_only=True):
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
     attention_chunk_size: int | None = None  # the published file has it, and no code reads it
+    attention_projection_layout: str = "split"
+    fused_qkv_shards: int | None = None  # ours
 
     def layers_with_window(self) -> list[int]:
         if self.hybrid_layer_pattern is not None:
@@ -82,6 +101,8 @@ class MimoDecoder(MoeDecoder):
             raise ConfigError(
                 f"{file}: only scoring_func sigmoid, topk_method noaux_tc and no shared experts are supported"
             )
+        if raw.attention_projection_layout not in _LAYOUTS:
+            raise ConfigError(f"{file}: attention_projection_layout: only {' and '.join(_LAYOUTS)} are supported")
         raw = msgspec.structs.replace(raw, rms_norm_eps=raw.layernorm_epsilon or raw.rms_norm_eps)
         traits = Traits(biases=lambda raw: Biases(qkv=raw.attention_bias), partial_rotary=True)
         shape = decoder_config(architecture, directory, raw.with_rope_of(FULL), traits)
@@ -95,15 +116,61 @@ class MimoDecoder(MoeDecoder):
                 raw.n_group,
                 raw.topk_group,
             )
+        kinds = _attention_kinds(file, raw, shape.attention[0])
         return shape.extended(
-            NamedExpertsConfig,
-            attention=_attention_kinds(file, raw, shape.attention[0]),
+            MimoConfig,
+            attention=kinds,
             router=router,
             expert_size=raw.moe_intermediate_size,
             expert_layers=raw.layers_with_experts(),
             names=ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
             has_select_bias=True,
+            fused_qkv_shards=_fused_qkv_shards(file, raw, kinds),
         )
+
+    @staticmethod
+    def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
+        assert isinstance(config, MimoConfig)
+        weights = MoeDecoder.weights(config, part)
+        if config.fused_qkv_shards is not None:
+            for kind in config.attention:
+                weights |= _fused_qkv(weights, kind, config.hidden_size, config.fused_qkv_shards)
+        return weights
+
+
+def _fused_qkv_shards(file: Path, raw: _Keys, kinds: tuple[AttentionKind, ...]) -> int | None:
+    """Return how many ranks the matrix of queries, keys and values was divided for; `None` if there is none."""
+    if raw.attention_projection_layout == "split":
+        return None
+    if raw.fused_qkv_shards is None:
+        raise ConfigError(
+            f"{file}: attention_projection_layout: fused_qkv is stored in two ways of one shape; add "
+            f'"fused_qkv_shards": {kinds[0].num_kv_heads} to the file if the weights are in the published order, and '
+            "1 if they are all queries, all keys, all values, as programs that quantize write them"
+        )
+    heads = sorted({count for kind in kinds for count in (kind.num_heads, kind.num_kv_heads)})
+    if raw.fused_qkv_shards < 1 or any(count % raw.fused_qkv_shards for count in heads):
+        raise ConfigError(f"{file}: fused_qkv_shards: {raw.fused_qkv_shards} does not divide {heads} heads")
+    return raw.fused_qkv_shards
+
+
+def _fused_qkv(weights: dict[str, Weight], kind: AttentionKind, hidden: int, num_shards: int) -> dict[str, Weight]:
+    """Return the projections of the layers of a kind, as rows of the matrix that has all three."""
+    sizes = {
+        "q": kind.num_heads * kind.head_dim,
+        "k": kind.num_kv_heads * kind.head_dim,
+        "v": kind.num_kv_heads * kind.value_head_dim,
+    }
+    fused, begin = {}, 0
+    for name, size in sizes.items():
+        rows = slice(begin, begin + size // num_shards)
+        begin = rows.stop
+        for layer in kind.layers:
+            attention = f"model.layers.{layer}.self_attn"
+            whole = ShardedRows(f"{attention}.qkv_proj.weight", (sum(sizes.values()), hidden), num_shards, rows)
+            weight = f"{attention}.{name}_proj.weight"
+            fused[weight] = replace(weights[weight], packed=whole)
+    return fused
 
 
 def _attention_kinds(file: Path, raw: _Keys, of_all: AttentionKind) -> tuple[AttentionKind, ...]:

@@ -28,6 +28,7 @@ DECODERS: dict[str, type[Decoder]] = {
     "Gemma3ForCausalLM": GemmaDecoder,
     "Gemma3ForConditionalGeneration": GemmaDecoder,
     "MiMoV2FlashForCausalLM": MimoDecoder,
+    "MiMoV2ForCausalLM": MimoDecoder,
     "GptOssForCausalLM": GptOssDecoder,
 }
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from swiftkv.arithmetic import ceil_div
 from swiftkv.models.config import AttentionKind, DecoderConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,24 @@ class PackedPart:
     shape: tuple[int, ...]
     index: tuple[int | slice, ...]
 
+    def of(self, packed: Tensor) -> Tensor:
+        """Return the weight, a view."""
+        return packed[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedRows:
+    """A matrix that was divided for so many ranks, one below the other, and the rows of each that make one weight."""
+
+    name: str
+    shape: tuple[int, int]
+    num_shards: int
+    rows: slice  # of a shard
+
+    def of(self, packed: Tensor) -> Tensor:
+        """Return the weight: the rows of one shard after those of another; a copy if there are several."""
+        return packed.unflatten(0, (self.num_shards, -1))[:, self.rows].flatten(0, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -29,7 +51,7 @@ class Weight:
     shape: tuple[int, ...]  # in the checkpoint
     part: tuple[slice, ...] = ()  # by dimension; the rest is whole. A slice may end behind the tensor: zeros follow
     stored_as: str | None = None  # None: under its own name
-    packed: PackedPart | None = None  # None: no checkpoint has it as part of another
+    packed: PackedPart | ShardedRows | None = None  # None: no checkpoint has it as part of another
 
     @property
     def part_shape(self) -> tuple[int, ...]:

@@ -145,7 +145,9 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
         (MIMO | {"num_experts_per_tok": 17}, ["17", "16"]),
         (MIMO | {"swa_head_dim": 288}, ["head_dim", "288", "256"]),
         (MIMO | {"v_head_dim": 120, "swa_v_head_dim": 128}, ["v_head_dim", "120", "16"]),
-        (MIMO | {"attention_projection_layout": "fused_qkv"}, ["attention_projection_layout"]),
+        (MIMO | {"attention_projection_layout": "packed"}, ["attention_projection_layout", "fused_qkv"]),
+        (MIMO | {"attention_projection_layout": "fused_qkv"}, ['"fused_qkv_shards": 1', "published"]),
+        (MIMO | {"attention_projection_layout": "fused_qkv", "fused_qkv_shards": 3}, ["fused_qkv_shards", "3"]),
         (MIMO | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "mxfp4"]),
         (GPT_OSS | {"num_local_experts": 2}, ["4", "2"]),
@@ -156,6 +158,38 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, values: dict[str, Any], 
     with pytest.raises(ConfigError) as error:
         read(tmp_path, values)
     assert all(word in str(error.value) for word in words)
+
+
+def fuse_qkv(directory: Path, num_shards: int) -> None:
+    """Store a MiMo's projections as MiMo-V2.5 has them: each shard's queries, keys and values, shard by shard."""
+    tensors = load_file(directory / "model.safetensors")
+    for layer in range(3):
+        attention = f"model.layers.{layer}.self_attn"
+        parts = [tensors.pop(f"{attention}.{name}_proj.weight").chunk(num_shards) for name in "qkv"]
+        in_order = [part for shard in zip(*parts, strict=True) for part in shard]
+        tensors[f"{attention}.qkv_proj.weight"] = torch.cat(in_order)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    rewrite_config(
+        directory,
+        architectures=["MiMoV2ForCausalLM"],
+        attention_projection_layout="fused_qkv",
+        fused_qkv_shards=num_shards,
+    )
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])  # the latter as published: as many as full attention has KV heads
+def test_fused_projections_are_the_same_model(num_shards: int, ops: AnyOps, tmp_path: Path) -> None:
+    fused, split = tmp_path / "fused", tmp_path / "split"
+    for directory in (fused, split):
+        make_checkpoint(directory, "mimo", num_key_value_heads=2)
+    fuse_qkv(fused, num_shards)
+    logits = []
+    for directory in (fused, split):
+        config = read_config(directory)
+        assert [kind.num_kv_heads for kind in config.attention] == [2, 4]
+        decoder = load_decoder(config, MappedWeights(directory), torch.float32, "cpu", 128, ops=ops)
+        logits.append(PagedRunner(decoder).run(PROMPTS, (1000,))["prompt"])
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
