@@ -70,6 +70,7 @@ class _Keys(HFConfig, kw_only=True):
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
     attention_chunk_size: int | None = None  # the published file has it, and no code reads it
+    num_nextn_predict_layers: int | None = None  # their weights are read past
     attention_projection_layout: str = "split"
     fused_qkv_shards: int | None = None  # ours
 
