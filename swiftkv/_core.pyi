@@ -133,7 +133,9 @@ class StepTime:
     steps of decodes alone count alike, and the latest 100 of each count most.
     """
 
-    def __init__(self) -> None: ...
+    def __init__(self, coefficients: list[float] = ...) -> None:
+        """Predict by these coefficients until steps have been observed."""
+
     def observe(self, work: StepWork, duration_s: float) -> None:
         """Note how long a step took. One that took no time is ignored."""
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
@@ -45,6 +45,7 @@ AdminKeyEnv = Annotated[
         help="Variable that holds the admin key, if the node was given one.",
     ),
 ]
+Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 _WATCH_INTERVAL_S = 1.0
@@ -144,6 +145,61 @@ def plan(
             from swiftkv.planning.tables import print_plan
 
             print_plan(config, plans, rooms)
+
+
+@app.command(
+    epilog="Example: `swiftkv simulate configs/embedded.yaml --trace conversation_trace.jsonl --step-time http://127.0.0.1:8000`"
+)
+def simulate(
+    config_path: ConfigPath,
+    trace: Annotated[Path, typer.Option(help="JSON lines as Mooncake's traces, or CSV as Azure's.")],
+    step_time: Annotated[
+        str,
+        typer.Option(metavar="URL|FILE", help="Where the times of steps come from: a running node, or a file."),
+    ] = DEFAULT_URL,
+    model: Annotated[list[str] | None, typer.Option(help="Only this model; may be given several times.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Only so many, from the start of the trace.")] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many clients, each sending its next request when it has an answer."),
+    ] = None,
+    policy: Annotated[Policy | None, typer.Option(help="In place of the file's scheduling_policy.")] = None,
+    seed: Annotated[int, typer.Option(help="Spreads requests that the trace has in one instant.")] = 0,
+    target_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that are promised.")] = None,
+    target_tpot: Annotated[float | None, typer.Option(help="Seconds per token that are promised.")] = None,
+    save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps here, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times to first token here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+) -> None:
+    """Serve a trace with every model of CONFIG in virtual time: the real scheduler and cache, predicted step times.
+
+    Each model serves the whole trace, alone: lending and what models take from each other are not simulated yet.
+    """
+    with _mistakes_as_lines():
+        from swiftkv.config import load_config
+        from swiftkv.planning.node import plan_node
+        from swiftkv.simulate.command import Options, print_figures, simulate_node
+        from swiftkv.simulate.report import Targets
+
+        config = load_config(config_path)
+        options = Options(
+            trace=trace,
+            step_time=step_time,
+            rate=rate,
+            requests=requests,
+            clients=clients,
+            policy=policy,
+            seed=seed,
+            targets=Targets(target_ttft, target_tpot),
+            plot=plot,
+            save_step_time=save_step_time,
+        )
+        result = simulate_node(config, tuple(plan_node(config, need_weights=False)), model or [], options)
+        if as_json:
+            print(json.dumps(result, indent=2))
+        else:
+            print_figures(result)
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")

@@ -14,6 +14,7 @@ PACKAGE = Path(swiftkv.__file__).parent
 
 LAYERS = [
     {"cli", "demo"},
+    {"simulate"},
     {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables"},
     {"supervisor", "engine_configs", "devices", "sockets", "admin_key"},
     {"watch"},
@@ -43,6 +44,7 @@ LAYERS = [
 ]
 ONLY_THESE_MODULES = {
     ("server", "engine"): {"engine.messages"},
+    ("simulate", "engine"): {"engine.messages"},
     ("node", "engine"): {"engine.messages"},
     ("supervisor", "engine"): {"engine.messages"},
     ("engine_configs", "engine"): {"engine.messages"},

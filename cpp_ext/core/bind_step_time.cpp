@@ -19,6 +19,7 @@ void bind_step_time(nb::module_& m) {
         .def_ro("num_rows", &StepWork::num_rows);
     nb::class_<StepTime>(m, "StepTime")
         .def(nb::init<>())
+        .def(nb::init<const StepTime::Terms&>(), "coefficients"_a)
         .def("observe", &StepTime::observe, "work"_a, "duration_s"_a)
         .def("predict", &StepTime::predict, "work"_a)
         .def("longest_chunk", &StepTime::longest_chunk, "work"_a, "begin"_a, "limit_s"_a)

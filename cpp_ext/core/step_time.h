@@ -27,6 +27,10 @@ class StepTime {
     // In the order of StepWork, the constant one last.
     using Terms = std::array<double, kNumTerms>;
 
+    StepTime() = default;
+    // Predicts by these coefficients until it has observed steps.
+    explicit StepTime(const Terms& coefficients) : coefficients_(coefficients) {}
+
     // Notes how long a step took. One that took no time is ignored.
     void observe(const StepWork& work, double duration_s);
     // Whether enough steps of either kind have been measured to predict one.

@@ -153,6 +153,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: list[float]
 
 
+STEP_TIME_TERMS = ("token", "pair", "context", "row", "copy", "step")
+"""A step takes so long for each token, for each pair of a prompt's token and one that it looks back on, for each token
+that a decode looks back on, row and copied block, and whatever it does: the coefficients of `StepTime`, in its order.
+"""
+
+
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """Totals count from the start of the engine. Blocks are of all KV groups together."""
 
@@ -179,6 +185,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     cuda_graph_misses_total: int | None = None  # and those that ran eagerly
     step_time_error_ratio: float = 0.0  # of predicted step times, of late: mean of |predicted - measured| / measured
     prefill_tokens_per_s: float | None = None  # expected of prompts beside what runs now; None: not known yet
+    step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
 
 

@@ -27,6 +27,7 @@ class EngineStatistics:
 
     def now(self) -> EngineStats:
         stats = self._scheduler.stats()
+        step_time = self._scheduler.step_time()
         streams = self._runner.layer_stream is not None
         self._count_streamed()
         graphs = self._runner.decode_graphs
@@ -55,6 +56,7 @@ class EngineStatistics:
             cuda_graph_hits_total=None if graphs is None else graphs.hits_total,
             cuda_graph_misses_total=None if graphs is None else graphs.misses_total,
             step_time_error_ratio=stats.step_time_error_ratio,
+            step_time_s=step_time.coefficients if step_time.is_known else [],
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             expert_load_factors=self._runner.expert_loads.factors(),
         )

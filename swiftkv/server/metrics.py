@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swiftkv.engine.messages import EngineStats, Ready
+from swiftkv.engine.messages import STEP_TIME_TERMS, EngineStats, Ready
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
@@ -86,6 +86,9 @@ class GatewayMetrics:
         )
         self.requests_refused = self._counter(
             "swiftkv:requests_refused", "Requests that the model had no room for, by the limit they met", ("limit",)
+        )
+        self.step_time = self._gauge(
+            "swiftkv:step_time_seconds", "Seconds of a step for each of what it depends on, as fitted", ("term",)
         )
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
@@ -176,6 +179,7 @@ class ModelMetrics:
         self._kv_tokens = {tier: metrics.kv_tier_tokens.labels(name, tier) for tier in (LOCAL_TIER, PEER_TIER)}
         self._name = name
         self._expert_load = metrics.expert_load
+        self._step_time = metrics.step_time
         self._step_time_error = metrics.step_time_error.labels(name)
         self._prefill_rate = metrics.prefill_rate.labels(name)
         self._refused = metrics.requests_refused
@@ -207,6 +211,8 @@ class ModelMetrics:
         for layer, factor in stats.expert_load_factors.items():
             self._expert_load.labels(self._name, str(layer)).set(factor)
         self._step_time_error.set(stats.step_time_error_ratio)
+        for term, seconds in zip(STEP_TIME_TERMS, stats.step_time_s, strict=False):
+            self._step_time.labels(self._name, term).set(seconds)
         self._prefill_rate.set(stats.prefill_tokens_per_s or 0.0)
         self._layer_stream.observe(self._name, stats)
         hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total

@@ -1,0 +1,110 @@
+"""The figures of a simulation: as JSON, a table, or a plot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import RenderableType
+from rich.table import Table
+
+from swiftkv.simulate.simulator import Outcome
+
+_QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The promise to a request, in seconds; `None` promises nothing."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def met(self, outcome: Outcome) -> npt.NDArray[np.bool_]:
+        """Return which requests got what was promised, [N]."""
+        met = np.ones(len(outcome.arrival_s), np.bool_)
+        if self.ttft_s is not None:
+            met &= outcome.ttft_s <= self.ttft_s
+        if self.tpot_s is not None:
+            met[np.flatnonzero(outcome.output_tokens > 1)[outcome.tpot_s > self.tpot_s]] = False
+        return met
+
+
+def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
+    """Return the figures of one model; times in seconds. Raises `ValueError` if no request was served."""
+    if not len(outcome.arrival_s):
+        raise ValueError("no request of the trace fits the model: raise max_model_len")
+    elapsed_s = float(outcome.end_s.max() - outcome.arrival_s.min())
+    met = targets.met(outcome)
+    return {
+        "requests": len(outcome.arrival_s),
+        "refused": outcome.num_refused,
+        "elapsed_s": elapsed_s,
+        "busy_part": outcome.busy_s / elapsed_s,
+        "steps": outcome.num_steps,
+        "preemptions": outcome.num_preemptions,
+        "hit_rate": float(outcome.cached_tokens.sum() / outcome.input_tokens.sum()),
+        "input_tokens_per_s": float(outcome.input_tokens.sum()) / elapsed_s,
+        "output_tokens_per_s": float(outcome.output_tokens.sum()) / elapsed_s,
+        "goodput_requests_per_s": float(met.sum()) / elapsed_s,
+        "targets_met": float(met.mean()),
+        "ttft_s": _spread(outcome.ttft_s),
+        "tpot_s": _spread(outcome.tpot_s),
+        "e2e_s": _spread(outcome.e2e_s),
+    }
+
+
+def _spread(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
+    if not len(seconds):
+        return {}
+    quantiles = {name: float(np.quantile(seconds, part)) for name, part in _QUANTILES.items()}
+    return {"mean": float(seconds.mean()), **quantiles}
+
+
+def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
+    """Return the figures, a column for each model."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in models:
+        table.add_column(name, justify="right")
+
+    def row(heading: str, key: str, text: str) -> None:
+        table.add_row(heading, *(text.format(of[key]) for of in models.values()))
+
+    row("requests", "requests", "{:,}")
+    row("refused: too long", "refused", "{:,}")
+    row("seconds", "elapsed_s", "{:,.0f}")
+    row("busy", "busy_part", "{:.0%}")
+    row("prompt tokens from the cache", "hit_rate", "{:.1%}")
+    row("prompt tokens a second", "input_tokens_per_s", "{:,.1f}")
+    row("answer tokens a second", "output_tokens_per_s", "{:,.1f}")
+    row("preemptions", "preemptions", "{:,}")
+    row("targets met", "targets_met", "{:.1%}")
+    for heading, key in (("first token", "ttft_s"), ("per token", "tpot_s"), ("whole answer", "e2e_s")):
+        for of in ("mean", *_QUANTILES):
+            cells = [f"{1e3 * figures[key][of]:,.1f}" if figures[key] else "-" for figures in models.values()]
+            table.add_row(f"{heading}, {of}, ms", *cells)
+    return table
+
+
+def draw(outcomes: dict[str, Outcome], file: Path) -> None:
+    """Draw the shares of requests by time to first token. Needs matplotlib: `pip install swiftkv[bench]`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, outcome in outcomes.items():
+        seconds = np.sort(outcome.ttft_s)
+        axes.plot(seconds, np.arange(1, len(seconds) + 1) / len(seconds), label=name)
+    axes.set_xscale("symlog", linthresh=0.1)
+    axes.set_xlabel("time to first token, s")
+    axes.set_ylabel("part of the requests")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)

@@ -1,0 +1,171 @@
+"""One model's engine in virtual time: its real scheduler and prefix index, with predicted times for its steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv._core import GroupSpec, Scheduler, StepPlan
+from swiftkv.bench.traces import Arrival
+from swiftkv.config import ModelConfig
+from swiftkv.planning.models import SizedPlan
+
+_FIRST_ANSWER_ID = 1 << 30
+"""Token ids from here on stand for answers: every request has one of its own, so that no two answers are alike."""
+_NO_STOP = np.array([], np.int32)
+
+StepTime = Callable[[StepPlan], float]
+"""Seconds that a step takes."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome for all requests, in the order of the trace; seconds are of the trace's clock. Arrays are [N]."""
+
+    arrival_s: npt.NDArray[np.float64]
+    first_token_s: npt.NDArray[np.float64]
+    end_s: npt.NDArray[np.float64]
+    input_tokens: npt.NDArray[np.int64]
+    cached_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+    num_refused: int
+    """Requests that are longer than the model takes; they are in no array."""
+    num_preemptions: int
+    num_steps: int
+    busy_s: float
+    """The time that all steps took together."""
+
+    @property
+    def ttft_s(self) -> npt.NDArray[np.float64]:
+        """Time to first token of each request."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> npt.NDArray[np.float64]:
+        """Mean time per token after the first, of the requests that have more than one."""
+        several = self.output_tokens > 1
+        return (self.end_s - self.first_token_s)[several] / (self.output_tokens[several] - 1)
+
+    @property
+    def e2e_s(self) -> npt.NDArray[np.float64]:
+        return self.end_s - self.arrival_s
+
+
+def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: str | None) -> Scheduler:
+    """Return the scheduler that the model's engine would have, without lending; `policy` replaces the file's."""
+    return Scheduler(
+        [
+            GroupSpec(group.num_layers, num_blocks, group.window)
+            for group, num_blocks in zip(plan.groups, plan.group_blocks, strict=True)
+        ],
+        block_size=plan.block_size,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        enable_prefix_caching=model.enable_prefix_caching,
+        enable_chunked_prefill=model.enable_chunked_prefill,
+        retention_interval=model.kv_cache.retention_interval,
+        target_tpot_s=model.target_tpot,
+        long_prefill_token_threshold=model.long_prefill_token_threshold,
+        max_num_partial_prefills=model.max_num_partial_prefills,
+        max_long_partial_prefills=model.max_long_partial_prefills,
+        scheduling_policy=policy or model.scheduling_policy,
+    )
+
+
+def simulate(
+    scheduler: Scheduler,
+    max_model_len: int,
+    step_time: StepTime,
+    arrivals: Sequence[Arrival],
+    num_clients: int | None = None,
+) -> Outcome:
+    """Serve `arrivals`, ordered by time, to the last one's end.
+
+    With `num_clients` their times do not count: so many clients each send the next one when they have an answer.
+    """
+    accepted = [a for a in arrivals if a.output_tokens and 0 < a.input_tokens + a.output_tokens <= max_model_len]
+    if num_clients is not None:
+        accepted = [replace(a, time_s=0.0 if i < num_clients else math.inf) for i, a in enumerate(accepted)]
+    run = _Run(scheduler, step_time, accepted)
+    run.to_the_end()
+    return Outcome(
+        arrival_s=run.arrival_s,
+        first_token_s=run.first_token_s,
+        end_s=run.end_s,
+        input_tokens=np.array([arrival.input_tokens for arrival in accepted], np.int64),
+        cached_tokens=run.cached_tokens,
+        output_tokens=np.array([arrival.output_tokens for arrival in accepted], np.int64),
+        num_refused=len(arrivals) - len(accepted),
+        num_preemptions=scheduler.stats().num_preemptions_total,
+        num_steps=run.num_steps,
+        busy_s=run.busy_s,
+    )
+
+
+class _Run:
+    """The state of a simulation: its clock, and what has happened to each request. A request's id is its index."""
+
+    def __init__(self, scheduler: Scheduler, step_time: StepTime, arrivals: Sequence[Arrival]) -> None:
+        self.arrival_s = np.array([arrival.time_s for arrival in arrivals])
+        self.first_token_s = np.full(len(arrivals), np.nan)
+        self.end_s = np.full(len(arrivals), np.nan)
+        self.cached_tokens = np.zeros(len(arrivals), np.int64)
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self._scheduler = scheduler
+        self._step_time = step_time
+        self._waiting = deque(enumerate(arrivals))
+        self._now_s = 0.0
+
+    def to_the_end(self) -> None:
+        while self._waiting or self._scheduler.has_work():
+            if not self._scheduler.has_work():
+                self._now_s = max(self._now_s, self._waiting[0][1].time_s)
+            self._arrive()
+            self._step()
+
+    def _arrive(self) -> None:
+        while self._waiting and self._waiting[0][1].time_s <= self._now_s:
+            self._add(*self._waiting.popleft())
+
+    def _add(self, request_id: int, arrival: Arrival) -> None:
+        self._scheduler.add_request(
+            request_id,
+            arrival.prompt(),
+            max_tokens=arrival.output_tokens,
+            min_tokens=0,
+            stop_token_ids=_NO_STOP,
+            namespace=b"simulated",
+            skip_prefix_match=False,
+            arrival_s=float(self.arrival_s[request_id]),
+        )
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule(self._now_s)
+        assert plan is not None, "a request that fits the model waits for ever"
+        duration_s = self._step_time(plan)
+        self._now_s += duration_s
+        self.busy_s += duration_s
+        self.num_steps += 1
+        self.cached_tokens[plan.new_request_ids] = plan.new_cached_tokens
+        request_ids = plan.request_ids[plan.logits_seqs].astype(np.int64)
+        result = self._scheduler.commit((request_ids + _FIRST_ANSWER_ID).astype(np.int32), duration_s)
+        first = np.isnan(self.first_token_s[request_ids])
+        self.first_token_s[request_ids[first]] = self._now_s
+        ended = request_ids[result.finish_reasons != 0]
+        self.end_s[ended] = self._now_s
+        self._send_next(len(ended))
+
+    def _send_next(self, count: int) -> None:
+        """Let clients that have their answer send what waits for a client."""
+        while count and self._waiting and math.isinf(self._waiting[0][1].time_s):
+            request_id, arrival = self._waiting.popleft()
+            self.arrival_s[request_id] = self._now_s
+            self._add(request_id, arrival)
+            count -= 1
