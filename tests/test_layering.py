@@ -23,10 +23,11 @@ LAYERS = [
     {"master", "worker"},
     {"lease", "planning"},
     {"models"},
-    {"cache", "transport"},
+    {"cache", "transport", "storage"},
     {"kernels"},
     {"_core", "_lease", "_cpu", "_transport"},
     {"config", "hub"},
+    {"storage_options"},
     {
         "arithmetic",
         "errors",

@@ -31,13 +31,16 @@ def normalised(requirements: list[str]) -> set[str]:
     return {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
 
-@pytest.mark.parametrize("extra", ["", "demo"])
+EXTRAS = {"demo": "demo*.py", "redis": "storage/redis_medium.py"}
+"""The modules that alone may need an extra."""
+
+
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
 def test_every_import_is_a_declared_dependency(extra: str) -> None:
-    """The demo alone may need its extra."""
     declared = normalised(PROJECT["dependencies"] + PROJECT["optional-dependencies"].get(extra, []))
     files = {*(ROOT / "swiftkv").rglob("*.py"), *(ROOT / "kernels").glob("*.py")}
-    demo = set((ROOT / "swiftkv").glob("demo*.py"))
-    files = demo if extra == "demo" else files - demo
+    of_extras = {name: set((ROOT / "swiftkv").glob(pattern)) for name, pattern in EXTRAS.items()}
+    files = of_extras[extra] if extra else files.difference(*of_extras.values())
     distributions = packages_distributions()
     for module in set().union(*map(imported, files)):
         names = {name.lower().replace("_", "-") for name in distributions[module]}

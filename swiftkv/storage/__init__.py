@@ -1,0 +1,1 @@
+"""Storage below the pools: blocks that outlive their process, behind one interface."""

@@ -1,0 +1,112 @@
+"""The interface of storage: blocks as bytes under keys, beyond the life of a process.
+
+Calls block, and come from threads of the tier's own, several at once. A key is 32 bytes, and names the bytes under it
+once and for all: whoever puts a key again puts the same bytes. A deadline is a value of `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+KEY_BYTES = 32
+
+
+class Status(enum.IntEnum):
+    """The outcome for one key."""
+
+    OK = 0
+    """Got and verified; or put, or there already."""
+    MISSING = 1
+    """Not there, or another model's; or not put, because the backend is full. The backend is well."""
+    CORRUPT = 2
+    """Not the bytes that were put: wrong magic, version, key, length or checksum. The object is dropped."""
+    FAILED = 3
+    """The backend did not do it, or refuses calls for now (`is_degraded`)."""
+    LATE = 4
+    """Not done by the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The promises of a backend beyond those that all keep."""
+
+    is_durable: bool  # its objects outlive this process
+    is_shared: bool  # processes on other machines see them too
+    max_calls: int  # calls that run at once; more of them wait their turn, until their deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The size of a backend, with everything that others keep there too."""
+
+    objects: int
+    num_bytes: int
+    bound_bytes: int | None  # None: the backend does not say
+
+
+class StorageBackend(Protocol):
+    """Storage for blocks. Nothing is raised for what a medium does: it is a status, key by key.
+
+    All sequences of one call have the length of `keys`. Buffers are contiguous bytes ("B"), those of `get` writable and
+    exactly as long as what was put. They belong to the call until it returns, and are never touched afterwards. A call
+    returns soon after its deadline, unless the medium itself is stuck (a dead network file system): then it returns
+    when the medium does, so a tier waits for a call by its own clock, and reuses `into` only once the call is over.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether calls are refused for now, because the backend failed or was slow too often."""
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Return which keys are there; False also where that could not be found out."""
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
+        """Read blocks. Buffers of keys that are not OK hold anything."""
+
+    def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
+        """Write blocks, least recently used ones of the backend making room."""
+
+    def usage(self) -> Usage | None:
+        """Return the size of what is stored; None if that could not be found out."""
+
+    def close(self) -> None:
+        """Let go of everything, after the last call has returned. No other call may follow."""
+
+
+Parts = tuple[memoryview, memoryview]
+"""One object: an envelope's header, and a block. A medium keeps them as one run of bytes."""
+
+
+class Medium(Protocol):
+    """Keeps objects under keys, unverified and unguarded; envelope and breaker stand between it and a tier.
+
+    All sequences of one call have the length of `keys`. A call that fails as a whole raises `OSError`, or
+    `TimeoutError` if for want of time; a failure of one key is its status. Called from several threads.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Return which keys are there."""
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Fill the parts. An object that is longer or shorter than its parts is CORRUPT."""
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Keep copies of the parts. A key that is there already is OK, and need not be written."""
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget objects, which are corrupt; keys that are not there are ignored."""
+
+    def usage(self) -> Usage | None:
+        """Return the size of what is kept; None if the medium does not know."""
+
+    def close(self) -> None:
+        """Let go of everything, after the last call has returned. No other call may follow."""

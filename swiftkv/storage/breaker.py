@@ -1,0 +1,247 @@
+"""Keeps calls away from a medium that fails or is slow, until one that is let through succeeds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from swiftkv.storage.backend import Capabilities, Medium, Parts, Status, Usage
+
+FAILURES_IN_A_ROW = 5
+WINDOW_CALLS = 50
+OPEN_S = 30.0
+_QUANTILE = 0.99
+_FAIR_S = 0.1
+"""A call that was given less says nothing of how slow a medium is."""
+_HUNG_S = 1.0
+"""A call that runs for so long beyond its deadline will not come back soon."""
+
+_log = logging.getLogger(__name__)
+
+
+class Breaker:
+    """Closed, calls pass. Open, none does for `OPEN_S`; then one passes, the probe, and its result closes or reopens.
+
+    It opens after `FAILURES_IN_A_ROW`, or if of the last `WINDOW_CALLS` calls the 99th percentile of (time taken ÷ time
+    given) is above 1, interpolated: one call that is a little late does not open it, two do. Results of calls that
+    began before it last opened or closed are ignored.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._era = 0  # counts openings and closings
+        self._open_until_s: float | None = None
+        self._is_probing = False
+        self._failures = 0
+        self._shares: deque[float] = deque(maxlen=WINDOW_CALLS)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are refused, but for a probe."""
+        return self._open_until_s is not None
+
+    def would_admit(self) -> bool:
+        """Whether `admit` would let a call pass now."""
+        with self._lock:
+            return self._would_admit()
+
+    def admit(self) -> int | None:
+        """Let a call pass: return the era for `record`; None if it may not."""
+        with self._lock:
+            if not self._would_admit():
+                return None
+            self._is_probing = self.is_open
+            return self._era
+
+    def record(self, era: int, has_failed: bool, share: float) -> None:
+        """Note the result of a call: whether it failed, and the part it took of the time it was given."""
+        with self._lock:
+            if era != self._era:
+                return
+            if self._is_probing:
+                self._open() if has_failed else self._close()
+                return
+            self._failures = self._failures + 1 if has_failed else 0
+            self._shares.append(share)
+            if self._failures >= FAILURES_IN_A_ROW or self._is_slow():
+                self._open()
+
+    def forget(self, era: int) -> None:
+        """Take no notice of a call: if it was the probe, the next one is."""
+        with self._lock:
+            if era == self._era:
+                self._is_probing = False
+
+    def trip(self) -> None:
+        """Open, for calls do not come back."""
+        with self._lock:
+            self._open()
+
+    def _would_admit(self) -> bool:
+        if self._open_until_s is None:
+            return True
+        return not self._is_probing and self._clock() >= self._open_until_s
+
+    def _is_slow(self) -> bool:
+        if len(self._shares) < WINDOW_CALLS:
+            return False
+        ranked = sorted(self._shares)
+        rank = _QUANTILE * (WINDOW_CALLS - 1)
+        below = ranked[math.floor(rank)]
+        return below + (rank - math.floor(rank)) * (ranked[math.ceil(rank)] - below) > 1.0
+
+    def _open(self) -> None:
+        if not self.is_open:
+            _log.warning("storage: too many calls failed or were late; it is left alone for %.0f s", OPEN_S)
+        self._open_until_s = self._clock() + OPEN_S
+        self._begin_era()
+
+    def _close(self) -> None:
+        _log.info("storage: in use again")
+        self._open_until_s = None
+        self._begin_era()
+
+    def _begin_era(self) -> None:
+        self._era += 1
+        self._is_probing = False
+        self._failures = 0
+        self._shares.clear()
+
+
+class GuardedMedium:
+    """A medium behind a breaker, with at most `max_calls` calls at once. It raises nothing.
+
+    The wait for one of these places is our own doing and does not count; that all of them are taken by calls which do
+    not come back does.
+    """
+
+    def __init__(self, medium: Medium, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
+        self.breaker = breaker
+        self.clock = clock
+        self.places = threading.Semaphore(medium.capabilities.max_calls)
+        self.running: dict[int, float] = {}  # deadlines, by `id` of the call
+        self._medium = medium
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._medium.capabilities
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether calls are refused for now."""
+        return self.breaker.is_open
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Return which keys are there; False also where that could not be found out."""
+        with _Call(self, deadline_s) as call:
+            if call.is_admitted:
+                return self._medium.exists(keys, deadline_s)
+        return [False] * len(keys)
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Fill the parts of keys that are OK."""
+        with _Call(self, deadline_s) as call:
+            if call.is_admitted:
+                return call.note(self._medium.read(keys, into, deadline_s))
+        return [call.refusal] * len(keys)
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Keep copies of the parts."""
+        with _Call(self, deadline_s) as call:
+            if call.is_admitted:
+                return call.note(self._medium.write(keys, sources, deadline_s))
+        return [call.refusal] * len(keys)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget objects, unless the medium fails: they are then found corrupt again."""
+        with _Call(self, self.clock() + _HUNG_S) as call:
+            if call.is_admitted:
+                self._medium.drop(keys)
+
+    def usage(self) -> Usage | None:
+        """Return the size of what is kept; None if that could not be found out."""
+        with _Call(self, self.clock() + _HUNG_S) as call:
+            if call.is_admitted:
+                return self._medium.usage()
+        return None
+
+    def trip_if_hung(self) -> None:
+        """Open the breaker if every place is taken by a call that should have ended long ago."""
+        deadlines_s = list(self.running.values())
+        if deadlines_s and all(self.clock() > deadline_s + _HUNG_S for deadline_s in deadlines_s):
+            self.breaker.trip()
+
+    def close(self) -> None:
+        """Let go of the medium."""
+        self._medium.close()
+
+
+class _Call:
+    """One call: takes a place, asks the breaker, and tells it how the call went."""
+
+    def __init__(self, guard: GuardedMedium, deadline_s: float) -> None:
+        self._guard = guard
+        self._deadline_s = deadline_s
+        self._given_s = deadline_s - guard.clock()
+        self._era: int | None = None
+        self._begin_s = 0.0
+        self._has_place = False
+        self._has_failed = False
+        self._is_late = False
+        self.refusal = Status.FAILED
+
+    @property
+    def is_admitted(self) -> bool:
+        return self._era is not None
+
+    def note(self, statuses: list[Status]) -> list[Status]:
+        """Look for failures. Some keys that are late are none: there may have been more of them than time."""
+        self._has_failed = Status.FAILED in statuses
+        self._is_late = all(status is Status.LATE for status in statuses)
+        return statuses
+
+    def __enter__(self) -> _Call:
+        guard = self._guard
+        if not guard.breaker.would_admit():
+            return self
+        self._has_place = guard.places.acquire(timeout=max(0.0, self._given_s))
+        if not self._has_place:
+            self.refusal = Status.LATE
+            guard.trip_if_hung()
+            return self
+        self._era = guard.breaker.admit()
+        self._begin_s = guard.clock()
+        guard.running[id(self)] = self._deadline_s
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        guard = self._guard
+        if self._has_place:
+            del guard.running[id(self)]
+            guard.places.release()
+        is_told = isinstance(error, Exception) and not isinstance(error, AssertionError)
+        if is_told:
+            # A medium may be a class that others wrote; a thread of the tier must not end by what it raises.
+            _log.warning("storage: %s", error, exc_info=None if isinstance(error, OSError) else error)
+            self._is_late = isinstance(error, TimeoutError)
+            self._has_failed = not self._is_late
+            self.refusal = Status.LATE if self._is_late else Status.FAILED
+        if self._era is not None:
+            self._tell(self._era)
+        return is_told
+
+    def _tell(self, era: int) -> None:
+        is_fair = self._given_s >= _FAIR_S
+        if not is_fair and not self._has_failed:
+            self._guard.breaker.forget(era)
+            return
+        share = (self._guard.clock() - self._begin_s) / self._given_s if is_fair else 0.0
+        self._guard.breaker.record(era, self._has_failed or self._is_late, share)

@@ -1,0 +1,105 @@
+"""The header of every stored object, and the backend that gives out no bytes which do not match theirs."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+
+import xxhash
+
+from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, Usage
+from swiftkv.storage.breaker import GuardedMedium
+
+FINGERPRINT_BYTES = 16
+_MAGIC = b"SwKV"
+_VERSION = 1
+_NAMED = struct.Struct(f"<4sI{FINGERPRINT_BYTES}s{KEY_BYTES}sQ")  # magic, version, fingerprint, key, length
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _NAMED.size + _CHECKSUM.size
+
+_log = logging.getLogger(__name__)
+
+
+def seal(fingerprint: bytes, key: bytes, block: memoryview) -> bytes:
+    """Return the header of a block."""
+    named = _NAMED.pack(_MAGIC, _VERSION, fingerprint, key, block.nbytes)
+    return named + _CHECKSUM.pack(_checksum(named, block))
+
+
+def verify(header: memoryview, fingerprint: bytes, key: bytes, block: memoryview) -> Status:
+    """Return OK, CORRUPT, or MISSING for an intact object that another fingerprint put under this key."""
+    named = bytes(header[: _NAMED.size])
+    magic, version, owner, owned_key, length = _NAMED.unpack(named)
+    if (magic, version, owned_key, length) != (_MAGIC, _VERSION, key, block.nbytes):
+        return Status.CORRUPT
+    if _CHECKSUM.unpack(header[_NAMED.size :]) != (_checksum(named, block),):
+        return Status.CORRUPT
+    return Status.OK if owner == fingerprint else Status.MISSING
+
+
+def _checksum(named: bytes, block: memoryview) -> int:
+    """Return a hash of the block that depends on the header before it."""
+    return xxhash.xxh3_64_intdigest(block, xxhash.xxh3_64_intdigest(named))
+
+
+class SealedBackend:
+    """The one implementation of `StorageBackend`: seals what is put, verifies what is got.
+
+    `fingerprint` names the weights, the KV's dtype and the layout; blocks of another one are never given out.
+    """
+
+    def __init__(self, medium: GuardedMedium, fingerprint: bytes) -> None:
+        assert len(fingerprint) == FINGERPRINT_BYTES
+        self._medium = medium
+        self._fingerprint = fingerprint
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._medium.capabilities
+
+    @property
+    def is_degraded(self) -> bool:
+        return self._medium.is_degraded
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Return which keys are there; a key may be lost before it is got."""
+        assert all(len(key) == KEY_BYTES for key in keys)
+        return self._medium.exists(keys, deadline_s) if keys else []
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
+        """Read blocks, and drop those that are corrupt."""
+        assert len(keys) == len(into)
+        assert all(len(key) == KEY_BYTES for key in keys)
+        if not keys:
+            return []
+        headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
+        parts = [(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], block) for i, block in enumerate(into)]
+        statuses = self._medium.read(keys, parts, deadline_s)
+        statuses = [
+            verify(header, self._fingerprint, key, block) if status is Status.OK else status
+            for key, (header, block), status in zip(keys, parts, statuses, strict=True)
+        ]
+        if corrupt := [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]:
+            _log.warning("dropped %d corrupt blocks, the first %s", len(corrupt), corrupt[0].hex())
+            self._medium.drop(corrupt)
+        return statuses
+
+    def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
+        """Write blocks, each behind its header."""
+        assert len(keys) == len(sources)
+        assert all(len(key) == KEY_BYTES for key in keys)
+        if not keys:
+            return []
+        parts: list[Parts] = [
+            (memoryview(seal(self._fingerprint, key, block)), block) for key, block in zip(keys, sources, strict=True)
+        ]
+        return self._medium.write(keys, parts, deadline_s)
+
+    def usage(self) -> Usage | None:
+        """Return the size of what is stored; None if that could not be found out."""
+        return self._medium.usage()
+
+    def close(self) -> None:
+        """Let go of the medium."""
+        self._medium.close()

@@ -1,0 +1,161 @@
+"""The table of the objects in a directory, which all processes that use the directory share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_FORMAT = 1
+_MAX_NAMED = 500
+"""Keys that one query names."""
+_MAX_TOUCHED = 256
+"""Last uses that are kept in memory; a process that is killed forgets them."""
+_LOCK_WAIT_S = 1.0
+
+_TABLES = (
+    "CREATE TABLE objects (key BLOB PRIMARY KEY, num_bytes INTEGER NOT NULL, used_ns INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX by_use ON objects (used_ns)",
+    "CREATE TABLE total (objects INTEGER NOT NULL, num_bytes INTEGER NOT NULL)",
+    "INSERT INTO total VALUES (0, 0)",
+    """CREATE TRIGGER added AFTER INSERT ON objects BEGIN
+        UPDATE total SET objects = objects + 1, num_bytes = num_bytes + NEW.num_bytes; END""",
+    """CREATE TRIGGER changed AFTER UPDATE OF num_bytes ON objects BEGIN
+        UPDATE total SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes; END""",
+    """CREATE TRIGGER removed AFTER DELETE ON objects BEGIN
+        UPDATE total SET objects = objects - 1, num_bytes = num_bytes - OLD.num_bytes; END""",
+    f"PRAGMA user_version = {_FORMAT}",
+)
+
+
+class DamagedIndexError(OSError):
+    """The table cannot be read, or is of another version: it has to be made again from the directory."""
+
+
+class FileIndex:
+    """Keys, sizes and last uses in SQLite, whose write lock is also the lock of the directory.
+
+    Whoever renames or removes an object does so inside `changing`, so table and directory differ only where a process
+    was killed in there, until the next process opens the directory. Last uses are written with the next change.
+
+    Everything here raises `OSError` for what SQLite does not do, `TimeoutError` if another process keeps the lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the table or make it. Raises `DamagedIndexError`."""
+        self._lock = threading.Lock()
+        self._touched: dict[bytes, int] = {}
+        with _translated():
+            self._db = sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self) -> None:
+        with _translated():
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")  # a power cut loses the latest changes, and damages nothing
+        with self.changing():
+            (found,) = self._db.execute("PRAGMA user_version").fetchone()
+            if found == 0:
+                for statement in _TABLES:
+                    self._db.execute(statement)
+            elif found != _FORMAT:
+                raise DamagedIndexError(f"format {found}")
+
+    @contextmanager
+    def changing(self) -> Iterator[Changes]:
+        """Hold the lock of the directory against all processes; commit at the end, or nothing after an error."""
+        with self._lock, _translated(), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            if self._touched:
+                rows = [(used_ns, key) for key, used_ns in self._touched.items()]
+                self._db.executemany("UPDATE objects SET used_ns = ? WHERE key = ?", rows)
+                self._touched.clear()
+            yield Changes(self._db)
+
+    def known(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of the keys that the table has."""
+        found: set[bytes] = set()
+        with self._lock, _translated():
+            for begin in range(0, len(keys), _MAX_NAMED):
+                named = keys[begin : begin + _MAX_NAMED]
+                marks = ",".join("?" * len(named))
+                rows = self._db.execute(f"SELECT key FROM objects WHERE key IN ({marks})", named)
+                found.update(key for (key,) in rows)
+        return found
+
+    def total(self) -> tuple[int, int]:
+        """Return the number of objects and of their bytes."""
+        with self._lock, _translated():
+            return Changes(self._db).total()
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Note that objects were used now."""
+        now_ns = time.time_ns()
+        with self._lock:
+            self._touched.update(dict.fromkeys(keys, now_ns))
+            is_full = len(self._touched) > _MAX_TOUCHED
+        if is_full:
+            with self.changing():
+                pass
+
+    def close(self) -> None:
+        """Write the last uses if that can be done, and let go of the file."""
+        with contextlib.suppress(OSError), self.changing():
+            pass
+        self._db.close()
+
+
+class Changes:
+    """The table, while this process holds the lock of the directory."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def keys(self) -> set[bytes]:
+        """Return all keys."""
+        return {key for (key,) in self._db.execute("SELECT key FROM objects")}
+
+    def add(self, objects: Iterable[tuple[bytes, int, int]]) -> None:
+        """Enter objects, or replace them: key, bytes and last use in nanoseconds of `time.time_ns()`."""
+        self._db.executemany(
+            "INSERT INTO objects VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE "
+            "SET num_bytes = excluded.num_bytes, used_ns = excluded.used_ns",
+            objects,
+        )
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Forget objects; keys that are not there are ignored."""
+        self._db.executemany("DELETE FROM objects WHERE key = ?", ((key,) for key in keys))
+
+    def oldest(self, limit: int) -> list[tuple[bytes, int]]:
+        """Return the key and the bytes of the least recently used objects."""
+        return self._db.execute("SELECT key, num_bytes FROM objects ORDER BY used_ns LIMIT ?", (limit,)).fetchall()
+
+    def total(self) -> tuple[int, int]:
+        """Return the number of objects and of their bytes."""
+        objects, num_bytes = self._db.execute("SELECT objects, num_bytes FROM total").fetchone()
+        return objects, num_bytes
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise TimeoutError("another process holds the lock of the directory") from error
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise DamagedIndexError(str(error)) from error
+        if code == sqlite3.SQLITE_FULL:
+            raise OSError(errno.ENOSPC, "the index cannot grow") from error
+        raise OSError(f"index: {error}") from error

@@ -1,0 +1,372 @@
+"""A directory with an object for each block, bounded in bytes, which several processes of one machine may share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from swiftkv.errors import ConfigError
+from swiftkv.locks import hold_lock, remove_if_unlocked
+from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, Usage
+from swiftkv.storage.file_index import Changes, DamagedIndexError, FileIndex
+from swiftkv.storage_options import FileOptions
+from swiftkv.units import format_size
+
+_INDEX = "index.sqlite"
+_ENTRIES = frozenset({"objects", "new", "opening", _INDEX, f"{_INDEX}-wal", f"{_INDEX}-shm"})
+_SHARDS = 256
+_PAGE_BYTES = 4096
+_AHEAD = 8
+"""Objects that the kernel is told to fetch while the one before them is read."""
+_BATCH_BYTES = 32 << 20
+"""The most that one call writes before it is published, which is also how far it may exceed the bound."""
+_VICTIMS = 64
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class FileMedium:
+    """Objects in `objects/XX/KEY`, written in `new/` and renamed; the index says what is there.
+
+    A kill or a power cut leaves whole objects, leftovers in `new/` that the next process removes, or, after a power
+    cut without fsync, objects whose bytes the envelope finds to be wrong.
+    """
+
+    def __init__(self, options: FileOptions) -> None:
+        """Open the directory, or make it. Raises `ConfigError` where it cannot be used."""
+        self._options = options
+        self._objects = str(options.directory / "objects")
+        self._batch_bytes = min(_BATCH_BYTES, max(1, options.size // 8))
+        with contextlib.ExitStack() as undo, _told_as_mistakes(options.directory):
+            _make_directory(options.directory)
+            opening = _hold(options.directory / "opening")
+            try:
+                new, lock, is_alone = _make_new(options.directory / "new")
+                undo.callback(_remove_new, new, lock)
+                self._index = _open_index(options.directory / _INDEX, is_alone)
+                undo.callback(self._index.close)
+                self._reconcile()
+                self._check_room()
+            finally:
+                os.close(opening)
+            self._new = new
+            self._kept = undo.pop_all()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(is_durable=True, is_shared=False, max_calls=self._options.max_calls)
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Return which keys the index has."""
+        known = self._index.known(keys)
+        return [key in known for key in keys]
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Read objects one after the other, the kernel fetching a few ahead."""
+        statuses = [Status.LATE] * len(keys)
+        with contextlib.closing(self._open_ahead(keys)) as opened:
+            for i, (fd, status) in enumerate(opened):
+                if time.monotonic() > deadline_s:
+                    break
+                statuses[i] = _read_object(fd, into[i]) if status is Status.OK else status
+        self._note_reads(keys, statuses)
+        return statuses
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Write what is not there yet, a bounded number of bytes at a time."""
+        statuses = [Status.LATE] * len(keys)
+        known = self._index.known(keys)
+        self._note_uses(known)
+        for i, key in enumerate(keys):
+            if key in known:
+                statuses[i] = Status.OK
+        for batch in self._batches([i for i in range(len(keys)) if keys[i] not in known], sources):
+            if time.monotonic() > deadline_s:
+                break
+            written = self._write_batch([keys[i] for i in batch], [sources[i] for i in batch])
+            for i, status in zip(batch, written, strict=True):
+                statuses[i] = status
+        return statuses
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Remove objects."""
+        with self._index.changing() as changes:
+            self._remove(changes, keys)
+
+    def usage(self) -> Usage:
+        """Return the size of the whole directory, whoever wrote it, in pages of the file system."""
+        objects, num_bytes = self._index.total()
+        return Usage(objects, num_bytes, self._options.size)
+
+    def close(self) -> None:
+        """Write the last uses, and remove what was not published."""
+        self._kept.close()
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._objects}/{name[:2]}/{name}"
+
+    def _open_ahead(self, keys: Sequence[bytes]) -> Generator[tuple[int, Status], None, None]:
+        """Open the objects in order, and have the kernel fetch the next few. Descriptors are closed here."""
+        opened: deque[tuple[int, Status]] = deque()
+        try:
+            for i in range(len(keys) + _AHEAD):
+                if i < len(keys):
+                    opened.append(self._open(keys[i]))
+                if i >= _AHEAD:
+                    fd, status = opened[0]
+                    yield fd, status
+                    opened.popleft()
+                    _close(fd)
+        finally:
+            for fd, _ in opened:
+                _close(fd)
+
+    def _open(self, key: bytes) -> tuple[int, Status]:
+        try:
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return -1, Status.MISSING
+        except OSError:
+            return -1, Status.FAILED
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        return fd, Status.OK
+
+    def _note_reads(self, keys: Sequence[bytes], statuses: Sequence[Status]) -> None:
+        self._note_uses(key for key, status in zip(keys, statuses, strict=True) if status is Status.OK)
+        missing = [key for key, status in zip(keys, statuses, strict=True) if status is Status.MISSING]
+        with contextlib.suppress(OSError):
+            if missing and self._index.known(missing):  # somebody removed the files
+                with self._index.changing() as changes:
+                    changes.remove(key for key in missing if not os.path.exists(self._path(key)))
+
+    def _note_uses(self, keys: Iterable[bytes]) -> None:
+        """Note what was used. A block that was read is good, even where a full disk does not let us write that down."""
+        with contextlib.suppress(OSError):
+            self._index.touch(keys)
+
+    def _batches(self, chosen: Sequence[int], sources: Sequence[Parts]) -> Iterator[list[int]]:
+        """Yield the chosen places in runs of at most `_batch_bytes`, or of one object."""
+        batch: list[int] = []
+        num_bytes = 0
+        for i in chosen:
+            if batch and num_bytes + _disk_bytes(sources[i]) > self._batch_bytes:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(i)
+            num_bytes += _disk_bytes(sources[i])
+        if batch:
+            yield batch
+
+    def _write_batch(self, keys: Sequence[bytes], sources: Sequence[Parts]) -> list[Status]:
+        num_bytes = sum(map(_disk_bytes, sources))
+        paths = [f"{self._new}/{secrets.token_hex(8)}" for _ in keys]
+        try:
+            if num_bytes > self._options.size or not self._free_disk(num_bytes):
+                return [Status.MISSING] * len(keys)
+            statuses = [self._write_new(path, parts) for path, parts in zip(paths, sources, strict=True)]
+            written = [i for i, status in enumerate(statuses) if status is Status.OK]
+            self._publish([(keys[i], paths[i], _disk_bytes(sources[i])) for i in written])
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return [Status.MISSING] * len(keys)
+        finally:
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        return statuses
+
+    def _write_new(self, path: str, parts: Parts) -> Status:
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                if os.writev(fd, parts) != sum(map(len, parts)):
+                    return Status.MISSING  # the disk is full, or the quota
+                if self._options.fsync == "batch":
+                    os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return Status.MISSING if error.errno in _FULL else Status.FAILED
+        return Status.OK
+
+    def _publish(self, objects: Sequence[tuple[bytes, str, int]]) -> None:
+        """Give new files (key, path, bytes) their names, after making room for them within the bound."""
+        now_ns = time.time_ns()
+        try:
+            with self._index.changing() as changes:
+                _, total_bytes = changes.total()
+                self._evict(changes, total_bytes + sum(num_bytes for _, _, num_bytes in objects) - self._options.size)
+                for key, path, _ in objects:
+                    os.rename(path, self._path(key))
+                changes.add((key, num_bytes, now_ns) for key, _, num_bytes in objects)
+        except OSError:
+            for key, _, _ in objects:  # the index does not have them
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path(key))
+            raise
+        if self._options.fsync == "batch":
+            for directory in {os.path.dirname(self._path(key)) for key, _, _ in objects}:
+                _fsync_directory(directory)
+
+    def _free_disk(self, num_bytes: int) -> bool:
+        """Make the disk keep `min_free` beside so many bytes; return whether it does. A cache gives way to others."""
+        disk = os.statvfs(self._objects)
+        lacking_bytes = self._options.min_free + num_bytes - disk.f_bavail * disk.f_frsize
+        if lacking_bytes <= 0:
+            return True
+        with self._index.changing() as changes:
+            _, total_bytes = changes.total()
+            if total_bytes < lacking_bytes:
+                return False
+            self._evict(changes, lacking_bytes)
+        return True
+
+    def _evict(self, changes: Changes, excess_bytes: int) -> None:
+        """Remove the least recently used objects until so many bytes are gone, or all."""
+        while excess_bytes > 0 and (oldest := changes.oldest(_VICTIMS)):
+            victims = []
+            for key, num_bytes in oldest:
+                if excess_bytes > 0:
+                    victims.append(key)
+                    excess_bytes -= num_bytes
+            self._remove(changes, victims)
+
+    def _remove(self, changes: Changes, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(key))
+        changes.remove(keys)
+
+    def _reconcile(self) -> None:
+        """Make the index say what is in the directory, whatever was killed, and keep within the bound."""
+        found = set(self._list_objects())
+        with self._index.changing() as changes:
+            gone, added = [], []
+            for key in changes.keys() ^ found:  # also what others changed while we listed
+                try:
+                    status = os.stat(self._path(key))
+                except FileNotFoundError:
+                    gone.append(key)
+                else:
+                    added.append((key, _on_disk(status.st_size), status.st_mtime_ns))
+            changes.remove(gone)
+            changes.add(added)
+            _, total_bytes = changes.total()
+            self._evict(changes, total_bytes - self._options.size)
+
+    def _list_objects(self) -> Iterator[bytes]:
+        for shard in range(_SHARDS):
+            directory = f"{self._objects}/{shard:02x}"
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            for name in os.listdir(directory):
+                if len(name) == 2 * KEY_BYTES:
+                    with contextlib.suppress(ValueError):
+                        yield bytes.fromhex(name)
+
+    def _check_room(self) -> None:
+        disk = os.statvfs(self._objects)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        _, own_bytes = self._index.total()
+        if free_bytes + own_bytes < self._options.min_free:
+            raise ConfigError(
+                f"min_free: of {self._options.directory} only {format_size(free_bytes)} are free, less than min_free "
+                f"({format_size(self._options.min_free)}), so nothing would be stored; make room, or lower it"
+            )
+
+
+@contextlib.contextmanager
+def _told_as_mistakes(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"path: {directory} cannot be used: {reason}; name another directory") from None
+
+
+def _make_directory(directory: Path) -> None:
+    """Make the directory if need be. Raises `ConfigError` if others can read it, or if it is not ours alone."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"path: {directory} can be used by others (mode {stat.S_IMODE(status.st_mode):o}); it holds what users "
+            f"wrote, so run chmod 700 {directory}, or name another directory"
+        )
+    if others := sorted(set(os.listdir(directory)) - _ENTRIES):
+        raise ConfigError(f"path: {directory} holds {others[0]}, which is not of this cache; name an empty directory")
+
+
+def _hold(path: Path) -> int:
+    """Return the descriptor of a lock that one process holds while it opens the directory."""
+    path.touch(mode=0o600)
+    return hold_lock(path)
+
+
+def _make_new(parent: Path) -> tuple[Path, int, bool]:
+    """Make a locked directory for what is not published yet, and remove those of dead processes.
+
+    Returns it, its lock, and whether no other process uses the cache.
+    """
+    parent.mkdir(mode=0o700, exist_ok=True)
+    for left in parent.iterdir():
+        remove_if_unlocked(left)
+    is_alone = not any(parent.iterdir())
+    new = parent / secrets.token_hex(8)
+    new.mkdir(mode=0o700)
+    return new, hold_lock(new), is_alone
+
+
+def _remove_new(new: Path, lock: int) -> None:
+    shutil.rmtree(new, ignore_errors=True)
+    os.close(lock)
+
+
+def _open_index(path: Path, is_alone: bool) -> FileIndex:
+    """Open the index; make a new one if it is damaged and nobody else uses it."""
+    try:
+        return FileIndex(path)
+    except DamagedIndexError:
+        if not is_alone:
+            raise
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    return FileIndex(path)
+
+
+def _read_object(fd: int, parts: Parts) -> Status:
+    """Read an object whole; one byte more than there should be shows one that is too long."""
+    try:
+        num_bytes = os.preadv(fd, [*parts, bytearray(1)], 0)
+    except OSError:
+        return Status.FAILED
+    return Status.OK if num_bytes == sum(map(len, parts)) else Status.CORRUPT
+
+
+def _disk_bytes(parts: Parts) -> int:
+    return _on_disk(sum(map(len, parts)))
+
+
+def _on_disk(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _fsync_directory(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

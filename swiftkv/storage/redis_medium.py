@@ -1,0 +1,200 @@
+"""A Redis server that keeps blocks, for engines of one or several machines."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from swiftkv.errors import ConfigError
+from swiftkv.storage.backend import Capabilities, Parts, Status, Usage
+from swiftkv.storage_options import RedisOptions
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+_OLDEST = (6, 2)  # GETEX
+_BATCH_BYTES = 8 << 20
+"""The most that one pipeline carries, so that a call looks at its deadline now and then."""
+_MAX_NAMED = 1024
+_EVICTING = "allkeys-lru, allkeys-lfu, volatile-lru or volatile-lfu"
+
+
+class RedisMedium:
+    """Each object is one value, with a time to live that every hit renews. The server evicts.
+
+    The client keeps as many connections as there are calls at once, so no call waits for one.
+    """
+
+    def __init__(self, options: RedisOptions) -> None:
+        """Connect, and look at the server's bound. Raises `ConfigError`."""
+        self._options = options
+        self._prefix = options.prefix.encode()
+        self._ttl_ms = round(options.ttl * 1000)
+        self._client = _connect(options)
+        try:
+            with _told_as_os_errors():
+                _check_server(self._client.info("server"), self._client.info("memory"))
+        except OSError as error:
+            self._client.close()
+            raise ConfigError(
+                f"url: {_without_password(options.url)} does not answer as a Redis server does: {error}; start one, or "
+                "name another"
+            ) from None
+        except ConfigError:
+            self._client.close()
+            raise
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(is_durable=True, is_shared=True, max_calls=self._options.max_calls)
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Ask for many keys in one round trip."""
+        found: list[bool] = []
+        for begin in range(0, len(keys), _MAX_NAMED):
+            if begin and time.monotonic() > deadline_s:
+                raise TimeoutError("Redis did not answer for all keys in time")
+            found += map(bool, self._send([("EXISTS", self._name(key)) for key in keys[begin : begin + _MAX_NAMED]]))
+        return found
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Read in pipelines of bounded size."""
+        statuses: list[Status] = []
+        for begin, end in _batches(into):
+            if time.monotonic() > deadline_s:
+                break
+            replies = self._send([("GETEX", self._name(key), "PX", self._ttl_ms) for key in keys[begin:end]])
+            statuses += map(_fill, into[begin:end], replies)
+        return statuses + [Status.LATE] * (len(keys) - len(statuses))
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Write what is not there, in pipelines of bounded size."""
+        statuses: list[Status] = []
+        for begin, end in _batches(sources):
+            if time.monotonic() > deadline_s:
+                break
+            named = [self._name(key) for key in keys[begin:end]]
+            is_known = self._send([("PEXPIRE", name, self._ttl_ms) for name in named])
+            new = [i for i in range(end - begin) if not is_known[i]]
+            replies = self._send([("SET", named[i], b"".join(sources[begin + i]), "PX", self._ttl_ms) for i in new])
+            written = dict(zip(new, map(_status_of_write, replies), strict=True))
+            statuses += [written.get(i, Status.OK) for i in range(end - begin)]
+        return statuses + [Status.LATE] * (len(keys) - len(statuses))
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Remove objects; the server frees their memory in a thread of its own."""
+        self._send([("UNLINK", self._name(key)) for key in keys])
+
+    def usage(self) -> Usage:
+        """Return the size of the server: its keys and its memory, whosever they are."""
+        with _told_as_os_errors():
+            memory: dict[str, Any] = self._client.info("memory")
+            return Usage(self._client.dbsize(), memory["used_memory"], memory["maxmemory"])
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _name(self, key: bytes) -> bytes:
+        return self._prefix + key
+
+    def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send all commands, then read the replies; those of commands that failed are exceptions."""
+        if not commands:
+            return []
+        with _told_as_os_errors(), self._client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            return pipeline.execute(raise_on_error=False)
+
+
+def _connect(options: RedisOptions) -> Redis:
+    try:
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import ConnectionError as LostConnection
+        from redis.retry import Retry
+    except ImportError:
+        raise ConfigError("backend: redis needs the package redis; install swiftkv[redis]") from None
+    # A server that was started again has closed our connections, which shows at the next call on each of them.
+    retry = Retry(NoBackoff(), 1, supported_errors=(LostConnection,))
+    try:
+        return Redis.from_url(
+            options.url,
+            password=options.password(),
+            max_connections=options.max_calls,
+            socket_timeout=options.timeout,
+            socket_connect_timeout=options.timeout,
+            retry=retry,
+        )
+    except ValueError as error:
+        raise ConfigError(f"url: {_without_password(options.url)}: {error}") from None
+
+
+def _check_server(server: dict[str, Any], memory: dict[str, Any]) -> None:
+    """Raises `ConfigError` for a server that is too old, or that would grow without end or refuse what is new."""
+    version = str(server["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ConfigError(f"url: this Redis is {version}; blocks need 6.2 or later")
+    if not memory["maxmemory"]:
+        raise ConfigError(
+            "url: this Redis has no bound on its memory; set one, for example: redis-cli CONFIG SET maxmemory 10gb"
+        )
+    if memory["maxmemory_policy"] == "noeviction":
+        raise ConfigError(
+            f"url: this Redis refuses what is new once it is full (maxmemory-policy noeviction); set {_EVICTING}, for "
+            "example: redis-cli CONFIG SET maxmemory-policy allkeys-lru"
+        )
+
+
+@contextlib.contextmanager
+def _told_as_os_errors() -> Iterator[None]:
+    from redis.exceptions import RedisError
+    from redis.exceptions import TimeoutError as RedisTimeoutError
+
+    try:
+        yield
+    except RedisTimeoutError as error:
+        raise TimeoutError(str(error)) from error
+    except RedisError as error:
+        raise OSError(str(error)) from error
+
+
+def _batches(objects: Sequence[Parts]) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of runs of at most `_BATCH_BYTES`, or of one object."""
+    begin, num_bytes = 0, 0
+    for i, parts in enumerate(objects):
+        size = sum(map(len, parts))
+        if i > begin and num_bytes + size > _BATCH_BYTES:
+            yield begin, i
+            begin, num_bytes = i, 0
+        num_bytes += size
+    yield begin, len(objects)
+
+
+def _fill(parts: Parts, reply: object) -> Status:
+    if reply is None:
+        return Status.MISSING
+    if not isinstance(reply, bytes):
+        return Status.FAILED
+    header, block = parts
+    if len(reply) != len(header) + len(block):
+        return Status.CORRUPT
+    value = memoryview(reply)
+    header[:] = value[: len(header)]
+    block[:] = value[len(header) :]
+    return Status.OK
+
+
+def _status_of_write(reply: object) -> Status:
+    """Return MISSING where the server is full of what it may not evict."""
+    if not isinstance(reply, Exception):
+        return Status.OK
+    return Status.MISSING if type(reply).__name__ == "OutOfMemoryError" else Status.FAILED
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url)

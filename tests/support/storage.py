@@ -1,0 +1,121 @@
+"""Blocks with known bytes, media to keep them, and what tests of storage backends do with both."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, StorageBackend, Usage
+from swiftkv.storage.registry import open_backend
+from swiftkv.storage_options import parse_storage
+
+FINGERPRINT = b"weights-of-tests"
+BLOCK_BYTES = 5000
+"""Not a whole number of anything."""
+
+
+def key_of(number: int) -> bytes:
+    """Return the key of block `number`."""
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def block_of(key: bytes, num_bytes: int = BLOCK_BYTES) -> bytes:
+    """Return the bytes that belong to a key, and to no other."""
+    return hashlib.shake_128(key).digest(num_bytes)
+
+
+def soon() -> float:
+    """Return a deadline that nothing here should meet."""
+    return time.monotonic() + 60.0
+
+
+def put(backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = BLOCK_BYTES) -> list[Status]:
+    """Put the blocks of these keys."""
+    return backend.put(keys, [memoryview(block_of(key, num_bytes)) for key in keys], soon())
+
+
+def get(
+    backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = BLOCK_BYTES
+) -> tuple[list[Status], list[bytes]]:
+    """Get blocks into buffers that were full of something else."""
+    into = [bytearray(b"\xa5" * num_bytes) for _ in keys]
+    statuses = backend.get(keys, [memoryview(buffer) for buffer in into], soon())
+    return statuses, [bytes(buffer) for buffer in into]
+
+
+def check_got(backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = BLOCK_BYTES) -> list[Status]:
+    """Get blocks; whatever is OK has the right bytes. Return the statuses."""
+    statuses, blocks = get(backend, keys, num_bytes)
+    for key, status, block in zip(keys, statuses, blocks, strict=True):
+        assert status is not Status.OK or block == block_of(key, num_bytes)
+    return statuses
+
+
+@contextmanager
+def opened(raw: dict[str, object], fingerprint: bytes = FINGERPRINT) -> Iterator[StorageBackend]:
+    """Open a backend by its options, and close it."""
+    backend = open_backend(parse_storage(raw, "storage", Path.cwd()), fingerprint)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+class MemoryMedium:
+    """A medium of a user's: a dictionary, shared by all that give it the same name."""
+
+    shared: ClassVar[dict[str, dict[bytes, bytes]]] = {}
+
+    def __init__(self, name: str = "") -> None:
+        self.objects = self.shared.setdefault(name, {})
+        self._lock = threading.Lock()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(is_durable=False, is_shared=False, max_calls=4)
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        return [key in self.objects for key in keys]
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        return [
+            Status.LATE if time.monotonic() > deadline_s else self._read(key, *parts)
+            for key, parts in zip(keys, into, strict=True)
+        ]
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        if time.monotonic() > deadline_s:
+            return [Status.LATE] * len(keys)
+        with self._lock:
+            for key, parts in zip(keys, sources, strict=True):
+                self.objects.setdefault(key, b"".join(parts))
+        return [Status.OK] * len(keys)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self.objects.pop(key, None)
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(len(self.objects), sum(map(len, self.objects.values())), None)
+
+    def close(self) -> None:
+        pass
+
+    def _read(self, key: bytes, header: memoryview, block: memoryview) -> Status:
+        found = self.objects.get(key)
+        if found is None:
+            return Status.MISSING
+        if len(found) != len(header) + len(block):
+            return Status.CORRUPT
+        header[:], block[:] = found[: len(header)], found[len(header) :]
+        return Status.OK
+
+
+assert len(key_of(0)) == KEY_BYTES

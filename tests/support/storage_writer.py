@@ -1,0 +1,108 @@
+"""Processes that use one directory of the file backend until somebody kills them."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from swiftkv.storage.backend import Status
+from tests.support.storage import block_of, check_got, key_of, opened, soon
+
+NUM_KEYS = 200
+SIZES = (100, 4000, 20_000, 70_000)
+"""Bytes of a block; which one belongs to a key is `size_of`."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+
+
+def size_of(number: int) -> int:
+    """Return the length of block `number`."""
+    return SIZES[number % len(SIZES)]
+
+
+def raw_options(directory: Path, size: int | str, **options: object) -> dict[str, object]:
+    """Return the options of a file backend with a small bound."""
+    return {"backend": "file", "path": str(directory), "size": size, "min_free": 0} | options
+
+
+def start(target: Callable[..., None], *arguments: object) -> ForkServerProcess:
+    """Start a process."""
+    process = _CONTEXT.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def event() -> Event:
+    """Return an event that processes share."""
+    return _CONTEXT.Event()
+
+
+def write_for_ever(raw: dict[str, object], seed: int, has_begun: Event) -> None:
+    """Put, get and drop blocks at random; the bytes of what is got are checked. Ends if they are wrong."""
+    rng = random.Random(seed)
+    with opened(raw) as backend:
+        has_begun.set()
+        for _ in itertools.count():
+            numbers = rng.sample(range(NUM_KEYS), rng.randint(1, 12))
+            sources = [memoryview(block_of(key_of(n), size_of(n))) for n in numbers]
+            statuses = backend.put([key_of(n) for n in numbers], sources, soon())
+            assert set(statuses) <= {Status.OK, Status.LATE}, statuses
+            number = rng.randrange(NUM_KEYS)
+            (status,) = check_got(backend, [key_of(number)], size_of(number))
+            assert status in (Status.OK, Status.MISSING), status
+
+
+def write_some(raw: dict[str, object], seed: int, rounds: int, has_begun: Event) -> None:
+    """Put and get blocks at random, some rounds; exits with 0 if all was well."""
+    rng = random.Random(seed)
+    with opened(raw) as backend:
+        has_begun.set()
+        for _ in range(rounds):
+            numbers = rng.sample(range(NUM_KEYS), 6)
+            sources = [memoryview(block_of(key_of(n), size_of(n))) for n in numbers]
+            statuses = backend.put([key_of(n) for n in numbers], sources, soon())
+            assert set(statuses) <= {Status.OK, Status.LATE}, statuses
+            for n in numbers:
+                (status,) = check_got(backend, [key_of(n)], size_of(n))
+                assert status in (Status.OK, Status.MISSING), status
+
+
+def put_beyond_a_limit(raw: dict[str, object], limit_bytes: int) -> None:
+    """Put blocks where no file can be larger than a limit; exits with 0 if the larger ones are left out."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    with opened(raw) as backend:
+        sources = [memoryview(block_of(key_of(n), n)) for n in (100, limit_bytes + 1)]
+        statuses = backend.put([key_of(100), key_of(limit_bytes + 1)], sources, soon())
+        assert statuses == [Status.OK, Status.MISSING], statuses
+        assert not backend.is_degraded
+
+
+def kill_after(process: ForkServerProcess, seconds: float) -> None:
+    """Kill a process some time from now, which must not have ended by itself."""
+    process.join(timeout=seconds)
+    assert process.exitcode is None, f"the writer ended with {process.exitcode}"
+    process.kill()
+    process.join()
+
+
+def files_in(directory: Path) -> dict[bytes, int]:
+    """Return the keys and sizes of the objects in a cache directory."""
+    found = {}
+    for shard in (directory / "objects").iterdir():
+        for file in shard.iterdir():
+            with suppress(FileNotFoundError):
+                found[bytes.fromhex(file.name)] = file.stat().st_size
+    return found
+
+
+def wait_for(happened: Event) -> None:
+    """Wait for an event of another process."""
+    assert happened.wait(60.0)
