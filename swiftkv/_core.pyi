@@ -386,6 +386,53 @@ class Scheduler:
     def end_loading(self, blocks: Int32Array, is_loaded: bool) -> None:
         """The bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
+    def set_write_policy(self, write_policy: Literal["write_through", "write_through_selective"]) -> None:
+        """Offer blocks to storage from now on: all that are committed, or those that another request has found.
+
+        Sliding-window groups offer the tails of boundaries that are kept, and nothing else.
+        """
+
+    def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int64Array]:
+        """Return up to that many blocks that storage should have, as keys (32 bytes each), groups and offsets in bytes.
+
+        The offsets say where their bytes lie in the pool, until the next `schedule`. None while a step in progress
+        copies blocks. What has left the pool meanwhile counts as dropped.
+        """
+
+    def num_offers(self) -> int:
+        """Return how many blocks wait to be taken."""
+
+    def num_dropped_offers(self) -> int: ...
+    def hold(self, request_id: int) -> None:
+        """Keep a waiting request from being admitted until `let_go`; others go on. Unknown ids are ignored."""
+
+    def let_go(self, request_id: int) -> None: ...
+    def look_up(self, request_id: int) -> tuple[bytes, UInt8Array, int]:
+        """Return the keys of the K blocks that a waiting request could find, which of them are here ([K * groups]), and
+        how many of them it could use now.
+        """
+
+    def loadable(self, request_id: int, is_stored: UInt8Array, max_blocks: int) -> int:
+        """Return how many blocks a waiting request could use with those in storage, `is_stored` ([K * groups]), beside
+        those here; at most `max_blocks`. Raises ValueError if there are not so many keys and groups.
+        """
+
+    def begin_load(self, request_id: int, num_blocks: int) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
+        """Take blocks for what a waiting request's first blocks lack, forgetting others that are cached.
+
+        Return for each the index of its key, its group, its number, and the offset of its bytes in the pool; nothing if
+        there is no room, or nothing to load. Requests that would find these blocks wait for them.
+        """
+
+    def forget_loading(self, groups: Int32Array, blocks: Int32Array) -> None:
+        """Let nobody wait for blocks that are loading, whose bytes may still be on their way.
+
+        Raises ValueError, with nothing changed, unless they are; so does `end_load`.
+        """
+
+    def end_load(self, groups: Int32Array, blocks: Int32Array, is_loaded: bool) -> None:
+        """The bytes of these blocks have come, or never will."""
+
     def stats(self) -> SchedulerStats: ...
     def step_time(self) -> StepTime:
         """Return a copy of what predicts steps, as fitted to the durations that `commit` was told."""

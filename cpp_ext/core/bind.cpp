@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "../common/arrays.h"
+#include "bind_storage.h"
 #include "blake3.h"
 #include "kv_cache.h"
 #include "scheduler.h"
@@ -206,7 +207,8 @@ void bind_scheduler(nb::module_& m) {
         .def_ro("extent_bytes", &Link::extent_bytes)
         .def_ro("base_offset_bytes", &Link::base_offset_bytes);
 
-    nb::class_<Scheduler>(m, "Scheduler")
+    nb::class_<Scheduler> scheduler(m, "Scheduler");
+    scheduler
         .def(
             "__init__",
             [](Scheduler* self, std::vector<GroupSpec> groups, int block_size, int max_num_seqs,
@@ -317,6 +319,7 @@ void bind_scheduler(nb::module_& m) {
         .def("step_time", &Scheduler::step_time, unlocked)
         .def("check_invariants", &Scheduler::check_invariants, unlocked)
         .def("reset_prefix_cache", &Scheduler::reset_prefix_cache, unlocked);
+    bind_storage(scheduler);
 }
 
 nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int block_size) {

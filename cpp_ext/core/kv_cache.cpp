@@ -46,7 +46,8 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
                  const std::vector<Link>& borrow_links)
     : block_size_(block_size),
       index_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)),
-      boundaries_(tails_of(groups, block_size)) {
+      boundaries_(tails_of(groups, block_size)),
+      offers_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
     for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
         const GroupSpec& spec = groups[g];
         BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g));
@@ -102,6 +103,7 @@ PrefixMatch KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey>
         }
     }
     table.num_committed = length;
+    offer_hit(path_, keys, length);
     return found;
 }
 
@@ -300,6 +302,7 @@ void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_
     for (int i = table.num_committed; i < num_blocks; ++i) {
         const NodeId node = index_.find_or_insert(keys[i]);
         for (int g = 0; g < num_groups(); ++g) adopt(g, table.groups[g].entries[i], node);
+        offer_committed(node, keys[i]);
     }
     table.num_committed = std::max(table.num_committed, num_blocks);
 }

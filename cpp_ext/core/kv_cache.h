@@ -7,6 +7,7 @@
 
 #include "block_pool.h"
 #include "boundaries.h"
+#include "offers.h"
 #include "prefix_index.h"
 #include "types.h"
 
@@ -40,6 +41,27 @@ struct BlockCopy {
 // A whole block that a step takes from one extent to another, through the layer-stream cache.
 struct BlockMove {
     BlockId from, to;
+};
+
+// A block that goes down to storage, and where its bytes lie in the pool.
+struct StoredBlock {
+    BlockKey key;
+    int group;
+    int64_t offset_bytes;
+};
+
+// A block that comes up from storage: for which of a prompt's keys, and where its bytes are wanted in the pool.
+struct LoadingBlock {
+    int index;
+    int group;
+    BlockId block;
+    int64_t offset_bytes;
+};
+
+// A block that was loading.
+struct LoadedBlock {
+    int group;
+    BlockId block;
 };
 
 class KvCache {
@@ -145,6 +167,26 @@ class KvCache {
     std::vector<std::pair<int, BlockId>> arrivals(const BlockTable& table, int num_blocks) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
+    // ---- storage ----
+    void set_write_policy(WritePolicy policy) { offers_.set_policy(policy); }
+    // Up to so many blocks that are to be written to storage, with their bytes where they are until the next step is
+    // planned.
+    std::vector<StoredBlock> take_offers(int max_blocks);
+    const Offers& offers() const { return offers_; }
+    // Whether each key has a block here: [keys][groups].
+    std::vector<uint8_t> residency(std::span<const BlockKey> keys) const;
+    // The length of the longest prefix that could be used, in blocks, if these blocks were there: [keys][groups].
+    int usable_length(std::span<const uint8_t> is_there) const;
+    // Takes blocks for all that the prefix `keys` needs and that is not here, and leaves `spare` blocks available in
+    // every group; or changes nothing and returns none. Forgets cached blocks for them if it may.
+    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int spare, bool may_evict);
+    // Throws std::invalid_argument unless these blocks are loading, each named once.
+    void check_loading(std::span<const LoadedBlock> blocks) const;
+    // Nobody waits for these blocks any more; their bytes may still be on their way.
+    void forget_loading(std::span<const LoadedBlock> blocks);
+    // The bytes of blocks that were loading have come, or never will.
+    void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
+
     // Copies that the last step planned makes before anything else, layer by layer.
     const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
     const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
@@ -198,6 +240,11 @@ class KvCache {
     void lose_link(LinkOfGroup lost) noexcept;
     void let_go(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node);
+    void offer_committed(NodeId node, const BlockKey& key);
+    void offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys);
+    void offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
+    void load_into(LoadingBlock& load, const BlockKey& key);
+    int64_t local_offset_bytes(int group, BlockId local) const;
     bool is_local(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }
     BlockId block_of(int group, int32_t entry) const {
         return is_staged(entry) ? staged_place(entry) : entry / groups_[group].spec.num_layers;
@@ -215,6 +262,7 @@ class KvCache {
     int64_t num_room_changes_ = 0;  // besides those of the pools
     PrefixIndex index_;
     Boundaries boundaries_;
+    Offers offers_;
     int num_steps_ = 0;         // begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix
 };

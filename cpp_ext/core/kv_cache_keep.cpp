@@ -16,6 +16,7 @@ void KvCache::evict(int g, BlockId block) noexcept {
         if (held == kNone || (h != g && !whole_node)) continue;
         groups_[h].pool.forget(held);
         index_.set_block(node, h, kNone);
+        offers_.forget(node, h);
     }
     if (has_windows_) {
         set_worths(boundaries_.lose(node, g));
@@ -37,6 +38,7 @@ void KvCache::keep_boundary(std::span<const BlockKey> keys, int length, Worth wo
     if (nodes.empty()) return;
     boundaries_.keep(nodes, worth);
     set_worths(nodes);
+    offer_tail(nodes, keys.first(length));
 }
 
 void KvCache::set_worths(std::span<const NodeId> nodes) {

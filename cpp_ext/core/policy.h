@@ -24,8 +24,8 @@ class Policy {
         : cache_(cache), limits_(limits), step_time_(step_time) {}
 
     // ---- who is next ----
-    // Whether a block that the waiting request could then take from the cache is loading, or a running request is about
-    // to compute one.
+    // Whether a block that the waiting request could then take from the cache is loading, or may be in storage, or a
+    // running request is about to compute one.
     bool is_prefix_coming(const Request& request, Running running) const;
     // Whether nobody behind the first waiting request for which there is no room may go before it. It changes with
     // time: it holds others up for a second, lets them by for two, holds them up for four, and so on. So nobody waits

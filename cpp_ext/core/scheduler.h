@@ -79,6 +79,31 @@ class Scheduler {
     std::vector<BlockId> begin_loading(const BlockKey& key);
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
 
+    // ---- storage ----
+    void set_write_policy(WritePolicy policy);
+    // As in KvCache; none while a step in progress copies blocks.
+    std::vector<StoredBlock> take_offers(int max_blocks);
+    int num_offers() const;
+    int64_t num_dropped_offers() const;
+    // The waiting request is not admitted before it is let go. Unknown ids are ignored, here and below.
+    void hold(RequestId id);
+    void let_go(RequestId id);
+    // The keys of the blocks that a waiting request could find, and which of them are here: [keys][groups].
+    struct Lookup {
+        std::vector<BlockKey> keys;
+        std::vector<uint8_t> is_resident;
+        int num_usable;  // of the keys, now
+    };
+    Lookup look_up(RequestId id) const;
+    // How many of its keys the request could use if storage gave these blocks, [keys][groups], beside those here, and
+    // no more than `max_blocks`. Throws std::invalid_argument if `is_stored` has another size than look_up() said.
+    int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
+    // Takes blocks for what is not here of the first `num_blocks` blocks of a waiting request; none: there is no room.
+    std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks);
+    // These throw std::invalid_argument unless the blocks are loading.
+    void forget_loading(std::span<const LoadedBlock> blocks);
+    void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
+
     SchedulerStats stats() const;
     StepTime step_time() const;  // as fitted to the steps so far
     void check_invariants() const;

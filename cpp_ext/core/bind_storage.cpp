@@ -1,0 +1,106 @@
+#include "bind_storage.h"
+
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <vector>
+
+#include "../common/arrays.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace swiftkv {
+namespace {
+
+WritePolicy policy_named(const std::string& name) {
+    if (name == "write_through") return WritePolicy::kWriteThrough;
+    if (name == "write_through_selective") return WritePolicy::kWriteThroughSelective;
+    throw std::invalid_argument("write_policy: it is write_through or write_through_selective, not " + name);
+}
+
+nb::bytes bytes_of(const std::vector<BlockKey>& keys) {
+    return nb::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * sizeof(BlockKey));
+}
+
+nb::tuple take_offers(Scheduler& self, int max_blocks) {
+    const std::vector<StoredBlock> taken = without_gil([&] { return self.take_offers(max_blocks); });
+    std::vector<BlockKey> keys;
+    std::vector<int32_t> groups;
+    std::vector<int64_t> offsets_bytes;
+    for (const StoredBlock& block : taken) {
+        keys.push_back(block.key);
+        groups.push_back(block.group);
+        offsets_bytes.push_back(block.offset_bytes);
+    }
+    return nb::make_tuple(bytes_of(keys), to_array(std::move(groups)), to_array(std::move(offsets_bytes)));
+}
+
+nb::tuple look_up(Scheduler& self, RequestId request_id) {
+    Scheduler::Lookup found = without_gil([&] { return self.look_up(request_id); });
+    return nb::make_tuple(bytes_of(found.keys), to_array(std::move(found.is_resident)), found.num_usable);
+}
+
+nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks) {
+    const std::vector<LoadingBlock> loading = without_gil([&] { return self.begin_load(request_id, num_blocks); });
+    std::vector<int32_t> indices, groups, blocks;
+    std::vector<int64_t> offsets_bytes;
+    for (const LoadingBlock& block : loading) {
+        indices.push_back(block.index);
+        groups.push_back(block.group);
+        blocks.push_back(block.block);
+        offsets_bytes.push_back(block.offset_bytes);
+    }
+    return nb::make_tuple(to_array(std::move(indices)), to_array(std::move(groups)), to_array(std::move(blocks)),
+                          to_array(std::move(offsets_bytes)));
+}
+
+std::vector<LoadedBlock> loaded_blocks(Input<int32_t> groups, Input<int32_t> blocks) {
+    if (groups.size() != blocks.size()) throw std::invalid_argument("blocks: each of them has a group");
+    std::vector<LoadedBlock> loaded;
+    for (size_t i = 0; i < blocks.size(); ++i) loaded.push_back({groups.data()[i], blocks.data()[i]});
+    return loaded;
+}
+
+}  // namespace
+
+void bind_storage(nb::class_<Scheduler>& scheduler) {
+    const nb::call_guard<nb::gil_scoped_release> unlocked;
+    scheduler
+        .def(
+            "set_write_policy",
+            [](Scheduler& self, const std::string& policy) { self.set_write_policy(policy_named(policy)); },
+            "write_policy"_a)
+        .def("take_offers", &take_offers, "max_blocks"_a)
+        .def("num_offers", &Scheduler::num_offers, unlocked)
+        .def("num_dropped_offers", &Scheduler::num_dropped_offers, unlocked)
+        .def("hold", &Scheduler::hold, "request_id"_a, unlocked)
+        .def("let_go", &Scheduler::let_go, "request_id"_a, unlocked)
+        .def("look_up", &look_up, "request_id"_a)
+        .def(
+            "loadable",
+            [](Scheduler& self, RequestId request_id, Input<uint8_t> is_stored, int max_blocks) {
+                nb::gil_scoped_release released;
+                return self.loadable(request_id, span_of(is_stored), max_blocks);
+            },
+            "request_id"_a, "is_stored"_a.noconvert(), "max_blocks"_a)
+        .def("begin_load", &begin_load, "request_id"_a, "num_blocks"_a)
+        .def(
+            "forget_loading",
+            [](Scheduler& self, Input<int32_t> groups, Input<int32_t> blocks) {
+                const std::vector<LoadedBlock> loading = loaded_blocks(groups, blocks);
+                nb::gil_scoped_release released;
+                self.forget_loading(loading);
+            },
+            "groups"_a.noconvert(), "blocks"_a.noconvert())
+        .def(
+            "end_load",
+            [](Scheduler& self, Input<int32_t> groups, Input<int32_t> blocks, bool is_loaded) {
+                const std::vector<LoadedBlock> loaded = loaded_blocks(groups, blocks);
+                nb::gil_scoped_release released;
+                self.end_load(loaded, is_loaded);
+            },
+            "groups"_a.noconvert(), "blocks"_a.noconvert(), "is_loaded"_a);
+}
+
+}  // namespace swiftkv

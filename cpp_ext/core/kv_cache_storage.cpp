@@ -1,0 +1,163 @@
+// The part of the cache that speaks with storage: which blocks go down, and which are on their way up.
+//
+// A block is loaded by itself, in one KV group: of a window group storage has only tails of boundaries.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "../common/check.h"
+#include "kv_cache.h"
+
+namespace swiftkv {
+
+// ---- down ----
+
+void KvCache::offer_committed(NodeId node, const BlockKey& key) {
+    if (offers_.policy() != WritePolicy::kWriteThrough) return;
+    for (int g = 0; g < num_groups(); ++g)
+        if (groups_[g].spec.window == 0) offers_.add(node, g, key);
+}
+
+// `nodes`: those below the boundary, the last one first. One block more than the tail goes along: a prompt that ends
+// with the boundary can use the prefix that is a block shorter.
+void KvCache::offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys) {
+    if (offers_.policy() != WritePolicy::kWriteThrough) return;
+    for (int g = 0; g < num_groups(); ++g) {
+        if (groups_[g].spec.window == 0) continue;
+        const int size = std::min(static_cast<int>(nodes.size()), groups_[g].num_tail + 1);
+        for (int i = 0; i < size; ++i)
+            if (index_.block(nodes[i], g) != kNone) offers_.add(nodes[i], g, keys[keys.size() - 1 - i]);
+    }
+}
+
+void KvCache::offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length) {
+    if (offers_.policy() != WritePolicy::kWriteThroughSelective) return;
+    for (int g = 0; g < num_groups(); ++g)
+        for (int i = first_of_match(g, length); i < length; ++i) offers_.add(path[i], g, keys[i]);
+}
+
+std::vector<StoredBlock> KvCache::take_offers(int max_blocks) {
+    std::vector<StoredBlock> taken;
+    while (offers_.num_waiting() > 0 && static_cast<int>(taken.size()) < max_blocks) {
+        const Offers::Offer offer = offers_.take();
+        const NodeId node = index_.find(offer.key);
+        const BlockId block = node == kNone ? kNone : index_.block(node, offer.group);
+        const bool is_here = block != kNone && is_local(offer.group, block) &&
+                             groups_[offer.group].pool.state(block) != BlockState::kLoading;
+        if (is_here) {
+            taken.push_back({offer.key, offer.group, local_offset_bytes(offer.group, block)});
+        } else {
+            offers_.count_dropped();
+        }
+    }
+    return taken;
+}
+
+int64_t KvCache::local_offset_bytes(int g, BlockId local) const {
+    const GroupSpec& spec = groups_[g].spec;
+    return spec.base_offset_bytes + int64_t{local} * spec.num_layers * spec.layer_block_bytes;
+}
+
+// ---- up ----
+
+std::vector<uint8_t> KvCache::residency(std::span<const BlockKey> keys) const {
+    std::vector<uint8_t> is_resident(keys.size() * groups_.size());
+    index_.find_each(keys, [&](size_t i, NodeId node) {
+        for (int g = 0; node != kNone && g < num_groups(); ++g)
+            is_resident[i * groups_.size() + g] = index_.block(node, g) != kNone;
+        return true;
+    });
+    return is_resident;
+}
+
+int KvCache::usable_length(std::span<const uint8_t> is_there) const {
+    std::vector<int> run(groups_.size(), 0);
+    const int num_blocks = static_cast<int>(is_there.size() / groups_.size());
+    int usable = 0;
+    for (int i = 0; i < num_blocks; ++i) {
+        bool is_usable = true;
+        for (int g = 0; g < num_groups(); ++g) {
+            run[g] = is_there[i * groups_.size() + g] ? run[g] + 1 : 0;
+            if (groups_[g].spec.window == 0 && run[g] == 0) return usable;
+            is_usable &= run[g] >= i + 1 - first_of_match(g, i + 1);
+        }
+        if (is_usable) usable = i + 1;
+    }
+    return usable;
+}
+
+// Blocks of the prefix that are here are held meanwhile, so that they make no room for those that are not, and are the
+// last to go afterwards.
+std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int spare, bool may_evict) {
+    const int length = static_cast<int>(keys.size());
+    std::vector<LoadingBlock> loading;
+    std::vector<std::pair<int, BlockId>> held;
+    std::vector<int> needed(groups_.size(), 0);
+    for (int g = 0; g < num_groups(); ++g) {
+        for (int i = first_of_match(g, length); i < length; ++i) {
+            const NodeId node = index_.find(keys[i]);
+            const BlockId block = node == kNone ? kNone : index_.block(node, g);
+            if (block == kNone) {
+                loading.push_back({i, g, kNone, 0});
+                ++needed[g];
+            } else if (groups_[g].pool.state(block) != BlockState::kLoading) {
+                groups_[g].pool.add_ref(block);
+                held.emplace_back(g, block);
+            }
+        }
+    }
+    bool has_room = true;
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        const int room = may_evict ? pool.available(Place::kLocal) : pool.num_free(Place::kLocal);
+        has_room &= needed[g] == 0 || room >= needed[g] + spare;
+    }
+    if (has_room) {
+        for (LoadingBlock& load : loading) load_into(load, keys[load.index]);
+        if (has_windows_ && !loading.empty()) keep_boundary(keys, length, Worth::kKept);
+    }
+    for (auto it = held.rbegin(); it != held.rend(); ++it) groups_[it->first].pool.drop_ref(it->second);
+    if (!has_room) loading.clear();
+    return loading;
+}
+
+void KvCache::load_into(LoadingBlock& load, const BlockKey& key) {
+    BlockPool& pool = groups_[load.group].pool;
+    if (pool.num_free(Place::kLocal) == 0) evict(load.group, pool.oldest_cached(Place::kLocal));
+    load.block = pool.start_loading();
+    load.offset_bytes = local_offset_bytes(load.group, load.block);
+    const NodeId node = index_.find_or_insert(key);
+    pool.set_node(load.block, node);
+    if (groups_[load.group].spec.window > 0) pool.set_worth(load.block, Worth::kKept);
+    index_.set_block(node, load.group, load.block);
+    offers_.mark_stored(node, load.group);
+}
+
+void KvCache::check_loading(std::span<const LoadedBlock> blocks) const {
+    for (const LoadedBlock& b : blocks) {
+        const bool is_known =
+            b.group >= 0 && b.group < num_groups() && b.block >= 0 && b.block < groups_[b.group].pool.num_local();
+        if (!is_known || groups_[b.group].pool.state(b.block) != BlockState::kLoading)
+            throw std::invalid_argument("blocks: block " + std::to_string(b.block) + " of group " +
+                                        std::to_string(b.group) + " is not loading");
+    }
+    std::vector<std::pair<int, BlockId>> sorted;
+    for (const LoadedBlock& b : blocks) sorted.emplace_back(b.group, b.block);
+    std::sort(sorted.begin(), sorted.end());
+    if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
+        throw std::invalid_argument("blocks: one is named twice");
+}
+
+void KvCache::forget_loading(std::span<const LoadedBlock> blocks) {
+    for (const LoadedBlock& b : blocks)
+        if (groups_[b.group].pool.node(b.block) != kNone) evict(b.group, b.block);
+}
+
+void KvCache::end_load(std::span<const LoadedBlock> blocks, bool is_loaded) {
+    if (!is_loaded) forget_loading(blocks);
+    // Last block first: see evict().
+    for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) groups_[it->group].pool.stop_loading(it->block);
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,98 @@
+// What the thread that steps asks and tells the scheduler about storage, between two steps.
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "scheduler.h"
+
+namespace swiftkv {
+namespace {
+
+std::span<const BlockKey> matchable(const Request& r, int block_size) {
+    return std::span(r.keys).first(r.skip_prefix_match ? 0 : r.max_match_blocks(block_size));
+}
+
+}  // namespace
+
+void Scheduler::set_write_policy(WritePolicy policy) {
+    const std::lock_guard lock(mutex_);
+    cache_.set_write_policy(policy);
+}
+
+std::vector<StoredBlock> Scheduler::take_offers(int max_blocks) {
+    const std::lock_guard lock(mutex_);
+    if (!open_.empty() && open_.back().has_copies) return {};
+    return cache_.take_offers(max_blocks);
+}
+
+int Scheduler::num_offers() const {
+    const std::lock_guard lock(mutex_);
+    return cache_.offers().num_waiting();
+}
+
+int64_t Scheduler::num_dropped_offers() const {
+    const std::lock_guard lock(mutex_);
+    return cache_.offers().num_dropped_total();
+}
+
+void Scheduler::hold(RequestId id) {
+    const std::lock_guard lock(mutex_);
+    if (Request* request = roster_.find(id)) request->is_held = true;
+}
+
+void Scheduler::let_go(RequestId id) {
+    const std::lock_guard lock(mutex_);
+    if (Request* request = roster_.find(id)) request->is_held = false;
+}
+
+Scheduler::Lookup Scheduler::look_up(RequestId id) const {
+    const std::lock_guard lock(mutex_);
+    const Request* request = roster_.find(id);
+    if (!request) return {};
+    const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
+    std::vector<uint8_t> is_resident = cache_.residency(keys);
+    const int num_usable = cache_.usable_length(is_resident);
+    return {{keys.begin(), keys.end()}, std::move(is_resident), num_usable};
+}
+
+int Scheduler::loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const {
+    const std::lock_guard lock(mutex_);
+    const Request* request = roster_.find(id);
+    if (!request) return 0;
+    const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
+    if (is_stored.size() != keys.size() * cache_.num_groups())
+        throw std::invalid_argument("is_stored: it has " + std::to_string(is_stored.size()) + " values for " +
+                                    std::to_string(keys.size()) + " keys of " + std::to_string(cache_.num_groups()) +
+                                    " groups");
+    const size_t num_blocks = std::min(keys.size(), static_cast<size_t>(std::max(0, max_blocks)));
+    std::vector<uint8_t> is_there = cache_.residency(keys.first(num_blocks));
+    for (size_t i = 0; i < is_there.size(); ++i) is_there[i] |= is_stored[i];
+    return cache_.usable_length(is_there);
+}
+
+std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks) {
+    const std::lock_guard lock(mutex_);
+    const Request* request = roster_.find(id);
+    if (!request) return {};
+    const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
+    if (num_blocks < 0 || num_blocks > static_cast<int>(keys.size()))
+        throw std::invalid_argument("num_blocks: the request has " + std::to_string(keys.size()) + " keys");
+    // What a step in progress moves may be cached already.
+    const bool may_evict = !cache_.can_borrow() || open_.empty();
+    return cache_.begin_load(keys.first(num_blocks), policy_.spare_blocks(roster_.running()), may_evict);
+}
+
+void Scheduler::forget_loading(std::span<const LoadedBlock> blocks) {
+    const std::lock_guard lock(mutex_);
+    cache_.check_loading(blocks);
+    cache_.forget_loading(blocks);
+}
+
+void Scheduler::end_load(std::span<const LoadedBlock> blocks, bool is_loaded) {
+    const std::lock_guard lock(mutex_);
+    cache_.check_loading(blocks);
+    cache_.end_load(blocks, is_loaded);
+}
+
+}  // namespace swiftkv

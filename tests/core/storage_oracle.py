@@ -1,0 +1,195 @@
+"""A simulated engine with storage below its pool, which knows what bytes lie in every block and in every object.
+
+Every read of a block is checked, as in `kv_oracle`; there is no oracle of what is scheduled beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from kv_oracle import Engine, rows_of
+from naive_scheduler import Setup
+
+from swiftkv import _core
+from swiftkv._core import GroupSpec, Link, Scheduler
+
+KEY_BYTES = 32
+
+
+class NoForesight:
+    """Stands where `kv_oracle` has a scheduler of its own to compare with."""
+
+    def add(self, *arguments: object) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def commit(self, tokens: object) -> None: ...
+    def set_draft(self, request_id: int, tokens: object) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Blocks that are being read for a request, in order: (index, group, block)."""
+
+    request_id: int
+    keys: list[bytes]
+    blocks: list[tuple[int, int, int]]
+    is_forgotten: bool = False
+
+
+def naive_usable(is_there: npt.NDArray[np.bool_], windows: list[int], block_size: int) -> int:
+    """Return the longest prefix that can be used, block by block and from its definition."""
+    for length in range(len(is_there), 0, -1):
+        first = [max(0, length - -(-(window - 1) // block_size)) if window else 0 for window in windows]
+        if all(is_there[begin:length, g].all() for g, begin in enumerate(first)):
+            return length
+    return 0
+
+
+class StorageEngine(Engine):
+    """Stores what the scheduler offers, and loads it again in pieces that may fail."""
+
+    def __init__(self, setup: Setup, write_policy: str = "write_through", num_lent_extents: int = 0) -> None:
+        super().__init__(setup)
+        self.naive = NoForesight()  # type: ignore[assignment]
+        # A layer block has one byte, so that an offset is the number of a layer block.
+        specs = [GroupSpec(layers, blocks, window, 1, 0) for layers, blocks, window in setup.groups]
+        self.scheduler = Scheduler(
+            specs,
+            block_size=setup.block_size,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            max_model_len=setup.max_model_len,
+            enable_prefix_caching=setup.enable_prefix_caching,
+            enable_chunked_prefill=setup.enable_chunked_prefill,
+            lend_links=[Link(0, num_lent_extents, 2)] if num_lent_extents else [],
+            retention_interval=setup.retention_interval,
+        )
+        self.scheduler.set_write_policy(write_policy)  # type: ignore[arg-type]
+        self.storage: dict[tuple[bytes, int], list[int]] = {}
+        self.transfers: list[Transfer] = []
+        self.held: set[int] = set()
+        self.lent: list[int] = []
+        self.windows = [window for _, _, window in setup.groups]
+
+    def add_held(self, request_id: int, prompt: list[int], max_tokens: int = 4, namespace: bytes = b"") -> None:
+        self.add(request_id, prompt, max_tokens, namespace=namespace)
+        self.scheduler.hold(request_id)
+        self.held.add(request_id)
+
+    def let_go(self, request_id: int) -> None:
+        self.scheduler.let_go(request_id)
+        self.held.discard(request_id)
+
+    def abort(self, *request_ids: int) -> None:
+        super().abort(*request_ids)
+        self.held.difference_update(request_ids)
+
+    def schedule(self) -> _core.StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            rows = rows_of(plan)
+            self._note_admissions(plan)
+            self._check_budget(rows)
+            for row in rows:
+                assert row.request_id not in self.held
+                self._check_progress(self.requests[row.request_id], row)
+            self.plans.append(plan)
+            self.drafts.append({i: [] for i in plan.request_ids[plan.logits_seqs].tolist()})
+        return plan
+
+    def store(self, max_blocks: int = 1 << 20) -> int:
+        """Copy down what is on offer. Returns how many blocks that were."""
+        keys, groups, offsets = self.scheduler.take_offers(max_blocks)
+        assert len(keys) == KEY_BYTES * len(groups)
+        assert len(groups) <= max_blocks
+        for i, (group, offset) in enumerate(zip(groups.tolist(), offsets.tolist(), strict=True)):
+            block = offset // self.setup.groups[group][0]
+            numbers = [self.bytes[group, block, slot] for slot in range(self.setup.block_size)]
+            key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+            assert self.storage.setdefault((key, group), numbers) == numbers, "one key names different bytes"
+        return len(groups)
+
+    def look_up(self, request_id: int) -> tuple[list[bytes], npt.NDArray[np.bool_], int]:
+        found, is_resident, num_usable = self.scheduler.look_up(request_id)
+        keys = [found[i : i + KEY_BYTES] for i in range(0, len(found), KEY_BYTES)]
+        resident = is_resident.astype(bool).reshape(len(keys), len(self.windows))
+        assert num_usable == naive_usable(resident, self.windows, self.setup.block_size)
+        return keys, resident, num_usable
+
+    def begin_load(self, request_id: int, max_blocks: int = 1 << 20) -> Transfer | None:
+        """Begin to load all that storage has of a request's prompt; `None`: nothing, or there is no room."""
+        keys, resident, num_usable = self.look_up(request_id)
+        stored = np.array([[(key, g) in self.storage for g in range(len(self.windows))] for key in keys], bool)
+        stored = stored.reshape(resident.shape)
+        length = self.scheduler.loadable(request_id, stored.astype(np.uint8).ravel(), max_blocks)
+        assert length == naive_usable((resident | stored)[:max_blocks], self.windows, self.setup.block_size)
+        assert length >= min(num_usable, max_blocks)
+        loading = zip(*(array.tolist() for array in self.scheduler.begin_load(request_id, length)), strict=True)
+        blocks = []
+        for index, group, block, offset in loading:
+            assert not resident[index, group]
+            assert stored[index, group]
+            assert offset == block * self.setup.groups[group][0]
+            blocks.append((index, group, block))
+        if not blocks:
+            return None
+        first = [max(0, length - -(-(window - 1) // self.setup.block_size)) if window else 0 for window in self.windows]
+        missing = {(i, g) for g, begin in enumerate(first) for i in range(begin, length) if not resident[i, g]}
+        assert {(index, group) for index, group, _ in blocks} == missing
+        self.transfers.append(Transfer(request_id, keys, blocks))
+        return self.transfers[-1]
+
+    def read(self, transfer: Transfer, num_blocks: int, is_loaded: bool = True) -> None:
+        """Storage has read the next blocks, or did not."""
+        part, transfer.blocks = transfer.blocks[:num_blocks], transfer.blocks[num_blocks:]
+        for index, group, block in part:
+            numbers = self.storage.get((transfer.keys[index], group), [-1] * self.setup.block_size)
+            for slot, number in enumerate(numbers):
+                self.bytes[group, block, slot] = number if is_loaded else -1
+        groups, blocks = (np.array([block[i] for block in part], np.int32) for i in (1, 2))
+        self.scheduler.end_load(groups, blocks, is_loaded)
+        if not transfer.blocks:
+            self.transfers.remove(transfer)
+
+    def give_up(self, transfer: Transfer) -> None:
+        """Nobody waits for the rest any more, though storage may still write to it."""
+        groups, blocks = (np.array([block[i] for block in transfer.blocks], np.int32) for i in (1, 2))
+        self.scheduler.forget_loading(groups, blocks)
+        transfer.is_forgotten = True
+        for _, group, block in transfer.blocks:
+            for slot in range(self.setup.block_size):
+                self.bytes[group, block, slot] = -1
+
+    def lend(self, max_extents: int) -> None:
+        self.lent += (extents := self.scheduler.lend(0, max_extents).tolist())
+        for extent in extents:
+            for block in (2 * extent, 2 * extent + 1):
+                for slot in range(self.setup.block_size):
+                    self.bytes[0, block, slot] = -1
+
+    def take_back(self) -> None:
+        extents, self.lent = self.lent, []
+        if extents:
+            self.scheduler.take_back(0, np.array(extents, np.int32))
+
+    def drain(self) -> None:
+        while self.plans:
+            self.commit()
+        for transfer in list(self.transfers):
+            self.read(transfer, len(transfer.blocks))
+        for request_id in list(self.held):
+            self.let_go(request_id)
+        self.take_back()
+        super().drain()
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        stats = self.scheduler.stats()
+        assert stats.num_running + stats.num_waiting == len(self.requests)
+        loading = [0] * len(self.windows)
+        for transfer in self.transfers:
+            for _, group, _ in transfer.blocks:
+                loading[group] += 1
+        assert [group.loading for group in stats.groups] == loading
