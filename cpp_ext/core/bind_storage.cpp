@@ -13,7 +13,7 @@ using namespace nb::literals;
 namespace swiftkv {
 namespace {
 
-WritePolicy policy_named(const std::string& name) {
+WritePolicy write_policy_named(const std::string& name) {
     if (name == "write_through") return WritePolicy::kWriteThrough;
     if (name == "write_through_selective") return WritePolicy::kWriteThroughSelective;
     throw std::invalid_argument("write_policy: it is write_through or write_through_selective, not " + name);
@@ -69,7 +69,7 @@ void bind_storage(nb::class_<Scheduler>& scheduler) {
     scheduler
         .def(
             "set_write_policy",
-            [](Scheduler& self, const std::string& policy) { self.set_write_policy(policy_named(policy)); },
+            [](Scheduler& self, const std::string& policy) { self.set_write_policy(write_policy_named(policy)); },
             "write_policy"_a)
         .def("take_offers", &take_offers, "max_blocks"_a)
         .def("num_offers", &Scheduler::num_offers, unlocked)
