@@ -169,7 +169,6 @@ def simulate(
     target_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that are promised.")] = None,
     target_tpot: Annotated[float | None, typer.Option(help="Seconds per token that are promised.")] = None,
     save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps here, as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the times to first token here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
 ) -> None:
     """Serve a trace with every model of CONFIG in virtual time: the real scheduler and cache, predicted step times.
@@ -192,7 +191,6 @@ def simulate(
             policy=policy,
             seed=seed,
             targets=Targets(target_ttft, target_tpot),
-            plot=plot,
             save_step_time=save_step_time,
         )
         result = simulate_node(config, tuple(plan_node(config, need_weights=False)), model or [], options)

@@ -41,7 +41,8 @@ class ShardedRows:
 
     def of(self, packed: Tensor) -> Tensor:
         """Return the weight: the rows of one shard after those of another; a copy if there are several."""
-        return packed.unflatten(0, (self.num_shards, -1))[:, self.rows].flatten(0, 1)
+        of_shards: Tensor = packed.unflatten(0, (self.num_shards, -1))[:, self.rows]
+        return of_shards.flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from swiftkv.bench.traces import Arrival, read_trace, spread_ties
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import ConfigError
 from swiftkv.planning.models import ModelPlan, SizedPlan
-from swiftkv.simulate.report import Targets, as_table, draw, figures
-from swiftkv.simulate.simulator import Outcome, make_scheduler, simulate
+from swiftkv.simulate.report import Targets, as_table, figures
+from swiftkv.simulate.simulator import Outcome, Policy, make_scheduler, simulate
 from swiftkv.simulate.step_times import make_step_time, read_step_times
 
 
@@ -34,11 +34,10 @@ class Options:
     """Only so many, from the start."""
     clients: int | None = None
     """The number of clients, each of which sends its next request when it has an answer; `None`: the trace's times."""
-    policy: str | None = None
+    policy: Policy | None = None
     """In place of the file's `scheduling_policy`."""
     seed: int = 0
     targets: Targets = field(default_factory=Targets)
-    plot: Path | None = None
     save_step_time: Path | None = None
 
 
@@ -57,8 +56,6 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
         step_time = make_step_time(plan.name, known)
         scheduler = make_scheduler(model, plan, options.policy)
         outcomes[plan.name] = simulate(scheduler, plan.max_model_len, _predictor(step_time), arrivals, options.clients)
-    if options.plot is not None:
-        draw(outcomes, options.plot)
     try:
         return {name: figures(outcome, options.targets) for name, outcome in outcomes.items()}
     except ValueError as error:

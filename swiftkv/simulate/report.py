@@ -1,9 +1,8 @@
-"""The figures of a simulation: as JSON, a table, or a plot."""
+"""The figures of a simulation, and their table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,23 +87,3 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
             cells = [f"{1e3 * figures[key][of]:,.1f}" if figures[key] else "-" for figures in models.values()]
             table.add_row(f"{heading}, {of}, ms", *cells)
     return table
-
-
-def draw(outcomes: dict[str, Outcome], file: Path) -> None:
-    """Draw the shares of requests by time to first token. Needs matplotlib: `pip install swiftkv[bench]`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, outcome in outcomes.items():
-        seconds = np.sort(outcome.ttft_s)
-        axes.plot(seconds, np.arange(1, len(seconds) + 1) / len(seconds), label=name)
-    axes.set_xscale("symlog", linthresh=0.1)
-    axes.set_xlabel("time to first token, s")
-    axes.set_ylabel("part of the requests")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ _FIRST_ANSWER_ID = 1 << 30
 """Token ids from here on stand for answers: every request has one of its own, so that no two answers are alike."""
 _NO_STOP = np.array([], np.int32)
 
+Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 StepTime = Callable[[StepPlan], float]
 """Seconds that a step takes."""
 
@@ -56,7 +58,7 @@ class Outcome:
         return self.end_s - self.arrival_s
 
 
-def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: str | None) -> Scheduler:
+def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: Policy | None) -> Scheduler:
     """Return the scheduler that the model's engine would have, without lending; `policy` replaces the file's."""
     return Scheduler(
         [

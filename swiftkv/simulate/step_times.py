@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import httpx
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv._core import StepTime
@@ -49,13 +49,8 @@ def _of_node(url: str) -> dict[str, dict[str, float]]:
 
 def _of_file(path: Path) -> dict[str, dict[str, float]]:
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--step-time: cannot read {path}: {error}; name a JSON file or a node's URL") from None
-    is_known = isinstance(known, dict) and all(
-        isinstance(terms, dict) and all(isinstance(seconds, int | float) for seconds in terms.values())
-        for terms in known.values()
-    )
-    if not is_known:
-        raise ConfigError(f"--step-time: {path} is not a mapping of models to the seconds of each term")
-    return known
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"--step-time: {path} has no step times: {error}; name a file that --save-step-time wrote, or a node's URL"
+        ) from None

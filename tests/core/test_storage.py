@@ -1,4 +1,4 @@
-"""What goes down to storage, what comes up, and what is refused."""
+"""The blocks that go down to storage, those that come up, and what is refused."""
 
 from __future__ import annotations
 
