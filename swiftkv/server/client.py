@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
@@ -31,40 +30,14 @@ from swiftkv.engine.messages import (
 from swiftkv.server.engine_state import EngineState, Observation
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation, SequenceRequest
-from swiftkv.server.metrics import FinishedRequest, ModelMetrics
+from swiftkv.server.in_flight import InFlight
+from swiftkv.server.metrics import ModelMetrics
 from swiftkv.server.outbox import Outbox
 from swiftkv.server.queued_prompts import QueuedPrompts
 from swiftkv.server.responses import EngineView
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 _DOWN_RETRY_S = 5.0
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A sequence in the engine. Times are of ``time.perf_counter``, in seconds."""
-
-    generation: Generation
-    index: int
-    request: SequenceRequest
-    arrived_s: float
-    admitted_s: float | None = None
-    cached_tokens: int = 0
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-    num_tokens: int = 0
-
-    def finished(self, reason: str, now_s: float) -> FinishedRequest:
-        return FinishedRequest(
-            reason=reason,
-            prompt_tokens=self.request.num_prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            generation_tokens=self.num_tokens,
-            max_tokens=self.request.sampling.max_tokens,
-            e2e_s=now_s - self.arrived_s,
-            queue_s=None if self.admitted_s is None else self.admitted_s - self.arrived_s,
-            first_token_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
-        )
 
 
 class EngineClient:
@@ -96,7 +69,7 @@ class EngineClient:
         self._since_s = time.monotonic()
         self._observed: Observation | None = None
         self._is_draining = False
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._next_request_id = 1
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._why_gone: str | None = None
@@ -206,7 +179,7 @@ class EngineClient:
                 generation.close()
                 self._note_idle()
                 raise self._gone()
-            self._in_flight[request_id] = _InFlight(generation, index, request, arrived_s)
+            self._in_flight[request_id] = InFlight(generation, index, request, arrived_s)
             self.queued.num_tokens += request.num_prompt_tokens
         return generation
 
@@ -340,12 +313,12 @@ class EngineClient:
             self.metrics.observe_engine(step.stats)
             self.queued.tokens_per_s = step.stats.prefill_tokens_per_s
 
-    def _on_admitted(self, sequence: _InFlight, cached_tokens: int, now_s: float) -> None:
+    def _on_admitted(self, sequence: InFlight, cached_tokens: int, now_s: float) -> None:
         sequence.admitted_s, sequence.cached_tokens = now_s, cached_tokens
         sequence.generation.admitted.append((sequence.index, cached_tokens))
         self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
 
-    def _on_token(self, sequence: _InFlight, now_s: float) -> None:
+    def _on_token(self, sequence: InFlight, now_s: float) -> None:
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
             self.queued.num_tokens -= sequence.request.num_prompt_tokens
