@@ -264,3 +264,40 @@ def test_a_block_goes_to_the_nearest_place_that_has_room_and_else_where_the_olde
     assert [ask(number) for number in (6, 7)] == [0, 0]  # the first two make room
     assert [ask(number) for number in (3, 2)] == [4, 0]
     e.drain()
+
+
+@pytest.mark.xfail(strict=True, reason="a boundary does not know the blocks below its tail, so it does not miss them")
+def test_tails_above_blocks_that_a_lender_took_with_it_are_the_first_to_go() -> None:
+    """The tail of a boundary is of no use without all full-attention blocks below it, however far below."""
+    setup = LendingSetup(
+        ((2, 48, 0), (1, 22, 8)), (BorrowSetup(0, 16, 1),), max_num_batched_tokens=64, max_model_len=200
+    )
+    e = LendingEngine(setup, random.Random(0))
+    e.borrow(0, 16)
+    shared, older = prompt(12, 1), prompt(13, 2)
+
+    def run(request_id: int, tokens: list[int]) -> int:
+        """Return how many tokens of a request were found in the cache."""
+        hits = e.scheduler.stats().prefix_hit_tokens_total
+        e.add(request_id, tokens, max_tokens=1)
+        e.drain()
+        return int(e.scheduler.stats().prefix_hit_tokens_total - hits)
+
+    run(1, [*shared, 0])
+    e.add(2, prompt(160, 3), max_tokens=2)  # fills the local pool, so that what is shared moves to the lender
+    while e.scheduler.stats().groups[0].borrowed_cached == 0:
+        assert e.schedule()
+        e.commit()
+    for i in (3, 4):  # at once: what two of them use stays where it is, and what each adds comes to the local pool
+        e.add(i, [*shared, *prompt(9, i)], max_tokens=20)
+    for _ in range(8):
+        assert e.schedule()
+        e.commit()
+    e.add(5, older, max_tokens=1)
+    e.drain()
+    assert e.scheduler.stats().groups[0].borrowed_cached > 0
+    e.lose(0)
+    for i in range(5):
+        assert run(6 + i, prompt(13, 1_000 + i)) == 0
+    # Room was made from the ends of the third and the fourth request, which nobody can reach any more.
+    assert run(11, older) == 12
