@@ -55,11 +55,17 @@ class BlockPool {
             if (kPlaces[place].is_staged) count += counts_[place][static_cast<int>(state)];
         return count;
     }
-    // The available blocks of the places further down.
+    // The available blocks of the places further down, and the free ones of them.
     int available_below(Place place) const {
+        int count = num_free_below(place);
+        for (int below = static_cast<int>(place) + 1; below < kNumPlaces; ++below)
+            count += num_cached(static_cast<Place>(below));
+        return count;
+    }
+    int num_free_below(Place place) const {
         int count = 0;
         for (int below = static_cast<int>(place) + 1; below < kNumPlaces; ++below)
-            count += available(static_cast<Place>(below));
+            count += num_free(static_cast<Place>(below));
         return count;
     }
 

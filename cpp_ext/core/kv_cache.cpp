@@ -143,17 +143,24 @@ int KvCache::count_borrowed(const BlockTable& table) const {
     return count;
 }
 
-bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare) {
-    const auto missing = [&](int g) {
-        const int end = groups_[g].spec.window == 0 ? prompt_end : chunk_end;
-        return ceil_div(end, block_size_) - static_cast<int>(table.groups[g].entries.size());
-    };
+// The blocks that a table lacks of a group so that tokens up to `chunk_end` can be written; below 0: it has more.
+int KvCache::missing(const BlockTable& table, int g, int chunk_end, int prompt_end) const {
+    const int end = groups_[g].spec.window == 0 ? prompt_end : chunk_end;
+    return ceil_div(end, block_size_) - static_cast<int>(table.groups[g].entries.size());
+}
+
+int KvCache::short_group(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
     for (int g = 0; g < num_groups(); ++g) {
-        const int needed = missing(g);
-        if ((needed > 0 || overdraft(g) > 0) && available(g) < std::max(0, needed) + spare + overdraft(g)) return false;
+        const int needed = missing(table, g, chunk_end, prompt_end);
+        if ((needed > 0 || overdraft(g) > 0) && available(g) < std::max(0, needed) + spare + overdraft(g)) return g;
     }
+    return kNone;
+}
+
+bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare) {
+    if (short_group(table, chunk_end, prompt_end, spare) != kNone) return false;
     for (int g = 0; g < num_groups(); ++g) {
-        const int needed = missing(g);
+        const int needed = missing(table, g, chunk_end, prompt_end);
         if (needed <= 0) continue;
         std::vector<int32_t>& entries = table.groups[g].entries;
         const size_t old_size = entries.size();
@@ -196,9 +203,11 @@ bool KvCache::has_free(const BlockTable& table, int num_tokens, int spare) const
     return true;
 }
 
-int64_t KvCache::room_version() const {
-    int64_t version = num_room_changes_;
-    for (const Group& group : groups_) version += group.pool.num_room_changes();
+int64_t KvCache::room_version(int group) const {
+    // All of them only grow, so their sum changes whenever one does.
+    int64_t version = group == kNone || groups_[group].spec.window > 0 ? num_window_losses_ : 0;
+    for (int g = 0; g < num_groups(); ++g)
+        if (group == kNone || group == g) version += groups_[g].pool.num_room_changes() + groups_[g].num_unfreshed;
     return version;
 }
 
@@ -246,12 +255,21 @@ BlockId KvCache::take_below(int g, Place where) {
     return pool.take(freed);
 }
 
+// Whether there is a place for a cached local block further down: a free one, or that of a block that is worth no more.
+bool KvCache::is_wanted_below(int g, BlockId cached) const {
+    const BlockPool& pool = groups_[g].pool;
+    if (groups_[g].spec.window == 0) return true;
+    if (pool.worth(cached) == Worth::kNone) return false;
+    const BlockId oldest = pool.oldest_cached_below(Place::kLocal);
+    const bool has_free = oldest == kNone || pool.num_free_below(Place::kLocal) > 0;
+    return has_free || pool.worth(oldest) <= pool.worth(cached);
+}
+
 // A cached local block leaves for a place further down if there is any, where what was used less recently still makes
 // room for it; else it is forgotten, and so is one that no boundary needs.
 void KvCache::demote(int g, BlockId cached) {
     Group& group = groups_[g];
-    const bool is_wanted = group.spec.window == 0 || group.pool.worth(cached) != Worth::kNone;
-    const BlockId to = is_wanted ? take_below(g, Place::kLocal) : kNone;
+    const BlockId to = is_wanted_below(g, cached) ? take_below(g, Place::kLocal) : kNone;
     if (to == kNone) {
         evict(g, cached);
         return;

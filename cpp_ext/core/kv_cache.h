@@ -96,9 +96,11 @@ class KvCache {
     int capacity(const BlockTable& table) const;
     // Whether free local blocks suffice for `num_tokens` tokens of a table, and `spare` more are left in every group.
     bool has_free(const BlockTable& table, int num_tokens, int spare) const;
-    // Grows whenever extend() may succeed, or acquire_prefix() find more, where it did not before; other than by a
-    // commit of the very blocks that are looked for.
-    int64_t room_version() const;
+    // The first group in which extend() finds no room; kNone: it finds room in all of them.
+    int short_group(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    // Grows whenever extend() may find room in a group, or acquire_prefix() find more so that less is needed there,
+    // where it did not before; other than by a commit of the very blocks that are looked for. kNone: in any group.
+    int64_t room_version(int group) const;
     // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as far as that leaves `spare`
     // local blocks available: what stays borrowed is streamed for every token.
     void promote(BlockTable& table, int spare, int max_blocks);
@@ -210,6 +212,7 @@ class KvCache {
         std::vector<int> borrow_links;             // the engine's numbers of the pool's links
         std::vector<BlockId> staging = {};         // the blocks of the layer-stream cache
         int num_fresh = 0;                         // of them, at the end: still being copied from in this step
+        int64_t num_unfreshed = 0;                 // of them, ever: copied from no more
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
@@ -219,6 +222,7 @@ class KvCache {
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     void set_worths(std::span<const NodeId> nodes);
     int available(int group) const;
+    int missing(const BlockTable& table, int group, int chunk_end, int prompt_end) const;
     int first_of_match(int group, int length) const;
     int available_staged(int group) const;
     int num_unstaged(int group) const;  // blocks that could be staged beside those in use; below 0: as many cannot
@@ -228,6 +232,7 @@ class KvCache {
     bool make_local_room(int group);
     BlockId take_local(int group);
     BlockId take_below(int group, Place place);
+    bool is_wanted_below(int group, BlockId cached) const;
     void demote(int group, BlockId cached);
     bool is_moving_across(int group, BlockId block) const;
     BlockId move_in(int group, BlockId borrowed);
@@ -259,7 +264,7 @@ class KvCache {
     std::vector<Group> groups_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false, has_windows_ = false;
-    int64_t num_room_changes_ = 0;  // besides those of the pools
+    int64_t num_window_losses_ = 0;  // matches that may have become shorter, and need fewer blocks of a window
     PrefixIndex index_;
     Boundaries boundaries_;
     Offers offers_;

@@ -21,7 +21,7 @@ void KvCache::evict(int g, BlockId block) noexcept {
     if (has_windows_) {
         set_worths(boundaries_.lose(node, g));
         if (index_.is_empty(node)) boundaries_.forget(node);
-        ++num_room_changes_;  // a shorter match may need fewer blocks of a window's
+        ++num_window_losses_;
     }
     if (index_.is_empty(node)) index_.erase(node);
 }

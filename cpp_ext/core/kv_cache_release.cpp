@@ -82,7 +82,7 @@ void KvCache::settle() {
     for (Group& group : groups_) {
         group.pool.settle();
         if (num_steps_ > 0) continue;  // the copies are those of the step after
-        num_room_changes_ += group.num_fresh;
+        group.num_unfreshed += group.num_fresh;
         group.num_fresh = 0;
         group.spills.clear();
         group.moves_in.clear();

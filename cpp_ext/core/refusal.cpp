@@ -4,19 +4,20 @@
 
 namespace swiftkv {
 
-void Refusal::note(const Request& r, int num_running, int token_budget, bool depends_on_budget) {
+void Refusal::note(const Request& r, int num_running, int token_budget, int short_group) {
     request_ = &r;
-    room_version_ = cache_.room_version();
+    room_version_ = cache_.room_version(short_group);
     num_running_ = num_running;
     token_budget_ = token_budget;
-    depends_on_budget_ = depends_on_budget;
+    short_group_ = short_group;
 }
 
 // More running requests ask for more spare blocks. Of what changes without a new room version, blocks that others take
-// lessen the room, and those that are evicted from the match lengthen what is left to compute by as much as they add.
+// lessen the room, and those that are evicted from the match lengthen what is left to compute by as much as they add;
+// only of windows a shorter match may need less. Room that comes to other groups does not help the one that is short.
 bool Refusal::still_holds(const Request& r, int num_running, int token_budget) const {
-    return request_ == &r && room_version_ == cache_.room_version() && num_running >= num_running_ &&
-           (!depends_on_budget_ || token_budget == token_budget_);
+    return request_ == &r && room_version_ == cache_.room_version(short_group_) && num_running >= num_running_ &&
+           (short_group_ != kNone || token_budget == token_budget_);
 }
 
 // Keys are chained: a later block of `running` can only be one of the prompt's if the first one is.

@@ -12,8 +12,9 @@ class Refusal {
   public:
     explicit Refusal(const KvCache& cache) : cache_(cache) {}
 
-    // The request was refused beside `num_running` others, when the step had `token_budget` left.
-    void note(const Request& request, int num_running, int token_budget, bool depends_on_budget);
+    // The request was refused beside `num_running` others for want of room in a group; if it is kNone, because it needs
+    // more tokens of the step than the `token_budget` that was left.
+    void note(const Request& request, int num_running, int token_budget, int short_group);
     // Whether the request would be refused again.
     bool still_holds(const Request& request, int num_running, int token_budget) const;
     // A running request is about to put its first `num_blocks` blocks into the prefix cache.
@@ -28,7 +29,7 @@ class Refusal {
     int64_t room_version_ = 0;
     int num_running_ = 0;
     int token_budget_ = 0;
-    bool depends_on_budget_ = false;
+    int short_group_ = kNone;
 };
 
 }  // namespace swiftkv

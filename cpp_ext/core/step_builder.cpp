@@ -101,9 +101,12 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     const int n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget, work_, limit_s_), spare);
     // The whole prompt must fit, whatever part of it this step computes.
     if (n <= 0 || n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
+        const int chunk_end = r.num_computed + std::max(n, 1);
+        const int short_group =
+            n > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), spare);
         cache_.release(r.table);
         r.num_computed = 0;
-        refusal_.note(r, num_running, token_budget, n > token_budget);
+        refusal_.note(r, num_running, token_budget, short_group);
         return false;
     }
     if (borrowed_hits > 0) cache_.promote(r.table, spare, std::numeric_limits<int>::max());

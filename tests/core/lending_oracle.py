@@ -51,6 +51,7 @@ class LendingSetup:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     stream_buffers: int = 2
+    retention_interval: int | None = None
 
     def block_bytes(self, group: int) -> int:
         return self.groups[group][0] * WIDTH_BYTES
@@ -76,6 +77,7 @@ class LendingSetup:
                 for b in self.borrow
             ],
             stream_buffers=self.stream_buffers,
+            retention_interval=self.retention_interval,
         )
 
 

@@ -301,3 +301,19 @@ def test_tails_above_blocks_that_a_lender_took_with_it_are_the_first_to_go() -> 
         assert run(6 + i, prompt(13, 1_000 + i)) == 0
     # Room was made from the ends of the third and the fourth request, which nobody can reach any more.
     assert run(11, older) == 12
+
+
+def test_a_regular_boundary_pushes_no_prompt_s_end_out_of_a_peer() -> None:
+    """The tail of the first prompt has gone to the peer, whose three blocks it fills; those of the second do not."""
+    setup = LendingSetup(((3, 64, 0), (3, 9, 8)), (BorrowSetup(1, 3, 1),), max_model_len=128, retention_interval=16)
+    e = LendingEngine(setup, random.Random(0))
+    e.borrow(0, 3)
+    e.add(1, prompt(20, 1), max_tokens=1)
+    e.drain()
+    e.add(2, prompt(120, 2), max_tokens=1)
+    e.drain()
+    assert e.moved_blocks > 0
+    before = e.scheduler.stats().prefix_hit_tokens_total
+    e.add(3, [*prompt(20, 1), 1, 2, 3], max_tokens=1)
+    e.drain()
+    assert e.scheduler.stats().prefix_hit_tokens_total == before + 20

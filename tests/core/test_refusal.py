@@ -40,6 +40,32 @@ def test_a_blocked_prompt_is_not_matched_again_while_others_only_grow() -> None:
     assert e.scheduler.stats().num_waiting == 1
 
 
+def test_blocks_that_leave_a_window_are_no_room_for_a_prompt_that_lacks_others() -> None:
+    e = Engine(Setup(((3, 16, 0), (1, 16, 8)), BLOCK, 8, 64, 64))
+    e.add(1, prompt(40, 1), max_tokens=20)
+    e.step()
+    e.add(2, prompt(40, 2), max_tokens=1)
+    e.step()
+    free = e.scheduler.stats().groups[1].free
+    assert matches(e.scheduler) == 2
+    for _ in range(12):  # the first request leaves three blocks of its window behind
+        e.step()
+    assert matches(e.scheduler) == 2
+    assert e.scheduler.stats().groups[1].free < free
+    e.drain()
+    assert sorted(e.finished) == [1, 2]
+
+
+def test_a_prompt_that_lacks_window_blocks_is_matched_again_when_some_are_left_behind() -> None:
+    e = Engine(Setup(((3, 64, 0), (1, 7, 8)), BLOCK, 8, 12, 64))
+    e.add(1, prompt(20, 1), max_tokens=20)
+    e.step()
+    e.add(2, prompt(40, 2), max_tokens=1)
+    e.drain()
+    assert sorted(e.finished) == [1, 2]
+    assert matches(e.scheduler) > 2
+
+
 def test_a_blocked_prompt_is_matched_again_when_blocks_are_freed() -> None:
     e = engine()
     e.add(1, prompt(40, 1), max_tokens=20)

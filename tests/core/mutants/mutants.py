@@ -154,6 +154,12 @@ MUTANTS = [
         "std::max(0, available(g) - spare - overdraft(g));",
         "std::max(0, available(g) - overdraft(g));",
     ),
+    one(
+        "a regular boundary pushes out what is kept",
+        CACHE,
+        "return has_free || pool.worth(oldest) <= pool.worth(cached);",
+        "return true;",
+    ),
     one("what the step after uses is let go at once", CACHE_RELEASE, "if (num_steps_ > 1) {", "if (false) {"),
     one(
         "a loading block is read", CACHE, "== BlockState::kLoading) return true;", "== BlockState::kLoading) continue;"
@@ -327,10 +333,11 @@ MUTANTS = [
         "a refusal outlives extents that come home", POOL_EXTENTS, "] = false;\n    ++num_room_changes_;", "] = false;"
     ),
     one("a refusal outlives a block that the prompt needs", SCHEDULER, "refusal_.note_commit(r, num_blocks);", ""),
+    one("room of one group helps another", CACHE, "if (group == kNone || group == g) version", "version"),
     one(
         "a refusal outlives a step with less room",
         REFUSAL,
-        "(!depends_on_budget_ || token_budget == token_budget_)",
+        "(short_group_ != kNone || token_budget == token_budget_)",
         "true",
     ),
     one(
