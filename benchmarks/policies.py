@@ -20,13 +20,13 @@ from typing import Literal, get_args
 
 import numpy as np
 from lending_node import quantile, say, table
-from soak import Arrival, read_trace
 
 from swiftkv import _core
+from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
 
 Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 
-_ID_TOKENS = 512
+
 _NO_STOP = np.array([], np.int32)
 _MAX_MODEL_LEN = 16_384
 
@@ -84,7 +84,7 @@ class ClosedLoop:
         return Outcome(tuple(self._ttft_s), hit_rate, self._num_tokens / self._now_s)
 
     def _send(self, number: int, arrival: Arrival) -> None:
-        ids = np.repeat(np.array(arrival.blocks, np.int32), _ID_TOKENS // self._shrink)
+        ids = np.repeat(np.array(arrival.blocks, np.int32), BLOCK_TOKENS // self._shrink)
         max_tokens = max(1, arrival.output_tokens // self._shrink)
         prompt = ids[: max(1, min(arrival.input_tokens // self._shrink, _MAX_MODEL_LEN - max_tokens - 1))]
         self._sent_s[number] = self._now_s

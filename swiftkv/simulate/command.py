@@ -18,7 +18,7 @@ from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import ConfigError
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.simulate.report import Targets, as_table, figures
-from swiftkv.simulate.simulator import Outcome, Policy, make_scheduler, simulate
+from swiftkv.simulate.simulator import Outcome, Policy, longest_alone, make_scheduler, simulate
 from swiftkv.simulate.step_times import make_step_time, read_step_times
 
 
@@ -55,7 +55,7 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
         print(f"{plan.name}: {len(arrivals):,} requests …", file=sys.stderr)
         step_time = make_step_time(plan.name, known)
         scheduler = make_scheduler(model, plan, options.policy)
-        outcomes[plan.name] = simulate(scheduler, plan.max_model_len, _predictor(step_time), arrivals, options.clients)
+        outcomes[plan.name] = simulate(scheduler, longest_alone(plan), _predictor(step_time), arrivals, options.clients)
     try:
         return {name: figures(outcome, options.targets) for name, outcome in outcomes.items()}
     except ValueError as error:

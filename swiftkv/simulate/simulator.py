@@ -58,6 +58,11 @@ class Outcome:
         return self.end_s - self.arrival_s
 
 
+def longest_alone(plan: SizedPlan) -> int:
+    """Return the most tokens of a request that the model serves without borrowed memory."""
+    return min(plan.max_model_len, plan.longest_context)
+
+
 def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: Policy | None) -> Scheduler:
     """Return the scheduler that the model's engine would have, without lending; `policy` replaces the file's."""
     return Scheduler(
@@ -68,7 +73,7 @@ def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: Policy | None) -
         block_size=plan.block_size,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
+        max_model_len=longest_alone(plan),
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
         retention_interval=model.kv_cache.retention_interval,
