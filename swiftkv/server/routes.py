@@ -8,27 +8,16 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer, Prompt, make_choices
 from swiftkv.server.body import body_document, parsed
-from swiftkv.server.choices import Choice
 from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.models import ModelHandle, ModelTable
-from swiftkv.server.price import check_detokenize, check_messages, check_stops, check_tokenize, max_tokenize_chars
-from swiftkv.server.protocol import (
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TokenizeBody,
-)
+from swiftkv.server.prepare import begin, check, conversation, prepare
+from swiftkv.server.price import check_detokenize, check_tokenize, max_tokenize_chars
+from swiftkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.responses import Detokenized, ModelList, Tokenized
-from swiftkv.server.sampling import sequence_requests
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
 from swiftkv.server.targets import target_ttft_s
-from swiftkv.server.tiers import priority_in, tier_of
 
 T = TypeVar("T")
 
@@ -79,7 +68,7 @@ def openai_router(models: ModelTable) -> APIRouter:
     )
     async def complete(request: Request, body: Annotated[CompletionBody, parsed(CompletionBody)]) -> Response:
         model = pick(request, body.model)
-        return await _generate(request, model, body, lambda: _completion_prompts(model, body))
+        return await _generate(request, model, body)
 
     @router.post(
         "/v1/chat/completions",
@@ -88,7 +77,7 @@ def openai_router(models: ModelTable) -> APIRouter:
     )
     async def chat(request: Request, body: Annotated[ChatBody, parsed(ChatBody)]) -> Response:
         model = pick(request, body.model)
-        return await _generate(request, model, body, lambda: [_chat_prompt(model, body)])
+        return await _generate(request, model, body)
 
     @router.post(
         "/tokenize", responses=documented("Tokenized", *BODY_ERRORS), openapi_extra=body_document(TokenizeBody)
@@ -115,72 +104,17 @@ async def _in_threads(request: Request, model: ModelHandle, work: Callable[[], T
     return await unless_gone(request, model.threads.run(work, request.state.num_body_bytes))
 
 
-async def _generate(
-    request: Request, model: ModelHandle, body: CompletionBody | ChatBody, read_prompts: Callable[[], list[Prompt]]
-) -> Response:
+async def _generate(request: Request, model: ModelHandle, body: CompletionBody | ChatBody) -> Response:
     record: RequestRecord = request.state.record
     record.model = model.name
-    model.client.check_available()
-    _check_policy(model, body)
-    check_stops(body.stops)
+    check(model, body)
     wanted_s = target_ttft_s(request.headers)
-
-    def prepare() -> tuple[list[Prompt], list[SequenceRequest], list[Choice]]:
-        prompts = read_prompts()
-        sequences = sequence_requests(model, body, [prompt.token_ids for prompt in prompts])
-        return prompts, sequences, make_choices(model, body, prompts)
-
-    prompts, sequences, choices = await _in_threads(request, model, prepare)
-    generation = model.client.generate(
-        sequences,
-        cache_salt=body.cache_salt or "",
-        priority=priority_in(tier_of(body.service_tier, model.policy.allow_priority), body.priority or 0),
-        target_ttft_s=wanted_s if model.policy.allow_priority else None,
-    )
-    record.finished = generation.finished
-    model.client.metrics.request_n.observe(body.n or 1)
-    answer: Answer
-    if isinstance(body, ChatBody):
-        answer = ChatAnswer(model, body, prompts, choices, generation)
-    else:
-        answer = CompletionAnswer(model, body, prompts, choices, generation)
+    prepared = await _in_threads(request, model, lambda: prepare(model, body))
+    answer = begin(model, body, prepared, target_ttft_s=wanted_s)
+    record.finished = answer.generation.finished
     if body.stream:
         return await streamed_answer(request, answer)
     return await whole_answer(request, answer)
-
-
-def _check_policy(model: ModelHandle, body: GenerationBody) -> None:
-    if body.priority and not model.policy.allow_priority:
-        raise ApiError(
-            400,
-            "field 'priority' is off on this node, so that nobody goes before others: leave it out, or set "
-            "node.allow_priority",
-            param="priority",
-        )
-
-
-def _completion_prompts(model: ModelHandle, body: CompletionBody) -> list[Prompt]:
-    for text in body.prompts:
-        if isinstance(text, str):
-            model.tokenizer.refuse_hopeless(len(text), model.max_model_len, "prompt")
-    return [_completion_prompt(model, body, prompt) for prompt in body.prompts]
-
-
-def _completion_prompt(model: ModelHandle, body: CompletionBody, prompt: str | list[int]) -> Prompt:
-    if isinstance(prompt, str):
-        add_special_tokens = body.add_special_tokens is not False
-        return Prompt(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
-    if not body.echo:
-        return Prompt(prompt)
-    check_detokenize(len(prompt), model.max_model_len)
-    return Prompt(prompt, model.tokenizer.decode(prompt))
-
-
-def _chat_prompt(model: ModelHandle, body: ChatBody) -> Prompt:
-    messages = _conversation(body.messages)
-    # A template may leave out parts of a message, so only its result can be too long.
-    max_chars = model.tokenizer.max_chars(model.max_model_len)
-    return Prompt(model.tokenizer.encode_chat(messages, max_chars=max_chars))
 
 
 def _tokenized(model: ModelHandle, body: TokenizeBody) -> Tokenized:
@@ -194,7 +128,7 @@ def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
         assert body.prompt is not None
         check_tokenize(len(body.prompt), model.max_model_len, "prompt")
         return model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    messages = _conversation(body.messages)
+    messages = conversation(body.messages)
     check_tokenize(_num_chars(messages), model.max_model_len, "messages")
     return model.tokenizer.encode_chat(
         messages,
@@ -207,11 +141,6 @@ def _detokenized(model: ModelHandle, body: DetokenizeBody) -> Detokenized:
     if (largest := max(body.tokens, default=0)) >= model.vocab_size:
         raise ApiError(400, f"token id {largest} is not in the model's vocabulary", param="tokens")
     return Detokenized(model.tokenizer.decode(body.tokens))
-
-
-def _conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    check_messages(sum(message.num_parts for message in messages))
-    return [message.for_template() for message in messages]
 
 
 def _num_chars(messages: Sequence[Mapping[str, str]]) -> int:

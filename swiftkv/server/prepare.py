@@ -1,0 +1,104 @@
+"""From a checked body to an answer that an engine has begun: the same for a client's request and a line of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer, Prompt, make_choices
+from swiftkv.server.choices import Choice
+from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import SequenceRequest
+from swiftkv.server.models import ModelHandle
+from swiftkv.server.price import check_detokenize, check_messages, check_stops
+from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody
+from swiftkv.server.sampling import sequence_requests
+from swiftkv.server.tiers import priority_in, tier_of
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request, tokenized and priced."""
+
+    prompts: list[Prompt]
+    sequences: list[SequenceRequest]
+    choices: list[Choice]
+
+
+def check(model: ModelHandle, body: CompletionBody | ChatBody) -> None:
+    """Check what costs nothing to check.
+
+    Raises:
+        ApiError: 503 unless the engine takes requests, 400 for a field that is not taken.
+    """
+    model.client.check_available()
+    if body.priority and not model.policy.allow_priority:
+        raise ApiError(
+            400,
+            "field 'priority' is off on this node, so that nobody goes before others: leave it out, or set "
+            "node.allow_priority",
+            param="priority",
+        )
+    check_stops(body.stops)
+
+
+def prepare(model: ModelHandle, body: CompletionBody | ChatBody) -> Prepared:
+    """Tokenize the prompts of a request, and compute what it costs. Call this in the model's threads.
+
+    Raises:
+        ApiError: 400 if a field does not fit the model, or the request costs too much.
+    """
+    prompts = [_chat_prompt(model, body)] if isinstance(body, ChatBody) else _completion_prompts(model, body)
+    sequences = sequence_requests(model, body, [prompt.token_ids for prompt in prompts])
+    return Prepared(prompts, sequences, make_choices(model, body, prompts))
+
+
+def begin(
+    model: ModelHandle, body: CompletionBody | ChatBody, prepared: Prepared, *, target_ttft_s: float | None = None
+) -> Answer:
+    """Hand the sequences of a request to the engine. Whoever gets the answer closes its generation.
+
+    Raises:
+        ApiError: 503 if the engine is down, 429 if too much is in flight.
+    """
+    allow_priority = model.policy.allow_priority
+    generation = model.client.generate(
+        prepared.sequences,
+        cache_salt=body.cache_salt or "",
+        priority=priority_in(tier_of(body.service_tier, allow_priority), body.priority or 0),
+        target_ttft_s=target_ttft_s if allow_priority else None,
+    )
+    model.client.metrics.request_n.observe(body.n or 1)
+    if isinstance(body, ChatBody):
+        return ChatAnswer(model, body, prepared.prompts, prepared.choices, generation)
+    return CompletionAnswer(model, body, prepared.prompts, prepared.choices, generation)
+
+
+def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Return messages as chat templates expect them."""
+    check_messages(sum(message.num_parts for message in messages))
+    return [message.for_template() for message in messages]
+
+
+def _completion_prompts(model: ModelHandle, body: CompletionBody) -> list[Prompt]:
+    for text in body.prompts:
+        if isinstance(text, str):
+            model.tokenizer.refuse_hopeless(len(text), model.max_model_len, "prompt")
+    return [_completion_prompt(model, body, prompt) for prompt in body.prompts]
+
+
+def _completion_prompt(model: ModelHandle, body: CompletionBody, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        add_special_tokens = body.add_special_tokens is not False
+        return Prompt(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
+    if not body.echo:
+        return Prompt(prompt)
+    check_detokenize(len(prompt), model.max_model_len)
+    return Prompt(prompt, model.tokenizer.decode(prompt))
+
+
+def _chat_prompt(model: ModelHandle, body: ChatBody) -> Prompt:
+    messages = conversation(body.messages)
+    # A template may leave out parts of a message, so only its result can be too long.
+    max_chars = model.tokenizer.max_chars(model.max_model_len)
+    return Prompt(model.tokenizer.encode_chat(messages, max_chars=max_chars))
