@@ -7,14 +7,14 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from swiftkv.config import is_loopback
 from swiftkv.errors import ConfigError
-from swiftkv.locks import remove_if_unlocked
+from swiftkv.locks import is_private, remove_if_unlocked
 
 _SUFFIX = ".key"
 _MAX_KEY_BYTES = 1024
@@ -76,7 +76,7 @@ def _write(port: int, key: str) -> tuple[Path, int]:
 def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
     """Raises `OSError`."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(os.lstat(directory), stat.S_ISDIR):
+    if not is_private(os.lstat(directory), stat.S_ISDIR):
         raise PermissionError(0, "it is not a directory that belongs to this user alone")
     for stale in directory.glob(f"*{_SUFFIX}"):
         remove_if_unlocked(stale)
@@ -101,17 +101,12 @@ def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
 
 def _read(file: Path) -> str | None:
     try:
-        if not _is_private(os.lstat(file.parent), stat.S_ISDIR):
+        if not is_private(os.lstat(file.parent), stat.S_ISDIR):
             return None
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # there is none, or it is another user's
         return None
     with open(descriptor, "rb") as opened:
-        if not _is_private(os.fstat(descriptor), stat.S_ISREG):
+        if not is_private(os.fstat(descriptor), stat.S_ISREG):
             return None
         return opened.read(_MAX_KEY_BYTES).decode("ascii", "replace").strip() or None
-
-
-def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Whether it is of that kind, belongs to this user, and nobody else may read or change it."""
-    return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

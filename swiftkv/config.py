@@ -47,7 +47,6 @@ BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 
 _MIN_KEY_LENGTH = 16
 _LONGEST_NAME = 64
 _CPU_TARGET_TPOT = "250ms"
-_SWITCH = {"on": True, "off": False}
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
@@ -70,7 +69,7 @@ class RestartConfig(_Section):
 
 def _read_switch(value: object) -> object:
     """PyYAML reads on and off as booleans unless they are quoted."""
-    return _SWITCH.get(value, value) if isinstance(value, str) else value
+    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
 def _read_node_lending(value: object) -> object:
@@ -88,6 +87,15 @@ class NodeLendingConfig(_Section):
     stream_buffers: Literal[1, 2] = Field(2, description="1 or 2")
     max_programs: Positive | None = Field(None, description=_POSITIVE)
     max_wait: Duration = Field(30.0, description=_DURATION)
+
+
+class BatchesConfig(_Section):
+    """The files and batches that a node keeps in its `state_dir`, and how much of a model they may take."""
+
+    max_file: Size = Field(200 << 20, description=_SIZE)
+    max_requests: Positive = Field(50_000, description=_POSITIVE)
+    max_storage: Size = Field(10 << 30, description=_SIZE)
+    max_in_flight: Positive | None = Field(None, description=_POSITIVE)
 
 
 class NodeConfig(_Section):
@@ -114,6 +122,8 @@ class NodeConfig(_Section):
     show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
     allow_priority: bool = Field(False, description="true or false")
     request_log: str | None = Field(None, min_length=1, description="a file to append to, or null")
+    state_dir: str | None = Field(None, min_length=1, description="a directory, or null")
+    batches: BatchesConfig = Field(default_factory=BatchesConfig, description="a mapping")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
     lending: Annotated[NodeLendingConfig, BeforeValidator(_read_node_lending)] = Field(
         default_factory=NodeLendingConfig, description="on, off or a mapping"

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -14,6 +15,22 @@ def hold_lock(path: Path) -> int:
     lock = os.open(path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock a file or directory like `hold_lock`, or return `None` if another process holds the lock."""
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    """Whether it is of that kind, belongs to this user, and nobody else may read or change it."""
+    return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def remove_if_unlocked(path: Path) -> None:

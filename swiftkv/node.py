@@ -36,11 +36,13 @@ from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.server.request_log import RequestLog, open_request_log
 from swiftkv.sockets import BACKLOG, ipc_directory, listen
+from swiftkv.state import state_directory
 from swiftkv.supervisor import EngineSupervisor
 from swiftkv.tasks import Tasks
 from swiftkv.units import format_size
 
 if TYPE_CHECKING:
+    from swiftkv.server.batches.service import BatchService
     from swiftkv.server.models import ModelHandle
 
 _OPEN_FILES = 65536  # every connection is one, and a shell allows 1024 of them
@@ -62,21 +64,27 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
     _run_without_triton()
 
-    async def serve(keys: NodeKeys, sockets: Sequence[socket.socket], ipc: Path, log: RequestLog | None) -> None:
-        await Node(config, plans, keys=keys, limits=limits, sockets=sockets, ipc=ipc, request_log=log).run()
+    async def serve(
+        keys: NodeKeys, sockets: Sequence[socket.socket], ipc: Path, log: RequestLog | None, state: Path | None
+    ) -> None:
+        node = Node(config, plans, keys=keys, limits=limits, sockets=sockets, ipc=ipc, request_log=log, state=state)
+        await node.run()
 
     with (
         open_request_log(config.node.request_log) as request_log,
         listen(config) as sockets,
         ipc_directory() as ipc,
         _admin_key(config, sockets[0]) as (admin_key, key_file),
+        state_directory(config) as (state, why_no_state),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         detach_output()
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         if key_file is not None:
             say(f"the key of /admin is in {key_file}")
-        runner.run(serve(NodeKeys(config.node.api_key(), admin_key), sockets, ipc, request_log))
+        if why_no_state is not None:
+            say(f"there are no files and batches: {why_no_state}")
+        runner.run(serve(NodeKeys(config.node.api_key(), admin_key), sockets, ipc, request_log, state))
 
 
 @contextmanager
@@ -110,14 +118,20 @@ class Node:
         sockets: Sequence[socket.socket],
         ipc: Path,
         request_log: RequestLog | None,
+        state: Path | None,
     ) -> None:
-        """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop."""
+        """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop.
+
+        `state` is where files and batches are kept; without it there are none.
+        """
         self._config = config
         self._plans = plans
         self._keys = keys
         self._limits = limits
         self._sockets = sockets
         self._request_log = request_log
+        self._state = state
+        self._batches: BatchService | None = None
         self._metrics = GatewayMetrics()
         self._metrics.watch(limits)
         self._clients: list[EngineClient] = []
@@ -177,10 +191,14 @@ class Node:
         try:
             if await self._unless_stopped(self._come_up()):
                 await self._unless_stopped(asyncio.Event().wait())
+            if self._batches is not None:
+                await self._batches.stop()
             await self._drain()
         finally:
             await self._close_http()
             await self._tasks.close()
+            if self._batches is not None:
+                await self._batches.close()
             await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
             self._lending.close()
             for client in self._clients:
@@ -229,6 +247,8 @@ class Node:
         try:
             # Meanwhile: transformers alone takes seconds to import.
             handles = await asyncio.to_thread(_load_handles, self._config, self._plans, self._clients)
+            if self._state is not None:
+                self._batches = await self._open_batches(handles, self._state)
             self._serve_http(handles)
             await asyncio.gather(*engines)
         finally:
@@ -248,6 +268,13 @@ class Node:
         cached = f"{pool} of KV cache{where} for {ready.num_blocks * ready.block_size:,} tokens"
         say(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
 
+    async def _open_batches(self, handles: Sequence[ModelHandle], state: Path) -> BatchService:
+        from swiftkv.server.batches.service import BatchService
+
+        batches = await BatchService.open(state, self._config, handles, self._metrics)
+        self._tasks.start(batches.run(), "the runner of batches")
+        return batches
+
     def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
         from swiftkv.server.app import ServerSettings, create_app, create_model_app
 
@@ -259,6 +286,7 @@ class Node:
             allowed_hosts=node.checked_hosts,
             limits=self._limits,
             request_log=self._request_log,
+            storage=None if self._batches is None else self._batches.storage,
         )
         apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics, self._lending)]
         for model, handle in zip(self._config.models, handles, strict=True):

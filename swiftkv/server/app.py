@@ -14,6 +14,9 @@ from starlette.responses import Response
 
 from swiftkv import __version__
 from swiftkv.server.admin import admin_router
+from swiftkv.server.batches.routes import batches_router
+from swiftkv.server.batches.storage import Storage
+from swiftkv.server.batches.upload import FORM_OVERHEAD_BYTES
 from swiftkv.server.body import body_schemas, body_threads
 from swiftkv.server.docs_page import docs_response
 from swiftkv.server.engine_state import EngineState
@@ -44,7 +47,8 @@ class ServerSettings:
 
     A request without `api_key` is answered with 401; `None` lets everybody in. `admin_key` is the key of `/admin`;
     where none is given, nobody knows it. `allowed_hosts` are the names that requests may be sent to, beside those of
-    the loopback interface; `None` allows any. `request_log` gets a line for each request.
+    the loopback interface; `None` allows any. `request_log` gets a line for each request. Without `storage` there are
+    no files and batches.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -53,6 +57,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] | None = ()
     limits: NodeLimits = field(default_factory=NodeLimits)
     request_log: RequestLog | None = None
+    storage: Storage | None = None
 
 
 def create_app(
@@ -100,7 +105,15 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
     async def docs() -> Response:
         return docs_response(app.openapi())
 
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes, limits=settings.limits)
+    storage = settings.storage
+    app.add_middleware(
+        BodyLimitMiddleware,
+        max_bytes=settings.max_body_bytes,
+        limits=settings.limits,
+        max_upload_bytes=None if storage is None else storage.limits.max_file_bytes + FORM_OVERHEAD_BYTES,
+    )
+    if storage is not None:
+        app.include_router(batches_router(storage))
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
     if settings.allowed_hosts is not None:
@@ -183,7 +196,7 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
         for operation in operations.values():
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):
-                if parameter["in"] == "path":
+                if parameter["in"] == "path" and parameter["name"] not in ("file_id", "batch_id"):
                     parameter["schema"]["enum"] = models.names
             if refused := _guard(operation, path, settings):
                 operation["responses"][str(refused)] = documented("ErrorResponse", refused)[refused]

@@ -15,6 +15,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.limits import Turns
 from swiftkv.server.price import check_json
 from swiftkv.server.protocol import (
+    BatchBody,
     Body,
     BudgetBody,
     ChatBody,
@@ -32,7 +33,7 @@ _SMALL_BYTES = 8 << 10
 """A body up to this size is parsed on the event loop: it takes less than a millisecond, whatever it holds."""
 
 _MAX_ERRORS = 16
-_BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, BudgetBody)
+_BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, BudgetBody, BatchBody)
 
 
 def body_threads() -> BoundedThreads:

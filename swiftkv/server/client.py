@@ -21,6 +21,7 @@ from swiftkv.engine.messages import (
     HIGH_WATER_MARK,
     MAX_MESSAGE_BYTES,
     AddRequest,
+    EngineStats,
     FromEngine,
     Ready,
     RequestError,
@@ -64,6 +65,7 @@ class EngineClient:
         self.max_in_flight = max_in_flight
         self.queued = QueuedPrompts(max_queued_tokens)
         self.engine: Ready | None = None
+        self.stats: EngineStats | None = None
         self.num_restarts = 0
         self._state = EngineState.STARTING
         self._since_s = time.monotonic()
@@ -127,6 +129,11 @@ class EngineClient:
     def num_in_flight(self) -> int:
         """The number of places taken: an abort that waits to be sent keeps its own."""
         return len(self._in_flight) + self._outbox.num_unsent_aborts
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of sequences that the engine has not begun with."""
+        return sum(sequence.admitted_s is None for sequence in self._in_flight.values())
 
     @property
     def max_sequences(self) -> int:
@@ -234,7 +241,7 @@ class EngineClient:
         self._why_gone, self._retry_after_s = why, retry_after_s
         self._incarnation = None
         self._observed = None
-        self.engine = None
+        self.engine = self.stats = None
         self._outbox.reset()
         self._ready.clear()
         self._enter(state)
@@ -310,6 +317,7 @@ class EngineClient:
         if request_ids:
             self.metrics.generation_tokens.inc(len(request_ids))
         if step.stats is not None and self.engine is not None:  # not the last words of one that is gone
+            self.stats = step.stats
             self.metrics.observe_engine(step.stats)
             self.queued.tokens_per_s = step.stats.prefill_tokens_per_s
 

@@ -17,6 +17,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "internal_server_error",
     503: "service_unavailable_error",
+    507: "insufficient_storage_error",
 }
 
 

@@ -65,6 +65,11 @@ class Generation:
     def __aiter__(self) -> Self:
         return self
 
+    @property
+    def num_unfinished(self) -> int:
+        """The number of sequences that wait or run."""
+        return len(self._unfinished)
+
     async def __anext__(self) -> list[SequenceOutput]:
         """Everything new, at least one output.
 

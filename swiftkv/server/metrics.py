@@ -90,6 +90,10 @@ class GatewayMetrics:
         self.step_time = self._gauge(
             "swiftkv:step_time_seconds", "Seconds of a step for each of what it depends on, as fitted", ("term",)
         )
+        self.batch_lines = self._counter(
+            "swiftkv:batch_lines", "Lines of batches that have run, by what became of them", ("outcome",)
+        )
+        self.batch_sequences = self._gauge("swiftkv:batch_sequences_running", "Sequences of batches in the engine")
         self.layer_stream = _LayerStream()
         self.registry.register(self.layer_stream)
         self.cache_configs = _CacheConfigs()

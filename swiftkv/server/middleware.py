@@ -17,6 +17,7 @@ from swiftkv.server.limits import NodeLimits, without_model
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 ADMIN_PATH = "/admin"
+UPLOAD_PATH = "/v1/files"
 
 
 def is_open(path: str) -> bool:
@@ -116,22 +117,27 @@ def _host_name(host: str) -> str:
 class BodyLimitMiddleware:
     """Limit one body (413) and all bodies of the node together (503).
 
-    A body is refused from its Content-Length, or while it is read. It counts until its answer begins.
+    A body is refused from its Content-Length, or while it is read. It counts until its answer begins. An upload has a
+    limit of its own, and counts for nothing: it goes to disk as it comes.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, limits: NodeLimits) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, limits: NodeLimits, max_upload_bytes: int | None) -> None:
+        """`max_upload_bytes` of `None`: this port takes no uploads."""
         self.app = app
         self.max_bytes = max_bytes
+        self._max_upload_bytes = max_upload_bytes
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        message = f"the body is larger than {self.max_bytes} bytes"
+        upload_bytes = self._max_upload_bytes if (scope["method"], scope["path"]) == ("POST", UPLOAD_PATH) else None
+        max_bytes = self.max_bytes if upload_bytes is None else upload_bytes
+        message = f"the body is larger than {max_bytes} bytes"
         length = Headers(scope=scope).get("content-length", "0")
         declared_bytes = int(length) if length.isascii() and length.isdigit() else 0
-        if declared_bytes > self.max_bytes:
+        if declared_bytes > max_bytes:
             await ApiError(413, message, code="body_too_large").response()(scope, receive, send)
             return
         received_bytes = 0
@@ -141,9 +147,9 @@ class BodyLimitMiddleware:
             event = await receive()
             num_bytes = len(event.get("body", b""))
             received_bytes += num_bytes
-            if received_bytes > self.max_bytes:
+            if received_bytes > max_bytes:
                 raise HTTPException(413, message)
-            if not budget.take(num_bytes):
+            if upload_bytes is None and not budget.take(num_bytes):
                 text = "the bodies of other requests take all the room that this node has for them; try again"
                 raise HTTPException(503, text, {"Retry-After": "1"})
             return event

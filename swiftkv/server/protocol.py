@@ -288,6 +288,16 @@ class BudgetBody(Body):
     ]
 
 
+class BatchBody(Body):
+    """A batch that is to be run."""
+
+    input_file_id: Label
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: Annotated[None, Unsupported()] = None
+
+
 _FIELDS = frozenset(
     name
     for body in (
@@ -299,9 +309,10 @@ _FIELDS = frozenset(
         TextPart,
         StreamOptions,
         BudgetBody,
+        BatchBody,
     )
     for name in body.model_fields
-) | {"dry_run"}
+) | {"dry_run", "after", "limit", "order", "purpose", "file_id", "batch_id"}
 
 _SHOWN_CHARS = 128  # of a name that a client chose
 

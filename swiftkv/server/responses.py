@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.lease.messages import GroupBlocks
+from swiftkv.server.batches.objects import FileDeleted, OfflineBatch, OfflineBatchList, StoredFile, StoredFileList
 from swiftkv.server.errors import ErrorResponse
 
 
@@ -290,7 +291,8 @@ class PoolView(Struct):
 
 DOCUMENTED = (
     Completion, ChatCompletion, ModelCard, ModelList, Tokenized, Detokenized, Health, Readiness, NotReady, Version,
-    ErrorResponse, LendingOverview, BudgetChange, PoolView, ModelStart,
+    ErrorResponse, LendingOverview, BudgetChange, PoolView, ModelStart, StoredFile, StoredFileList, FileDeleted,
+    OfflineBatch, OfflineBatchList,
 )  # fmt: skip
 
 

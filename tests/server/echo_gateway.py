@@ -8,9 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import httpx
 import openai
@@ -23,11 +23,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv.server.app import GatewayMetrics, ModelHandle, ServerSettings, create_app, create_model_app
+from swiftkv.server.batches.room import Room
+from swiftkv.server.batches.runner import BatchRunner
+from swiftkv.server.batches.storage import Storage, StorageLimits
+from swiftkv.server.batches.store import Store
 from swiftkv.server.client import EngineClient
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
-from swiftkv.server.models import ClientPolicy
+from swiftkv.server.models import ClientPolicy, ModelTable
 from swiftkv.server.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 ECHO_ENGINE = Path(__file__).with_name("echo_engine.py")
 VOCAB_SIZE = 1024
@@ -99,6 +105,7 @@ class Gateway:
     models: dict[str, ModelHandle] = field(default_factory=dict)
     budgets: dict[str, list[int]] = field(default_factory=dict)
     """Every budget that was set, in bytes."""
+    storage: Storage | None = None
 
     def call(self, function: Callable[[], object]) -> None:
         """Run ``function`` in the gateway's event loop."""
@@ -107,6 +114,11 @@ class Gateway:
             return function()
 
         asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def with_store(self, work: Callable[[Store], T]) -> T:
+        """Run ``work`` in the thread of the store of files and batches."""
+        assert self.storage is not None
+        return asyncio.run_coroutine_threadsafe(self.storage.call(work), self.loop).result(10)
 
     def wait_ready(self, name: str) -> None:
         asyncio.run_coroutine_threadsafe(self.clients[name].wait_ready(), self.loop).result(30)
@@ -132,10 +144,13 @@ def start_gateway(
     settings: ServerSettings | None = None,
     lending: bool = True,
     policy: ClientPolicy | None = None,
+    state: Path | None = None,
+    storage_limits: StorageLimits | None = None,
 ) -> tuple[Gateway, Callable[[], None]]:
     """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it.
 
-    Unless ``lending`` is off, ``code`` lends to ``chat``, as far as their echo engines say.
+    Unless ``lending`` is off, ``code`` lends to ``chat``, as far as their echo engines say. With ``state`` there are
+    files and batches, and each model has 16 slots for these.
     """
     settings = settings or ServerSettings()
     policy = policy or ClientPolicy()
@@ -147,6 +162,7 @@ def start_gateway(
     servers: list[uvicorn.Server] = []
     serving: list[asyncio.Task[None]] = []
     receiving: list[asyncio.Task[NoReturn]] = []
+    running: list[tuple[Storage, BatchRunner, asyncio.Task[None]]] = []
     lendings: list[NodeLending] = []
     budgets: dict[str, list[int]] = {"chat": [], "code": []}
 
@@ -169,9 +185,16 @@ def start_gateway(
             )
         node_lending = NodeLending(members, lending, "shm")
         lendings.append(node_lending)
+        storage = None
+        if state is not None:
+            storage = await Storage.open(state, storage_limits or StorageLimits())
+            rooms = dict.fromkeys(handles, Room.of(32, None))
+            runner = BatchRunner(storage, ModelTable(handles), rooms, metrics)
+            running.append((storage, runner, loop.create_task(runner.run())))
+        port_settings = replace(settings, storage=storage)
         apps = [
-            create_app(handles, settings, metrics, node_lending),
-            create_model_app(handles["chat"], settings, metrics, node_lending),
+            create_app(handles, port_settings, metrics, node_lending),
+            create_model_app(handles["chat"], port_settings, metrics, node_lending),
         ]
         urls = []
         for app in apps:
@@ -185,9 +208,8 @@ def start_gateway(
             name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
             for name, client in clients.items()
         }
-        return Gateway(
-            loop, *urls, clients, engines, metrics, apps, settings.api_key, settings.admin_key, handles, budgets
-        )
+        keys = settings.api_key, settings.admin_key
+        return Gateway(loop, *urls, clients, engines, metrics, apps, *keys, handles, budgets, storage)
 
     gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
     for name, engine in gateway.engines.items():
@@ -195,12 +217,17 @@ def start_gateway(
         gateway.wait_ready(name)
 
     async def shut_down() -> None:
+        for _, runner, task in running:
+            runner.stop()
+            await task
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
         for task in receiving:
             task.cancel()
         await asyncio.gather(*receiving, return_exceptions=True)
+        for storage, _, _ in running:
+            await storage.close()
         for node_lending in lendings:
             node_lending.close()
         for client in gateway.clients.values():

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: requests that may wait a day, answered in the room that the others leave."""

@@ -1,0 +1,74 @@
+"""The directory of what outlives a node: files and batches. One node at a time has it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from swiftkv.config import Config
+from swiftkv.errors import ConfigError
+from swiftkv.locks import is_private, try_lock
+
+
+@contextmanager
+def state_directory(config: Config) -> Iterator[tuple[Path | None, str | None]]:
+    """Make `node.state_dir` with mode 0700, or take the one that is there, and keep other nodes out of it.
+
+    Without the key it is a directory under the user's state home that is named by the node's port, and goes when
+    nothing is in it. If that cannot be used, yield the reason; a node that takes any free port has none, for nothing
+    would find it again.
+
+    Raises `ConfigError` if the directory that the key names cannot be used.
+    """
+    if config.node.state_dir is None and config.node.port == 0:
+        yield None, None
+        return
+    try:
+        directory = _place(config)
+        lock = _take(directory)
+    except ConfigError as error:
+        if config.node.state_dir is not None:
+            raise
+        yield None, str(error)
+        return
+    try:
+        yield directory, None
+    finally:
+        if config.node.state_dir is None:
+            with suppress(OSError):  # there is something in it
+                directory.rmdir()
+        os.close(lock)
+
+
+def _place(config: Config) -> Path:
+    written = config.node.state_dir
+    try:
+        if written is not None:
+            return config.directory / Path(written).expanduser()
+        home = os.environ.get("XDG_STATE_HOME", "")
+        state_home = Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"node.state_dir: {error}; name a directory without ~") from None
+    return state_home / "swiftkv" / str(config.node.port)
+
+
+def _take(directory: Path) -> int:
+    """Return the descriptor that locks the directory."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(os.stat(directory), stat.S_ISDIR):
+            raise ConfigError(
+                f"node.state_dir: others than this user may read or change {directory}, where prompts and answers are "
+                f"kept; chmod 700 it, or name a directory in it, which is then made"
+            )
+        lock = try_lock(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"node.state_dir: {directory} cannot be used: {error.strerror}; name a directory that this user may write"
+        ) from None
+    if lock is None:
+        raise ConfigError(f"node.state_dir: another node has {directory}; give each node its own")
+    return lock
