@@ -1,6 +1,6 @@
-"""Edits of requests to their logits before a token is drawn, on a GPU: logit bias, minimum tokens, penalties.
+"""Edits of requests to their logits before a token is drawn, on a GPU: masks, logit bias, minimum tokens, penalties.
 
-The meaning is that of `swiftkv/engine/sampler.py`: edits first, then penalties.
+The meaning is that of `swiftkv/engine/sampler.py`: masks first, then edits, then penalties.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ from swiftkv.kernels.triton_sampling import SlotParams
 
 _VOCABULARY_TILE = 2048
 _ROWS_TILE = 128
+
+
+def forbid_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Give every token that a mask leaves out the logit minus infinity, in `logits` float32 `[R, vocab]`.
+
+    `rows` int32 `[M]`, none twice; `bits` int32 `[M, ceil(vocab / 32)]`, the lowest bit for the first token of a word.
+    """
+    vocab_size = logits.shape[1]
+    if len(rows):
+        _forbid_tokens[(len(rows), triton.cdiv(vocab_size, _VOCABULARY_TILE))](
+            logits, logits.stride(0), rows, bits, bits.stride(0), vocab_size, TILE=_VOCABULARY_TILE
+        )
 
 
 def edit_logits(
@@ -74,6 +86,26 @@ def count_tokens(output_counts: Tensor, params: SlotParams, slots: Tensor, token
             len(slots),
             TILE=_ROWS_TILE,
         )
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "bits"])
+def _forbid_tokens(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    bits: tl.tensor,
+    words_of_row: tl.tensor,
+    vocab_size: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    mask_row = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + mask_row).to(tl.int64)
+    tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_token = tokens < vocab_size
+    words = tl.load(bits + mask_row * words_of_row + tokens // 32, mask=is_token, other=0)
+    is_forbidden = ((words >> (tokens % 32)) & 1) == 0
+    forbidden = tl.full([TILE], float("-inf"), tl.float32)
+    tl.store(logits + row * stride + tokens, forbidden, mask=is_token & is_forbidden)
 
 
 @triton.jit(

@@ -30,6 +30,7 @@ from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.transports import lending_transports
 from swiftkv.processes import allow_open_files, share_one_heap
 from swiftkv.server.client import EngineClient
+from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.limits import NodeLimits
@@ -132,6 +133,7 @@ class Node:
         self._request_log = request_log
         self._state = state
         self._batches: BatchService | None = None
+        self._grammars = GrammarChecker()
         self._metrics = GatewayMetrics()
         self._metrics.watch(limits)
         self._clients: list[EngineClient] = []
@@ -196,6 +198,7 @@ class Node:
             await self._drain()
         finally:
             await self._close_http()
+            await self._grammars.close()
             await self._tasks.close()
             if self._batches is not None:
                 await self._batches.close()
@@ -246,7 +249,7 @@ class Node:
         ]
         try:
             # Meanwhile: transformers alone takes seconds to import.
-            handles = await asyncio.to_thread(_load_handles, self._config, self._plans, self._clients)
+            handles = await asyncio.to_thread(_load_handles, self._config, self._plans, self._clients, self._grammars)
             if self._state is not None:
                 self._batches = await self._open_batches(handles, self._state)
             self._serve_http(handles)
@@ -357,7 +360,9 @@ def _run_without_triton() -> None:
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
-def _load_handles(config: Config, plans: Sequence[ModelPlan], clients: Sequence[EngineClient]) -> list[ModelHandle]:
+def _load_handles(
+    config: Config, plans: Sequence[ModelPlan], clients: Sequence[EngineClient], grammars: GrammarChecker
+) -> list[ModelHandle]:
     from swiftkv.server.models import ClientPolicy, ModelHandle
     from swiftkv.server.tokenizer import Tokenizer
 
@@ -373,6 +378,7 @@ def _load_handles(config: Config, plans: Sequence[ModelPlan], clients: Sequence[
             ),
             client=client,
             policy=policy,
+            grammars=grammars,
         )
         for model, plan, client in zip(config.models, plans, clients, strict=True)
     ]

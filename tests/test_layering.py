@@ -31,6 +31,7 @@ LAYERS = [
     {
         "arithmetic",
         "errors",
+        "grammars",
         "histogram",
         "latency",
         "locks",

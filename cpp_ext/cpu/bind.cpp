@@ -3,6 +3,7 @@
 
 #include "isa.h"
 #include "thread_pool.h"
+#include "token_mask.h"
 
 namespace nb = nanobind;
 
@@ -17,6 +18,14 @@ NB_MODULE(_cpu, m) {
     m.def("isa", [] { return swiftkv::isa_name(swiftkv::active_isa()); });
     m.def("num_threads", &swiftkv::num_threads);
     m.def("set_num_threads", &swiftkv::set_num_threads, nb::arg("n"));
+    m.def(
+        "forbid_tokens",
+        [](uintptr_t logits, int64_t vocab_size, uintptr_t rows, uintptr_t bits, int64_t num_rows) {
+            swiftkv::forbid_tokens(reinterpret_cast<float*>(logits), vocab_size, reinterpret_cast<const int32_t*>(rows),
+                                   reinterpret_cast<const uint32_t*>(bits), num_rows);
+        },
+        nb::arg("logits"), nb::arg("vocab_size"), nb::arg("rows"), nb::arg("bits"), nb::arg("num_rows"),
+        nb::call_guard<nb::gil_scoped_release>());
     swiftkv::bind_gemm(m);
     swiftkv::bind_attention(m);
     swiftkv::bind_experts(m);

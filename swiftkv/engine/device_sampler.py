@@ -14,14 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.logit_edits import LogitEdits
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 from swiftkv.engine.sampler import GREEDY_BELOW, FinishedSample, PendingSample, Sampled, split_repeated
 from swiftkv.engine.token_counts import TokenCounts
+from swiftkv.engine.token_masks import TokenMasks
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.host_copies import download, upload
-from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
+from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, forbid_tokens, penalise
 from swiftkv.kernels.triton_sampling import Draw, SlotParams, sample
 
 _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4
@@ -103,6 +105,7 @@ class DeviceSampler:
         all_logits = torch.zeros(2, vocab_size, device=device)
         for logits in (all_logits, all_logits[1:]):
             zeros = torch.zeros(len(logits), dtype=torch.int32, device=device)  # slot 0 has no penalties: none counts
+            forbid_tokens(logits, zeros, zeros.new_zeros(len(logits), ceil_div(vocab_size, 32)))
             edit_logits(logits, zeros[:1], zeros[:1], zeros[:1].float(), zeros[:1], zeros)
             penalise(logits, self._params, zeros, counts, counts.bool())
             draw = sample(logits, self._params, zeros, zeros)
@@ -137,7 +140,9 @@ class DeviceSampler:
     def release(self, request_id: int) -> None:
         self._counts.release(request_id)
 
-    def sample(self, logits: Tensor, slots: _Int32Array, positions: _Int32Array) -> PendingSample:
+    def sample(
+        self, logits: Tensor, slots: _Int32Array, positions: _Int32Array, masks: TokenMasks | None = None
+    ) -> PendingSample:
         if not len(slots):
             return FinishedSample(Sampled(np.empty(0, np.int32), {}, np.empty(0, np.bool_)))
         flags = self._flags[slots]
@@ -145,6 +150,8 @@ class DeviceSampler:
         asked = np.flatnonzero(flags & _LOGPROBS)
         asked_rows = upload(asked.astype(np.int32), self._device) if len(asked) else None
         raw_logits = None if asked_rows is None else logits.index_select(0, asked_rows)
+        if masks is not None:
+            forbid_tokens(logits, upload(masks.rows, self._device), upload(masks.bits.view(np.int32), self._device))
         if np.any(flags & _EDITED):
             self._edit(logits, slots, device_positions)
         if np.any(flags & _PENALISED):

@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from swiftkv._core import StepPlan, StepResult
+from swiftkv.engine.grammars import Grammars, PendingMasks
 from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs, PromptPart
 from swiftkv.engine.messages import (
@@ -94,6 +95,7 @@ class Engine:
         self._poller.register(requests, zmq.POLLIN)
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
         self._sampler = open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
+        self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=self._lending.wake)
         self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
@@ -112,6 +114,7 @@ class Engine:
         try:
             self._serve()
         finally:
+            self._grammars.close()
             self._lending.close()
 
     def _serve(self) -> None:
@@ -130,6 +133,7 @@ class Engine:
                     self._finish_steps()  # while the other ranks are there
                     return
                 self._handle(message)
+            self._take_compiled()
             busy = self.step()
 
     def step(self) -> bool:
@@ -154,6 +158,9 @@ class Engine:
         launched_s = time.monotonic()
         self._seat(plan)
         self._announce_admitted(plan)
+        masks = self._grammars.masks_of(plan)
+        if masks is not None and not self._launched:
+            masks.begin()  # beside the model
         try:
             hidden = self._runner.forward(plan)
         except TransferError as error:
@@ -163,7 +170,9 @@ class Engine:
             self._lending.transfer_failed(plan, error.links)
             return
         prompt_parts = self._collect_prompt_logprobs(plan, hidden)
-        sample = self._sample(plan, hidden)
+        if masks is not None:
+            self._finish_steps()  # the masks depend on the tokens of the step before, and the device has this one to do
+        sample = self._sample(plan, hidden, masks)
         self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s))
 
     def _finish_steps(self, keep: int = 0) -> None:
@@ -193,10 +202,13 @@ class Engine:
             plan.request_ids, plan.query_starts, plan.context_lens, lambda rows: self._runner.logits(hidden, rows)
         )
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> PendingSample:
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor, masks: PendingMasks | None) -> PendingSample:
         rows = plan.logits_rows
         return self._sampler.sample(
-            self._runner.logits(hidden, rows), plan.row_slots[plan.logits_seqs], plan.positions[rows] + np.int32(1)
+            self._runner.logits(hidden, rows),
+            plan.row_slots[plan.logits_seqs],
+            plan.positions[rows] + np.int32(1),
+            None if masks is None else masks.result(),
         )
 
     def _wait(self) -> None:
@@ -250,7 +262,6 @@ class Engine:
             self._forget(request_id)
 
     def _add(self, message: AddRequest) -> None:
-        arrival_s = time.monotonic()
         try:
             request = Request.from_message(
                 message,
@@ -259,6 +270,23 @@ class Engine:
                 self._config.max_model_len,
                 self._runner.eos_token_ids,
             )
+            may_run = self._grammars.hold(request)
+        except ValueError as error:
+            self._refuse(message.request_id, str(error))
+            return
+        if may_run:
+            self._enqueue(request)
+
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammars are there now."""
+        for request, why_not in self._grammars.take_compiled():
+            if why_not is None:
+                self._enqueue(request)
+            else:
+                self._refuse(request.request_id, why_not)
+
+    def _enqueue(self, request: Request) -> None:
+        try:
             self._scheduler.add_request(
                 request.request_id,
                 request.prompt,
@@ -268,19 +296,24 @@ class Engine:
                 namespace=request.namespace,
                 skip_prefix_match=request.sampling.prompt_logprobs is not None,
                 priority=request.priority,
-                arrival_s=arrival_s,
-                deadline_s=arrival_s + (message.target_ttft_s or self._config.target_ttft_s),
+                arrival_s=request.arrived_s,
+                deadline_s=request.arrived_s + (request.target_ttft_s or self._config.target_ttft_s),
             )
         except ValueError as error:
-            self._send(RequestError(message.request_id, 400, str(error)))
+            self._refuse(request.request_id, str(error))
             return
         self._requests[request.request_id] = request
         self._prompt_logprobs.add(request)
         self._lending.demand_changed()
 
+    def _refuse(self, request_id: int, why: str) -> None:
+        self._forget(request_id)
+        self._send(RequestError(request_id, 400, why))
+
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
         self._sampler.release(request_id)
+        self._grammars.release(request_id)
         self._prompt_logprobs.discard(request_id)
 
     def _seat(self, plan: StepPlan) -> None:
@@ -298,6 +331,8 @@ class Engine:
     def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
         reasons = result.finish_reasons
         rows = np.flatnonzero(reasons < FINISH_ABORTED)  # those below are of tokens that clients get
+        if self._grammars:
+            rows = rows[~np.isin(result.request_ids[rows], self._follow_grammars(result, rows))]
         self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
@@ -326,6 +361,15 @@ class Engine:
             self._send(RequestError(request_id, 500, "the logits for the next token are not finite"))
         for request_id in result.request_ids[(reasons != FINISH_RUNNING) & ~is_retracted].tolist():
             self._forget(request_id)
+
+    def _follow_grammars(self, result: StepResult, rows: npt.NDArray[np.intp]) -> list[int]:
+        """Give grammars the tokens of `rows`. Return the requests that end because theirs cannot be followed."""
+        arrays = (result.request_ids, result.token_ids, result.finish_reasons)
+        failed = self._grammars.advance(*(array[rows].tolist() for array in arrays))
+        self._scheduler.abort(np.array(list(failed), np.uint64))
+        for request_id, why in failed.items():
+            self._refuse(request_id, why)
+        return list(failed)
 
     def _announce_admitted(self, plan: StepPlan) -> None:
         """Tell the gateway who has left the queue before the step runs, for a prefill may take seconds."""

@@ -129,7 +129,7 @@ class Lending:
             pool_bytes=self._runner.pool.nbytes,
             lender=lender,
             borrower=self._borrower,
-            on_end=self._wake,
+            on_end=self.wake,
         )
         self._coordinator.start()
 
@@ -148,7 +148,7 @@ class Lending:
             scheduler=self._scheduler,
             pool_bytes=pool.nbytes,
             serve_link=serve_link,
-            wake_engine=self._wake,
+            wake_engine=self.wake,
         )
 
     def _open_borrower(self, me: Identity, spec: LendingSpec, wire: Wire) -> Borrower:
@@ -167,10 +167,11 @@ class Lending:
             find=find,
             attach=transport.attach,
             detach=transport.detach,
-            wake_engine=self._wake,
+            wake_engine=self.wake,
         )
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the engine look whether there is something to do. Any thread may call this."""
         os.eventfd_write(self.wake_fd, 1)
 
 

@@ -109,6 +109,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    grammar: str | None = None  # that holds the answer, in the form of `grammars.library_form`; not with `ignore_eos`
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):

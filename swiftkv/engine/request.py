@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ class Request:
     seed: int  # 64 bits
     namespace: bytes  # prompts share cached prefixes only within one
     priority: int
+    target_ttft_s: float | None = None  # as its client wants it
+    arrived_s: float = field(default_factory=time.monotonic)
 
     @classmethod
     def from_message(
@@ -65,6 +68,7 @@ class Request:
             seed=(secrets.randbits(64) if sampling.seed is None else sampling.seed) & (2**64 - 1),
             namespace=f"{model}\0{message.cache_salt}".encode(),
             priority=message.priority,
+            target_ttft_s=message.target_ttft_s,
         )
 
 
@@ -87,6 +91,7 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
         "stop_token_ids must be token ids of the vocabulary": all(
             0 <= token < vocab_size for token in params.stop_token_ids
         ),
+        "a grammar ends the answer: ignore_eos cannot be set": params.grammar is None or not params.ignore_eos,
         f"logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.logprobs),
         f"prompt_logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.prompt_logprobs),
     }

@@ -1,9 +1,9 @@
 """From logits to tokens, for the whole batch at once.
 
 What a request asks for is written once, when it takes a row slot, into tensors that have a row per slot; a step only
-gathers. The order of the stages, and their meaning, is vLLM's: raw log-probabilities; min_tokens, logit_bias and
-penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depends on that row alone, and the draw on
-(seed, position) alone, so a request's tokens do not depend on what else runs.
+gathers. The order of the stages, and their meaning, is vLLM's: raw log-probabilities; masks of grammars; min_tokens,
+logit_bias and penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depends on that row alone, and
+the draw on (seed, position) alone, so a request's tokens do not depend on what else runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from swiftkv.engine.logprobs import token_logprobs
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_counts import TokenCounts
+from swiftkv.engine.token_masks import TokenMasks
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this mean greedy."""
@@ -75,13 +76,17 @@ class TokenSampler(Protocol):
         """The request has ended."""
 
     def sample(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+        self,
+        logits: torch.Tensor,
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        masks: TokenMasks | None = None,
     ) -> PendingSample:
         """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
 
         `positions [R]` are those that the sampled tokens will have. Several rows of a slot stand together, in the order
         of their positions, and each is sampled as if the tokens of those before it counted. `last_token_ids` then has
-        one of them: nobody reads it.
+        one of them: nobody reads it. `masks` say which tokens the rows of grammars may have.
         """
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
@@ -161,22 +166,35 @@ class Sampler:
         self._counts.release(request_id)
 
     def sample(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+        self,
+        logits: torch.Tensor,
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        masks: TokenMasks | None = None,
     ) -> PendingSample:
-        sampled = self._sample(logits, slots, positions)
+        sampled = self._sample(logits, slots, positions, masks)
         rows = torch.from_numpy(slots).to(self._device, torch.int64)
         self._last_token_ids.index_copy_(0, rows, torch.from_numpy(sampled.token_ids).to(self._device))
         return FinishedSample(sampled)
 
-    def _sample(self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Sampled:
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        masks: TokenMasks | None,
+    ) -> Sampled:
         if not np.any(self._flags[slots]):
+            if masks is not None:
+                masks.forbid(logits)
             best = logits.max(-1)
             return Sampled(_to_numpy(best.indices), {}, _is_broken(best.values))
         token_ids = np.empty(len(slots), np.int32)
         broken = np.empty(len(slots), np.bool_)
         logprobs: dict[int, TokenLogprobs] = {}
         for part in self._slices(slots):
-            some = self._sample_slice(logits[part], slots[part], positions[part])
+            of_part = None if masks is None else masks.of(part)
+            some = self._sample_slice(logits[part], slots[part], positions[part], of_part)
             token_ids[part], broken[part] = some.token_ids, some.broken
             logprobs.update((part.start + row, entry) for row, entry in some.logprobs.items())
         return Sampled(token_ids, logprobs, broken)
@@ -195,7 +213,11 @@ class Sampler:
         return token_logprobs(logits, token_ids, top_counts)
 
     def _sample_slice(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+        self,
+        logits: torch.Tensor,
+        slots: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        masks: TokenMasks | None,
     ) -> Sampled:
         """Sample as `sample` does, for so few rows that intermediate results stay in the processor's cache."""
         flags = self._flags[slots]
@@ -203,6 +225,8 @@ class Sampler:
             np.flatnonzero(flags & flag) for flag in (_EDITED, _PENALISED, _DRAWN, _LOGPROBS)
         )
         raw_logits = logits[asked]  # a copy
+        if masks is not None:
+            masks.forbid(logits)
         if len(edited):
             self._edit(logits, edited, slots, positions)
         if len(penalised):

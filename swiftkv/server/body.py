@@ -12,11 +12,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 
 from swiftkv.server.errors import ApiError
+from swiftkv.server.fields import Body
 from swiftkv.server.limits import Turns
 from swiftkv.server.price import check_json
 from swiftkv.server.protocol import (
     BatchBody,
-    Body,
     BudgetBody,
     ChatBody,
     CompletionBody,

@@ -172,7 +172,7 @@ class EngineClient:
         if self.queued.is_full:
             num_tokens, most = self.queued.num_tokens, self.queued.max_tokens
             raise self._busy("max_num_queued_tokens", f"has {num_tokens} prompt tokens waiting, of {most}")
-        if not self._outbox.has_room(len(requests), sum(len(request.prompt) for request in requests)):
+        if not self._outbox.has_room(len(requests), sum(request.num_bytes for request in requests)):
             raise self._busy("unread_messages", f"is behind with {self._outbox.num_unread} messages")
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
         self._next_request_id = request_ids.stop

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
+from swiftkv.server.fields import INT32_MAX, Body, Unsupported
 from swiftkv.server.protocol import (
-    INT32_MAX,
-    Body,
+    BatchBody,
     BudgetBody,
     ChatBody,
     ChatMessage,
@@ -23,8 +25,8 @@ from swiftkv.server.protocol import (
     StreamOptions,
     TextPart,
     TokenizeBody,
-    Unsupported,
 )
+from swiftkv.server.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
 BEGIN, END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
 _NOT_USED = "Accepted, not used"
@@ -35,8 +37,12 @@ _SECTIONS: tuple[tuple[str, type[Body], type[Body] | None], ...] = (
     ("A message", ChatMessage, None),
     ("A part of a message's `content`", TextPart, None),
     ("`stream_options`", StreamOptions, None),
+    ("`response_format`", ResponseFormat, None),
+    ("`response_format.json_schema`", JsonSchemaFormat, None),
+    ("`structured_outputs`", StructuredOutputs, None),
     ("`POST /tokenize`", TokenizeBody, None),
     ("`POST /detokenize`", DetokenizeBody, None),
+    ("`POST /v1/batches`", BatchBody, None),
     ("`PATCH /admin/lending/{worker}`", BudgetBody, None),
 )
 """Heading, body, and the body whose fields another section has."""
@@ -51,15 +57,14 @@ def _section(heading: str, body: type[Body], base: type[Body] | None) -> str:
     known = base.model_fields if base else {}
     schema = body.model_json_schema()
     rows = [
-        f"| `{name}` | {_state(body, name)} | {_values(schema['properties'][name], schema.get('$defs', {}))} |"
-        for name in body.model_fields
+        f"| `{name}` | {_state(field)} | {_values(schema['properties'][name], schema.get('$defs', {}))} |"
+        for name, field in ((field.alias or name, field) for name, field in body.model_fields.items())
         if name not in known
     ]
     return "\n".join([f"### {heading}", "", "| field | | values |", "| --- | --- | --- |", *rows, ""])
 
 
-def _state(body: type[Body], name: str) -> str:
-    field = body.model_fields[name]
+def _state(field: FieldInfo) -> str:
     if any(isinstance(item, Unsupported) for item in field.metadata):
         return "refused"
     if field.description == _NOT_USED:
@@ -81,7 +86,7 @@ def _values(schema: dict[str, Any], defs: dict[str, Any]) -> str:
 def _kind(schema: dict[str, Any], defs: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
-        return {"ChatMessage": "a message", "TextPart": "a part", "StreamOptions": "see below"}[name]
+        return {"ChatMessage": "a message", "TextPart": "a part"}.get(name, "see below")
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     match schema.get("type"):

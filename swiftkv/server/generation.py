@@ -27,6 +27,11 @@ class SequenceRequest:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt) // 4
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes as a message."""
+        return len(self.prompt) + len(self.sampling.grammar or "")
+
 
 @dataclass(slots=True)
 class SequenceOutput:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
+from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.responses import EngineView, ModelCard
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
@@ -32,7 +33,8 @@ class ClientPolicy:
 class ModelHandle:
     """A model as the gateway knows it. `root` names its checkpoint; lengths and sizes are in tokens.
 
-    `threads` tokenize, decode and render templates: a model of which much is asked holds up no other.
+    `threads` tokenize, decode and render templates: a model of which much is asked holds up no other. `grammars` is the
+    node's one, for a process of its own checks them.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ModelHandle:
     tokenizer: Tokenizer
     client: EngineClient
     policy: ClientPolicy = ClientPolicy()
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
     threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
 

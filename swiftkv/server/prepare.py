@@ -12,7 +12,8 @@ from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import check_detokenize, check_messages, check_stops
 from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody
-from swiftkv.server.sampling import sequence_requests
+from swiftkv.server.sampling import check_grammar_fields, sequence_requests
+from swiftkv.server.structured import asked_grammar, asks_for_grammar
 from swiftkv.server.tiers import priority_in, tier_of
 
 
@@ -42,14 +43,31 @@ def check(model: ModelHandle, body: CompletionBody | ChatBody) -> None:
     check_stops(body.stops)
 
 
-def prepare(model: ModelHandle, body: CompletionBody | ChatBody) -> Prepared:
-    """Tokenize the prompts of a request, and compute what it costs. Call this in the model's threads.
+async def prepare(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes: int) -> Prepared:
+    """Check the grammar of a request, tokenize its prompts, and compute what it costs. The body had `num_bytes`.
 
     Raises:
-        ApiError: 400 if a field does not fit the model, or the request costs too much.
+        ApiError: 400 if a field does not fit the model, the grammar is none, or the request costs too much; 429 if too
+            many others wait for the same.
     """
+    grammar = await _checked_grammar(model, body, num_bytes)
+    return await model.threads.run(lambda: _prepared(model, body, grammar), num_bytes)
+
+
+async def _checked_grammar(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes: int) -> str | None:
+    """Return the grammar that is to hold the answer, as engines take it."""
+    if not asks_for_grammar(body):
+        return None
+    asked = await model.threads.run(lambda: asked_grammar(body), num_bytes)
+    if asked is None:
+        return None
+    check_grammar_fields(body)
+    return await model.grammars.check(asked)
+
+
+def _prepared(model: ModelHandle, body: CompletionBody | ChatBody, grammar: str | None) -> Prepared:
     prompts = [_chat_prompt(model, body)] if isinstance(body, ChatBody) else _completion_prompts(model, body)
-    sequences = sequence_requests(model, body, [prompt.token_ids for prompt in prompts])
+    sequences = sequence_requests(model, body, [prompt.token_ids for prompt in prompts], grammar)
     return Prepared(prompts, sequences, make_choices(model, body, prompts))
 
 

@@ -37,6 +37,10 @@ class Limits:
     stop_token_ids: int = 256
     logit_bias: int = 1024
     metadata: int = 64
+    grammar_bytes: int = 128 << 10  # of a schema, regular expression, list of choices or grammar
+    grammar_depth: int = 32  # of a schema: arrays and objects in each other
+    grammar_values: int = 1 << 14  # of a schema
+    grammar_choices: int = 1024
     label_chars: int = 1024
     token_ids: int = 1 << 20  # of all prompts together
     sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often
@@ -129,6 +133,16 @@ def check_messages(num_parts: int) -> None:
 def check_stops(stops: Sequence[str]) -> None:
     """Check the stop strings of one request, all together."""
     _check(sum(map(len, stops)), LIMITS.all_stop_chars, "stop", "characters in all stop strings together")
+
+
+def check_grammar(field: str, text: str, *, is_json: bool) -> None:
+    """Check the size of a grammar before anybody compiles it."""
+    content = text.encode("utf-8", "replace")
+    _check(len(content), LIMITS.grammar_bytes, field, "bytes of grammar")
+    if is_json:
+        shape = json_shape(content)
+        _check(shape.depth, LIMITS.grammar_depth, field, "levels of arrays and objects in each other")
+        _check(shape.values, LIMITS.grammar_values, field, "JSON values in a grammar")
 
 
 def check_tokenize(num_chars: int, max_model_len: int, field: str) -> None:

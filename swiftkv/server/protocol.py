@@ -9,94 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    PlainValidator,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from swiftkv.config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
+from swiftkv.server.fields import INT32_MAX, AtMost, Body, Label, Text, Unsupported
 from swiftkv.server.price import LIMITS
+from swiftkv.server.structured import JsonSchemaFormat, ResponseFormat, StructuredFields, StructuredOutputs
 from swiftkv.server.tiers import WantedTier
 from swiftkv.units import Budget, parse_budget
 
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
-INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # A list of a million wrong items must not make a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.token_ids)]
-# The bound makes pydantic look into the string: JSON has halves of surrogate pairs, which no tokenizer takes.
-Text = Annotated[str, Field(max_length=INT32_MAX)]
 StopString = Annotated[str, Field(min_length=1, max_length=LIMITS.stop_chars)]
 Switch = Literal["true", "false"]  # of a query, where pydantic would take 1, yes and t as well
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
-
-
-class Unsupported:
-    """Marks a field whose only accepted values are ``null`` and those given here, all of which ask for nothing."""
-
-    def __init__(self, *harmless: Any) -> None:
-        self.harmless = (None, *harmless)
-
-    def check(self, value: Any) -> None:
-        if not any(type(value) is type(ok) and value == ok for ok in self.harmless):
-            raise PydanticCustomError("unsupported_field", "is not supported")
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": list(self.harmless), "description": "Not supported"}
-
-
-class _AtMost:
-    """Checks how many entries a mapping has before pydantic looks at the first: it checks `max_length` after the last.
-
-    It would make an error of every wrong entry until then.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > self._limit:
-            raise PydanticCustomError(
-                "too_many_entries",
-                "has {count} entries; at most {limit} are taken",
-                {"count": len(value), "limit": self._limit},
-            )
-        return value
-
 
 LogitBias = Annotated[
     dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=LIMITS.logit_bias),
-    BeforeValidator(_AtMost(LIMITS.logit_bias)),
+    BeforeValidator(AtMost(LIMITS.logit_bias)),
 ]
-Metadata = Annotated[dict[Label, Label], Field(max_length=LIMITS.metadata), BeforeValidator(_AtMost(LIMITS.metadata))]
-_check_number_of_fields = _AtMost(LIMITS.fields)
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _at_most_so_many_fields(cls, value: Any) -> Any:
-        return _check_number_of_fields(value)
+Metadata = Annotated[dict[Label, Label], Field(max_length=LIMITS.metadata), BeforeValidator(AtMost(LIMITS.metadata))]
 
 
 class ModelBody(Body):
@@ -109,7 +48,7 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[None, Unsupported(False)] = None
 
 
-class GenerationBody(ModelBody):
+class GenerationBody(ModelBody, StructuredFields):
     """The fields that completions and chat completions have in common."""
 
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
@@ -141,7 +80,6 @@ class GenerationBody(ModelBody):
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
     include_stop_str_in_output: Annotated[None, Unsupported(False)] = None
-    response_format: Annotated[None, Unsupported({"type": "text"})] = None
 
     @property
     def stops(self) -> list[str]:
@@ -310,8 +248,11 @@ _FIELDS = frozenset(
         StreamOptions,
         BudgetBody,
         BatchBody,
+        JsonSchemaFormat,
+        ResponseFormat,
+        StructuredOutputs,
     )
-    for name in body.model_fields
+    for name in (field.alias or name for name, field in body.model_fields.items())
 ) | {"dry_run", "after", "limit", "order", "purpose", "file_id", "batch_id"}
 
 _SHOWN_CHARS = 128  # of a name that a client chose

@@ -109,7 +109,7 @@ async def _generate(request: Request, model: ModelHandle, body: CompletionBody |
     record.model = model.name
     check(model, body)
     wanted_s = target_ttft_s(request.headers)
-    prepared = await _in_threads(request, model, lambda: prepare(model, body))
+    prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
     answer = begin(model, body, prepared, target_ttft_s=wanted_s)
     record.finished = answer.generation.finished
     if body.stream:

@@ -21,16 +21,21 @@ _MIN_TEMPERATURE = 0.01
 
 
 def sequence_requests(
-    model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]]
+    model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]], grammar: str | None = None
 ) -> list[SequenceRequest]:
     """Return `n` sequences per prompt, those of one prompt in a row; the first of them asks for the prompt's logprobs.
+
+    `grammar` holds all of them.
 
     Raises:
         ApiError: 400 if a prompt or a field does not fit the model, or the whole request costs too much.
     """
     n = body.n or 1
     logprobs, prompt_logprobs = _num_logprobs(body)
-    samplings = [_sampling_params(model, body, len(prompt), logprobs) for prompt in prompts]
+    samplings = [
+        msgspec.structs.replace(_sampling_params(model, body, len(prompt), logprobs), grammar=grammar)
+        for prompt in prompts
+    ]
     Generating(
         num_prompt_tokens=[len(prompt) for prompt in prompts],
         choices=n,
@@ -47,6 +52,16 @@ def sequence_requests(
             SequenceRequest(prompt_bytes, _of_choice(sampling, choice, prompt_logprobs)) for choice in range(n)
         ]
     return requests
+
+
+def check_grammar_fields(body: GenerationBody) -> None:
+    """Check the fields that do not go with a grammar.
+
+    Raises:
+        ApiError: 400.
+    """
+    if body.ignore_eos:
+        raise ApiError(400, "field 'ignore_eos': an answer that a grammar holds ends with it", param="ignore_eos")
 
 
 def stop_rules(body: GenerationBody) -> StopRules:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swiftkv.engine.sampler import Sampler, TokenSampler, open_sampler
+from swiftkv.engine.token_masks import TokenMasks
 from tests.engine.test_sampler import EOS, VOCAB, make_request
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")
@@ -106,3 +107,33 @@ def test_rows_without_a_token_are_told() -> None:
         sampler.seat(3, make_request(3, [0], min_tokens=1, stop_token_ids=list(range(VOCAB))))
         assert sampler.sample(logits.clone(), slots, positions).result().broken.tolist() == [True, False, True, True]
         assert not len(sampler.sample(logits[:0], slots[:0], positions[:0]).result().token_ids)
+
+
+def test_both_samplers_keep_to_masks() -> None:
+    """Rows without a mask get what they get without it; log-probabilities are those of all tokens."""
+    slots = np.arange(len(PARAMS), dtype=np.int32)
+    positions = np.full(len(PARAMS), 9, np.int32)
+    requests = [make_request(i, [1, 2, 3, 2], **params) for i, params in enumerate(PARAMS)]
+    allowed = np.random.default_rng(0).random((len(PARAMS), 32 * ((VOCAB + 31) // 32))) < 0.1
+    allowed[:, 7] = True
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+    rows = np.array([0, 1, 3, 5, 6], np.int32)
+    free, masked = samplers()[0], samplers()
+    for sampler in (free, *masked):
+        for slot, request in enumerate(requests):
+            sampler.seat(slot, request)
+    logits = logits_of(5)
+    without = free.sample(logits.clone(), slots, positions).result()
+    masks = TokenMasks(rows, bits[rows])
+    both = [sampler.sample(logits.clone(), slots, positions, masks).result() for sampler in masked]
+    for sampled in both:
+        assert not sampled.broken.any()
+        for row, token in enumerate(sampled.token_ids.tolist()):
+            assert allowed[row, token] if row in rows else token == without.token_ids[row]
+        assert sampled.logprobs[5].logprob == pytest.approx(
+            float(torch.log_softmax(logits[5], 0)[sampled.token_ids[5]]), abs=1e-4
+        )
+    with pytest.raises(ValueError, match="rows"):
+        masks.forbid(logits[:2])
+    assert both[0].token_ids.tolist() == both[1].token_ids.tolist()
+    assert both[0].token_ids.tolist() != without.token_ids.tolist()

@@ -13,11 +13,13 @@ from swiftkv._core import Scheduler, StepPlan, StepResult
 from swiftkv.engine.engine import Engine
 from swiftkv.engine.messages import FINISH_ABORTED, FINISH_REJECTED
 from swiftkv.engine.runner import ModelRunner
+from swiftkv.grammars import GrammarSource, library_form
 from tests.engine.engine_process import Answer, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+LIST = library_form(GrammarSource("regex", r"[0-9]{1,3}(, [0-9]{1,3}){2,12}"))
 ASKED: list[dict[str, Any]] = [
     {"max_tokens": 40},
     {"max_tokens": 40, "presence_penalty": 1.2, "frequency_penalty": 0.3, "repetition_penalty": 1.3, "logprobs": 2},
@@ -25,12 +27,13 @@ ASKED: list[dict[str, Any]] = [
     {"max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 4, "frequency_penalty": 0.9},
     {"max_tokens": 40, "temperature": 0.9, "seed": 5, "min_tokens": 20, "stop_token_ids": list(range(40, 80))},
     {"max_tokens": 3, "logit_bias": {11: 4.0}},
+    {"max_tokens": 60, "temperature": 0.9, "seed": 6, "grammar": LIST, "ignore_eos": False, "min_tokens": 30},
 ]
 
 
 def ask(engine: EngineProcess | EngineThread[ModelRunner]) -> list[Answer]:
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, 320, n).tolist() for n in (5, 90, 33, 17, 2, 48)]
+    prompts = [generator.integers(3, 320, n).tolist() for n in (5, 90, 33, 17, 2, 48, 11)]
     return engine.wait([engine.add(prompt, **asked) for prompt, asked in zip(prompts, ASKED, strict=True)])
 
 
@@ -86,7 +89,7 @@ class DraftingEngine(EngineThread[ModelRunner]):
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in step", "a step ahead"])
 @pytest.mark.parametrize("num_blocks", [64, 14], ids=["with room", "with preemptions"])
 def test_drafts_change_nothing_but_the_number_of_steps(num_blocks: int, is_ahead: bool, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
     with EngineProcess(tmp_path, **OPTIONS) as alone:
         expected = ask(alone)
         block_bytes = alone.config.memory.num_bytes // alone.ready.num_blocks

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.device import run_largest_step, run_long_step
 from swiftkv.engine.device_sampler import DeviceSampler
 from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine.token_masks import TokenMasks
 from swiftkv.kernels.dispatch import reference_ops, triton_ops
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.loader import MappedWeights, load_decoder
@@ -42,6 +44,7 @@ def sample(vocab_size: int, noted: set[tuple[str, str]]) -> None:
     """Steps of any number of rows, of requests with all kinds of parameters, after the warm-up."""
     sampler = DeviceSampler(vocab_size, torch.zeros(ROWS, dtype=torch.int32))
     warm = set(noted)
+    num_words = ceil_div(vocab_size, 32)
     for num_top in (None, 0, 1, 2, 3, 20, 33, 100):
         for slot in range(ROWS):
             params = PARAMS[slot % len(PARAMS)] | ({} if num_top is None else {"logprobs": num_top})
@@ -50,7 +53,8 @@ def sample(vocab_size: int, noted: set[tuple[str, str]]) -> None:
             slots = np.arange(num_rows, dtype=np.int32)
             if num_rows > 2:
                 slots[-1] = slots[-2]  # a draft behind a row that counts tokens
-            sampler.sample(torch.zeros(num_rows, vocab_size), slots, np.full(num_rows, 3, np.int32))
+            masks = TokenMasks(np.arange(num_rows, dtype=np.int32), np.zeros((num_rows, num_words), np.uint32))
+            sampler.sample(torch.zeros(num_rows, vocab_size), slots, np.full(num_rows, 3, np.int32), masks)
     for num_rows in (1, 2, 3):
         logits = torch.zeros(num_rows, vocab_size)
         sampler.token_logprobs(logits, np.zeros(num_rows, np.int32), [num_rows] * num_rows)

@@ -242,7 +242,7 @@ class BatchRunner:
         body = await self._parsing.run(lambda: parse_line(text), len(text))
         model = self._models.pick(None, body.model)
         check(model, body)
-        prepared = await model.threads.run(lambda: prepare(model, body), len(text))
+        prepared = await prepare(model, body, len(text))
         running.num_sequences = len(prepared.sequences)
         answer = begin(model, body, prepared)
         running.generation = answer.generation

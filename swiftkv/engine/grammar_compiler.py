@@ -1,0 +1,94 @@
+"""Compiles grammars in a thread of its own, so that no step waits, and keeps those that were used last."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from swiftkv.grammars import new_matcher
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 32
+_STACK_BYTES = 16 << 20
+
+
+def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
+    """Return the tokens of a checkpoint as grammars need them, or `None` if they cannot be had: then there are none."""
+    file = directory / "tokenizer.json"
+    if not eos_token_ids or not file.is_file():
+        return None
+    try:
+        return LLTokenizer(str(file), n_vocab=vocab_size, eos_token=eos_token_ids[0])
+    except ValueError as error:
+        logger.warning("%s: no answer can be held to a grammar: %s", file, error)
+        return None
+
+
+class GrammarCompiler:
+    """Compiles grammars. All calls come from the thread of the step loop."""
+
+    def __init__(self, tokenizer: LLTokenizer, wake: Callable[[], None]) -> None:
+        """`wake` is called, from another thread, when `take_compiled` has something."""
+        self._tokenizer = tokenizer
+        self._wake = wake
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # fresh ones, to be copied; the last used is the last
+        self._compiling: set[str] = set()
+        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[tuple[str, LLMatcher | ValueError]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=self._run, name="grammars", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    def copy_of(self, grammar: str) -> LLMatcher | None:
+        """Return a matcher at the beginning of `grammar`, or `None` if it is compiled first."""
+        kept = self._kept.get(grammar)
+        if kept is not None:
+            self._kept.move_to_end(grammar)
+            return kept.deep_copy()
+        if grammar not in self._compiling:
+            self._compiling.add(grammar)
+            self._wanted.put(grammar)
+        return None
+
+    def take_compiled(self) -> list[tuple[str, ValueError | None]]:
+        """Return the grammars that were compiled since the last time, or why one could not be."""
+        taken: list[tuple[str, ValueError | None]] = []
+        while not self._compiled.empty():
+            grammar, outcome = self._compiled.get()
+            self._compiling.remove(grammar)
+            if isinstance(outcome, ValueError):
+                taken.append((grammar, outcome))
+                continue
+            self._kept[grammar] = outcome
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            taken.append((grammar, None))
+        return taken
+
+    def close(self) -> None:
+        """Compile no more. A grammar in progress is left to the end of the process."""
+        with self._lock:
+            self._is_closed = True
+        self._wanted.put(None)
+
+    def _run(self) -> None:
+        while (grammar := self._wanted.get()) is not None:
+            try:
+                outcome: LLMatcher | ValueError = new_matcher(self._tokenizer, grammar)
+            except ValueError as error:
+                outcome = error
+            self._compiled.put((grammar, outcome))
+            with self._lock:
+                if not self._is_closed:
+                    self._wake()

@@ -1,0 +1,219 @@
+"""The grammars that hold the answers of running requests.
+
+Each request has a matcher of its own, which knows the tokens that it has been given. A step asks the matchers for
+masks, beside the model where it can: on the CPU while the model computes, on a GPU as soon as the tokens of the step
+before it are known, when the device is at work on this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher
+
+from swiftkv._core import StepPlan
+from swiftkv.arithmetic import ceil_div
+from swiftkv.engine.grammar_compiler import GrammarCompiler, open_tokenizer
+from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig
+from swiftkv.engine.request import Request
+from swiftkv.engine.token_masks import TokenMasks
+from swiftkv.grammars import error_of
+
+_BITS = 32
+_MAX_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request and its matcher."""
+
+    request: Request
+    matcher: LLMatcher
+
+    @property
+    def min_position(self) -> int:
+        """The first position at which the answer may end."""
+        return len(self.request.prompt) + self.request.sampling.min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Successive rows of one request: the first is behind its last token, each other one behind one more guess."""
+
+    held: _Held
+    first_row: int
+    first_position: int
+    draft: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return 1 + len(self.draft)
+
+
+class PendingMasks:
+    """The masks of one step, for whoever begins to make them when the tokens before it are known."""
+
+    def __init__(self, begin: Callable[[], Future[TokenMasks]]) -> None:
+        self._begin = begin
+        self._masks: Future[TokenMasks] | None = None
+
+    def begin(self) -> None:
+        """Have them made in another thread."""
+        if self._masks is None:
+            self._masks = self._begin()
+
+    def result(self) -> TokenMasks:
+        self.begin()
+        assert self._masks is not None
+        return self._masks.result()
+
+
+class Grammars:
+    """The grammars of one engine's requests. All calls come from the thread of the step loop."""
+
+    def __init__(
+        self, config: EngineConfig, vocab_size: int, eos_token_ids: Sequence[int], *, wake: Callable[[], None]
+    ) -> None:
+        """`wake` is called, from another thread, when `take_compiled` has something."""
+        self._eos_token_ids = list(eos_token_ids)
+        self._num_words = ceil_div(vocab_size, _BITS)
+        tokenizer = open_tokenizer(Path(config.path), vocab_size, eos_token_ids)
+        self._compiler = None if tokenizer is None else GrammarCompiler(tokenizer, wake)
+        self._held: dict[int, _Held] = {}
+        self._waiting: dict[int, Request] = {}  # for their grammars
+        self._num_threads = min(config.threads, _MAX_THREADS)
+        self._executor: LLExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # which does one step after the other
+
+    def __bool__(self) -> bool:
+        """Whether any request is held to a grammar."""
+        return bool(self._held)
+
+    def hold(self, request: Request) -> bool:
+        """Hold `request` to its grammar from now on. Return whether it may run: if not, `take_compiled` tells when.
+
+        Raises:
+            ValueError: this engine holds nothing to grammars.
+        """
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return True
+        if self._compiler is None:
+            raise ValueError("this model cannot be held to a grammar: it needs tokenizer.json and an eos_token_id")
+        matcher = self._compiler.copy_of(grammar)
+        if matcher is None:
+            self._waiting[request.request_id] = request
+            return False
+        self._held[request.request_id] = _Held(request, matcher)
+        return True
+
+    def take_compiled(self) -> list[tuple[Request, str | None]]:
+        """Return the requests whose grammars have been compiled since the last time, and why if one could not be."""
+        taken: list[tuple[Request, str | None]] = []
+        for grammar, error in [] if self._compiler is None else self._compiler.take_compiled():
+            for request in [each for each in self._waiting.values() if each.sampling.grammar == grammar]:
+                del self._waiting[request.request_id]
+                if error is None:
+                    is_held = self.hold(request)
+                    assert is_held
+                taken.append((request, None if error is None else str(error)))
+        return taken
+
+    def release(self, request_id: int) -> None:
+        """The request has ended."""
+        self._held.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+    def masks_of(self, plan: StepPlan) -> PendingMasks | None:
+        """Return the masks of a step, to be begun once the tokens before it are known; `None` if it needs none."""
+        if not self._held or not any(request_id in self._held for request_id in _row_request_ids(plan)):
+            return None
+
+        def begin() -> Future[TokenMasks]:
+            rows = self._rows_of(plan)
+            return self._thread.submit(self._fill, rows)
+
+        return PendingMasks(begin)
+
+    def advance(
+        self, request_ids: Sequence[int], token_ids: Sequence[int], finish_reasons: Sequence[int]
+    ) -> dict[int, str]:
+        """Give the matchers the tokens that requests have got, in order. Return those that cannot go on, and why."""
+        failed: dict[int, str] = {}
+        for request_id, token_id, reason in zip(request_ids, token_ids, finish_reasons, strict=True):
+            held = self._held.get(request_id)
+            if held is None or request_id in failed:
+                continue
+            matcher = held.matcher
+            token_id = self._eos_token_ids[0] if token_id in self._eos_token_ids else token_id
+            # An error leaves only the end of the answer to be sampled.
+            if matcher.is_error() or (reason == FINISH_RUNNING and not matcher.consume_token(token_id)):
+                failed[request_id] = f"the grammar cannot be followed any further: {error_of(matcher)}"
+        return failed
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+        self._thread.shutdown()
+
+    def _rows_of(self, plan: StepPlan) -> list[_Rows]:
+        rows: list[_Rows] = []
+        inputs = plan.token_ids[plan.logits_rows].tolist()
+        positions = (plan.positions[plan.logits_rows] + np.int32(1)).tolist()
+        for row, request_id in enumerate(_row_request_ids(plan)):
+            held = self._held.get(request_id)
+            if held is None:
+                continue
+            if rows and rows[-1].held is held:
+                rows[-1].draft.append(inputs[row])
+            else:
+                rows.append(_Rows(held, row, positions[row]))
+        return rows
+
+    def _fill(self, rows: Sequence[_Rows]) -> TokenMasks:
+        """Make masks, outside the interpreter's lock for the most part."""
+        row_ids = [each.first_row + offset for each in rows for offset in range(len(each))]
+        # Behind a guess that the grammar forbids anything may follow: nobody reads that row.
+        bits = np.full((len(row_ids), self._num_words), 0xFFFF_FFFF, np.uint32)
+        target = (bits.ctypes.data, bits.strides[0], len(bits))
+        begins = np.cumsum([0, *map(len, rows)]).tolist()
+        alone = [(each.held.matcher, begin) for each, begin in zip(rows, begins, strict=False) if not each.draft]
+        drafted = [
+            (each.held.matcher, begin, each.draft) for each, begin in zip(rows, begins, strict=False) if each.draft
+        ]
+        if self._executor is None:
+            self._executor = LLExecutor(self._num_threads)
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *target)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
+        self._allow_every_end(bits)
+        for each, begin in zip(rows, begins, strict=False):
+            for offset in range(len(each)):
+                if each.first_position + offset < each.held.min_position:
+                    _forbid_unless_needed(bits[begin + offset], each.held.request.stop_token_ids)
+        return TokenMasks(np.array(row_ids, np.int32), bits)
+
+    def _allow_every_end(self, bits: npt.NDArray[np.uint32]) -> None:
+        """Where the grammar allows the first end-of-sequence token, allow the model's others."""
+        first, *others = self._eos_token_ids
+        may_end = (bits[:, first // _BITS] >> np.uint32(first % _BITS)) & np.uint32(1)
+        for token_id in others:
+            bits[:, token_id // _BITS] |= may_end << np.uint32(token_id % _BITS)
+
+
+def _row_request_ids(plan: StepPlan) -> list[int]:
+    request_ids: list[int] = plan.request_ids[plan.logits_seqs].tolist()
+    return request_ids
+
+
+def _forbid_unless_needed(words: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.int32]) -> None:
+    """Take tokens out of a mask, but leave one that has no others: the grammar has nothing else to say."""
+    rest = words.copy()
+    np.bitwise_and.at(rest, token_ids // _BITS, ~(np.uint32(1) << (token_ids % _BITS).astype(np.uint32)))
+    if rest.any():
+        words[:] = rest

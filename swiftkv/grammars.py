@@ -1,0 +1,107 @@
+"""Grammars that hold an answer, in the form that llguidance takes, and what one may cost.
+
+The gateway has a grammar checked before an engine hears of it; the engine compiles it again, with its own tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+PARSER_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # about 20 ms
+    step_lexer_fuel=100_000,  # of one mask: about 7 ms
+    step_max_items=50_000,  # of one mask: about 3 ms
+    max_lexer_states=20_000,  # one or two KB each
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between the parts of a JSON text. With no limit a model may go on with spaces until its tokens are used up."""
+
+_SHOWN_CHARS = 500
+
+
+class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
+    """A grammar as a client writes it.
+
+    Attributes:
+        text: For `json` a JSON schema, for `choice` a JSON list of strings, for `grammar` Lark or GBNF.
+        whitespace: For `json`: a regular expression of the white space between two parts; empty for none.
+    """
+
+    kind: GrammarKind
+    text: str
+    whitespace: str | None = None
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """The outcome of checking a grammar: the form that `new_matcher` takes, or why there is none."""
+
+    grammar: str | None = None
+    why: str = ""
+
+
+def library_form(source: GrammarSource) -> str:
+    """Return a grammar in the form that `new_matcher` takes.
+
+    Raises:
+        ValueError: with a sentence for the client; what only the compiler can see, `new_matcher` tells.
+    """
+    match source.kind:
+        case "json":
+            return _serialized(json_schema=_with_whitespace(json.loads(source.text), source.whitespace))
+        case "regex":
+            return LLMatcher.grammar_from_regex(source.text)
+        case "choice":
+            alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(source.text))
+            return _serialized(lark_grammar=f"start: {alternatives}")
+        case "grammar":
+            return _serialized(lark_grammar=_as_lark(source.text))
+
+
+def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar. Other threads go on meanwhile.
+
+    Raises:
+        ValueError: it is wrong, or too large; with a sentence for the client.
+    """
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
+    if matcher.is_error():
+        raise ValueError(error_of(matcher))
+    return matcher
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Return why a matcher cannot go on, short enough for a client."""
+    error = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return "there is no text that it allows" if error == "NoExtensionBias" else error[:_SHOWN_CHARS]
+
+
+def _as_lark(text: str) -> str:
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+        raise ValueError(f"neither Lark nor GBNF: {error}") from None
+    return lark
+
+
+def _with_whitespace(schema: object, pattern: str | None) -> dict[str, object]:
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object, or true")
+    is_none = pattern == ""
+    options = {"whitespace_flexible": False} if is_none else {"whitespace_pattern": pattern or _WHITESPACE}
+    return {**schema, "x-guidance": options}
+
+
+def _serialized(**grammar: object) -> str:
+    return json.dumps({"grammars": [grammar]}, ensure_ascii=False)
