@@ -111,7 +111,8 @@ class FileIndex:
         """Write the last uses if that can be done, and let go of the file."""
         with contextlib.suppress(OSError), self.changing():
             pass
-        self._db.close()
+        with self._lock:  # SQLite does not survive that a call of another thread is in it
+            self._db.close()
 
 
 class Changes:
