@@ -262,6 +262,12 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
     for name, engine in engines.items():
         if engine["why"]:
             console.print(f"\n{name}: the engine {engine['why']}", highlight=False)
+        if engine.get("storage") == "degraded":
+            console.print(
+                f"\n{name}: its storage is degraded: it failed or was slow, and is left alone for a while; prompts are "
+                "computed meanwhile",
+                highlight=False,
+            )
 
 
 def _format_age(seconds: float) -> str:

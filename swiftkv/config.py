@@ -23,6 +23,7 @@ from pydantic import (
 
 from swiftkv.errors import ConfigError
 from swiftkv.mistakes import describe_mistakes, show
+from swiftkv.tier_config import StorageConfig, TiersConfig, check_backends, why_no_storage
 from swiftkv.units import (
     Budget,
     PoolBytes,
@@ -128,6 +129,7 @@ class NodeConfig(_Section):
     lending: Annotated[NodeLendingConfig, BeforeValidator(_read_node_lending)] = Field(
         default_factory=NodeLendingConfig, description="on, off or a mapping"
     )
+    tiers: TiersConfig = Field(default_factory=TiersConfig, description="a mapping")
 
     def api_key(self) -> str | None:
         """Return the key of the OpenAI routes, from the environment.
@@ -256,6 +258,7 @@ class ModelConfig(_Section):
     split_special_tokens: bool = Field(False, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
+    tiers: TiersConfig | None = Field(None, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")
 
     @model_validator(mode="before")
@@ -293,6 +296,10 @@ class Config(_Section):
         """Where the file lies: relative paths in it start there."""
         return self._directory
 
+    def storage_of(self, model: ModelConfig) -> StorageConfig | None:
+        """Return the storage tier of a model: its own, or the node's."""
+        return (model.tiers or self.node.tiers).storage
+
     @model_validator(mode="after")
     def _check_across_models(self) -> Config:
         mistakes = [] if self.models else ["models: [] is not a list of at least one model"]
@@ -324,6 +331,8 @@ class Config(_Section):
                     "nor borrows in this version; make it a worker without lending, or write tensor_parallel_size: 1"
                 )
             mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
+            why_not = why_no_storage(model.device, model.tensor_parallel_size, model.enable_prefix_caching)
+            mistakes += [f"models[{i}].tiers.storage: {why}" for why in why_not if self.storage_of(model) is not None]
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(
                     f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
@@ -380,6 +389,7 @@ def load_config(path: Path, **node_overrides: object) -> Config:
         raw["node"] = {**node, **given} if isinstance(node, dict) else node
     config = parse_config(raw)
     config._directory = path.resolve().parent
+    check_backends({"node": config.node.tiers, **{f"models[{i}]": m.tiers for i, m in enumerate(config.models)}}, path)
     return config
 
 

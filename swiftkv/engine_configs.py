@@ -11,6 +11,7 @@ from swiftkv.engine.messages import EngineConfig
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.planning.lending import LendingPair, lending_pairs
 from swiftkv.planning.models import ModelPlan
+from swiftkv.tier.messages import TierSpec
 from swiftkv.transport.topology import TransportChoice
 
 _WITHOUT_WATCHDOG_S = 3600.0  # waits within a step have an end all the same
@@ -76,9 +77,26 @@ def _engine_config(
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
         lending=lending,
+        storage=_tier_spec(config, model),
         tensor_parallel_size=model.tensor_parallel_size,
         ranks_directory=ranks_directory,
         watchdog_s=config.node.watchdog or _WITHOUT_WATCHDOG_S,
+    )
+
+
+def _tier_spec(config: Config, model: ModelConfig) -> TierSpec | None:
+    storage = config.storage_of(model)
+    if storage is None:
+        return None
+    return TierSpec(
+        backend=storage.backend,
+        directory=str(config.directory),
+        write_policy=storage.write_policy,
+        prefetch_policy=storage.prefetch_policy,
+        prefetch_threshold=storage.prefetch_threshold,
+        prefetch_timeout_base_s=storage.prefetch_timeout_base,
+        prefetch_timeout_per_ki_token_s=storage.prefetch_timeout_per_ki_token,
+        queue_bytes=storage.queue,
     )
 
 

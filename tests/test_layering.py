@@ -20,13 +20,14 @@ LAYERS = [
     {"watch"},
     {"server"},
     {"engine"},
-    {"master", "worker"},
+    {"master", "worker", "tier"},
     {"lease", "planning"},
     {"models"},
     {"cache", "transport", "storage"},
     {"kernels"},
     {"_core", "_lease", "_cpu", "_transport"},
     {"config", "hub"},
+    {"tier_config"},
     {"storage_options"},
     {
         "arithmetic",
@@ -51,7 +52,9 @@ ONLY_THESE_MODULES = {
     ("supervisor", "engine"): {"engine.messages"},
     ("engine_configs", "engine"): {"engine.messages"},
     ("engine_configs", "lease"): {"lease.messages"},
+    ("engine_configs", "tier"): {"tier.messages"},
     ("server", "lease"): {"lease.messages"},
+    ("server", "tier"): {"tier.messages"},
 }
 
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}

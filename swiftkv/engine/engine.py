@@ -40,6 +40,7 @@ from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.sampler import PendingSample, Sampled, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
+from swiftkv.engine.tier import open_tier
 from swiftkv.errors import TransferError
 from swiftkv.progress import PROGRESS
 from swiftkv.transport.fence import Fence
@@ -90,10 +91,12 @@ class Engine:
         self._requests_socket = requests
         self._outputs_socket = outputs
         self._scheduler = make_scheduler(config, runner.group_specs)
+        self._tier = open_tier(config, runner, self._scheduler)
         self._lending = Lending(config, runner, self._scheduler, context)
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
+        self._poller.register(self._tier.wake_fd, zmq.POLLIN)
         self._sampler = open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=self._lending.wake)
         self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
@@ -104,7 +107,7 @@ class Engine:
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._statistics = EngineStatistics(config, runner, self._scheduler)
+        self._statistics = EngineStatistics(config, runner, self._scheduler, self._tier)
         self._messages_taken = 0
         self._stats_due_s = 0.0  # monotonic
         self._stats_changed = True
@@ -115,15 +118,17 @@ class Engine:
             self._serve()
         finally:
             self._grammars.close()
+            self._tier.close()
             self._lending.close()
 
     def _serve(self) -> None:
         busy = False
         while True:
             PROGRESS.works()
-            if not busy and self._stats_changed:
+            if not busy and (self._stats_changed or self._tier.has_news()):
                 self._send_stats()
             self._lending.before_step(self._finish_steps)
+            self._tier.before_step()
             if not busy:
                 PROGRESS.rests()
                 self._wait()
@@ -187,6 +192,7 @@ class Engine:
             token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)
             result = self._scheduler.commit(token_ids, duration_s=duration_s)
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)
+            self._tier.computed(step.plan.num_prompt_tokens_in_step, duration_s)
             self._lending.demand_changed()
             self._publish(step.plan, sampled, result)
 
@@ -214,9 +220,10 @@ class Engine:
     def _wait(self) -> None:
         """Wait until a message comes or something about leases, or it is time to look around."""
         timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else _IDLE_POLL_MS
-        ready = dict(self._poller.poll(timeout_ms))
-        if self._lending.wake_fd in ready:
-            os.eventfd_read(self._lending.wake_fd)
+        ready = dict(self._poller.poll(self._tier.longest_rest_ms(timeout_ms)))
+        for wake_fd in (self._lending.wake_fd, self._tier.wake_fd):
+            if wake_fd in ready:
+                os.eventfd_read(wake_fd)
 
     def _receive(self) -> list[ToEngine]:
         """Return messages that have come, as many as one step may wait for: running requests must go on meanwhile."""
@@ -264,11 +271,7 @@ class Engine:
     def _add(self, message: AddRequest) -> None:
         try:
             request = Request.from_message(
-                message,
-                self._config.name,
-                self._runner.vocab_size,
-                self._config.max_model_len,
-                self._runner.eos_token_ids,
+                message, self._runner.vocab_size, self._config.max_model_len, self._runner.eos_token_ids
             )
             may_run = self._grammars.hold(request)
         except ValueError as error:
@@ -303,6 +306,7 @@ class Engine:
             self._refuse(request.request_id, str(error))
             return
         self._requests[request.request_id] = request
+        self._tier.added(request.request_id)
         self._prompt_logprobs.add(request)
         self._lending.demand_changed()
 
@@ -312,6 +316,7 @@ class Engine:
 
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
+        self._tier.forget(request_id)
         self._sampler.release(request_id)
         self._grammars.release(request_id)
         self._prompt_logprobs.discard(request_id)
@@ -375,6 +380,8 @@ class Engine:
         """Tell the gateway who has left the queue before the step runs, for a prefill may take seconds."""
         if len(plan.new_request_ids):
             admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
+            for request_id, cached_tokens in admitted:
+                self._tier.admitted(request_id, cached_tokens)
             self._send(StepOutput(b"", b"", b"", admitted, messages_taken=self._messages_taken))
 
     def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[bytes]] | None:

@@ -86,7 +86,10 @@ def serve(config: EngineConfig) -> int:
             config.incarnation,
         )
         with torch.inference_mode():
-            engine = Engine(config, runner, requests, outputs, context)
+            try:
+                engine = Engine(config, runner, requests, outputs, context)
+            except _LOAD_ERRORS as error:  # of storage
+                return _load_failed(config, error)
             _watch_compilations(runner)
             gc.collect()
             gc.freeze()  # what was imported stays; a collection that walks it all would hold up every sequence

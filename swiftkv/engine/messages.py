@@ -14,6 +14,7 @@ import msgspec
 
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import LendingSpec
+from swiftkv.tier.messages import TierSpec, TierStats
 from swiftkv.units import PoolMemory
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -78,6 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
     lending: LendingSpec | None = None  # None: lends and borrows nothing
+    storage: TierSpec | None = None  # None: what the pool forgets is gone
     tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
     rank: int = 0  # which of them this process is; the gateway knows only rank 0
     watchdog_s: float = 120.0  # an engine that makes no progress for so long is ended; what waits in a step ends before
@@ -188,6 +190,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     prefill_tokens_per_s: float | None = None  # expected of prompts beside what runs now; None: not known yet
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
+    tier: TierStats | None = None  # None: no storage
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):

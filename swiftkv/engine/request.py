@@ -30,14 +30,14 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: npt.NDArray[np.int32]  # with the model's end-of-sequence tokens unless they are to be ignored
     seed: int  # 64 bits
-    namespace: bytes  # prompts share cached prefixes only within one
+    namespace: bytes  # prompts share cached prefixes only within one, in the engine and in storage
     priority: int
     target_ttft_s: float | None = None  # as its client wants it
     arrived_s: float = field(default_factory=time.monotonic)
 
     @classmethod
     def from_message(
-        cls, message: AddRequest, model: str, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+        cls, message: AddRequest, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
     ) -> Request:
         """Raises `ValueError` with a sentence for the client."""
         if not message.prompt or len(message.prompt) % 4:
@@ -66,7 +66,7 @@ class Request:
             sampling=sampling,
             stop_token_ids=np.array(sorted(set(stop)), np.int32),
             seed=(secrets.randbits(64) if sampling.seed is None else sampling.seed) & (2**64 - 1),
-            namespace=f"{model}\0{message.cache_salt}".encode(),
+            namespace=message.cache_salt.encode(),
             priority=message.priority,
             target_ttft_s=message.target_ttft_s,
         )

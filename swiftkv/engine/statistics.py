@@ -5,16 +5,18 @@ from __future__ import annotations
 from swiftkv._core import Scheduler
 from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineConfig, EngineStats
 from swiftkv.engine.runner import ModelRunner
+from swiftkv.engine.tier import Tier
 from swiftkv.histogram import Histogram
 
 
 class EngineStatistics:
     """Counts steps, and asks the scheduler and the layer stream for the rest."""
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
+    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, tier: Tier) -> None:
         self._block_size = config.block_size
         self._runner = runner
         self._scheduler = scheduler
+        self._tier = tier
         self._steps_total = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
@@ -59,6 +61,7 @@ class EngineStatistics:
             step_time_s=step_time.coefficients if step_time.is_known else [],
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             expert_load_factors=self._runner.expert_loads.factors(),
+            tier=self._tier.stats(),
         )
 
     def _count_streamed(self) -> None:

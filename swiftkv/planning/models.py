@@ -11,6 +11,7 @@ from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
 from swiftkv.models.registry import read_config, weight_bytes
+from swiftkv.storage_options import FileOptions, StorageOptions, parse_storage
 from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
 
 
@@ -34,6 +35,7 @@ class ModelPlan:
     device: str = "cpu"
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    storage: StorageOptions | None = None  # None: there is no storage tier
 
     @property
     def on_gpu(self) -> bool:
@@ -54,6 +56,16 @@ class ModelPlan:
     @property
     def has_windows(self) -> bool:
         return any(group.kind == "window" for group in self.groups)
+
+    @property
+    def storage_bytes(self) -> int | None:
+        """The most that the storage tier keeps; `None` where that is decided elsewhere, or there is none."""
+        return self.storage.size if isinstance(self.storage, FileOptions) else None
+
+    @property
+    def storage_tokens(self) -> int | None:
+        """The tokens whose KV fits in the storage tier if all groups keep all of them: of windows it keeps less."""
+        return None if self.storage_bytes is None else self.storage_bytes // self.bytes_per_token
 
     @property
     def chunk_tokens(self) -> int:
@@ -126,6 +138,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         )
     if model.max_model_len is not None:
         decoder.check_max_model_len(model.max_model_len)
+    storage = config.storage_of(model)
     plan = ModelPlan(
         name=model.name,
         role=model.role,
@@ -142,6 +155,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         device=model.device,
         max_num_batched_tokens=model.max_num_batched_tokens,
         enable_chunked_prefill=model.enable_chunked_prefill,
+        storage=(None if storage is None else parse_storage(storage.backend, "tiers.storage", config.directory)),
     )
     if isinstance(memory, DeviceShare):
         return plan

@@ -52,6 +52,9 @@ def model_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "max_context_len": plan.max_context_len,
         "lending_budget_bytes": plan.budget_bytes,
+        "storage": None if plan.storage is None else plan.storage.backend,
+        "storage_bytes": plan.storage_bytes,
+        "storage_tokens": plan.storage_tokens,
     }
 
 

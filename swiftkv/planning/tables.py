@@ -64,6 +64,7 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "longest context": [_once_known(p, lambda p: f"{p.longest_context:,}") for p in plans],
         "max_model_len": [f"{p.max_model_len:,}" for p in plans],
         **(sequences if any(p.has_windows for p in plans) else {}),
+        **({"storage": [_storage(p) for p in plans]} if any(p.storage for p in plans) else {}),
     }
     for label, cells in rows.items():
         table.add_row(label, *cells)
@@ -80,6 +81,16 @@ def _of_groups(group_bytes: Sequence[int]) -> str:
 
 def _blocks(plan: SizedPlan) -> str:
     return " + ".join(f"{count:,}" for count in plan.group_blocks) + f" of {plan.block_size} tokens"
+
+
+def _storage(plan: ModelPlan) -> str:
+    """Return the size of a storage tier, in bytes and in tokens of this model alone."""
+    if plan.storage is None:
+        return "-"
+    if plan.storage_bytes is None:
+        return plan.storage.backend
+    at_least = "at least " if plan.has_windows else ""
+    return f"{plan.storage.backend}, {format_size(plan.storage_bytes)}: {at_least}{plan.storage_tokens:,} tokens"
 
 
 def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:

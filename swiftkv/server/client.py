@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -70,6 +70,7 @@ class EngineClient:
         self._state = EngineState.STARTING
         self._since_s = time.monotonic()
         self._observed: Observation | None = None
+        self._storage: Literal["ok", "degraded"] | None = None  # None: there is none, or nothing is known yet
         self._is_draining = False
         self._in_flight: dict[int, InFlight] = {}
         self._next_request_id = 1
@@ -123,6 +124,7 @@ class EngineClient:
             progress_age_s=None if observed is None else now_s - observed.progress_s,
             restarts=self.num_restarts,
             pid=None if self.engine is None else self.engine.pid,
+            storage=self._storage,
         )
 
     @property
@@ -241,6 +243,7 @@ class EngineClient:
         self._why_gone, self._retry_after_s = why, retry_after_s
         self._incarnation = None
         self._observed = None
+        self._storage = None
         self.engine = self.stats = None
         self._outbox.reset()
         self._ready.clear()
@@ -320,6 +323,8 @@ class EngineClient:
             self.stats = step.stats
             self.metrics.observe_engine(step.stats)
             self.queued.tokens_per_s = step.stats.prefill_tokens_per_s
+            if step.stats.tier is not None:
+                self._storage = "degraded" if step.stats.tier.is_degraded else "ok"
 
     def _on_admitted(self, sequence: InFlight, cached_tokens: int, now_s: float) -> None:
         sequence.admitted_s, sequence.cached_tokens = now_s, cached_tokens

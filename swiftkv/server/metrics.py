@@ -16,10 +16,11 @@ from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.responses import EngineView
 from swiftkv.server.scrape import ScrapePace
+from swiftkv.server.tier_metrics import TierMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-LOCAL_TIER, PEER_TIER = "local", "peer"
+LOCAL_TIER, PEER_TIER, STORAGE_TIER = "local", "peer", "storage"
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -98,6 +99,8 @@ class GatewayMetrics:
         self.registry.register(self.layer_stream)
         self.cache_configs = _CacheConfigs()
         self.registry.register(self.cache_configs)
+        self.tiers = TierMetrics()
+        self.registry.register(self.tiers)
         self.lending = LendingMetrics()
         self.registry.register(self.lending)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
@@ -189,6 +192,7 @@ class ModelMetrics:
         self._refused = metrics.requests_refused
         self._layer_stream = metrics.layer_stream
         self._cache_configs = metrics.cache_configs
+        self._tiers = metrics.tiers
         self._restarts = metrics.engine_restarts
         # The engine reports totals since it started; a restarted engine counts from zero again.
         self._engine_totals = dict.fromkeys(
@@ -198,6 +202,7 @@ class ModelMetrics:
                 metrics.prefix_hits.labels(name),
                 metrics.prefix_tier_hits.labels(name, LOCAL_TIER),
                 metrics.prefix_tier_hits.labels(name, PEER_TIER),
+                metrics.prefix_tier_hits.labels(name, STORAGE_TIER),
                 metrics.window_missed.labels(name),
                 metrics.graph_hits.labels(name),
                 metrics.graph_misses.labels(name),
@@ -219,13 +224,16 @@ class ModelMetrics:
             self._step_time.labels(self._name, term).set(seconds)
         self._prefill_rate.set(stats.prefill_tokens_per_s or 0.0)
         self._layer_stream.observe(self._name, stats)
+        self._tiers.observe(self._name, stats.tier)
         hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
+        storage_hits = 0 if stats.tier is None else stats.tier.hit_tokens_total
         totals = (
             stats.num_preemptions_total,
             stats.prefix_query_tokens_total,
             hits,
-            hits - peer_hits,
+            hits - peer_hits - storage_hits,
             peer_hits,
+            storage_hits,
             stats.window_missed_tokens_total,
             stats.cuda_graph_hits_total or 0,
             stats.cuda_graph_misses_total or 0,

@@ -179,6 +179,8 @@ class EngineView(Struct):
     restarts: int
     """Number of restarts since the node came up."""
     pid: int | None
+    storage: Literal["ok", "degraded"] | None = None
+    """The state of the storage tier, which is degraded while it is left alone; null: there is none."""
 
 
 class Readiness(Struct):

@@ -1,4 +1,4 @@
-"""The blocks that go down to storage, those that come up, and what is refused."""
+"""Blocks go down to storage and come up again, and calls that mean nothing are refused."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ EOS = 5
 def make_request(request_id: int, prompt: list[int], **params: object) -> Request:
     sampling = SamplingParams(**{"max_tokens": 100, **params})  # type: ignore[arg-type]
     message = AddRequest(request_id, np.array(prompt, np.int32).tobytes(), sampling)
-    return Request.from_message(message, "m", VOCAB, 10_000, (EOS,))
+    return Request.from_message(message, VOCAB, 10_000, (EOS,))
 
 
 def kept_probabilities(logits: torch.Tensor, request: Request, outputs: list[int]) -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_the_nucleus_of_a_large_vocabulary_is_the_sorted_one(spread: float, top_
     vocab = 5000
     message = AddRequest(1, np.zeros(1, np.int32).tobytes(), SamplingParams(10, top_p=top_p, seed=1))
     sampler = Sampler(vocab, torch.zeros(1, dtype=torch.int32))
-    sampler.seat(0, Request.from_message(message, "m", vocab, 100, ()))
+    sampler.seat(0, Request.from_message(message, vocab, 100, ()))
     logits = spread * torch.randn(vocab, generator=torch.Generator().manual_seed(5))
     positions = np.arange(400, dtype=np.int32)
     tokens = sampler.sample(logits.repeat(400, 1), np.zeros(400, np.int32), positions).result().token_ids
@@ -255,4 +255,4 @@ def test_parameters_out_of_range_are_refused_by_name(wrong: dict[str, object]) -
 def test_prompt_logprobs_beyond_what_a_message_holds_are_refused() -> None:
     message = AddRequest(1, np.zeros(1 << 20, np.int32).tobytes(), SamplingParams(10, prompt_logprobs=4))
     with pytest.raises(ValueError, match="prompt_logprobs for 1048576 tokens"):
-        Request.from_message(message, "m", VOCAB, 1 << 21, ())
+        Request.from_message(message, VOCAB, 1 << 21, ())

@@ -181,7 +181,7 @@ PARAMS = st.fixed_dictionaries(
 def make_request(request_id: int, params: dict[str, object]) -> Request:
     sampling_params = SamplingParams(**{"max_tokens": 100, **params})  # type: ignore[arg-type]
     message = AddRequest(request_id, np.array([1, 2, 3, 2], np.int32).tobytes(), sampling_params)
-    return Request.from_message(message, "m", VOCAB, 10_000, (EOS,))
+    return Request.from_message(message, VOCAB, 10_000, (EOS,))
 
 
 class TritonSampler:

@@ -1,0 +1,55 @@
+"""The names of blocks in storage: what one engine wrote, another may read only if its own bytes would be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from swiftkv._core import blake3
+from swiftkv.cache.geometry import KVGroup
+
+LAYOUT_VERSION = 1
+"""Counts changes of the bytes of a block, such as the order of keys and values in a layer block."""
+
+BLOCK_KEY_BYTES = 32
+
+_PART_BYTES = 16 << 20
+
+
+def weights_fingerprint(directory: Path) -> str:
+    """Return a hexadecimal digest of a checkpoint's configuration and weights, every byte of them.
+
+    Raises `OSError` if a file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    for file in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as opened:
+            while part := opened.read(_PART_BYTES):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+class ObjectKeys:
+    """Names the blocks of an engine by weights, data type, layout and KV group, beside the tokens and the salt."""
+
+    def __init__(self, groups: Sequence[KVGroup], weights: str, kernels: str) -> None:
+        """`weights` is their fingerprint; `kernels` says who writes KV: others may round differently."""
+        common = [LAYOUT_VERSION, weights, kernels]
+        self._domains = [blake3(msgspec.json.encode([*common, asdict(group)])) for group in groups]
+        self.fingerprint = blake3(b"".join(self._domains))[:16]
+        """The same for all groups together."""
+
+    def of(self, block_key: bytes, group: int) -> bytes:
+        """Return the name of one group's block."""
+        return blake3(self._domains[group] + block_key)
+
+
+def split_keys(block_keys: bytes) -> Iterator[bytes]:
+    """Yield the keys that the core hands out as one string of bytes."""
+    for start in range(0, len(block_keys), BLOCK_KEY_BYTES):
+        yield block_keys[start : start + BLOCK_KEY_BYTES]

@@ -1,0 +1,180 @@
+"""Asks storage for blocks and reads them, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.tier.keys import ObjectKeys, split_keys
+
+_BLOCKS_PER_GET = 64
+_GET_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One group's block of a prompt."""
+
+    block_key: bytes
+    group: int
+
+
+@dataclass(eq=False, slots=True)
+class Search:
+    """The question which of a prompt's blocks storage has: `cells` are indices of the bitmap [keys * groups]."""
+
+    request_id: int
+    block_keys: bytes
+    num_groups: int
+    cells: npt.NDArray[np.int64]
+    deadline_s: float  # monotonic
+    is_cancelled: bool = False
+    found: Sequence[bool] = ()
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Target:
+    """One block that is read, and where its bytes go."""
+
+    wanted: Wanted
+    block: int  # as the core numbers it
+    into: memoryview
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """Blocks that are read in order, a few at a time; behind one that is not there nothing is read."""
+
+    request_id: int
+    targets: Sequence[Target]
+    deadline_s: float  # monotonic
+    is_cancelled: bool = False
+    num_begun: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartRead:
+    """The outcome for the next targets of a load. Those that storage was not asked for have no status."""
+
+    load: Load
+    targets: Sequence[Target]
+    statuses: Sequence[Status | None]
+    is_last: bool
+    took_s: float
+
+    @property
+    def num_read(self) -> int:
+        """The targets that were read before the first that was not."""
+        return next((i for i, status in enumerate(self.statuses) if status is not Status.OK), len(self.statuses))
+
+
+@dataclass(slots=True)
+class _Shared:
+    """All that both threads touch, under one lock."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    todo: deque[Search | Load] = field(default_factory=deque)
+    done: deque[Search | PartRead] = field(default_factory=deque)
+    is_closing: bool = False
+    has_failed: bool = False
+
+
+class Loader:
+    """The thread that reads. Loads take turns, so that a long one holds up a short one for a moment only.
+
+    The engine's thread calls all methods. A call that hangs keeps its buffers, and delays the loads behind it; who
+    waits for those has a deadline of its own.
+    """
+
+    def __init__(self, backend: StorageBackend, keys: ObjectKeys, on_done: Callable[[], None]) -> None:
+        """`on_done` is called in the thread when `take_done` has something."""
+        self._backend = backend
+        self._keys = keys
+        self._on_done = on_done
+        self._shared = _Shared()
+        self._thread = threading.Thread(target=self._run, name="storage loader", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Search | Load) -> None:
+        with self._shared.changed:
+            self._shared.todo.append(job)
+            self._shared.changed.notify()
+
+    def take_done(self) -> list[Search | PartRead]:
+        """Return what has come to pass since the last call. Raises `RuntimeError` if a defect ended the thread."""
+        with self._shared.changed:
+            if self._shared.has_failed:
+                raise RuntimeError("the thread that reads storage has ended; its traceback is on standard error")
+            done = list(self._shared.done)
+            self._shared.done.clear()
+        return done
+
+    def close(self) -> None:
+        """End the thread, once the call that it is in returns."""
+        with self._shared.changed:
+            self._shared.is_closing = True
+            self._shared.changed.notify()
+
+    def join(self, patience_s: float) -> None:
+        """Wait for the end of the thread; if the backend keeps it, it ends with the process."""
+        self._thread.join(patience_s)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            self._shared.has_failed = True
+            self._on_done()
+            raise
+
+    def _serve(self) -> None:
+        shared = self._shared
+        while True:
+            with shared.changed:
+                shared.changed.wait_for(lambda: shared.is_closing or bool(shared.todo))
+                if shared.is_closing:
+                    return
+                job = shared.todo.popleft()
+            done = self._search(job) if isinstance(job, Search) else self._read_part(job)
+            with shared.changed:
+                shared.done.append(done)
+                if isinstance(done, PartRead) and not done.is_last:
+                    shared.todo.append(done.load)
+            self._on_done()
+
+    def _search(self, search: Search) -> Search:
+        began_s = time.monotonic()
+        if not search.is_cancelled:
+            keys = list(split_keys(search.block_keys))
+            cells = (divmod(cell, search.num_groups) for cell in search.cells.tolist())
+            search.found = self._backend.exists([self._keys.of(keys[i], g) for i, g in cells], search.deadline_s)
+        search.took_s = time.monotonic() - began_s
+        return search
+
+    def _read_part(self, load: Load) -> PartRead:
+        began_s = time.monotonic()
+        rest = load.targets[load.num_begun :]
+        part: list[Target] = []
+        num_bytes = 0
+        while len(part) < min(len(rest), _BLOCKS_PER_GET) and num_bytes < _GET_BYTES:
+            part.append(rest[len(part)])
+            num_bytes += part[-1].into.nbytes
+        statuses: list[Status | None] = []
+        if not load.is_cancelled:
+            names = [self._keys.of(target.wanted.block_key, target.wanted.group) for target in part]
+            statuses += self._backend.get(names, [target.into for target in part], load.deadline_s)
+            load.num_begun += len(part)
+        is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
+        took_s = time.monotonic() - began_s
+        if is_whole and len(part) < len(rest):
+            return PartRead(load, part, statuses, is_last=False, took_s=took_s)
+        statuses += [None] * (len(rest) - len(statuses))
+        return PartRead(load, rest, statuses, is_last=True, took_s=took_s)

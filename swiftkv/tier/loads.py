@@ -1,0 +1,259 @@
+"""The prompts that wait for storage: what is asked for them, what is loaded, and when they stop waiting."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv._core import Scheduler
+from swiftkv.arithmetic import ceil_div
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.storage.backend import Status
+from swiftkv.tier.keys import split_keys
+from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
+from swiftkv.tier.messages import TierSpec
+from swiftkv.tier.rates import LoadPlanner
+
+_LONGEST_WAIT_S = 60.0
+"""The time after which even `wait_complete` computes."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A request that is held, and what it has asked storage for."""
+
+    request_id: int
+    num_keys: int
+    num_usable: int  # blocks that it could use when it came
+    deadline_s: float  # monotonic
+    asked: Search | Load
+    is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
+    length: int | None = None  # blocks of it that should be there after the load; None: not decided
+    unread: dict[Target, None] = field(default_factory=dict)  # of the load, in order
+
+    @property
+    def load(self) -> Load | None:
+        return self.asked if isinstance(self.asked, Load) else None
+
+
+class Loads:
+    """Holds requests while storage is asked for what they lack, and has the scheduler make room for it.
+
+    Between two steps, in the engine's thread. Whatever storage does, a request goes on: with what has come by its
+    deadline, and it asks only once.
+    """
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        scheduler: Scheduler,
+        loader: Loader,
+        planner: LoadPlanner,
+        *,
+        groups: Sequence[KVGroup],
+        pool: npt.NDArray[np.uint8],
+        max_num_seqs: int,
+    ) -> None:
+        """`pool` is uint8 [pool bytes]: blocks are read into it."""
+        self._spec = spec
+        self._scheduler = scheduler
+        self._loader = loader
+        self._planner = planner
+        self._groups = groups
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._block_size = groups[0].block_size
+        self._is_full = np.array([group.kind != "window" for group in groups])
+        self._waits: dict[int, _Wait] = {}
+        self._expected: dict[int, tuple[int, int]] = {}  # by request: blocks it could use before the load, and after
+        self._reading_bytes = 0  # of loads that have not ended
+        self.failures: Counter[Status] = Counter()
+        self.hit_tokens = 0
+        self.num_loads = 0
+        self.num_late = 0
+        self.num_declined = 0
+        self.loaded_blocks = 0
+        self.loaded_bytes = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waits)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether somebody waits, or something is being read: stores wait meanwhile. From any thread."""
+        return self._reading_bytes > 0 or len(self._waits) > 0
+
+    def next_deadline_s(self) -> float | None:
+        """Return when a request stops waiting at the latest, on the monotonic clock."""
+        return min((wait.deadline_s for wait in self._waits.values()), default=None)
+
+    def consider(self, request_id: int) -> None:
+        """Hold a request that has just come if storage may have more of its prompt than there is here."""
+        now_s = time.monotonic()
+        block_keys, is_resident, num_usable = self._scheduler.look_up(request_id)
+        num_keys = len(is_resident) // len(self._groups)
+        num_missing = (num_keys - num_usable) * self._block_size
+        if num_missing < self._spec.prefetch_threshold:
+            return
+        cells = np.flatnonzero(is_resident == 0)
+        deadline_s = now_s + self._patience_s(num_missing)
+        search = Search(request_id, block_keys, len(self._groups), cells, deadline_s)
+        self._waits[request_id] = _Wait(request_id, num_keys, num_usable, deadline_s, search)
+        self._scheduler.hold(request_id)
+        self._loader.submit(search)
+
+    def apply(self) -> None:
+        """Take over what has been found and read, and let go of requests whose time is over."""
+        for done in self._loader.take_done():
+            if isinstance(done, Search):
+                self._found(done)
+            else:
+                self._read(done)
+        now_s = time.monotonic()
+        is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._is_nobody_before()
+        for wait in list(self._waits.values()):
+            if now_s >= wait.deadline_s or is_alone:
+                self.num_late += wait.load is not None
+                self._give_up(wait)
+            elif wait.length is not None and wait.load is None:  # there was no room
+                self._begin(wait)
+
+    def forget(self, request_id: int) -> None:
+        """Note that a request has ended."""
+        self._expected.pop(request_id, None)
+        if wait := self._waits.get(request_id):
+            self._give_up(wait)
+
+    def admitted(self, request_id: int, cached_tokens: int) -> None:
+        """Note with how many cached tokens a request began."""
+        num_before, num_after = self._expected.pop(request_id, (0, 0))
+        self.hit_tokens += max(0, min(cached_tokens, num_after * self._block_size) - num_before * self._block_size)
+
+    def close(self) -> None:
+        """Give up all that is being waited for."""
+        for wait in list(self._waits.values()):
+            self._give_up(wait)
+
+    def _patience_s(self, num_tokens: int) -> float:
+        spec = self._spec
+        if spec.prefetch_policy == "wait_complete":
+            return _LONGEST_WAIT_S
+        return spec.prefetch_timeout_base_s + spec.prefetch_timeout_per_ki_token_s * num_tokens / 1024
+
+    def _is_nobody_before(self) -> bool:
+        """Whether the engine would go on with a request that is held, having nobody else to serve first."""
+        stats = self._scheduler.stats()
+        return stats.num_waiting == len(self._waits) and stats.num_running < self._max_num_seqs
+
+    def _found(self, search: Search) -> None:
+        wait = self._waits.get(search.request_id)
+        if wait is None or wait.asked is not search:
+            return
+        wait.is_stored = np.zeros(wait.num_keys * len(self._groups), np.uint8)
+        wait.is_stored[search.cells] = np.array(search.found, np.uint8)
+        self._begin(wait)
+
+    def _begin(self, wait: _Wait) -> None:
+        """Load what storage has of a prompt if that is worth it and there is room, or let its request go.
+
+        Tails of windows come first: without them the rest is of no use. Then from the front, as far as it gets.
+        """
+        assert wait.is_stored is not None
+        if wait.length is None:
+            wait.length = self._length_worth_loading(wait, wait.is_stored)
+        length = self._scheduler.loadable(wait.request_id, wait.is_stored, wait.length)
+        block_keys, _, num_usable = self._scheduler.look_up(wait.request_id)
+        if length <= num_usable:
+            self._let_go(wait)
+            return
+        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(wait.request_id, length)
+        if not len(blocks):
+            return
+        order = np.lexsort((groups, indices, self._is_full[groups]))
+        keys = list(split_keys(block_keys))
+        targets = [
+            Target(Wanted(keys[index], group), block, self._bytes_at(offset, group))
+            for index, group, block, offset in zip(
+                *(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True
+            )
+        ]
+        load = wait.asked = Load(wait.request_id, targets, wait.deadline_s)
+        wait.unread = dict.fromkeys(targets)
+        self._reading_bytes += _num_bytes(targets)
+        self._expected[wait.request_id] = (wait.num_usable, length)
+        self.num_loads += 1
+        self._loader.submit(load)
+
+    def _length_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> int:
+        """Return how many blocks of a prompt should be there once storage was read; 0: nothing is read."""
+        length = self._scheduler.loadable(wait.request_id, is_stored, wait.num_keys)
+        num_tokens = (length - wait.num_usable) * self._block_size
+        if num_tokens < self._spec.prefetch_threshold:
+            return 0
+        num_bytes = sum(self._bytes_of(group, wait.num_usable, length) for group in self._groups)
+        if self._planner.is_worth_loading(num_tokens, num_bytes, self._reading_bytes):
+            return length
+        self.num_declined += 1
+        if not self._planner.begins_trial(time.monotonic()):
+            return 0
+        shorter = min(length, wait.num_usable + ceil_div(self._spec.prefetch_threshold, self._block_size))
+        usable = self._scheduler.loadable(wait.request_id, is_stored, shorter)
+        return usable if usable > wait.num_usable else length
+
+    def _bytes_of(self, group: KVGroup, begin: int, end: int) -> int:
+        """Return what blocks `begin` to `end` of a prompt are in one group; of a window it is the tail."""
+        num_blocks = min(end - begin, group.tail_blocks) if group.kind == "window" else end - begin
+        return num_blocks * group.block_bytes
+
+    def _bytes_at(self, offset_bytes: int, group: int) -> memoryview:
+        return self._pool[offset_bytes : offset_bytes + self._groups[group].block_bytes].data
+
+    def _read(self, part: PartRead) -> None:
+        num_read = part.num_read
+        read_bytes = _num_bytes(part.targets[:num_read])
+        self._end(part.targets[:num_read], is_loaded=True)
+        self._end(part.targets[num_read:], is_loaded=False)
+        self._reading_bytes -= _num_bytes(part.targets)
+        self.loaded_blocks += num_read
+        self.loaded_bytes += read_bytes
+        self.failures.update(status for status in part.statuses if status is not None and status is not Status.OK)
+        if any(status in (Status.OK, Status.LATE) for status in part.statuses):
+            self._planner.read(read_bytes, part.took_s, time.monotonic())
+        wait = self._waits.get(part.load.request_id)
+        if wait is None or wait.asked is not part.load:
+            return
+        for target in part.targets:
+            del wait.unread[target]
+        if part.is_last:
+            self._let_go(wait)
+
+    def _end(self, targets: Sequence[Target], is_loaded: bool) -> None:
+        if targets:
+            self._scheduler.end_load(*_arrays(targets), is_loaded)
+
+    def _give_up(self, wait: _Wait) -> None:
+        """Wait no longer. Blocks that are being read stay where they are until storage has let go of them."""
+        wait.asked.is_cancelled = True
+        if wait.unread:
+            self._scheduler.forget_loading(*_arrays(list(wait.unread)))
+        self._let_go(wait)
+
+    def _let_go(self, wait: _Wait) -> None:
+        del self._waits[wait.request_id]
+        self._scheduler.let_go(wait.request_id)
+
+
+def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return groups and blocks, as the core wants them."""
+    groups = np.array([target.wanted.group for target in targets], np.int32)
+    return groups, np.array([target.block for target in targets], np.int32)
+
+
+def _num_bytes(targets: Sequence[Target]) -> int:
+    return sum(target.into.nbytes for target in targets)

@@ -1,0 +1,127 @@
+"""Writes blocks to storage in a thread of its own, from copies in a bounded queue."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.tier.keys import ObjectKeys
+
+_PUT_DEADLINE_S = 5.0
+_BLOCKS_PER_PUT = 16
+_PUT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A block in a slot of the queue."""
+
+    block_key: bytes
+    group: int
+    slot: int
+    num_bytes: int
+
+
+class Writer:
+    """A queue of copies of blocks, and the thread that empties it while no prompt waits for storage.
+
+    The engine's thread calls all methods.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        keys: ObjectKeys,
+        *,
+        queue_bytes: int,
+        max_block_bytes: int,
+        may_write: Callable[[], bool],
+        on_room: Callable[[], None],
+    ) -> None:
+        """`may_write` says whether no load is in the way; `on_room` is called in the thread when slots are free."""
+        self._backend = backend
+        self._keys = keys
+        self._may_write = may_write
+        self._on_room = on_room
+        num_slots = max(2, queue_bytes // max_block_bytes)
+        self._slots = np.empty((num_slots, max_block_bytes), np.uint8)
+        self._free = deque(range(num_slots))
+        self._queue: deque[_Copy] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self.stored_blocks = 0
+        self.stored_bytes = 0
+        self.failures: Counter[Status] = Counter()
+        self._thread = threading.Thread(target=self._run, name="storage writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_free(self) -> int:
+        """The blocks that `add` has room for."""
+        return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        """The blocks that have been added and are not written yet."""
+        return len(self._slots) - len(self._free)
+
+    @property
+    def queue_bytes(self) -> int:
+        with self._changed:
+            return sum(copy.num_bytes for copy in self._queue)
+
+    def add(self, block_key: bytes, group: int, source: npt.NDArray[np.uint8]) -> None:
+        """Copy a block into the queue, which must have room."""
+        slot = self._free.popleft()
+        self._slots[slot, : len(source)] = source
+        with self._changed:
+            self._queue.append(_Copy(block_key, group, slot, len(source)))
+            self._changed.notify()
+
+    def loads_changed(self) -> None:
+        """Note that `may_write` may have become true."""
+        with self._changed:
+            self._changed.notify()
+
+    def close(self, patience_s: float) -> None:
+        """Write what is in the queue, as far as the time suffices, and end the thread.
+
+        One that the backend keeps ends with the process.
+        """
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(patience_s)
+        with self._changed:
+            self._queue.clear()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            views = [self._slots[copy.slot, : copy.num_bytes].data for copy in batch]
+            names = [self._keys.of(copy.block_key, copy.group) for copy in batch]
+            statuses = self._backend.put(names, views, time.monotonic() + _PUT_DEADLINE_S)
+            self.failures.update(status for status in statuses if status is not Status.OK)
+            self.stored_blocks += sum(status is Status.OK for status in statuses)
+            self.stored_bytes += sum(
+                copy.num_bytes for copy, status in zip(batch, statuses, strict=True) if status is Status.OK
+            )
+            self._free.extend(copy.slot for copy in batch)
+            self._on_room()
+
+    def _next(self) -> list[_Copy]:
+        """Wait for copies that may be written now; return none when the writer is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing or (self._queue and self._may_write()))
+            batch: list[_Copy] = []
+            num_bytes = 0
+            while self._queue and len(batch) < _BLOCKS_PER_PUT and num_bytes < _PUT_BYTES:
+                batch.append(self._queue.popleft())
+                num_bytes += batch[-1].num_bytes
+            return batch

@@ -1,0 +1,76 @@
+"""The `tiers` section of the YAML file: what becomes of KV that leaves the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from swiftkv.storage_options import parse_storage
+from swiftkv.units import parse_duration, parse_size
+
+_DURATION = "a duration such as 500ms, 60s or 2m"
+
+_Duration = Annotated[float, BeforeValidator(parse_duration)]
+
+
+class StorageConfig(BaseModel):
+    """Storage below the pool. Keys that are not named here are the backend's: `storage_options` has them."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    write_policy: Literal["write_through", "write_through_selective"] = Field(
+        "write_through", description="write_through or write_through_selective"
+    )
+    prefetch_policy: Literal["timeout", "best_effort", "wait_complete"] = Field(
+        "timeout", description="timeout, best_effort or wait_complete"
+    )
+    prefetch_threshold: Annotated[int, Field(ge=1)] = Field(256, description="a number of tokens, at least 1")
+    prefetch_timeout_base: _Duration = Field(1.0, description=_DURATION)
+    prefetch_timeout_per_ki_token: _Duration = Field(0.25, description=_DURATION)
+    queue: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = Field(
+        64 << 20, description="a size such as 64MiB, or a number of bytes"
+    )
+
+    @property
+    def backend(self) -> dict[str, Any]:
+        """The options of the backend, as they are written."""
+        return dict(self.model_extra or {})
+
+
+def _read_storage(value: object) -> object:
+    """PyYAML reads off as a boolean unless it is quoted."""
+    return None if value is False or value == "off" else value
+
+
+class TiersConfig(BaseModel):
+    """The places below the pool of a model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    storage: Annotated[StorageConfig | None, BeforeValidator(_read_storage)] = Field(
+        None, description="off, or a mapping such as {backend: file, path: kv, size: 20GiB}"
+    )
+
+
+def check_backends(sections: Mapping[str, TiersConfig | None], file: Path) -> None:
+    """Check the options of every backend, by the section that it stands in. Raises `ConfigError`."""
+    for where, tiers in sections.items():
+        if tiers is not None and tiers.storage is not None:
+            parse_storage(tiers.storage.backend, f"{where}.tiers.storage", file.resolve().parent)
+
+
+def why_no_storage(device: str, tensor_parallel_size: int, enable_prefix_caching: bool) -> Iterator[str]:
+    """Yield the reasons why a model cannot have a storage tier, and what would be right."""
+    otherwise = "or tiers: {storage: off} for this model"
+    if device != "cpu":
+        yield f"KV on a GPU ({device}) is not stored in this version; write device: cpu, {otherwise}"
+    if tensor_parallel_size > 1:
+        yield (
+            f"with tensor_parallel_size {tensor_parallel_size} KV is not stored in this version; write "
+            f"tensor_parallel_size: 1, {otherwise}"
+        )
+    if not enable_prefix_caching:
+        yield f"without prefix caching nothing is found there; write enable_prefix_caching: true, {otherwise}"

@@ -1,0 +1,231 @@
+"""Engines with storage below their pool: what one wrote the next reads, and no fault of storage changes an answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv.engine.runner import ModelRunner
+from tests.engine.engine_process import Answer, EngineClient, EngineProcess
+from tests.engine.engine_thread import EngineThread
+from tests.support.checkpoints import make_checkpoint
+
+MAX_MODEL_LEN = 512
+BLOCK = 16
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 320) for _ in range(length)]
+
+
+PROMPTS = [prompt(300, 1), prompt(260, 2)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("tiers")
+    for arch in ("llama", "gemma3"):
+        make_checkpoint(directory / arch, arch)
+    return {arch: directory / arch for arch in ("llama", "gemma3")}
+
+
+@pytest.fixture(params=["llama", "gemma3"], ids=["dense", "hybrid"])
+def checkpoint(checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+    return checkpoints[request.param]
+
+
+def file_backend(directory: Path) -> dict[str, Any]:
+    return {"backend": "file", "path": str(directory), "size": 1 << 30, "min_free": 0}
+
+
+def storage(backend: dict[str, Any], **policy: Any) -> dict[str, Any]:
+    policy = {"prefetch_policy": "wait_complete", **policy}  # machines may be busy
+    return {"backend": backend, "directory": "/", "prefetch_threshold": BLOCK, **policy}
+
+
+@contextmanager
+def engine(checkpoint: Path, **options: Any) -> Iterator[EngineThread[ModelRunner]]:
+    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options}
+    client = EngineThread(checkpoint, ModelRunner, **options)
+    with client.running():
+        yield client
+
+
+def answers(checkpoint: Path, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+    """Return the greedy answers of an engine that is started for them, and shut down afterwards."""
+    with engine(checkpoint, **options) as client:
+        found = client.generate(prompts)
+        wait_until_stored(client)
+        return found
+
+
+def wait_until_stored(client: EngineClient) -> None:
+    """Wait until nothing more is to be written, if there is storage."""
+    client.wait_for_rest()
+    while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
+        client.take_one()
+
+
+def next_turns(first: Sequence[Answer]) -> list[list[int]]:
+    """Return the prompts that go on where the answers ended."""
+    return [[*p, *answer.token_ids, 7, 8, 9] for p, answer in zip(PROMPTS, first, strict=True)]
+
+
+def tokens(found: Sequence[Answer]) -> list[list[int]]:
+    assert all(answer.error is None for answer in found)
+    return [answer.token_ids for answer in found]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "a step ahead"])
+def test_what_one_engine_wrote_the_next_one_reads(checkpoint: Path, tmp_path: Path, ahead: bool) -> None:
+    spec = storage(file_backend(tmp_path / "kv"))
+    first = answers(checkpoint, PROMPTS, storage=spec, async_scheduling=ahead)
+    turns = next_turns(first)
+    with engine(checkpoint, storage=spec, async_scheduling=ahead) as client:
+        second = client.generate(turns)
+        stats = client.wait_for_rest()
+    assert tokens(second) == tokens(answers(checkpoint, turns))
+    # The last token of an answer has no KV, and a block is stored once it is full.
+    in_blocks = [(len(p) + len(a.token_ids) - 1) // BLOCK * BLOCK for p, a in zip(PROMPTS, first, strict=True)]
+    assert stats.tier is not None
+    assert [answer.cached_tokens for answer in second] == in_blocks, stats.tier
+    assert stats.tier.hit_tokens_total == sum(answer.cached_tokens or 0 for answer in second)
+    assert stats.tier.num_loading == 0
+    assert not stats.tier.failures_total
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+def test_a_killed_engine_leaves_what_it_wrote(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    spec = storage(file_backend(tmp_path / "kv"))
+    with EngineProcess(checkpoints["llama"], storage=spec) as process:
+        first = process.generate([PROMPTS[0]])
+        wait_until_stored(process)
+        process.process.kill()
+        process.process.wait()
+    second = answers(checkpoints["llama"], [PROMPTS[0]], storage=spec)
+    assert second[0].cached_tokens == 288
+    assert tokens(second) == tokens(first)
+
+
+def test_what_leaves_the_pool_comes_back(checkpoint: Path, tmp_path: Path) -> None:
+    """The pool has not room for three of these prompts."""
+    spec = storage(file_backend(tmp_path / "kv"))
+    small_bytes = {"llama": 768 << 10, "gemma3": 704 << 10}[checkpoint.name]  # 48 blocks of full attention
+    with engine(checkpoint, kv_bytes=small_bytes, storage=spec) as client:
+        found = [client.generate([p])[0] for p in (*PROMPTS, prompt(400, 3), *PROMPTS)]
+        stats = client.wait_for_rest()
+    assert tokens(found[:2]) == tokens(found[3:])
+    assert [answer.cached_tokens for answer in found[3:]] == [(len(p) - 1) // BLOCK * BLOCK for p in PROMPTS]
+    assert stats.tier is not None
+    assert stats.tier.hit_tokens_total > 0
+
+
+def test_others_cannot_find_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Nobody with another salt, other weights, another data type or other blocks."""
+    spec = storage(file_backend(tmp_path / "kv"))
+    with engine(checkpoints["llama"], storage=spec) as client:
+        client.wait([client.add(PROMPTS[0], cache_salt="a")])
+        wait_until_stored(client)
+    with engine(checkpoints["llama"], storage=spec) as client:
+        assert client.wait([client.add(PROMPTS[0], cache_salt="b")])[0].cached_tokens == 0
+        assert client.wait([client.add(PROMPTS[0], cache_salt="a")])[0].cached_tokens == 288
+    other = tmp_path / "other"
+    make_checkpoint(other, "llama", seed=5)
+    for options in ({"dtype": "bfloat16"}, {"block_size": 32}):
+        with engine(checkpoints["llama"], storage=spec, **options) as client:
+            assert client.wait([client.add(PROMPTS[0], cache_salt="a")])[0].cached_tokens == 0
+    with engine(other, storage=spec) as client:
+        assert client.wait([client.add(PROMPTS[0], cache_salt="a")])[0].cached_tokens == 0
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "fails": {"fail": 1.0},
+    "flips": {"flip": 1.0},
+    "truncates": {"truncate": 1.0},
+    "hangs": {"hang": 1.0, "hang_time": "30s"},
+    "is late": {"delay": 1.0, "delay_time": "1s"},
+    "does all of it now and then": {"fail": 0.1, "flip": 0.1, "truncate": 0.1, "delay": 0.2, "delay_time": "20ms"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_storage_that_cannot_be_read_changes_no_answer(checkpoint: Path, tmp_path: Path, fault: str) -> None:
+    """And every block comes back, once storage has let go of it."""
+    file = file_backend(tmp_path / "kv")
+    first = answers(checkpoint, PROMPTS, storage=storage(file))
+    turns = next_turns(first)
+    spec = storage(
+        {"backend": "fault", "inner": file, **FAULTS[fault]}, prefetch_policy="timeout", prefetch_timeout_base_s=0.2
+    )
+    with engine(checkpoint, storage=spec) as client:
+        second = client.generate(turns)
+        stats = client.wait_for_rest()
+        assert stats.num_used_blocks == 0
+    assert tokens(second) == tokens(answers(checkpoint, turns))
+    assert stats.tier is not None
+    if max(FAULTS[fault].get(kind, 0.0) for kind in ("fail", "flip", "truncate", "hang", "delay")) == 1.0:
+        assert stats.tier.hit_tokens_total == 0
+
+
+def test_a_storage_that_spoils_what_is_written_changes_no_answer(checkpoint: Path, tmp_path: Path) -> None:
+    file = file_backend(tmp_path / "kv")
+    spoils = {"backend": "fault", "inner": file, "flip": 0.5, "truncate": 0.5}
+    first = answers(checkpoint, PROMPTS, storage=storage(spoils))
+    turns = next_turns(first)
+    with engine(checkpoint, storage=storage(file)) as client:
+        second = client.generate(turns)
+        stats = client.wait_for_rest()
+    assert tokens(second) == tokens(answers(checkpoint, turns))
+    assert stats.tier is not None
+    assert stats.tier.hit_tokens_total == 0
+    assert stats.tier.failures_total.keys() == {"get corrupt"}
+
+
+def test_a_prompt_that_is_given_up_while_it_loads_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    """Its client has gone, or the engine is shut down."""
+    file = file_backend(tmp_path / "kv")
+    answers(checkpoint, PROMPTS, storage=storage(file))
+    slow = {"backend": "fault", "inner": file, "delay": 1.0, "delay_time": "300ms"}
+    with engine(checkpoint, storage=storage(slow, prefetch_policy="wait_complete")) as client:
+        gone = client.add(PROMPTS[0])
+        other = client.add([5, 6, 7], max_tokens=3)
+        assert len(client.wait([other])[0].token_ids) == 3  # it has not been held up
+        client.abort(gone)
+        client.generate([[8, 9]], max_tokens=2)
+        stats = client.wait_for_rest()
+        assert stats.num_used_blocks == 0
+        assert stats.tier is not None
+        assert stats.tier.num_loading == 0
+        client.add(PROMPTS[1])
+        client.generate([[8, 9]], max_tokens=2)
+
+
+def test_short_prompts_are_not_asked_for(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    spec = storage(file_backend(tmp_path / "kv"), prefetch_threshold=290)
+    answers(checkpoints["llama"], PROMPTS, storage=spec)
+    second = answers(checkpoints["llama"], PROMPTS, storage=spec)
+    assert [answer.cached_tokens for answer in second] == [0, 0]
+
+
+def test_best_effort_waits_for_nothing(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    file = file_backend(tmp_path / "kv")
+    answers(checkpoints["llama"], PROMPTS, storage=storage(file))
+    hangs = {"backend": "fault", "inner": file, "hang": 1.0, "hang_time": "60s"}
+    second = answers(checkpoints["llama"], PROMPTS, storage=storage(hangs, prefetch_policy="best_effort"))
+    assert [answer.cached_tokens for answer in second] == [0, 0]
+
+
+def test_selective_writing_stores_what_was_found_again(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    spec = storage(file_backend(tmp_path / "kv"), write_policy="write_through_selective")
+    with engine(checkpoints["llama"], storage=spec) as client:
+        client.generate(PROMPTS)
+        client.generate([[*PROMPTS[0][:200], 5, 6]])
+        wait_until_stored(client)
+    second = answers(checkpoints["llama"], PROMPTS, storage=spec)
+    assert [answer.cached_tokens for answer in second] == [192, 0]

@@ -1,0 +1,94 @@
+"""Conversations that survive the end of their engine: a real node with storage below its pools."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
+
+MAX_TOKENS = 24
+
+
+def model(name: str, path: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "path": str(path),
+        "dtype": "float32",
+        "threads": 1,
+        "max_model_len": 2048,
+        "kv_cache": {"memory": "16MiB"},
+        "tiers": {"storage": "off"},
+        **options,
+    }
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """Each architecture once with storage, and once without."""
+    directory = tmp_path_factory.mktemp("tiers")
+    shape = {"tokenizer": True, "max_position_embeddings": 2048}
+    make_checkpoint(directory / "dense", "llama", **shape)
+    make_checkpoint(directory / "hybrid", "gemma3", **shape)
+    storage = {"backend": "file", "path": "kv", "size": "64MiB", "min_free": 0, "prefetch_threshold": 64}
+    models = [
+        model(f"{kind}{suffix}", directory / kind, **options)
+        for kind in ("dense", "hybrid")
+        for suffix, options in (("", {"tiers": {"storage": storage}}), ("-plain", {}))
+    ]
+    temporary = short_temporary_directory()
+    with NodeProcess({"node": {"port": 0}, "models": models}, directory, temporary) as node:
+        yield node
+    remove(temporary)
+
+
+def complete(node: NodeProcess, name: str, prompt: list[int]) -> tuple[list[int], int]:
+    """Return the greedy answer, and how much of the prompt was cached."""
+    body = {"model": name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{node.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    content = answer.json()
+    return content["choices"][0]["token_ids"], content["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def metric(node: NodeProcess, name: str, model: str) -> float:
+    text = httpx.get(f"{node.url}/metrics", timeout=DEADLINE_S).text
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{") and f'model_name="{model}"' in line]
+    return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
+
+
+def kill_engine(node: NodeProcess, name: str) -> None:
+    """Kill an engine that has written all of its blocks, and wait for the next one."""
+    wait_for("blocks to be written", lambda: metric(node, "swiftkv:tier_stored_blocks_total", name))
+    wait_for("all of them", lambda: metric(node, "swiftkv:tier_blocks_to_store", name) == 0)
+    node.engines()[name].send_signal(signal.SIGKILL)
+    wait_for("the engine to be gone", lambda: node.engine_views()[name]["restarts"] == 1)
+    wait_for("the engine to be back", lambda: node.ready()[name] == "ready")
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_a_conversation_survives_the_kill_of_its_engine(node: NodeProcess, name: str) -> None:
+    rng = random.Random(name)
+    history: list[int] = []
+    for turn in range(4):
+        history += [rng.randrange(3, 320) for _ in range(150)]
+        right, _ = complete(node, f"{name}-plain", history)
+        answer, cached_tokens = complete(node, name, history)
+        assert answer == right
+        assert (cached_tokens > 0) == (turn > 0)
+        history += answer
+        if turn == 1:
+            in_blocks = (len(history) - 1) // 16
+            kill_engine(node, name)
+        if turn == 2:
+            assert cached_tokens == in_blocks * 16
+            assert wait_for("its report", lambda: metric(node, "swiftkv:tier_hit_tokens_total", name)) == cached_tokens
+    assert node.engine_views()[name]["storage"] == "ok"
+    assert node.engine_views()[f"{name}-plain"]["storage"] is None

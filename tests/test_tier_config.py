@@ -1,0 +1,97 @@
+"""The `tiers` section: mistakes are named with their keys; models take the node's storage unless they have theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swiftkv.config import Config, load_config
+from swiftkv.errors import ConfigError
+
+
+def file(options: str = "") -> str:
+    return f"{{storage: {{backend: file, path: kv, size: 1GiB{options}}}}}"
+
+
+def load(directory: Path, text: str) -> Config:
+    (directory / "node.yaml").write_text(text)
+    return load_config(directory / "node.yaml")
+
+
+def one_model(tiers: str, options: str = "") -> str:
+    return f"models: [{{name: chat, path: somewhere, tiers: {tiers}{options}}}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        (one_model("{disk: {}}"), "models[0].tiers.disk: unknown key; known here: storage"),
+        (
+            one_model("{storage: {backend: tape}}"),
+            "models[0].tiers.storage.backend: 'tape' is not one of",
+        ),
+        (
+            one_model("{storage: {backend: file, size: 1GiB}}"),
+            "models[0].tiers.storage.path: missing; write a directory",
+        ),
+        (one_model("{storage: {path: kv, size: 1GB}}"), "models[0].tiers.storage.size: '1GB' is not a size such as"),
+        (
+            one_model(file(", write_policy: write_back")),
+            "models[0].tiers.storage.write_policy: 'write_back' is not write_through or write_through_selective",
+        ),
+        (
+            one_model(file(", prefetch_policy: never")),
+            "models[0].tiers.storage.prefetch_policy: 'never' is not timeout, best_effort or wait_complete",
+        ),
+        (
+            one_model(file(", prefetch_threshold: 0")),
+            "models[0].tiers.storage.prefetch_threshold: 0 is not a number of tokens, at least 1",
+        ),
+        (
+            one_model(file(), ", enable_prefix_caching: false"),
+            "models[0].tiers.storage: without prefix caching nothing is found there",
+        ),
+        (
+            one_model(file(), ", tensor_parallel_size: 2"),
+            "models[0].tiers.storage: with tensor_parallel_size 2 KV is not stored in this version",
+        ),
+        (
+            one_model(file(), ", device: 'cuda:0'"),
+            "models[0].tiers.storage: KV on a GPU (cuda:0) is not stored in this version",
+        ),
+        (
+            "node: {tiers: {storage: {path: kv}}}\nmodels: [{name: chat, path: somewhere}]",
+            "node.tiers.storage.size: missing",
+        ),
+        (
+            f"node: {{tiers: {file()}}}\nmodels: [{{name: a, path: b, tensor_parallel_size: 2}}]",
+            "models[0].tiers.storage: with tensor_parallel_size 2",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_key(tmp_path: Path, text: str, mistake: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert mistake in str(caught.value)
+
+
+def test_models_have_the_nodes_storage_unless_they_have_theirs(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        f"node: {{tiers: {file(', prefetch_timeout_base: 500ms')}}}\n"
+        "models:\n- {name: a, path: m}\n- {name: b, path: m, tiers: {storage: off}}\n"
+        f"- {{name: c, path: m, tiers: {file(', prefetch_policy: wait_complete, queue: 8MiB')}}}",
+    )
+    a, b, c = (config.storage_of(model) for model in config.models)
+    assert a is not None
+    assert a.backend == {"backend": "file", "path": "kv", "size": "1GiB"}
+    assert (a.write_policy, a.prefetch_policy, a.prefetch_timeout_base) == ("write_through", "timeout", 0.5)
+    assert b is None
+    assert c is not None
+    assert (c.prefetch_policy, c.queue) == ("wait_complete", 8 << 20)
+
+
+def test_without_the_section_there_is_no_storage(tmp_path: Path) -> None:
+    config = load(tmp_path, "models: [{name: chat, path: somewhere}]")
+    assert config.storage_of(config.models[0]) is None

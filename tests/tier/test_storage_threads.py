@@ -1,0 +1,202 @@
+"""The threads that read and write storage: bounded, in turns, and gone when they should be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.storage.registry import open_backend
+from swiftkv.storage_options import parse_storage
+from swiftkv.tier.keys import ObjectKeys
+from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
+from swiftkv.tier.writer import Writer
+
+GROUP = KVGroup((0,), num_kv_heads=1, head_dim=32, dtype="float32", block_size=16)  # blocks of 4 KiB
+KEYS = ObjectKeys([GROUP], "weights", "cpu")
+TIMEOUT_S = 60.0
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def block(number: int) -> np.ndarray:
+    return np.full(GROUP.block_bytes, number, np.uint8)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[StorageBackend]:
+    opened = open_file(tmp_path)
+    yield opened
+    opened.close()
+
+
+def open_file(directory: Path, **fault: Any) -> StorageBackend:
+    options: dict[str, Any] = {"backend": "file", "path": "kv", "size": 1 << 24, "min_free": 0}
+    if fault:
+        options = {"backend": "fault", "inner": options, **fault}
+    return open_backend(parse_storage(options, "storage", directory), KEYS.fingerprint)
+
+
+class Owner:
+    """The part of an engine that threads wake."""
+
+    def __init__(self) -> None:
+        self._woken = threading.Condition()
+        self._count = 0
+
+    def wake(self) -> None:
+        with self._woken:
+            self._count += 1
+            self._woken.notify_all()
+
+    def wait_for_more(self, count: int) -> int:
+        with self._woken:
+            assert self._woken.wait_for(lambda: self._count > count, TIMEOUT_S)
+            return self._count
+
+
+def write(backend: StorageBackend, *numbers: int) -> None:
+    names = [KEYS.of(key(number), 0) for number in numbers]
+    views = [memoryview(block(number)) for number in numbers]
+    assert backend.put(names, views, time.monotonic() + TIMEOUT_S) == [Status.OK] * len(numbers)
+
+
+def writer(backend: StorageBackend, owner: Owner, num_blocks: int, may_write: threading.Event) -> Writer:
+    return Writer(
+        backend,
+        KEYS,
+        queue_bytes=num_blocks * GROUP.block_bytes,
+        max_block_bytes=GROUP.block_bytes,
+        may_write=may_write.is_set,
+        on_room=owner.wake,
+    )
+
+
+def test_a_full_queue_takes_no_more(backend: StorageBackend) -> None:
+    may_write, owner = threading.Event(), Owner()
+    queue = writer(backend, owner, 4, may_write)
+    for number in range(4):
+        queue.add(key(number), 0, block(number))
+    assert queue.num_free == 0
+    assert queue.queue_bytes == 4 * GROUP.block_bytes
+    assert queue.stored_blocks == 0  # a load is in the way
+    may_write.set()
+    queue.loads_changed()
+    owner.wait_for_more(0)
+    assert queue.num_free == 4
+    assert (queue.stored_blocks, queue.stored_bytes, queue.queue_bytes) == (4, 4 * GROUP.block_bytes, 0)
+    queue.close(TIMEOUT_S)
+    assert all(backend.exists([KEYS.of(key(number), 0) for number in range(4)], time.monotonic() + TIMEOUT_S))
+
+
+def test_what_is_in_the_queue_is_written_at_the_end(backend: StorageBackend) -> None:
+    """Loads are still in the way, but nobody waits for them any more."""
+    queue = writer(backend, Owner(), 40, threading.Event())
+    for number in range(40):
+        queue.add(key(number), 0, block(number))
+    queue.close(TIMEOUT_S)
+    assert queue.stored_blocks == 40
+
+
+def test_a_writer_that_hangs_is_left_behind(tmp_path: Path) -> None:
+    hangs = open_file(tmp_path, hang=1.0, hang_time="60s")
+    may_write = threading.Event()
+    may_write.set()
+    queue = writer(hangs, Owner(), 4, may_write)
+    queue.add(key(1), 0, block(1))
+    queue.close(0.01)
+    hangs.close()
+    assert queue.stored_blocks == 0
+
+
+def search_for(*numbers: int) -> Search:
+    keys = b"".join(key(number) for number in numbers)
+    return Search(1, keys, 1, np.arange(len(numbers)), time.monotonic() + TIMEOUT_S)
+
+
+def load_of(*numbers: int) -> tuple[Load, np.ndarray]:
+    into = np.zeros((len(numbers), GROUP.block_bytes), np.uint8)
+    targets = [Target(Wanted(key(n), 0), n, memoryview(into[i])) for i, n in enumerate(numbers)]
+    return Load(1, targets, time.monotonic() + TIMEOUT_S), into
+
+
+def wait_for_parts(loader: Loader, owner: Owner, *loads: Load) -> list[PartRead]:
+    parts: list[PartRead] = []
+    count = 0
+    while sum(part.is_last for part in parts) < len(loads):
+        parts += [done for done in loader.take_done() if isinstance(done, PartRead)]
+        if sum(part.is_last for part in parts) < len(loads):
+            count = owner.wait_for_more(count)
+    return parts
+
+
+def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
+    write(backend, *range(100))
+    owner = Owner()
+    loader = Loader(backend, KEYS, owner.wake)
+    search = search_for(3, 1000, 99)
+    loader.submit(search)
+    owner.wait_for_more(0)
+    assert loader.take_done() == [search]
+    assert list(search.found) == [True, False, True]
+    load, into = load_of(*range(100))
+    loader.submit(load)
+    parts = wait_for_parts(loader, owner, load)
+    assert sum(part.num_read for part in parts) == 100
+    assert len(parts) > 1
+    assert (into == np.arange(100, dtype=np.uint8)[:, None]).all()
+    loader.close()
+    loader.join(TIMEOUT_S)
+
+
+def test_behind_a_block_that_is_not_there_nothing_is_read(backend: StorageBackend) -> None:
+    write(backend, 1, 2, 4)
+    owner = Owner()
+    loader = Loader(backend, KEYS, owner.wake)
+    load, _ = load_of(1, 2, 3, 4, *range(200, 300))
+    loader.submit(load)
+    (part,) = wait_for_parts(loader, owner, load)
+    assert part.num_read == 2
+    assert len(part.statuses) == len(part.targets) == 104
+    assert part.statuses[2] is Status.MISSING
+    assert part.statuses[-1] is None
+    loader.close()
+
+
+def test_a_long_load_does_not_hold_up_a_short_one(backend: StorageBackend, tmp_path: Path) -> None:
+    write(backend, *range(250))
+    owner = Owner()
+    slow = open_file(tmp_path, delay=1.0, delay_time="100ms")
+    loader = Loader(slow, KEYS, owner.wake)
+    long, _ = load_of(*range(250))
+    short, _ = load_of(1)
+    loader.submit(long)
+    loader.submit(short)
+    parts = wait_for_parts(loader, owner, long, short)
+    order = [part.load for part in parts]
+    assert order.index(short) < len(order) - 1
+    loader.close()
+    slow.close()
+
+
+def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:
+    write(backend, 1)
+    owner = Owner()
+    loader = Loader(backend, KEYS, owner.wake)
+    load, into = load_of(1)
+    load.is_cancelled = True
+    loader.submit(load)
+    (part,) = wait_for_parts(loader, owner, load)
+    assert part.is_last
+    assert part.num_read == 0
+    assert not into.any()
+    loader.close()
