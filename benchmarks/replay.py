@@ -10,7 +10,11 @@ token. So answers are in no cache. The model is a hybrid of MiMo-V2.5-Pro's shap
 - ours: the hybrid, its pool divided as `blocks_in_pool` does
 - share: the hybrid, its window group getting that part of the bytes; each in a table of its own, and the best
 - interval: ours, with that `retention_interval`
+- every tail, latest tail, undivided: rules of `replay_rules.py`, which are no part of the core, in a pool that is not
+  divided. Windows keep a tail at the end of each 512 tokens, of each prompt, or where the core keeps one
+- clairvoyant: likewise, and it knows the prompts to come
 - endless: a cache that forgets nothing
+- behind: how far ours is below the best of the columns that do not know what is to come
 
 The trace has an id for each 512 tokens, and another one for what is left at a prompt's end, whatever the next turn goes
 on with. A prompt that goes on would leave the one before it at the end of that one's last whole 512 tokens, and never
@@ -23,13 +27,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lending_node import say, table, write_report
+from replay_rules import Clairvoyant, Sizes, end_and_branch, every_tail, latest_tail, replay_recency
 from watched_node import plain_table
 
 from swiftkv import _core
@@ -39,6 +44,7 @@ from swiftkv.cache.geometry import KVGroup, blocks_in_pool, windows_at_once
 BUDGETS_M = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 SHARES = (0.02, 0.05, 0.10, 0.12, 0.20, 0.30, 0.50)
 INTERVALS = (2048,)
+RULES = ("every tail", "latest tail", "undivided", "clairvoyant")
 ASKED_FOR = {1.0: 4.0, 2.0: 3.3, 4.0: 1.9}
 """By budget: how often our hit rate is the twin's, at least."""
 _FULL_LAYERS, _LAYERS = 10, 70
@@ -129,6 +135,28 @@ class Replay:
                 serve(scheduler, whole)
         return Outcome(tuple(blocks), hits, hits / self.num_tokens, missed, time.monotonic() - begin_s)
 
+    def run_rules(self, pool_bytes: int) -> dict[str, Outcome]:
+        """Return the columns of `replay_rules.py`."""
+        full, window = hybrid(self.block_size)
+        node_bytes = BLOCK_TOKENS // self.block_size * full.block_bytes
+        tail, kept = (count * window.block_bytes for count in (window.tail_blocks, window.blocks_at_rest(BLOCK_TOKENS)))
+        paths = [arrival.blocks[: arrival.input_tokens // BLOCK_TOKENS] for arrival in self.arrivals]
+        runs = {
+            "every tail": lambda: replay_recency(paths, Sizes(node_bytes, tail), pool_bytes, every_tail),
+            "latest tail": lambda: replay_recency(paths, Sizes(node_bytes, kept), pool_bytes, latest_tail),
+            "undivided": lambda: replay_recency(paths, Sizes(node_bytes, kept), pool_bytes, end_and_branch),
+            "clairvoyant": lambda: Clairvoyant(paths, Sizes(node_bytes, tail), pool_bytes).replay(),
+        }
+        return {name: self._outcome_of(run) for name, run in runs.items()}
+
+    def _outcome_of(self, run: Callable[[], list[int]]) -> Outcome:
+        begin_s = time.monotonic()
+        hits = 0
+        for arrival, found in zip(self.arrivals, run(), strict=True):
+            most = (len(cut(arrival.prompt(), self.block_size)) - 1) // self.block_size * self.block_size
+            hits += min(found * BLOCK_TOKENS, most)
+        return Outcome((), hits, hits / self.num_tokens, 0, time.monotonic() - begin_s)
+
     def endless(self) -> Outcome:
         ids = {block for arrival in self.arrivals for block in arrival.blocks}
         enough = len(ids) * BLOCK_TOKENS // self.block_size
@@ -144,7 +172,8 @@ def replay_budget(
     ours = blocks_in_pool(pool_bytes, groups, windows_at_once(_MAX_NUM_SEQS, enable_chunked_prefill=True))
     outcomes = {"dense": replay.run([twin], blocks_in_pool(pool_bytes, [twin])), "ours": replay.run(groups, ours)}
     outcomes |= {f"share {share:g}": replay.run(groups, divide(pool_bytes, groups, share)) for share in shares}
-    return outcomes | {f"interval {interval:,}": replay.run(groups, ours, interval) for interval in intervals}
+    outcomes |= {f"interval {interval:,}": replay.run(groups, ours, interval) for interval in intervals}
+    return outcomes if replay.has_rest else outcomes | replay.run_rules(pool_bytes)  # which know nothing of the rest
 
 
 def of_kind(outcomes: dict[str, Outcome], kind: str) -> dict[str, Outcome]:
@@ -154,6 +183,11 @@ def of_kind(outcomes: dict[str, Outcome], kind: str) -> dict[str, Outcome]:
 
 def best_share(outcomes: dict[str, Outcome]) -> tuple[str, Outcome]:
     return max(of_kind(outcomes, "share ").items(), key=lambda item: item[1].hit_rate)
+
+
+def behind(outcomes: dict[str, Outcome]) -> float:
+    """Return by which part ours is below the best that does not know what is to come; 0 if it is the best."""
+    return 1 - outcomes["ours"].hit_rate / max(of.hit_rate for name, of in outcomes.items() if name != "clairvoyant")
 
 
 def row_of(budget_m: float, outcomes: dict[str, Outcome], endless: Outcome) -> list[str]:
@@ -167,8 +201,10 @@ def row_of(budget_m: float, outcomes: dict[str, Outcome], endless: Outcome) -> l
         f"{ours:.3f}",
         f"{best.hit_rate:.3f} ({share})",
         *(f"{outcome.hit_rate:.3f}" for outcome in of_kind(outcomes, "interval ").values()),
+        *(f"{outcomes[name].hit_rate:.3f}" if name in outcomes else "" for name in RULES),
         f"{endless.hit_rate:.3f}",
         f"{missed:.2f}",
+        f"{behind(outcomes):.1%}",
         f"{ours / dense:.2f}" if dense else "",
         f"≥ {asked_for:g}" if asked_for else "",
     ]
@@ -180,8 +216,8 @@ def shares_row(budget_m: float, outcomes: dict[str, Outcome]) -> list[str]:
 
 def heads_of(intervals: Sequence[int]) -> list[str]:
     of_intervals = [f"interval {interval:,}" for interval in intervals]
-    last = ["endless", "missed / hit", "ours / dense", "asked for"]
-    return ["budget", "dense", "ours", "best share", *of_intervals, *last]
+    last = ["endless", "missed / hit", "behind", "ours / dense", "asked for"]
+    return ["budget", "dense", "ours", "best share", *of_intervals, *RULES, *last]
 
 
 def draw(results: dict[float, dict[str, Outcome]], endless: Outcome, file: Path) -> None:
