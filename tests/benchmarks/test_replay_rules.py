@@ -61,7 +61,7 @@ def test_without_room_nothing_is_found(rules: Any) -> None:
 
 
 def test_who_knows_the_future_keeps_what_is_wanted_first(rules: Any) -> None:
-    """Of three conversations with room for one, recency forgets the one that goes on next."""
+    """Recency, with room for one of three conversations, forgets the one that goes on next."""
     paths, sizes = [(1, 2), (3, 4), (5, 6), (1, 2, 7), (3, 4, 8)], rules.Sizes(node=10, tail=3)
     assert rules.replay_recency(paths, sizes, 25, rules.latest_tail) == [0, 0, 0, 0, 0]
     assert rules.Clairvoyant(paths, sizes, 25).replay() == [0, 0, 0, 2, 0]
