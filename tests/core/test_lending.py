@@ -266,7 +266,7 @@ def test_a_block_goes_to_the_nearest_place_that_has_room_and_else_where_the_olde
     e.drain()
 
 
-@pytest.mark.xfail(strict=False, reason="a boundary does not know the blocks below its tail, so it does not miss them")
+@pytest.mark.xfail(strict=True, reason="a boundary does not know the blocks below its tail, so it does not miss them")
 def test_tails_above_blocks_that_a_lender_took_with_it_are_the_first_to_go() -> None:
     """The tail of a boundary is of no use without all full-attention blocks below it, however far below."""
     setup = LendingSetup(
