@@ -14,8 +14,9 @@ from pathlib import Path
 _FORMAT = 1
 _MAX_NAMED = 500
 """Keys that one query names."""
-_MAX_TOUCHED = 256
+_MAX_TOUCHED = 4096
 """Last uses that are kept in memory; a process that is killed forgets them."""
+_OPENING_WAIT_S = 60.0
 _LOCK_WAIT_S = 1.0
 
 _TABLES = (
@@ -51,7 +52,7 @@ class FileIndex:
         self._lock = threading.Lock()
         self._touched: dict[bytes, int] = {}
         with _translated():
-            self._db = sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, timeout=_OPENING_WAIT_S, isolation_level=None, check_same_thread=False)
         try:
             self._prepare()
         except BaseException:
@@ -80,6 +81,11 @@ class FileIndex:
                 self._db.executemany("UPDATE objects SET used_ns = ? WHERE key = ?", rows)
                 self._touched.clear()
             yield Changes(self._db)
+
+    def begin_use(self) -> None:
+        """Wait less for the lock from now on: calls have deadlines, opening has none."""
+        with self._lock, _translated():
+            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * _LOCK_WAIT_S)}")
 
     def known(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return those of the keys that the table has."""

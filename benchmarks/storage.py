@@ -1,0 +1,290 @@
+"""Storage backends beside plain programs that move the same bytes at the same depth and in the same state of the cache.
+
+    python benchmarks/storage.py file --directory /somewhere/on/a/disk
+    python benchmarks/storage.py redis --url unix:///run/redis.sock
+    python benchmarks/storage.py opening --directory /somewhere/on/a/disk
+
+A plain program of files opens, writes or reads with one vector, and closes; of Redis it sends the same commands in
+pipelines of as many bytes. Neither has checksums, names, bounds or an index. The two run in turn; a ratio is ours over
+plain within a round, the median of the rounds. Cold: the kernel was told to forget the files (`POSIX_FADV_DONTNEED`).
+On a machine that others use, `--processor-time` counts the time of our own process instead: how much work a call is,
+not how long it waits for a disk or a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.storage.registry import open_backend
+from swiftkv.storage_options import parse_storage
+
+FINGERPRINT = bytes(16)
+BATCH_BYTES = 8 << 20
+SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+
+
+@dataclass
+class Case:
+    """One size of blocks: as many as make up the bytes of a round, and a buffer for each."""
+
+    block_bytes: int
+    num_blocks: int
+    clock: Callable[[], float]
+    sources: list[memoryview] = field(init=False)
+    into: list[memoryview] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sources = [memoryview(secrets.token_bytes(self.block_bytes)) for _ in range(self.num_blocks)]
+        self.into = [memoryview(bytearray(self.block_bytes)) for _ in range(self.num_blocks)]
+
+    def keys(self) -> list[bytes]:
+        """Return keys that were never used."""
+        return [secrets.token_bytes(32) for _ in range(self.num_blocks)]
+
+    def batches(self, depth: int) -> list[range]:
+        """Return the blocks in runs of `BATCH_BYTES`, but for each thread at least one."""
+        length = max(1, min(BATCH_BYTES // self.block_bytes, -(-self.num_blocks // depth)))
+        return [range(i, min(i + length, self.num_blocks)) for i in range(0, self.num_blocks, length)]
+
+
+class Plain:
+    """Files of a directory, without anything around them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir()
+
+    def path(self, key: bytes) -> str:
+        return f"{self.directory}/{key.hex()}"
+
+    def put(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
+        for key, source in zip(keys, sources, strict=True):
+            fd = os.open(self.path(key), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            assert os.pwrite(fd, source, 0) == len(source)
+            os.close(fd)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        for key, buffer in zip(keys, into, strict=True):
+            fd = os.open(self.path(key), os.O_RDONLY)
+            assert os.preadv(fd, [buffer], 0) == len(buffer)
+            os.close(fd)
+
+
+class PlainRedis:
+    """Pipelines of plain commands."""
+
+    def __init__(self, url: str, depth: int) -> None:
+        from redis import Redis
+
+        self.client = Redis.from_url(url, max_connections=depth)
+
+    def put(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
+        with self.client.pipeline(transaction=False) as pipeline:
+            for key, source in zip(keys, sources, strict=True):
+                pipeline.set(key, source, px=3_600_000)
+            assert all(pipeline.execute())
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        with self.client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.get(key)
+            for buffer, value in zip(into, pipeline.execute(), strict=True):
+                buffer[:] = value
+
+
+class Ours:
+    """A backend, of which everything has to succeed."""
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.backend = backend
+
+    def put(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
+        assert set(self.backend.put(keys, sources, time.monotonic() + 600)) == {Status.OK}
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        assert set(self.backend.get(keys, into, time.monotonic() + 600)) == {Status.OK}
+
+
+def timed(case: Case, depth: int, move: Callable[[range], None]) -> float:
+    """Return the bytes per second at which so many threads do all batches."""
+    batches = case.batches(depth)
+    with ThreadPoolExecutor(depth) as pool:
+        begin_s = case.clock()
+        list(pool.map(move, batches))
+        return case.block_bytes * case.num_blocks / (case.clock() - begin_s)
+
+
+def measure(side: Ours | Plain | PlainRedis, case: Case, depth: int, directory: Path | None) -> list[float]:
+    """Put new blocks, get them, and get them again after the kernel forgot them; return bytes per second of each."""
+    keys = case.keys()
+    rates = [timed(case, depth, lambda r: side.put(keys[r.start : r.stop], case.sources[r.start : r.stop]))]
+
+    def get(run: range) -> None:
+        side.get(keys[run.start : run.stop], case.into[run.start : run.stop])
+
+    rates.append(timed(case, depth, get))
+    if directory is not None:
+        forget_files(directory)
+        rates.append(timed(case, depth, get))
+    assert case.into[-1] == case.sources[-1]
+    return rates
+
+
+def forget_files(directory: Path) -> None:
+    """Write everything to the disk, and have the kernel drop it from memory."""
+    os.sync()
+    for file in directory.rglob("*"):
+        if file.is_file() and not file.name.startswith("index"):
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def report(block_bytes: int, depth: int, ours: list[list[float]], plain: list[list[float]]) -> None:
+    """Print one row for each kind of call."""
+    kinds = zip(zip(*ours, strict=True), zip(*plain, strict=True), strict=True)
+    for kind, (mine, theirs) in zip(("put", "get warm", "get cold"), kinds, strict=False):
+        ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+        rates = " | ".join(f"{statistics.median(rates) / 1e9:.2f}" for rates in (mine, theirs))
+        print(f"| {block_bytes >> 10} KiB | {depth} | {kind} | {rates} | {ratio:.2f} |", flush=True)
+
+
+def compare_files(
+    directory: Path,
+    sizes: Sequence[int],
+    depths: Sequence[int],
+    rounds: int,
+    round_bytes: int,
+    clock: Callable[[], float],
+) -> None:
+    """Measure the file backend. Nothing is removed before the end: ext4 is slow to make files where some just went."""
+    with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
+        for block_bytes in sizes:
+            case = Case(block_bytes, round_bytes // block_bytes, clock)
+            for depth in depths:
+                ours, plain = [], []
+                for number in range(rounds):
+                    cache = Path(parent) / f"cache-{block_bytes}-{depth}-{number}"
+                    raw = {"path": str(cache), "size": 4 * round_bytes, "min_free": 0}
+                    backend = open_backend(parse_storage(raw, "file", directory), FINGERPRINT)
+                    files = Plain(cache.with_name(cache.name.replace("cache", "plain")))
+                    ours.append(measure(Ours(backend), case, depth, cache))
+                    plain.append(measure(files, case, depth, files.directory))
+                    backend.close()
+                report(block_bytes, depth, ours, plain)
+
+
+def compare_redis(
+    url: str, sizes: Sequence[int], depths: Sequence[int], rounds: int, round_bytes: int, clock: Callable[[], float]
+) -> None:
+    """Measure the Redis backend."""
+    for block_bytes in sizes:
+        case = Case(block_bytes, round_bytes // block_bytes, clock)
+        for depth in depths:
+            raw = {"backend": "redis", "url": url, "timeout": "60s", "max_calls": depth}
+            backend = open_backend(parse_storage(raw, "redis", Path.cwd()), FINGERPRINT)
+            plain = PlainRedis(url, depth)
+            results = [
+                (measure(Ours(backend), case, depth, None), measure(plain, case, depth, None)) for _ in range(rounds)
+            ]
+            backend.close()
+            report(block_bytes, depth, [ours for ours, _ in results], [theirs for _, theirs in results])
+
+
+def share_of_checksums(directory: Path, sizes: Sequence[int], round_bytes: int, clock: Callable[[], float]) -> None:
+    """Print the part of a plain load plus its checksums that the checksums take, right after each read."""
+    for block_bytes in sizes:
+        case = Case(block_bytes, round_bytes // block_bytes, clock)
+        with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
+            files, keys = Plain(Path(parent) / "plain"), case.keys()
+            files.put(keys, case.sources)
+            shares = []
+            for is_cold in (False, True):
+                if is_cold:
+                    forget_files(files.directory)
+                read_s = hash_s = 0.0
+                for key, buffer in zip(keys, case.into, strict=True):
+                    begin_s = clock()
+                    files.get([key], [buffer])
+                    read_at_s = clock()
+                    xxhash.xxh3_64_intdigest(buffer)
+                    hash_s += clock() - read_at_s
+                    read_s += read_at_s - begin_s
+                shares.append(hash_s / (read_s + hash_s))
+            rate = case.block_bytes * case.num_blocks / hash_s / 1e9
+            print(f"| {block_bytes >> 10} KiB | {shares[0]:.1%} | {shares[1]:.1%} | {rate:.1f} |", flush=True)
+
+
+def time_opening(directory: Path, num_blocks: int, clock: Callable[[], float]) -> None:
+    """Print how long it takes to open a directory of so many blocks, with its index and without one."""
+    with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
+        cache = Path(parent) / "cache"
+        options = parse_storage({"path": str(cache), "size": "1TiB", "min_free": 0}, "file", directory)
+
+        def opened() -> tuple[StorageBackend, float]:
+            begin_s = clock()
+            backend = open_backend(options, FINGERPRINT)
+            return backend, clock() - begin_s
+
+        backend, _ = opened()
+        block = memoryview(bytes(1000))
+        for begin in range(0, num_blocks, 1000):
+            keys = [secrets.token_bytes(32) for _ in range(min(1000, num_blocks - begin))]
+            Ours(backend).put(keys, [block] * len(keys))
+        backend.close()
+        for kind in ("with its index", "without an index"):
+            times_s = []
+            for _ in range(5):
+                if kind == "without an index":
+                    for file in cache.glob("index*"):
+                        file.unlink()
+                backend, taken_s = opened()
+                backend.close()
+                times_s.append(taken_s)
+            print(f"{num_blocks:,} blocks, {kind}: {statistics.median(times_s):.2f} s ({max(times_s):.2f} at most)")
+        shutil.rmtree(cache)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["file", "redis", "checksums", "opening"])
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--url", default="redis://127.0.0.1:6379/0")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES")
+    parser.add_argument("--depth", type=int, nargs="+", default=[1, 4], metavar="THREADS")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=256, help="how much each round moves")
+    parser.add_argument("--blocks", type=int, default=100_000, help="for opening")
+    parser.add_argument("--processor-time", action="store_true")
+    arguments = parser.parse_args()
+    clock = time.process_time if arguments.processor_time else time.perf_counter
+    round_bytes = arguments.mib << 20
+    if arguments.what == "opening":
+        time_opening(arguments.directory, arguments.blocks, clock)
+        return
+    if arguments.what == "checksums":
+        print("| block | of a warm load | of a cold load | GB/s |\n| ---: | ---: | ---: | ---: |")
+        share_of_checksums(arguments.directory, arguments.sizes, round_bytes, clock)
+        return
+    print("| block | threads | call | ours, GB/s | plain, GB/s | ratio |\n| ---: | ---: | --- | ---: | ---: | ---: |")
+    if arguments.what == "file":
+        compare_files(arguments.directory, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+    else:
+        compare_redis(arguments.url, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+
+
+if __name__ == "__main__":
+    main()
