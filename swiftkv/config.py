@@ -1,4 +1,7 @@
-"""The YAML file as frozen, validated types. Every mistake is one line that names its key and what would be right."""
+"""The YAML file as frozen, validated types. Every mistake is one line that names its key and what would be right.
+
+It is one file, as the YAML is one: who looks for a key finds its type, its default and its checks here.
+"""
 
 from __future__ import annotations
 

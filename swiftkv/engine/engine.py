@@ -1,4 +1,7 @@
-"""The step loop of one engine process."""
+"""The step loop of one engine process.
+
+It is one file, so that the life of a step is read from top to bottom.
+"""
 
 from __future__ import annotations
 

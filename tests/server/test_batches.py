@@ -1,4 +1,7 @@
-"""Files and batches over HTTP: OpenAI's client, a gateway, and echo engines whose answers are known beforehand."""
+"""Files and batches over HTTP: OpenAI's client, a gateway, and echo engines whose answers are known beforehand.
+
+It is one file, for its tests share the ways to upload, to wait and to read what came out.
+"""
 
 from __future__ import annotations
 
