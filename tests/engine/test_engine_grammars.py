@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from swiftkv.engine.grammars import Grammars
 from swiftkv.engine.messages import FINISH_LENGTH, FINISH_STOP
 from swiftkv.grammars import GrammarSource, library_form
 from tests.engine.engine_process import Answer, EngineProcess
+from tests.engine.test_sampler import make_request
 from tests.support.checkpoints import SHAPE, make_checkpoint
 from tests.support.schemas import ENDLESS, SCHEMAS
 
@@ -208,9 +211,10 @@ def test_preempted_answers_go_on_where_their_grammars_were(checkpoint: Path, eng
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
 
 
-def test_an_engine_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
-    with EngineProcess(tmp_path, **OPTIONS) as bare:
-        [answer] = bare.generate([PROMPT], **held("regex", "a"))
-    assert answer.error is not None
-    assert "tokenizer.json" in answer.error.message
+def test_an_engine_without_a_tokenizer_says_so(engine: EngineProcess, tmp_path: Path) -> None:
+    bare = msgspec.structs.replace(engine.config, path=str(tmp_path))
+    grammars = Grammars(bare, SHAPE["vocab_size"], (EOS,), wake=lambda: None)
+    request = make_request(1, PROMPT, grammar='start: "a"')
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        grammars.hold(request)
+    grammars.close()
