@@ -259,6 +259,9 @@ class ModelConfig(_Section):
     enforce_eager: bool = Field(False, description="true or false")
     async_scheduling: bool | None = Field(None, description="true or false")
     split_special_tokens: bool = Field(False, description="true or false")
+    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = Field(
+        None, description="hermes, llama3_json, mistral or null"
+    )
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
     tiers: TiersConfig | None = Field(None, description="a mapping")

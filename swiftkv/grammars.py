@@ -12,7 +12,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-GrammarKind = Literal["json", "regex", "choice", "grammar"]
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms
@@ -57,7 +57,7 @@ def library_form(source: GrammarSource) -> str:
     """
     match source.kind:
         case "json":
-            return _serialized(json_schema=_with_whitespace(json.loads(source.text), source.whitespace))
+            return _serialized(json_schema=held_schema(json.loads(source.text), source.whitespace))
         case "regex":
             return LLMatcher.grammar_from_regex(source.text)
         case "choice":
@@ -65,6 +65,8 @@ def library_form(source: GrammarSource) -> str:
             return _serialized(lark_grammar=f"start: {alternatives}")
         case "grammar":
             return _serialized(lark_grammar=_as_lark(source.text))
+        case "lark":
+            return _serialized(lark_grammar=source.text)
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -93,13 +95,18 @@ def _as_lark(text: str) -> str:
     return lark
 
 
-def _with_whitespace(schema: object, pattern: str | None) -> dict[str, object]:
+def held_schema(schema: object, whitespace: str | None = None) -> dict[str, object]:
+    """Return a JSON schema with what the library needs to know besides.
+
+    Raises:
+        ValueError: it is none.
+    """
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("a schema must be an object, or true")
-    is_none = pattern == ""
-    options = {"whitespace_flexible": False} if is_none else {"whitespace_pattern": pattern or _WHITESPACE}
+    is_compact = whitespace == ""
+    options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": whitespace or _WHITESPACE}
     return {**schema, "x-guidance": options}
 
 

@@ -24,6 +24,7 @@ from swiftkv.admin_key import generated_admin_key
 from swiftkv.config import Config
 from swiftkv.devices import check_devices
 from swiftkv.engine_configs import compile_engines, why_not_lend
+from swiftkv.handles import load_handles
 from swiftkv.latency import prefer_latency
 from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.planning.models import ModelPlan, SizedPlan
@@ -248,8 +249,7 @@ class Node:
             for supervisor, plan in zip(self._supervisors, self._plans, strict=True)
         ]
         try:
-            # Meanwhile: transformers alone takes seconds to import.
-            handles = await asyncio.to_thread(_load_handles, self._config, self._plans, self._clients, self._grammars)
+            handles = await asyncio.to_thread(load_handles, self._config, self._plans, self._clients, self._grammars)
             if self._state is not None:
                 self._batches = await self._open_batches(handles, self._state)
             self._serve_http(handles)
@@ -358,30 +358,6 @@ def _run_without_triton() -> None:
     """The gateway runs no kernels, but what transformers imports would import Triton: a second, 80 MB, and complaints
     of leaks at exit."""
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
-
-
-def _load_handles(
-    config: Config, plans: Sequence[ModelPlan], clients: Sequence[EngineClient], grammars: GrammarChecker
-) -> list[ModelHandle]:
-    from swiftkv.server.models import ClientPolicy, ModelHandle
-    from swiftkv.server.tokenizer import Tokenizer
-
-    policy = ClientPolicy(config.node.show_cached_tokens, config.node.allow_priority)
-    return [
-        ModelHandle(
-            name=plan.name,
-            root=plan.checkpoint.public_name,
-            max_model_len=plan.max_model_len,
-            vocab_size=plan.vocab_size,
-            tokenizer=Tokenizer.from_pretrained(
-                plan.checkpoint.directory, split_special_tokens=model.split_special_tokens
-            ),
-            client=client,
-            policy=policy,
-            grammars=grammars,
-        )
-        for model, plan, client in zip(config.models, plans, clients, strict=True)
-    ]
 
 
 def engine_environment(config: Config) -> dict[str, str]:

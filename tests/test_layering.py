@@ -16,7 +16,7 @@ LAYERS = [
     {"cli", "demo"},
     {"simulate"},
     {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables"},
-    {"supervisor", "engine_configs", "devices", "sockets", "admin_key", "state"},
+    {"supervisor", "engine_configs", "devices", "handles", "sockets", "admin_key", "state"},
     {"watch"},
     {"server"},
     {"engine"},

@@ -26,12 +26,15 @@ from swiftkv.server.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    FunctionCall,
     PromptLogprobs,
     PromptTokensDetails,
+    ToolCall,
     Usage,
 )
 from swiftkv.server.sampling import stop_rules
 from swiftkv.server.tiers import tier_of
+from swiftkv.server.tools import tool_use
 
 _SMALL_NUMBERS = 512
 
@@ -46,8 +49,11 @@ class Prompt:
 
 def make_choices(model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> list[Choice]:
     """Return what decodes each sequence, the choices of one prompt next to each other."""
-    rules, n = stop_rules(body), body.n or 1
-    return [Choice(index, prompts[index // n].token_ids, model.tokenizer, rules) for index in range(len(prompts) * n)]
+    tools = tool_use(model.tool_parser, body) if isinstance(body, ChatBody) else None
+    rules, n = stop_rules(body, tools), body.n or 1
+    return [
+        Choice(index, prompts[index // n].token_ids, model.tokenizer, rules, tools) for index in range(len(prompts) * n)
+    ]
 
 
 class _Usage:
@@ -292,7 +298,7 @@ class ChatAnswer(Answer):
         for delta in batch:
             if self._is_first(delta.index):
                 result.append(self._opening(delta.index))
-            if delta.text or delta.finish_reason or self._logprobs or self._return_token_ids:
+            if delta.text or delta.calls or delta.finish_reason or self._logprobs or self._return_token_ids:
                 result.append(self._chunk(delta))
         return result
 
@@ -308,7 +314,7 @@ class ChatAnswer(Answer):
             [
                 ChatChoice(
                     total.index,
-                    AssistantMessage(total.text),
+                    _message(total),
                     chat_logprobs(tokenizer, total.token_ids, total.logprobs) if self._logprobs else None,
                     total.finish_reason,
                     total.stop_reason,
@@ -332,7 +338,7 @@ class ChatAnswer(Answer):
     def _chunk(self, delta: Delta) -> ChatChunk:
         choice = ChatChunkChoice(
             delta.index,
-            ChatDelta(content=delta.text),
+            ChatDelta(content=UNSET if delta.calls and not delta.text else delta.text, tool_calls=delta.calls or UNSET),
             chat_logprobs(self.model.tokenizer, delta.token_ids, delta.logprobs) if self._logprobs else None,
             delta.finish_reason,
             delta.stop_reason if delta.finish_reason else UNSET,
@@ -356,3 +362,13 @@ class ChatAnswer(Answer):
             usage=usage,
             prompt_token_ids=prompt_token_ids,
         )
+
+
+def _message(total: Delta) -> AssistantMessage:
+    calls: list[ToolCall] = []
+    for part in total.calls:
+        if part.id is not UNSET and part.function.name is not UNSET:
+            calls.append(ToolCall(part.id, FunctionCall(part.function.name, part.function.arguments)))
+        else:
+            calls[-1].function.arguments += part.function.arguments
+    return AssistantMessage(total.text or (None if calls else ""), tool_calls=calls or UNSET)

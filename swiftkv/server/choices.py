@@ -16,11 +16,15 @@ from swiftkv.server.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
+    FunctionDelta,
     PromptLogprob,
     PromptLogprobs,
+    ToolCallDelta,
     TopLogprob,
 )
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said
+from swiftkv.server.tools import ToolUse
 
 T = TypeVar("T")
 
@@ -43,10 +47,12 @@ class Delta:
     prompt_logprobs: list[bytes] | None = None  # packed
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
     def append(self, later: Delta) -> None:
         """Add what the same choice has to say afterwards."""
         self.text += later.text
+        self.calls += later.calls
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         if later.prompt_logprobs is not None:
@@ -64,18 +70,63 @@ class StopRules:
     skip_special_tokens: bool = True
 
 
+class _Calls:
+    """Takes the calls of tools out of one choice's text."""
+
+    def __init__(self, tools: ToolUse) -> None:
+        self._is_named = tools.is_named
+        self._parser = tools.new_parser()
+        self._num_calls = 0
+
+    def separate(self, delta: Delta) -> None:
+        """Leave in `delta` the text that is for the user, and put the calls beside it."""
+        events = self._parser.push(delta.text)
+        if delta.finish_reason:
+            events += self._parser.finish()
+        delta.text = "".join(event.text for event in events if isinstance(event, Said))
+        for event in events:
+            match event:
+                case CallBegun(name):
+                    call = ToolCallDelta(self._num_calls, FunctionDelta(name), self._parser.new_call_id(), "function")
+                    self._num_calls += 1
+                    delta.calls.append(call)
+                case ArgumentsGrown(text):
+                    if delta.calls:
+                        delta.calls[-1].function.arguments += text
+                    else:
+                        delta.calls.append(ToolCallDelta(self._num_calls - 1, FunctionDelta(arguments=text)))
+                case Said():
+                    pass
+        if delta.finish_reason == "stop" and self._num_calls and not self._is_named:
+            delta.finish_reason = "tool_calls"
+
+
 class Choice:
     """Decodes one sequence. Everything it returned so far, joined, is the choice's text."""
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], tokenizer: Tokenizer, stop: StopRules) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        stop: StopRules,
+        tools: ToolUse | None = None,
+    ) -> None:
         self.index = index
         self.num_tokens = 0
         self._rules = stop
         self._detokenizer = Detokenizer(tokenizer.backend, prompt_ids, stop.skip_special_tokens)
         self._matcher = StopMatcher(stop.strings)
+        self._calls = None if tools is None else _Calls(tools)
 
     def push(self, output: SequenceOutput) -> Delta:
         """Take what the engine sent. The delta's ``finish_reason`` may come before the engine's: a stop string."""
+        delta = self._decoded(output)
+        if self._calls is not None:
+            self._calls.separate(delta)
+        return delta
+
+    def _decoded(self, output: SequenceOutput) -> Delta:
         delta = Delta(self.index, prompt_logprobs=output.prompt_logprobs, finish_reason=output.finish_reason)
         tokens, stop_token = output.token_ids, None
         if output.finish_reason == "stop":

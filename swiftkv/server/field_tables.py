@@ -27,6 +27,7 @@ from swiftkv.server.protocol import (
     TokenizeBody,
 )
 from swiftkv.server.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from swiftkv.server.tools import FunctionDefinition, Tool, ToolCallMessage
 
 BEGIN, END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
 _NOT_USED = "Accepted, not used"
@@ -37,6 +38,9 @@ _SECTIONS: tuple[tuple[str, type[Body], type[Body] | None], ...] = (
     ("A message", ChatMessage, None),
     ("A part of a message's `content`", TextPart, None),
     ("`stream_options`", StreamOptions, None),
+    ("A tool", Tool, None),
+    ("A tool's `function`", FunctionDefinition, None),
+    ("A call in an assistant's message", ToolCallMessage, None),
     ("`response_format`", ResponseFormat, None),
     ("`response_format.json_schema`", JsonSchemaFormat, None),
     ("`structured_outputs`", StructuredOutputs, None),

@@ -13,6 +13,7 @@ from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.responses import EngineView, ModelCard
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers.base import ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class ModelHandle:
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
+    tool_parser: type[ToolParser] | None = None
+    """How the model writes calls of tools; `None`: it takes no tools."""
 
     def card(self) -> ModelCard:
         return ModelCard(self.name, self.created, self.root, self.max_model_len)

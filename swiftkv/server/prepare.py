@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer, Prompt, make_choices
 from swiftkv.server.choices import Choice
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import SequenceRequest
+from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import check_detokenize, check_messages, check_stops
 from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody
 from swiftkv.server.sampling import check_grammar_fields, sequence_requests
 from swiftkv.server.structured import asked_grammar, asks_for_grammar
 from swiftkv.server.tiers import priority_in, tier_of
+from swiftkv.server.tools import template_tools, tool_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,23 @@ async def prepare(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes
 
 async def _checked_grammar(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes: int) -> str | None:
     """Return the grammar that is to hold the answer, as engines take it."""
-    if not asks_for_grammar(body):
+    if not asks_for_grammar(body) and not (isinstance(body, ChatBody) and body.tools):
         return None
-    asked = await model.threads.run(lambda: asked_grammar(body), num_bytes)
+    asked = await model.threads.run(lambda: _asked_grammar(model, body), num_bytes)
     if asked is None:
         return None
     check_grammar_fields(body)
     return await model.grammars.check(asked)
+
+
+def _asked_grammar(model: ModelHandle, body: CompletionBody | ChatBody) -> AskedGrammar | None:
+    asked = asked_grammar(body)
+    tools = tool_use(model.tool_parser, body) if isinstance(body, ChatBody) else None
+    of_tools = None if tools is None else tools.grammar()
+    if asked is not None and of_tools is not None:
+        message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"
+        raise ApiError(400, message, param="tool_choice")
+    return asked or of_tools
 
 
 def _prepared(model: ModelHandle, body: CompletionBody | ChatBody, grammar: str | None) -> Prepared:
@@ -92,7 +105,7 @@ def begin(
     return CompletionAnswer(model, body, prepared.prompts, prepared.choices, generation)
 
 
-def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates expect them."""
     check_messages(sum(message.num_parts for message in messages))
     return [message.for_template() for message in messages]
@@ -119,4 +132,4 @@ def _chat_prompt(model: ModelHandle, body: ChatBody) -> Prompt:
     messages = conversation(body.messages)
     # A template may leave out parts of a message, so only its result can be too long.
     max_chars = model.tokenizer.max_chars(model.max_model_len)
-    return Prompt(model.tokenizer.encode_chat(messages, max_chars=max_chars))
+    return Prompt(model.tokenizer.encode_chat(messages, tools=template_tools(body), max_chars=max_chars))

@@ -41,6 +41,7 @@ class Limits:
     grammar_depth: int = 32  # of a schema: arrays and objects in each other
     grammar_values: int = 1 << 14  # of a schema
     grammar_choices: int = 1024
+    tools: int = 128  # and calls of one message
     label_chars: int = 1024
     token_ids: int = 1 << 20  # of all prompts together
     sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often

@@ -18,6 +18,16 @@ from swiftkv.server.fields import INT32_MAX, AtMost, Body, Label, Text, Unsuppor
 from swiftkv.server.price import LIMITS
 from swiftkv.server.structured import JsonSchemaFormat, ResponseFormat, StructuredFields, StructuredOutputs
 from swiftkv.server.tiers import WantedTier
+from swiftkv.server.tools import (
+    CalledFunction,
+    FunctionDefinition,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCallMessage,
+    ToolCallMessages,
+    ToolFields,
+)
 from swiftkv.units import Budget, parse_budget
 
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
@@ -138,43 +148,50 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=LIMITS.content_parts)] | None = None
     name: Label | None = None
     refusal: Annotated[None, Unsupported("")] = None
     audio: Annotated[None, Unsupported()] = None
     annotations: Annotated[None, Unsupported([])] = None
     function_call: Annotated[None, Unsupported()] = None
-    tool_calls: Annotated[None, Unsupported([])] = None
-    tool_call_id: Annotated[None, Unsupported()] = None
+    tool_calls: ToolCallMessages | None = None
+    tool_call_id: Label | None = None
     reasoning_content: Annotated[None, Unsupported("")] = None
 
     @property
     def num_parts(self) -> int:
         return len(self.content) if isinstance(self.content, list) else 1
 
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it: one string of content."""
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it: one string of content, and calls whose arguments are objects.
+
+        Raises:
+            ApiError: 400 if those of a call are none.
+        """
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=LIMITS.messages)]
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, ToolFields):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
 
-    tools: Annotated[None, Unsupported([])] = None
-    tool_choice: Annotated[None, Unsupported("none", "auto")] = None
-    parallel_tool_calls: Annotated[None, Unsupported(True, False)] = None
     functions: Annotated[None, Unsupported([])] = None
     function_call: Annotated[None, Unsupported("none", "auto")] = None
     modalities: Annotated[None, Unsupported(["text"])] = None
@@ -251,6 +268,12 @@ _FIELDS = frozenset(
         JsonSchemaFormat,
         ResponseFormat,
         StructuredOutputs,
+        Tool,
+        FunctionDefinition,
+        NamedTool,
+        NamedFunction,
+        ToolCallMessage,
+        CalledFunction,
     )
     for name in (field.alias or name for name, field in body.model_fields.items())
 ) | {"dry_run", "after", "limit", "order", "purpose", "file_id", "batch_id"}

@@ -143,5 +143,5 @@ def _detokenized(model: ModelHandle, body: DetokenizeBody) -> Detokenized:
     return Detokenized(model.tokenizer.decode(body.tokens))
 
 
-def _num_chars(messages: Sequence[Mapping[str, str]]) -> int:
+def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(message["content"]) for message in messages)

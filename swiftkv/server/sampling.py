@@ -15,6 +15,7 @@ from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import Generating
 from swiftkv.server.protocol import INT64_MAX, ChatBody, CompletionBody, GenerationBody
+from swiftkv.server.tools import ToolUse
 
 _COMPLETION_MAX_TOKENS = 16
 _MIN_TEMPERATURE = 0.01
@@ -64,13 +65,14 @@ def check_grammar_fields(body: GenerationBody) -> None:
         raise ApiError(400, "field 'ignore_eos': an answer that a grammar holds ends with it", param="ignore_eos")
 
 
-def stop_rules(body: GenerationBody) -> StopRules:
-    """Return the rules by which the gateway ends a generation."""
+def stop_rules(body: GenerationBody, tools: ToolUse | None = None) -> StopRules:
+    """Return the rules by which the gateway ends a generation whose answer may call `tools`."""
+    shows_special_tokens = tools is not None and tools.parser.shows_special_tokens
     return StopRules(
         strings=StopStrings(body.stops),
         token_ids=frozenset(body.stop_token_ids or ()),
         min_tokens=body.min_tokens or 0,
-        skip_special_tokens=body.skip_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False and not shows_special_tokens,
     )
 
 

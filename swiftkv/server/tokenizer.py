@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer as Backend
@@ -72,8 +73,19 @@ class Tokenizer:
         """Return the token ids of `text`."""
         return self._ids(self.backend, text, add_special_tokens)
 
+    @property
+    def chat_template(self) -> str:
+        """The checkpoint's; empty if it has none."""
+        template = self._hf.chat_template
+        return template if isinstance(template, str) else ""
+
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, max_chars: int, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Return the token ids of a conversation laid out by the checkpoint's chat template.
 
@@ -84,8 +96,9 @@ class Tokenizer:
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         if self._plain_backend is not None:
-            messages = [{**message, **self._disarmed(message)} for message in messages]
-        text = self._render(messages, add_generation_prompt)
+            messages = [{**self._disarmed(message), "role": message["role"]} for message in messages]
+            tools = None if tools is None else self._disarmed(tools)
+        text = self._render(messages, add_generation_prompt, tools)
         if len(text) > max_chars:
             raise _too_long(len(text), max_chars, "messages")
         return (
@@ -131,10 +144,18 @@ class Tokenizer:
                 "apart from them; write split_special_tokens: false"
             )
 
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         try:
             text = self._hf.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, tokenize=False
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise ApiError(
@@ -143,13 +164,13 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def _disarmed(self, message: Mapping[str, str]) -> dict[str, str]:
-        """Return the texts of a message that its sender wrote, each special token in them broken by a mark."""
-        return {
-            key: self._special_tokens.sub(lambda match: f"{match[0][0]}{_MARK}{match[0][1:]}", message[key])
-            for key in ("content", "name")
-            if key in message
-        }
+    def _disarmed(self, value: Any) -> Any:
+        """Return what a client wrote, each special token in its texts broken by a mark."""
+        if isinstance(value, str):
+            return self._special_tokens.sub(lambda match: f"{match[0][0]}{_MARK}{match[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {self._disarmed(key): self._disarmed(item) for key, item in value.items()}
+        return [self._disarmed(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_disarmed(self, text: str) -> list[int]:
         """Encode what a template made of disarmed messages: only its own special tokens are any."""

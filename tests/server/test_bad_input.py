@@ -53,7 +53,7 @@ def test_unsupported_fields_of_completions_are_named(gateway: Gateway, field: st
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),  # of a template that takes none
         ("tool_choice", "required"),
         ("audio", {}),
         ("modalities", ["text", "audio"]),

@@ -1,0 +1,44 @@
+"""The models of a node as its gateway knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from swiftkv.config import Config
+from swiftkv.planning.models import ModelPlan
+from swiftkv.server.client import EngineClient
+from swiftkv.server.grammars import GrammarChecker
+
+if TYPE_CHECKING:
+    from swiftkv.server.models import ModelHandle
+
+
+def load_handles(
+    config: Config, plans: Sequence[ModelPlan], clients: Sequence[EngineClient], grammars: GrammarChecker
+) -> list[ModelHandle]:
+    """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
+    from swiftkv.server.models import ClientPolicy, ModelHandle
+    from swiftkv.server.tokenizer import Tokenizer
+    from swiftkv.server.tool_parsers import choose_parser
+
+    policy = ClientPolicy(config.node.show_cached_tokens, config.node.allow_priority)
+    handles = []
+    for model, plan, client in zip(config.models, plans, clients, strict=True):
+        tokenizer = Tokenizer.from_pretrained(
+            plan.checkpoint.directory, split_special_tokens=model.split_special_tokens
+        )
+        handles.append(
+            ModelHandle(
+                name=plan.name,
+                root=plan.checkpoint.public_name,
+                max_model_len=plan.max_model_len,
+                vocab_size=plan.vocab_size,
+                tokenizer=tokenizer,
+                client=client,
+                policy=policy,
+                grammars=grammars,
+                tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
+            )
+        )
+    return handles

@@ -1,0 +1,23 @@
+"""Parsers of tool calls, by the name that a model's `tool_parser` gives. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from swiftkv.server.tool_parsers.base import ToolParser
+from swiftkv.server.tool_parsers.hermes import HermesParser
+from swiftkv.server.tool_parsers.llama3_json import Llama3JsonParser
+from swiftkv.server.tool_parsers.mistral import MistralParser
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
+
+
+def choose_parser(name: str | None, chat_template: str) -> type[ToolParser] | None:
+    """Return the parser of that name, or else the one of the models that have such a chat template, if it shows."""
+    if name is not None:
+        return TOOL_PARSERS[name]
+    if "tools" not in chat_template:
+        return None
+    return next((parser for parser in TOOL_PARSERS.values() if parser.template_mark in chat_template), None)

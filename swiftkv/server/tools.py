@@ -1,0 +1,157 @@
+"""Tools in a chat: what a request says of them, and what follows from it for prompt, grammar and answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from swiftkv.grammars import GrammarSource
+from swiftkv.server.errors import ApiError
+from swiftkv.server.fields import Body, Label, Text
+from swiftkv.server.grammars import AskedGrammar
+from swiftkv.server.price import LIMITS, check_grammar
+from swiftkv.server.tool_parsers.base import ToolFunction, ToolParser
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class FunctionDefinition(Body):
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
+    strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    name: FunctionName
+    arguments: Text
+
+
+class ToolCallMessage(Body):
+    """A call that an assistant's earlier message made."""
+
+    id: Label
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates expect it: arguments are an object.
+
+        Raises:
+            ApiError: 400 if they are none.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            message = "field 'messages': the arguments of a tool call must be a JSON object, as a string"
+            raise ApiError(400, message, param="messages")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=LIMITS.tools)]
+ToolCallMessages = Annotated[list[ToolCallMessage], Field(fail_fast=True, max_length=LIMITS.tools)]
+
+
+class ToolFields(Body):
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that one answer may call.
+
+    Attributes:
+        must_call: Whether the answer is calls and nothing else.
+        is_named: Whether the request names the function.
+        several: Whether there may be more than one call.
+    """
+
+    parser: type[ToolParser]
+    functions: Sequence[ToolFunction]
+    must_call: bool
+    is_named: bool
+    several: bool
+
+    def new_parser(self) -> ToolParser:
+        return self.parser(must_call=self.must_call)
+
+    def grammar(self) -> AskedGrammar | None:
+        """Return the grammar that makes the answer calls; `None` where the model may choose.
+
+        Raises:
+            ApiError: 400 if it is larger than the limits.
+        """
+        if not self.must_call:
+            return None
+        text = self.parser.call_grammar(self.functions, several=self.several)
+        check_grammar("tools", text, is_json=False)
+        return AskedGrammar("tools", GrammarSource("lark", text))
+
+
+def tool_use(parser: type[ToolParser] | None, body: ToolFields) -> ToolUse | None:
+    """Return what a request lets its answer call, or `None` if nothing.
+
+    Args:
+        parser: of the model's calls; `None`: nobody knows how it writes them.
+
+    Raises:
+        ApiError: 400.
+    """
+    choice = body.tool_choice or "auto"
+    if not body.tools:
+        if choice not in ("none", "auto"):
+            raise ApiError(400, "field 'tool_choice' asks for a call, and field 'tools' is empty", param="tool_choice")
+        return None
+    if choice == "none":
+        return None
+    if parser is None:
+        message = (
+            "field 'tools': it is not known how this model writes calls, or its chat template takes none; set "
+            "models[].tool_parser, or send tool_choice: none"
+        )
+        raise ApiError(400, message, param="tools")
+    functions = [ToolFunction(tool.function.name, tool.function.parameters or {}) for tool in body.tools]
+    if isinstance(choice, NamedTool):
+        functions = [function for function in functions if function.name == choice.function.name]
+        if not functions:
+            message = f"field 'tool_choice': there is no function '{choice.function.name}' in field 'tools'"
+            raise ApiError(400, message, param="tool_choice")
+    is_named = isinstance(choice, NamedTool)
+    return ToolUse(
+        parser,
+        functions,
+        must_call=is_named or choice == "required",
+        is_named=is_named,
+        several=not is_named and body.parallel_tool_calls is not False,
+    )
+
+
+def template_tools(body: ToolFields) -> list[dict[str, Any]] | None:
+    """Return the tools as chat templates expect them, or `None` where the answer may call nothing."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in body.tools]

@@ -1,0 +1,160 @@
+"""Parsers of tool calls: the same calls and the same text, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from swiftkv.config import ModelConfig
+from swiftkv.grammars import GrammarSource, library_form, new_matcher
+from swiftkv.server.tool_parsers import TOOL_PARSERS, choose_parser
+from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said, ToolEvent, ToolFunction
+
+Outcome = tuple[str, list[tuple[str, str]]]
+WEATHER = '{"city": "Köln", "note": "a \\"quoted\\" } ] \\\\ </tool_call> [TOOL_CALLS]", "days": [1, {"a": []}]}'
+EMPTY = "{}"
+
+CASES: dict[str, list[tuple[str, Outcome]]] = {
+    "hermes": [
+        ("Just text, with < and <tool.", ("Just text, with < and <tool.", [])),
+        (
+            f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>',
+            ("", [("get_weather", WEATHER)]),
+        ),
+        (
+            f'Let me see. \n<tool_call>\n{{"name": "a", "arguments": {EMPTY}}}\n</tool_call>\n'
+            f'<tool_call>{{"arguments": {WEATHER}, "name": "b"}}</tool_call>\n',
+            ("Let me see.", [("a", EMPTY), ("b", WEATHER)]),
+        ),
+        ('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>', ("", [("a", '{"x": 1}')])),
+        ('<tool_call>{"name": "a"}</tool_call> \n And more. ', ("And more. ", [("a", "")])),
+        ('<tool_call>{"id": 12, "name": "a", "arguments": {"x": 1', ("", [("a", '{"x": 1')])),
+        ("<tool_call>no JSON</tool_call>, sorry", ("<tool_call>no JSON</tool_call>, sorry", [])),
+        ('<tool_call>{"arguments": {}}</tool_call>', ('<tool_call>{"arguments": {}}</tool_call>', [])),
+        ('so: <tool_call> {"na', ('so: <tool_call> {"na', [])),
+        ("", ("", [])),
+    ],
+    "llama3_json": [
+        ("Hello {}", ("Hello {}", [])),
+        (f'{{"name": "get_weather", "parameters": {WEATHER}}}', ("", [("get_weather", WEATHER)])),
+        (f'<|python_tag|>{{"name": "a", "parameters": {EMPTY}}}', ("", [("a", EMPTY)])),
+        (
+            f'{{"name": "a", "parameters": {EMPTY}}}; {{"name": "b", "parameters": {WEATHER}}}',
+            ("", [("a", EMPTY), ("b", WEATHER)]),
+        ),
+        ('{"answer": 42}', ('{"answer": 42}', [])),
+        ("  {not JSON} at all", ("  {not JSON} at all", [])),
+        ("<|pyth", ("<|pyth", [])),
+    ],
+    "mistral": [
+        ("Hello [TOOL", ("Hello [TOOL", [])),
+        (f'[TOOL_CALLS][{{"name": "a", "arguments": {WEATHER}}}]', ("", [("a", WEATHER)])),
+        (
+            f'[TOOL_CALLS] [{{"name": "a", "arguments": {EMPTY}}}, {{"name": "b", "arguments": {WEATHER}}}]',
+            ("", [("a", EMPTY), ("b", WEATHER)]),
+        ),
+        (f"[TOOL_CALLS]get_weather[ARGS]{WEATHER}", ("", [("get_weather", WEATHER)])),
+        (
+            f"Well. [TOOL_CALLS]a[CALL_ID]abcdefghi[ARGS]{EMPTY}[TOOL_CALLS]b{WEATHER}",
+            ("Well. ", [("a", EMPTY), ("b", WEATHER)]),
+        ),
+    ],
+}
+FLAT = [(name, text, outcome) for name, cases in CASES.items() for text, outcome in cases]
+
+
+def outcome_of(events: list[ToolEvent]) -> Outcome:
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case CallBegun(name):
+                calls.append((name, ""))
+            case ArgumentsGrown(text):
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return "".join(event.text for event in events if isinstance(event, Said)), calls
+
+
+def parse(name: str, pieces: list[str], *, must_call: bool = False) -> Outcome:
+    parser = TOOL_PARSERS[name](must_call=must_call)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return outcome_of(events + parser.finish())
+
+
+@pytest.mark.parametrize(("name", "text", "outcome"), FLAT)
+def test_a_text_is_the_same_calls_wherever_it_is_cut(name: str, text: str, outcome: Outcome) -> None:
+    assert parse(name, [text]) == outcome
+    assert parse(name, list(text)) == outcome
+    for cut in range(len(text)):
+        assert parse(name, [text[:cut], text[cut:]]) == outcome
+
+
+pieces_of_calls = st.lists(
+    st.sampled_from(
+        ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{}", '{"x": "}"}', "}", "\n", " ", "text", "<",
+         '"', "\\", "[", "]", ",", ";", "[TOOL_CALLS]", "[ARGS]", "f", "<|python_tag|>", "null", "1"]
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(sorted(TOOL_PARSERS)), parts=pieces_of_calls, data=st.data())
+def test_any_text_is_the_same_in_one_piece_and_in_many(name: str, parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(name, pieces) == parse(name, [text]) == parse(name, list(text))
+
+
+FUNCTIONS = [
+    ToolFunction("get_weather", {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}}),
+    ToolFunction(
+        "add", {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+    ),
+]
+
+
+def matcher_of(name: str, **options: Any) -> LLMatcher:
+    grammar = TOOL_PARSERS[name].call_grammar(FUNCTIONS, **options)
+    return new_matcher(LLTokenizer("byte"), library_form(GrammarSource("lark", grammar)))
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
+    calls = [("get_weather", '{"city":"Ulm"}'), ("add", '{"a":12}')]
+    keys = {"llama3_json": "parameters"}
+    written = [f'{{"name": "{f}", "{keys.get(name, "arguments")}": {a}}}' for f, a in calls]
+    text = {
+        "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written),
+        "llama3_json": "; ".join(written),
+        "mistral": f"[{', '.join(written)}]",
+    }[name]
+    matcher = matcher_of(name, several=True)
+    assert matcher.consume_tokens(list(text.encode())), matcher.get_error()
+    assert matcher.is_accepting()
+    assert parse(name, list(text), must_call=True) == ("", calls)
+    assert not matcher_of(name, several=False).consume_tokens(list(text.encode()))
+    wrong = text.replace("12", '"12"')
+    assert not matcher_of(name, several=True).consume_tokens(list(wrong.encode()))
+
+
+def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
+    assert set(TOOL_PARSERS) == {*get_args(get_args(ModelConfig.model_fields["tool_parser"].annotation)[0])}
+    assert choose_parser("mistral", "") is TOOL_PARSERS["mistral"]
+    assert choose_parser(None, "{% if tools %}<tool_call>{% endif %}") is TOOL_PARSERS["hermes"]
+    assert choose_parser(None, "{% if tools %}[TOOL_CALLS]{% endif %}") is TOOL_PARSERS["mistral"]
+    assert choose_parser(None, "{% if tools %}call{% endif %}") is None
+    assert choose_parser(None, "<tool_call>") is None
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """The first piece of a call names it, and its arguments need not be whole to be told."""
+    parser = TOOL_PARSERS["hermes"]()
+    assert parser.push('<tool_call>{"name": "f", ') == [CallBegun("f")]
+    assert outcome_of([CallBegun("f"), *parser.push('"arguments": {"x": [1')])[1] == [("f", '{"x": [1')]
+    assert json.loads(parse("hermes", [CASES["hermes"][1][0]])[1][0][1])["city"] == "Köln"
