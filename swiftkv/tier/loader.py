@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from swiftkv.latency import prefer_latency
 from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.tier.keys import ObjectKeys, split_keys
 
@@ -128,6 +129,7 @@ class Loader:
         self._thread.join(patience_s)
 
     def _run(self) -> None:
+        prefer_latency()  # a prompt waits for it, and where every core computes it would wait for its turn
         try:
             self._serve()
         except BaseException:

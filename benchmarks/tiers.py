@@ -1,0 +1,193 @@
+"""Turn 2 of a long conversation from the pool, from files and computed; and what storage costs without reuse:
+
+    python benchmarks/tiers.py --history 4096 --rounds 5 --out benchmarks/out/tiers.json
+
+Two nodes serve the same model, one of them with `tiers.storage` in a directory of --storage; whichever is not measured
+is held still. In each round a fresh conversation is computed by the node with storage and continued (local); then its
+engine is killed and, once it is back, continues it again, with the files in the page cache (warm) and without (cold:
+`POSIX_FADV_DONTNEED`). The other node computes a prompt of the same length. `--load` fresh prompts, four at a time,
+then show how much throughput the tier costs.
+
+Every engine that was started anew first computes --warmup fresh tokens, so that its weights are in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from lending_node import (
+    Node,
+    Tokens,
+    ask,
+    model,
+    nodes_up,
+    only,
+    parser,
+    say,
+    small_checkpoint,
+    table,
+    write_report,
+)
+
+NAME = "small"
+_POLL_S = 0.05
+_TIMEOUT_S = 300.0
+_AT_ONCE = 4
+_LOAD_PROMPT, _LOAD_ANSWER = 512, 32
+
+
+@dataclass
+class Figures:
+    """Seconds to the first token in every round, and tokens per second under load."""
+
+    local_s: list[float] = field(default_factory=list)
+    warm_s: list[float] = field(default_factory=list)
+    cold_s: list[float] = field(default_factory=list)
+    computed_s: list[float] = field(default_factory=list)
+    hit_tokens: list[float] = field(default_factory=list)
+    with_tier_per_s: list[float] = field(default_factory=list)
+    without_tier_per_s: list[float] = field(default_factory=list)
+
+
+def metric(node: Node, name: str) -> float:
+    for line in httpx.get(f"{node.url}/metrics", timeout=60).text.splitlines():
+        if line.startswith(f"{name}{{") and f'model_name="{NAME}"' in line:
+            return float(line.rsplit(" ", 1)[1])
+    return 0.0
+
+
+def wait_until(what: str, holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while not holds():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"waited in vain for {what}")
+        time.sleep(_POLL_S)
+
+
+def engine_view(node: Node) -> dict[str, object]:
+    view: dict[str, object] = httpx.get(f"{node.url}/ready", timeout=60).json()["engines"][NAME]
+    return view
+
+
+def restart_engine(node: Node) -> None:
+    """Kill the node's engine, and return when the next one serves."""
+    restarts = engine_view(node)["restarts"]
+    node.engine(NAME).send_signal(signal.SIGKILL)
+    wait_until("the engine to be gone", lambda: engine_view(node)["restarts"] != restarts)
+    wait_until("the engine to be back", lambda: engine_view(node)["state"] == "ready")
+
+
+def forget_pages(directory: Path) -> None:
+    """Have the kernel drop the files from its page cache."""
+    os.sync()
+    for file in directory.rglob("objects/*/*"):
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def ttft_s(node: Node, prompt: list[int], num_tokens: int = 8) -> float:
+    return float(asyncio.run(ask(node.target(NAME), prompt, num_tokens)).ttft_s)
+
+
+async def throughput_per_s(node: Node, prompts: list[list[int]]) -> float:
+    """Return the tokens per second, of prompts and answers, with four requests at a time."""
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(prompt: list[int]) -> None:
+        async with turns:
+            await ask(node.target(NAME), prompt, _LOAD_ANSWER)
+
+    began_s = time.monotonic()
+    await asyncio.gather(*(one(prompt) for prompt in prompts))
+    return len(prompts) * (_LOAD_PROMPT + _LOAD_ANSWER) / (time.monotonic() - began_s)
+
+
+def measure_round(stored: Node, plain: Node, tokens: Tokens, figures: Figures, directory: Path, args: object) -> None:
+    history, warmup = tokens.fresh(args.history), args.warmup  # type: ignore[attr-defined]
+    with only(stored, (plain,)):
+        ttft_s(stored, tokens.fresh(warmup))
+        answer = asyncio.run(ask(stored.target(NAME), history, 32))
+        turn = [*history, *answer.token_ids, *tokens.fresh(24)]
+        figures.local_s.append(ttft_s(stored, turn))
+        num_blocks = len(history) // stored.plan(NAME).block_size
+        wait_until("the blocks to be written", lambda: metric(stored, "swiftkv:tier_blocks_to_store") == 0)
+        assert metric(stored, "swiftkv:tier_stored_blocks_total") >= num_blocks
+        for is_cold, to in ((False, figures.warm_s), (True, figures.cold_s)):
+            restart_engine(stored)
+            ttft_s(stored, tokens.fresh(warmup))
+            if is_cold:
+                forget_pages(directory)
+            to.append(ttft_s(stored, turn))
+        wait_until("its report", lambda: metric(stored, "swiftkv:tier_hit_tokens_total") > 0)
+        figures.hit_tokens.append(metric(stored, "swiftkv:tier_hit_tokens_total"))
+    with only(plain, (stored,)):
+        ttft_s(plain, tokens.fresh(warmup))
+        figures.computed_s.append(ttft_s(plain, tokens.fresh(len(turn))))
+    load = args.load  # type: ignore[attr-defined]
+    for node, per_s in ((stored, figures.with_tier_per_s), (plain, figures.without_tier_per_s)):
+        with only(node, (stored, plain)):
+            prompts = [tokens.fresh(_LOAD_PROMPT) for _ in range(load)]
+            per_s.append(asyncio.run(throughput_per_s(node, prompts)))
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--checkpoint", type=Path, help="default: a random model of Qwen3-0.6B's shape")
+    options.add_argument("--history", type=int, default=4096, help="tokens of turn 1")
+    options.add_argument("--warmup", type=int, default=512, help="fresh tokens after each start")
+    options.add_argument("--load", type=int, default=16, help="prompts for the throughput, 0: none")
+    options.add_argument("--memory", default="1GiB", help="of each pool")
+    options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
+    args = options.parse_args()
+    figures = Figures()
+    checkpoint = small_checkpoint(args.checkpoint)
+    shape = {"max_model_len": args.history + 1024}
+    with tempfile.TemporaryDirectory(dir=args.storage, prefix="tier-") as temporary:
+        directory = Path(temporary) / "kv"
+        storage = {"backend": "file", "path": str(directory), "size": "16GiB", "prefetch_policy": "wait_complete"}
+        restarts = {"restart": {"limit": 1000, "backoff": "100ms"}}
+        stored = Node("storage", restarts, [model(NAME, checkpoint, args.memory, tiers={"storage": storage}, **shape)])
+        plain = Node("plain", {}, [model(NAME, checkpoint, args.memory, **shape)])
+        tokens = Tokens(args.seed, (300, stored.plan(NAME).vocab_size))
+        with nodes_up(stored, plain):
+            for number in range(args.rounds):
+                measure_round(stored, plain, tokens, figures, directory, args)
+                say(f"round {number + 1}: {figures}")
+            kv_bytes = args.history * stored.plan(NAME).bytes_per_token
+    report(figures, kv_bytes)
+    write_report(args, figures=vars(figures))
+
+
+def report(figures: Figures, kv_bytes: int) -> None:
+    computed_s = statistics.median(figures.computed_s)
+    rows = []
+    for label, values in (
+        ("the pool", figures.local_s),
+        ("files, page cache warm", figures.warm_s),
+        ("files, cold", figures.cold_s),
+        ("computing it", figures.computed_s),
+    ):
+        median_s = statistics.median(values)
+        ratios = [value / other for value, other in zip(values, figures.computed_s, strict=True)]
+        rows.append(
+            [label, f"{1000 * median_s:.0f}", f"{statistics.median(ratios):.3f}", f"{kv_bytes / median_s / 1e9:.2f}"]
+        )
+    say(table(["turn 2 from", "first token, ms", "of computing", "GB/s"], rows))
+    if any(figures.with_tier_per_s):
+        pairs = zip(figures.with_tier_per_s, figures.without_tier_per_s, strict=True)
+        ratio = statistics.median(on / off for on, off in pairs)
+        say(f"throughput without reuse, tier on beside off: {ratio:.3f}; computing took {computed_s:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
