@@ -16,7 +16,16 @@ from tests.support.storage import FINGERPRINT, MemoryMedium, block_of, check_got
 KEY = key_of(1)
 BLOCK = block_of(KEY, 100)
 OBJECT = seal(FINGERPRINT, KEY, memoryview(BLOCK)) + BLOCK
-OFFSETS = {"magic": 0, "version": 4, "fingerprint": 8, "key": 24, "length": 56, "checksum": 64, "block": 72}
+OFFSETS = {
+    "magic": 0,
+    "version": 4,
+    "fingerprint": 8,
+    "key": 24,
+    "length": 56,
+    "room": 64,
+    "checksum": 120,
+    "block": 128,
+}
 
 
 def backend_with(stored: bytes) -> tuple[SealedBackend, MemoryMedium]:
@@ -28,7 +37,7 @@ def backend_with(stored: bytes) -> tuple[SealedBackend, MemoryMedium]:
 def test_the_header_is_as_documented() -> None:
     """Other programs may read it."""
     assert OFFSETS["block"] == HEADER_BYTES
-    magic, version, fingerprint, key, length, _ = struct.unpack_from("<4sI16s32sQQ", OBJECT)
+    magic, version, fingerprint, key, length, _ = struct.unpack_from("<4sI16s32sQ56xQ", OBJECT)
     assert (magic, version, fingerprint, key, length) == (b"SwKV", 1, FINGERPRINT, KEY, len(BLOCK))
 
 

@@ -28,7 +28,7 @@ from tests.support.storage_writer import (
 )
 
 KEYS = [key_of(i) for i in range(10)]
-REGIONS = {"magic": 0, "version": 4, "fingerprint": 8, "key": 24, "length": 56, "checksum": 64, "block": HEADER_BYTES}
+REGIONS = {"magic": 0, "version": 4, "fingerprint": 8, "key": 24, "length": 56, "checksum": 120, "block": HEADER_BYTES}
 ON_DISK = 8192
 """Bytes that an object of `BLOCK_BYTES` takes."""
 
