@@ -111,4 +111,4 @@ def held_schema(schema: object, whitespace: str | None = None) -> dict[str, obje
 
 
 def _serialized(**grammar: object) -> str:
-    return json.dumps({"grammars": [grammar]}, ensure_ascii=False)
+    return json.dumps({"grammars": [grammar]})

@@ -162,6 +162,10 @@ class Tokenizer:
                 400, f"the chat template refuses these messages: {str(error)[:_SHOWN_CHARS]}", param="messages"
             ) from error
         assert isinstance(text, str)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # schemas and arguments of tools are not looked into before
+            raise ApiError(400, "the messages or tools have half of a surrogate pair", param="messages") from None
         return text
 
     def _disarmed(self, value: Any) -> Any:

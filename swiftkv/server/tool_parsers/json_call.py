@@ -154,7 +154,7 @@ def call_rules(functions: Sequence[ToolFunction], *, begin: str = "", key: str =
         head = f'{begin}{{"name": {json.dumps(function.name)}, "{key}": '
         schema = held_schema({"type": "object", **function.parameters})
         rules.append(f"call_{number}: {json.dumps(head)} arguments_{number} {json.dumps('}' + end)}")
-        rules.append(f"arguments_{number}: %json {json.dumps(schema, ensure_ascii=False)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     return "\n".join(rules)
 
 
