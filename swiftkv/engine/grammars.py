@@ -85,7 +85,8 @@ class Grammars:
         self._compiler = None if tokenizer is None else GrammarCompiler(tokenizer, wake)
         self._held: dict[int, _Held] = {}
         self._waiting: dict[int, Request] = {}  # for their grammars
-        self._num_threads = min(config.threads, _MAX_THREADS)
+        # On the CPU the model has the processors.
+        self._num_threads = 1 if config.device == "cpu" else min(config.threads, _MAX_THREADS)
         self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # which does one step after the other
 
@@ -187,7 +188,11 @@ class Grammars:
         ]
         if self._executor is None:
             self._executor = LLExecutor(self._num_threads)
-        if alone:
+        if self._num_threads == 1:  # its one thread would have to be woken for what this one can do
+            address, row_bytes, _ = target
+            for matcher, begin in alone:
+                matcher.unsafe_compute_mask_ptr(address + begin * row_bytes, row_bytes)
+        elif alone:
             self._executor.unsafe_compute_mask_ptr(alone, *target)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
