@@ -25,6 +25,7 @@ import httpx
 from lending_node import (
     Node,
     Tokens,
+    ask,
     model,
     nodes_up,
     parser,
@@ -40,6 +41,7 @@ from swiftkv.bench.client import Answer, send
 
 NAME = "chat"
 _WARM_LINES = 2
+_WARM_REQUESTS = 20
 _POLL_S = 0.2
 
 
@@ -154,7 +156,7 @@ def measure(node: Node, side: Measured, tokens: Tokens, args: argparse.Namespace
     answers = asyncio.run(serve_clients(node, tokens, args, number))
     seconds = time.perf_counter() - start_s
     side.add(answers, generated_tokens(node) - before, seconds)
-    say(f"round {number + 1}: {len(answers)} requests  " + "  ".join(side.row()))
+    say(f"up to round {number + 1}, of {len(answers)} requests:  " + "  ".join(side.row()))
 
 
 def main() -> None:
@@ -170,12 +172,15 @@ def main() -> None:
     arguments.add_argument("--max-in-flight", type=int, help="node.batches.max_in_flight")
     args = arguments.parse_args()
     checkpoint = small_checkpoint(args.checkpoint)
-    tokens = Tokens(args.seed)
+    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    tokens = Tokens(args.seed, (300, vocab_size))
     batches = {} if args.max_in_flight is None else {"max_in_flight": args.max_in_flight}
     served = model(NAME, checkpoint, "1GiB", max_model_len=4096)
     node = Node("batches", {"lending": False, "batches": batches, "state_dir": "state"}, [served])
     alone, beside, only_batch = Measured("clients alone"), Measured("beside a batch"), Measured("a batch alone")
     with nodes_up(node):
+        for _ in range(_WARM_REQUESTS):
+            asyncio.run(ask(node.target(NAME), tokens.fresh(args.prompt), args.tokens))
         for number in range(args.rounds):
             measure(node, alone, tokens, args, number)
             with Batch(node, tokens, args):
