@@ -61,6 +61,14 @@ class DetachedStream(io.TextIOBase):
         self._queue.put(written)
         self._has_stalled = not written.wait(timeout_s)
 
+    def end(self) -> None:
+        """Give what was written a second to get out, and from now on wait for nothing.
+
+        The interpreter flushes once more when its other threads do not run any more.
+        """
+        self.drain(_EXIT_PATIENCE_S)
+        self._patience_s = 0.0
+
     def _write_out(self) -> None:
         while True:
             item = self._queue.get()
@@ -91,7 +99,7 @@ def detach_output(patience_s: float = 0.0) -> None:
     streams = [DetachedStream(fd, patience_s) for fd in (1, 2)]
     sys.stdout, sys.stderr = streams
     for stream in streams:
-        atexit.register(stream.drain, _EXIT_PATIENCE_S)
+        atexit.register(stream.end)
 
 
 def open_standard_descriptors() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 from swiftkv.output import DetachedStream
@@ -48,3 +50,9 @@ def test_a_full_disk_raises_nothing() -> None:
         for _ in range(10):
             print("lost", file=stream)
         stream.drain(DEADLINE_S)
+
+
+def test_a_process_that_ends_waits_for_no_thread_that_has_ended_before_it() -> None:
+    program = "from swiftkv.output import detach_output; detach_output(3600.0); print('a last word')"
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stdout) == (0, "a last word\n")
