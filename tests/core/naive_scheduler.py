@@ -423,7 +423,7 @@ class NaiveScheduler:
     def holds_up_others(self, request: NaiveRequest) -> bool:
         """For a second, then not for two, then for four, and so on."""
         assert request.refused_since_s is not None
-        _, exponent = frexp(1 + self.now_s - request.refused_since_s)
+        _, exponent = frexp(1 + (self.now_s - request.refused_since_s))
         return (exponent - 1) % 2 == 0
 
     def chunk(self, request: NaiveRequest, budget: int) -> int:
