@@ -9,13 +9,12 @@ traceback and code 1. The ranks of a tensor-parallel engine are processes like t
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -91,8 +90,6 @@ def serve(config: EngineConfig) -> int:
             except _LOAD_ERRORS as error:  # of storage
                 return _load_failed(config, error)
             _watch_compilations(runner)
-            gc.collect()
-            gc.freeze()  # what was imported stays; a collection that walks it all would hold up every sequence
             outputs.send(msgspec.msgpack.encode(ready))
             engine.run()
     return 0
@@ -152,5 +149,16 @@ def _exit_with_parent() -> None:
     os._exit(0)
 
 
+def _exit(code: int) -> NoReturn:
+    """End this process when everything of its own is closed.
+
+    The interpreter's end would abort it, now and then, under threads of libraries that come back from C++ too late.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _exit(main())
