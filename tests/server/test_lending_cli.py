@@ -106,7 +106,9 @@ def test_help_has_examples(command: list[str]) -> None:
 
 
 def test_watch_shows_it_anew_until_ctrl_c(gateway: Gateway) -> None:
-    command = [sys.executable, "-m", "swiftkv.cli", "lending", "show", "--watch"]
+    # Whoever runs the tests in the background has them ignore SIGINT, and their children with them.
+    program = "import signal; signal.signal(2, signal.default_int_handler); from swiftkv.cli import app; app()"
+    command = [sys.executable, "-c", program, "lending", "show", "--watch"]
     environment = os.environ | {"SWIFTKV_ADMIN_KEY": gateway.admin_key, "SWIFTKV_URL": gateway.url, "COLUMNS": "120"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as watching:
         assert watching.stdout is not None
