@@ -16,16 +16,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from lending_node import quantile, say, table
 
 from swiftkv import _core
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
-
-Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
-
+from swiftkv.policies import SchedulingPolicy
 
 _NO_STOP = np.array([], np.int32)
 _MAX_MODEL_LEN = 16_384
@@ -50,7 +48,7 @@ def step_s(work: _core.StepWork) -> float:
 class ClosedLoop:
     """Clients around one scheduler in virtual time."""
 
-    def __init__(self, policy: Policy, args: argparse.Namespace) -> None:
+    def __init__(self, policy: SchedulingPolicy, args: argparse.Namespace) -> None:
         self._scheduler = _core.Scheduler(
             [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
             block_size=args.block_size,
@@ -115,7 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
     args = parser.parse_args()
     arrivals = read_trace(args.trace)[: args.requests]
-    policies: tuple[Policy, ...] = get_args(Policy)
+    policies: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
     outcomes = {policy: ClosedLoop(policy, args).run(arrivals, args.clients) for policy in policies}
     base = outcomes["fcfs"].figures
     rows = []

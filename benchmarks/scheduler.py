@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 import time
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from swiftkv import _core
+from swiftkv.policies import SchedulingPolicy
 
 BLOCK_SIZE = 16
-Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 NO_STOP = np.array([], np.int32)
 
 
@@ -113,7 +113,7 @@ def bench_match(num_blocks: int = 1_000_000, length: int = 131_072, runs: int = 
     print("  commit (release)         ", percentiles(commit_s))
 
 
-def bench_wait(policy: Policy, num_waiting: int = 100_000, num_seqs: int = 64, steps: int = 400) -> None:
+def bench_wait(policy: SchedulingPolicy, num_waiting: int = 100_000, num_seqs: int = 64, steps: int = 400) -> None:
     scheduler = _core.Scheduler(
         [_core.GroupSpec(1, 65_536)],
         block_size=BLOCK_SIZE,
@@ -147,6 +147,6 @@ def bench_wait(policy: Policy, num_waiting: int = 100_000, num_seqs: int = 64, s
 
 if __name__ == "__main__":
     bench_step()
-    for policy in get_args(Policy):
+    for policy in get_args(SchedulingPolicy):
         bench_wait(policy)
     bench_match()

@@ -5,6 +5,8 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from swiftkv.policies import SchedulingPolicy, WritePolicy
+
 Int32Array = npt.NDArray[np.int32]
 UInt64Array = npt.NDArray[np.uint64]
 UInt8Array = npt.NDArray[np.uint8]
@@ -276,7 +278,7 @@ class Scheduler:
         long_prefill_token_threshold: int | None = None,
         max_num_partial_prefills: int | None = None,
         max_long_partial_prefills: int = 1,
-        scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = "priority",
+        scheduling_policy: SchedulingPolicy = "priority",
     ) -> None:
         """With `target_tpot_s`, prompts get what time decodes leave of a step, by what steps have taken so far, but at
         least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
@@ -386,7 +388,7 @@ class Scheduler:
     def end_loading(self, blocks: Int32Array, is_loaded: bool) -> None:
         """The bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
-    def set_write_policy(self, write_policy: Literal["write_through", "write_through_selective"]) -> None:
+    def set_write_policy(self, write_policy: WritePolicy) -> None:
         """Offer blocks to storage from now on: all that are committed, or those that another request has found.
 
         Sliding-window groups offer the tails of boundaries that are kept, and nothing else.

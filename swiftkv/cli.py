@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -18,6 +18,7 @@ from swiftkv import __version__
 from swiftkv.admin_key import find_admin_key
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.errors import ConfigError, SwiftkvError
+from swiftkv.policies import SchedulingPolicy
 
 app = typer.Typer(
     name="swiftkv",
@@ -45,7 +46,6 @@ AdminKeyEnv = Annotated[
         help="Variable that holds the admin key, if the node was given one.",
     ),
 ]
-Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 _WATCH_INTERVAL_S = 1.0
@@ -164,7 +164,7 @@ def simulate(
         int | None,
         typer.Option(min=1, help="So many clients, each sending its next request when it has an answer."),
     ] = None,
-    policy: Annotated[Policy | None, typer.Option(help="In place of the file's scheduling_policy.")] = None,
+    policy: Annotated[SchedulingPolicy | None, typer.Option(help="In place of the file's scheduling_policy.")] = None,
     seed: Annotated[int, typer.Option(help="Spreads requests that the trace has in one instant.")] = 0,
     target_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that are promised.")] = None,
     target_tpot: Annotated[float | None, typer.Option(help="Seconds per token that are promised.")] = None,

@@ -13,19 +13,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError, model_validator
 
+from swiftkv.config_fields import (
+    COUNT_OR_NULL,
+    DURATION,
+    LIMIT,
+    POSITIVE,
+    SIZE,
+    VARIABLE,
+    Duration,
+    Limit,
+    Positive,
+    Section,
+    Size,
+    Variable,
+)
 from swiftkv.errors import ConfigError
 from swiftkv.mistakes import describe_mistakes, show
+from swiftkv.policies import SchedulingPolicy
 from swiftkv.tier_config import StorageConfig, TiersConfig, check_backends, why_no_storage
 from swiftkv.units import (
     Budget,
@@ -34,41 +40,25 @@ from swiftkv.units import (
     format_size,
     parse_budget,
     parse_duration,
-    parse_limit,
     parse_memory,
-    parse_size,
 )
 
-# A field's description finishes the sentence "'x' is not ...": it is what every message about the field says is right.
-_SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
 _MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
-_DURATION = "a duration such as 500ms, 60s or 2m"
-_LIMIT = "a duration such as 500ms, 60s or 2m, or off"
 _PORT = "a port number from 0 to 65535 (0 takes any free one)"
-_POSITIVE = "an integer of at least 1"
-_COUNT_OR_NULL = "an integer of at least 1, or null"
 BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
 _MIN_KEY_LENGTH = 16
 _LONGEST_NAME = 64
 _CPU_TARGET_TPOT = "250ms"
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-Limit = Annotated[float | None, BeforeValidator(parse_limit)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class RestartConfig(_Section):
+class RestartConfig(Section):
     """How often, and how soon, an engine that died is started again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(5, description="a number of restarts within the window, at least 0")
-    window: Duration = Field(600.0, description=_DURATION)
-    backoff: Duration = Field(1.0, description=f"{_DURATION}; it doubles with every restart in the window")
+    window: Duration = Field(600.0, description=DURATION)
+    backoff: Duration = Field(1.0, description=f"{DURATION}; it doubles with every restart in the window")
 
 
 def _read_switch(value: object) -> object:
@@ -82,47 +72,43 @@ def _read_node_lending(value: object) -> object:
     return {"enabled": switch} if isinstance(switch, bool) else value
 
 
-class NodeLendingConfig(_Section):
+class NodeLendingConfig(Section):
     """Lending between the models of this node; what a worker lends stands with the worker."""
 
     enabled: Annotated[bool, BeforeValidator(_read_switch)] = Field(True, description="on or off")
     transport: Literal["auto", "shm", "peer", "p2p"] = Field("auto", description="auto, shm, peer or p2p")
     io_backend: Literal["kernel", "direct"] = Field("kernel", description="kernel or direct")
     stream_buffers: Literal[1, 2] = Field(2, description="1 or 2")
-    max_programs: Positive | None = Field(None, description=_POSITIVE)
-    max_wait: Duration = Field(30.0, description=_DURATION)
+    max_programs: Positive | None = Field(None, description=POSITIVE)
+    max_wait: Duration = Field(30.0, description=DURATION)
 
 
-class BatchesConfig(_Section):
+class BatchesConfig(Section):
     """The files and batches that a node keeps in its `state_dir`, and how much of a model they may take."""
 
-    max_file: Size = Field(200 << 20, description=_SIZE)
-    max_requests: Positive = Field(50_000, description=_POSITIVE)
-    max_storage: Size = Field(10 << 30, description=_SIZE)
-    max_in_flight: Positive | None = Field(None, description=_POSITIVE)
+    max_file: Size = Field(200 << 20, description=SIZE)
+    max_requests: Positive = Field(50_000, description=POSITIVE)
+    max_storage: Size = Field(10 << 30, description=SIZE)
+    max_in_flight: Positive | None = Field(None, description=POSITIVE)
 
 
-class NodeConfig(_Section):
+class NodeConfig(Section):
     """The process that owns the ports."""
 
     host: str = Field("127.0.0.1", min_length=1, description="an address to listen on, such as 127.0.0.1 or 0.0.0.0")
     port: Port = Field(8000, description=_PORT)
-    api_key_env: str | None = Field(
-        None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="the name of an environment variable, or null"
-    )
-    admin_key_env: str | None = Field(
-        None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="the name of an environment variable, or null"
-    )
-    shutdown_timeout: Duration = Field(30.0, description=_DURATION)
+    api_key_env: Variable | None = Field(None, description=VARIABLE)
+    admin_key_env: Variable | None = Field(None, description=VARIABLE)
+    shutdown_timeout: Duration = Field(30.0, description=DURATION)
     allow_unauthenticated: bool = Field(False, description="true or false")
     allowed_hosts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="a list of host names without ports"
     )
-    max_connections: Positive = Field(4096, description=_POSITIVE)
-    max_body: Size = Field(16 << 20, description=_SIZE)
-    max_bodies: Size = Field(128 << 20, description=_SIZE)
-    watchdog: Limit = Field(120.0, description=_LIMIT)
-    load_timeout: Limit = Field(600.0, description=_LIMIT)
+    max_connections: Positive = Field(4096, description=POSITIVE)
+    max_body: Size = Field(16 << 20, description=SIZE)
+    max_bodies: Size = Field(128 << 20, description=SIZE)
+    watchdog: Limit = Field(120.0, description=LIMIT)
+    load_timeout: Limit = Field(600.0, description=LIMIT)
     show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
     allow_priority: bool = Field(False, description="true or false")
     request_log: str | None = Field(None, min_length=1, description="a file to append to, or null")
@@ -204,7 +190,7 @@ def _key_in(option: str, variable: str | None) -> str | None:
     return key
 
 
-class KVCacheConfig(_Section):
+class KVCacheConfig(Section):
     """The pool of one engine."""
 
     memory: Annotated[PoolMemory, PlainValidator(parse_memory)] = Field(PoolBytes(512 << 20), description=_MEMORY)
@@ -212,21 +198,21 @@ class KVCacheConfig(_Section):
     retention_interval: Annotated[int, Field(gt=0)] | None = Field(None, description="a number of tokens, or null")
 
 
-class LendingConfig(_Section):
+class LendingConfig(Section):
     """The part of a worker's pool that masters may borrow, and how the worker judges its own needs."""
 
     budget: Annotated[Budget, PlainValidator(parse_budget)] = Field(Budget(0), description=BUDGET_FORMS)
-    window: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] = Field(60.0, description=_DURATION)
+    window: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] = Field(60.0, description=DURATION)
     policy: Literal["total", "longest"] = Field("total", description="total or longest")
 
 
-class EndpointConfig(_Section):
+class EndpointConfig(Section):
     """A model's own port."""
 
     port: Port = Field(description=_PORT)
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """One model, one engine process."""
 
     name: str = Field(
@@ -240,20 +226,18 @@ class ModelConfig(_Section):
     device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = Field(1, description="an integer from 1 to 8")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="float32, float16 or bfloat16")
-    threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)), description=_POSITIVE)
-    max_model_len: Positive | None = Field(None, description=_POSITIVE)
-    max_num_seqs: Positive = Field(64, description=_POSITIVE)
-    max_num_batched_tokens: Positive = Field(2048, description=_POSITIVE)
-    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = Field(
-        "hrrn", description="fcfs, priority, spf, hrrn or deadline"
-    )
-    max_num_queued_reqs: Positive = Field(1024, description=_POSITIVE)
-    max_num_queued_tokens: Positive | None = Field(None, description=_COUNT_OR_NULL)
-    target_ttft: Duration = Field(10.0, description=_DURATION)
-    target_tpot: Limit = Field(None, description=_LIMIT)
-    long_prefill_token_threshold: Positive | None = Field(None, description=_COUNT_OR_NULL)
-    max_num_partial_prefills: Positive | None = Field(None, description=_COUNT_OR_NULL)
-    max_long_partial_prefills: Positive = Field(1, description=_POSITIVE)
+    threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)), description=POSITIVE)
+    max_model_len: Positive | None = Field(None, description=POSITIVE)
+    max_num_seqs: Positive = Field(64, description=POSITIVE)
+    max_num_batched_tokens: Positive = Field(2048, description=POSITIVE)
+    scheduling_policy: SchedulingPolicy = Field("hrrn", description="fcfs, priority, spf, hrrn or deadline")
+    max_num_queued_reqs: Positive = Field(1024, description=POSITIVE)
+    max_num_queued_tokens: Positive | None = Field(None, description=COUNT_OR_NULL)
+    target_ttft: Duration = Field(10.0, description=DURATION)
+    target_tpot: Limit = Field(None, description=LIMIT)
+    long_prefill_token_threshold: Positive | None = Field(None, description=COUNT_OR_NULL)
+    max_num_partial_prefills: Positive | None = Field(None, description=COUNT_OR_NULL)
+    max_long_partial_prefills: Positive = Field(1, description=POSITIVE)
     enable_prefix_caching: bool = Field(True, description="true or false")
     enable_chunked_prefill: bool = Field(True, description="true or false")
     enforce_eager: bool = Field(False, description="true or false")
@@ -290,7 +274,7 @@ class ModelConfig(_Section):
         return -1 if self.device == "cpu" else int(self.device.removeprefix("cuda:")) + self.tensor_parallel_size - 1
 
 
-class Config(_Section):
+class Config(Section):
     """The whole file."""
 
     node: NodeConfig = Field(default_factory=NodeConfig, description="a mapping")

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftkv.processes import WANTED_OPEN_FILES
+from swiftkv.sockets import LONGEST_TMPDIR
 from swiftkv.transport.topology import OLDEST_CAPABILITY, read_topology
 from swiftkv.units import format_size
 
 _OLDEST_KERNEL = (5, 10)  # pidfd_open, memfd seals, pidfd in poll
-_MANY_FILES = 65536
 _LITTLE_DISK_BYTES = 64 << 20
-_LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def _numa(root: Path) -> Finding:
 
 def _open_files() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < _MANY_FILES:
-        advice = f"bounds the connections: raise it (ulimit -Hn {_MANY_FILES}, LimitNOFILE= of a systemd unit)"
+    if hard != resource.RLIM_INFINITY and hard < WANTED_OPEN_FILES:
+        advice = f"bounds the connections: raise it (ulimit -Hn {WANTED_OPEN_FILES}, LimitNOFILE= of a systemd unit)"
         return Finding("open files", f"{hard:,}", advice)
     return Finding("open files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}")
 
@@ -114,7 +114,7 @@ def _temporary_directory() -> Finding:
     found = f"{directory}, {format_size(free_bytes)} free"
     if free_bytes < _LITTLE_DISK_BYTES:
         return Finding("TMPDIR", found, "engines publish their pools there: make room, or set TMPDIR")
-    if len(directory) > _LONGEST_TMPDIR:
+    if len(directory) > LONGEST_TMPDIR:
         return Finding("TMPDIR", found, "too long for the names of sockets: a node uses /tmp instead")
     return Finding("TMPDIR", found)
 

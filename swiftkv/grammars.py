@@ -90,7 +90,7 @@ def error_of(matcher: LLMatcher) -> str:
 def _as_lark(text: str) -> str:
     try:
         lark: str = any_to_lark(text)
-    except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+    except Exception as error:  # noqa: BLE001 (a rule that is missing, or there twice, is a plain Exception)
         raise ValueError(f"neither Lark nor GBNF: {error}") from None
     return lark
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from swiftkv.server.batches.service import BatchService
     from swiftkv.server.models import ModelHandle
 
-_OPEN_FILES = 65536  # every connection is one, and a shell allows 1024 of them
 _RESERVED_FILES = 256  # for all that is not a client's connection
 _CLOSE_TIMEOUT_S = 5
 
@@ -62,7 +61,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     open_standard_descriptors()
     config.node.check_access()
     check_devices(config)
-    open_files = allow_open_files(_OPEN_FILES)
+    open_files = allow_open_files()
     limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
     _run_without_triton()
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+WANTED_OPEN_FILES = 65536
+"""Every connection is an open file, and a shell allows 1024 of them."""
+
 _SET_PDEATHSIG = 1  # prctl(2)
 _ARENA_MAX = -8  # mallopt(3)
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
@@ -67,10 +70,10 @@ def be_killed_first() -> None:
         logger.info("oom_score_adj stays as it is: %s", error.strerror)
 
 
-def allow_open_files(wanted: int) -> int:
-    """Raise this process's limit of open files to `wanted`, as far as it may; return the limit."""
+def allow_open_files() -> int:
+    """Raise this process's limit of open files to `WANTED_OPEN_FILES`, as far as it may; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted

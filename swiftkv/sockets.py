@@ -18,8 +18,10 @@ from swiftkv.locks import hold_lock, remove_if_unlocked
 BACKLOG = 2048
 """Connections to one port that may wait to be accepted."""
 
+LONGEST_TMPDIR = 60
+"""Characters of TMPDIR: with a name in it, a socket's path may have 107 bytes."""
+
 _IPC_PREFIX = "swiftkv-"
-_LONGEST_TMPDIR = 60  # a socket's path has 107 bytes at most
 
 
 @contextmanager
@@ -71,7 +73,7 @@ def ipc_directory() -> Iterator[Path]:
 def _make_ipc_directory() -> tuple[Path, int]:
     """Return a new directory and the descriptor that holds its lock."""
     parent = Path(tempfile.gettempdir())
-    if len(str(parent)) > _LONGEST_TMPDIR:
+    if len(str(parent)) > LONGEST_TMPDIR:
         parent = Path("/tmp")
     for stale in parent.glob(f"{_IPC_PREFIX}*.ipc"):
         remove_if_unlocked(stale)

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
+from swiftkv.config_fields import DURATION, SIZE, VARIABLE, Duration, Section, Size, Variable
 from swiftkv.errors import ConfigError
 from swiftkv.mistakes import describe_mistakes, show
-from swiftkv.units import parse_duration, parse_size
+from swiftkv.units import parse_size
 
-_SIZE = "a size such as 10GiB, or a number of bytes"
-_DURATION = "a duration such as 500ms, 60s or 24h"
 _SHARE = "a share of calls from 0.0 to 1.0"
 _MODULE = "a module's full name such as my_package.my_backend"
 _CLASS = "the name of a class in that module"
-_VARIABLE = "the name of an environment variable, or null"
 
 _PARSERS: Mapping[str, Callable[[str], object]] = {
     ".json": json.loads,
@@ -30,17 +28,14 @@ _PARSERS: Mapping[str, Callable[[str], object]] = {
     ".yml": yaml.safe_load,
 }
 
-_Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-_Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
+_Time = Annotated[Duration, Field(gt=0)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0, strict=False)]
 _MaxCalls = Annotated[int, Field(ge=1, le=64)]
 _Module = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 _Class = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 
-class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class _Options(Section):
     backend: ClassVar[str]
     _directory: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -51,8 +46,8 @@ class FileOptions(_Options):
     backend: ClassVar[str] = "file"
 
     path: str = Field(min_length=1, description="a directory; it is made if it is not there")
-    size: _Size = Field(description=_SIZE)
-    min_free: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = Field(1 << 30, description=_SIZE)
+    size: Size = Field(description=SIZE)
+    min_free: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = Field(1 << 30, description=SIZE)
     fsync: Literal["none", "batch"] = Field("none", description="none or batch")
     max_calls: _MaxCalls = Field(8, description="an integer from 1 to 64")
 
@@ -70,10 +65,10 @@ class RedisOptions(_Options):
     url: str = Field(
         pattern=r"^(redis|rediss|unix)://", description="redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///SOCKET"
     )
-    password_env: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description=_VARIABLE)
+    password_env: Variable | None = Field(None, description=VARIABLE)
     prefix: str = Field("swiftkv:", max_length=64, description="a text of at most 64 characters")
-    ttl: _Duration = Field(86_400.0, description=_DURATION)
-    timeout: _Duration = Field(1.0, description=_DURATION)
+    ttl: _Time = Field(86_400.0, description=DURATION)
+    timeout: _Time = Field(1.0, description=DURATION)
     max_calls: _MaxCalls = Field(4, description="an integer from 1 to 64")
 
     def password(self) -> str | None:
@@ -119,11 +114,11 @@ class FaultOptions(_Options):
     seed: int = Field(0, description="an integer")
     fail: _Share = Field(0.0, description=_SHARE)
     delay: _Share = Field(0.0, description=_SHARE)
-    delay_time: _Duration = Field(0.1, description=_DURATION)
+    delay_time: _Time = Field(0.1, description=DURATION)
     flip: _Share = Field(0.0, description=_SHARE)
     truncate: _Share = Field(0.0, description=_SHARE)
     hang: _Share = Field(0.0, description=_SHARE)
-    hang_time: _Duration = Field(60.0, description=_DURATION)
+    hang_time: _Time = Field(60.0, description=DURATION)
 
 
 StorageOptions = FileOptions | RedisOptions | DynamicOptions | SglangOptions | FaultOptions

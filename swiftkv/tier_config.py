@@ -4,35 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
+from swiftkv.config_fields import DURATION, SIZE, Duration, Section, Size
+from swiftkv.policies import PrefetchPolicy, WritePolicy
 from swiftkv.storage_options import parse_storage
-from swiftkv.units import parse_duration, parse_size
-
-_DURATION = "a duration such as 500ms, 60s or 2m"
-
-_Duration = Annotated[float, BeforeValidator(parse_duration)]
 
 
-class StorageConfig(BaseModel):
+class StorageConfig(Section):
     """Storage below the pool. Keys that are not named here are the backend's: `storage_options` has them."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
-    write_policy: Literal["write_through", "write_through_selective"] = Field(
-        "write_through", description="write_through or write_through_selective"
-    )
-    prefetch_policy: Literal["timeout", "best_effort", "wait_complete"] = Field(
-        "timeout", description="timeout, best_effort or wait_complete"
-    )
+    write_policy: WritePolicy = Field("write_through", description="write_through or write_through_selective")
+    prefetch_policy: PrefetchPolicy = Field("timeout", description="timeout, best_effort or wait_complete")
     prefetch_threshold: Annotated[int, Field(ge=1)] = Field(256, description="a number of tokens, at least 1")
-    prefetch_timeout_base: _Duration = Field(1.0, description=_DURATION)
-    prefetch_timeout_per_ki_token: _Duration = Field(0.25, description=_DURATION)
-    queue: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = Field(
-        64 << 20, description="a size such as 64MiB, or a number of bytes"
-    )
+    prefetch_timeout_base: Duration = Field(1.0, description=DURATION)
+    prefetch_timeout_per_ki_token: Duration = Field(0.25, description=DURATION)
+    queue: Size = Field(64 << 20, description=SIZE)
 
     @property
     def backend(self) -> dict[str, Any]:
@@ -45,10 +36,8 @@ def _read_storage(value: object) -> object:
     return None if value is False or value == "off" else value
 
 
-class TiersConfig(BaseModel):
+class TiersConfig(Section):
     """The places below the pool of a model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     storage: Annotated[StorageConfig | None, BeforeValidator(_read_storage)] = Field(
         None, description="off, or a mapping such as {backend: file, path: kv, size: 20GiB}"

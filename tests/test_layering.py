@@ -29,6 +29,7 @@ LAYERS = [
     {"config", "hub"},
     {"tier_config"},
     {"storage_options"},
+    {"config_fields"},
     {
         "arithmetic",
         "errors",
@@ -38,6 +39,7 @@ LAYERS = [
         "locks",
         "mistakes",
         "output",
+        "policies",
         "processes",
         "progress",
         "tasks",

@@ -81,7 +81,7 @@ class Scheduler {
 
     // ---- storage ----
     void set_write_policy(WritePolicy policy);
-    // As in KvCache; none while a step in progress copies blocks.
+    // Returns blocks to store, as KvCache::take_offers does. While a step in progress copies blocks, there are none.
     std::vector<StoredBlock> take_offers(int max_blocks);
     int num_offers() const;
     int64_t num_dropped_offers() const;

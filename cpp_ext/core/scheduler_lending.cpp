@@ -22,7 +22,7 @@ void Scheduler::settle_lending() {
 
 std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
     const std::lock_guard lock(mutex_);
-    // What a step in progress moves may be cached already.
+    // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     return cache_.lend(lend_link, max_extents, !cache_.can_borrow() || open_.empty());
 }
 

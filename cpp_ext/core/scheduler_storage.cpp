@@ -1,4 +1,4 @@
-// What the thread that steps asks and tells the scheduler about storage, between two steps.
+// The storage calls of the scheduler. The thread that steps makes them, between two steps.
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
@@ -78,7 +78,7 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks) {
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
     if (num_blocks < 0 || num_blocks > static_cast<int>(keys.size()))
         throw std::invalid_argument("num_blocks: the request has " + std::to_string(keys.size()) + " keys");
-    // What a step in progress moves may be cached already.
+    // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
     return cache_.begin_load(keys.first(num_blocks), policy_.spare_blocks(roster_.running()), may_evict);
 }

@@ -204,7 +204,7 @@ class Grammars:
         return TokenMasks(np.array(row_ids, np.int32), bits)
 
     def _allow_every_end(self, bits: npt.NDArray[np.uint32]) -> None:
-        """Where the grammar allows the first end-of-sequence token, allow the model's others."""
+        """Allow every end-of-sequence token of the model in rows whose grammar allows the first."""
         first, *others = self._eos_token_ids
         may_end = (bits[:, first // _BITS] >> np.uint32(first % _BITS)) & np.uint32(1)
         for token_id in others:

@@ -22,7 +22,7 @@ class LogitEdits:
     def of(cls, request: Request) -> LogitEdits | None:
         """Return the edits that `request` asks for, or `None` if it asks for none."""
         bias = request.sampling.logit_bias or {}
-        # Where there is a grammar, its masks forbid them, for it may allow nothing else.
+        # With a grammar, its masks forbid stop tokens, unless the grammar allows nothing else.
         is_masked = request.sampling.grammar is not None
         stops = request.stop_token_ids.tolist() if request.sampling.min_tokens and not is_masked else []
         tokens = sorted({*bias, *stops})

@@ -14,6 +14,7 @@ import msgspec
 
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import LendingSpec
+from swiftkv.policies import SchedulingPolicy
 from swiftkv.tier.messages import TierSpec, TierStats
 from swiftkv.units import PoolMemory
 
@@ -68,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention_interval: int | None = None  # tokens, as `kv_cache.retention_interval`
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = "priority"
+    scheduling_policy: SchedulingPolicy = "priority"
     target_ttft_s: float = 10.0  # when the first token is due of requests that do not say
     target_tpot_s: float | None = None  # the most that a step with decodes should take, prompts included
     long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; longer ones are long

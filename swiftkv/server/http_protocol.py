@@ -193,8 +193,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._section_ended = True
         self._field_bytes = self._raw_bytes = self._window_bytes = 0
         is_spare = self._admission is Admission.SPARE
-        path = self.url.partition(b"?")[0].decode("latin-1")
-        if is_spare and without_model(path) not in MONITORING_PATHS:
+        if is_spare and without_model(self.url.partition(b"?")[0].decode("latin-1")) not in MONITORING_PATHS:
             self._limits.num_refused_connections += 1
             self._refuse(_NO_CONNECTION_LEFT)
             self._stop()

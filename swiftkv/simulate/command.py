@@ -17,8 +17,9 @@ from swiftkv.bench.traces import Arrival, read_trace, spread_ties
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import ConfigError
 from swiftkv.planning.models import ModelPlan, SizedPlan
+from swiftkv.policies import SchedulingPolicy
 from swiftkv.simulate.report import Targets, as_table, figures
-from swiftkv.simulate.simulator import Outcome, Policy, longest_alone, make_scheduler, simulate
+from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
 from swiftkv.simulate.step_times import make_step_time, read_step_times
 
 
@@ -34,7 +35,7 @@ class Options:
     """Only so many, from the start."""
     clients: int | None = None
     """The number of clients, each of which sends its next request when it has an answer; `None`: the trace's times."""
-    policy: Policy | None = None
+    policy: SchedulingPolicy | None = None
     """In place of the file's `scheduling_policy`."""
     seed: int = 0
     targets: Targets = field(default_factory=Targets)

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +14,12 @@ from swiftkv._core import GroupSpec, Scheduler, StepPlan
 from swiftkv.bench.traces import Arrival
 from swiftkv.config import ModelConfig
 from swiftkv.planning.models import SizedPlan
+from swiftkv.policies import SchedulingPolicy
 
 _FIRST_ANSWER_ID = 1 << 30
 """Token ids from here on stand for answers: every request has one of its own, so that no two answers are alike."""
 _NO_STOP = np.array([], np.int32)
 
-Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 StepTime = Callable[[StepPlan], float]
 """Seconds that a step takes."""
 
@@ -63,7 +62,7 @@ def longest_alone(plan: SizedPlan) -> int:
     return min(plan.max_model_len, plan.longest_context)
 
 
-def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: Policy | None) -> Scheduler:
+def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: SchedulingPolicy | None) -> Scheduler:
     """Return the scheduler that the model's engine would have, without lending; `policy` replaces the file's."""
     return Scheduler(
         [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-WritePolicy = Literal["write_through", "write_through_selective"]
-PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]
+from swiftkv.policies import PrefetchPolicy, WritePolicy
 
 
 class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

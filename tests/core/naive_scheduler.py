@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import frexp
-from typing import Literal
 
 from naive_boundaries import NaiveBoundaries, Prefix, Worth
 
 from swiftkv import _core
+from swiftkv.policies import SchedulingPolicy
 
 MAX_MOVES, MAX_REFUSALS = 64, 16  # of one step
 PRIVATE: Prefix = ()  # a block that is not in the prefix index
@@ -33,7 +33,7 @@ class Setup:
     long_prefill_token_threshold: int | None = None
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int = 1
-    scheduling_policy: Literal["fcfs", "priority", "spf", "hrrn", "deadline"] = "priority"
+    scheduling_policy: SchedulingPolicy = "priority"
 
     def scheduler(self) -> _core.Scheduler:
         return _core.Scheduler(

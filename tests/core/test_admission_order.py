@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,12 +11,14 @@ from kv_oracle import Engine
 from naive_scheduler import Setup
 
 from swiftkv import _core
+from swiftkv.policies import SchedulingPolicy
 
 BLOCK = 4
-Policy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 
 
-def engine(policy: Policy, num_blocks: int = 64, *, max_num_seqs: int = 1, max_num_batched_tokens: int = 64) -> Engine:
+def engine(
+    policy: SchedulingPolicy, num_blocks: int = 64, *, max_num_seqs: int = 1, max_num_batched_tokens: int = 64
+) -> Engine:
     setup = Setup(((3, num_blocks, 0),), BLOCK, max_num_seqs, max_num_batched_tokens, 128, scheduling_policy=policy)
     return Engine(setup)
 
@@ -41,7 +42,7 @@ def finish_order(e: Engine) -> list[int]:
         ("hrrn", [4, 3, 2, 1]),
     ],
 )
-def test_the_order_of_each_policy(policy: Policy, order: list[int]) -> None:
+def test_the_order_of_each_policy(policy: SchedulingPolicy, order: list[int]) -> None:
     e = engine(policy)
     e.add(0, prompt(8, 0), max_tokens=3)
     e.step()
@@ -104,7 +105,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_is_computed_in_part() -> Non
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_by_arrival_nobody_goes_before_a_prompt_that_is_computed_in_part(policy: Policy) -> None:
+def test_by_arrival_nobody_goes_before_a_prompt_that_is_computed_in_part(policy: SchedulingPolicy) -> None:
     e = engine(policy, max_num_seqs=4, max_num_batched_tokens=16)
     e.add(1, prompt(100, 1), max_tokens=1)
     e.step()
@@ -168,7 +169,7 @@ def test_few_are_tried_for_whom_there_is_no_room() -> None:
 
 @pytest.mark.parametrize("policy", ["hrrn", "priority", "fcfs"])
 @pytest.mark.parametrize("num_blocks", [64, 24])
-def test_nobody_waits_for_ever(policy: Policy, num_blocks: int) -> None:
+def test_nobody_waits_for_ever(policy: SchedulingPolicy, num_blocks: int) -> None:
     """Short requests come faster than they are served, and each leaves room that the next one takes."""
     scheduler = _core.Scheduler(
         [_core.GroupSpec(1, num_blocks)],

@@ -217,7 +217,8 @@ def test_best_effort_waits_for_nothing(checkpoints: dict[str, Path], tmp_path: P
     file = file_backend(tmp_path / "kv")
     answers(checkpoints["llama"], PROMPTS, storage=storage(file))
     hangs = {"backend": "fault", "inner": file, "hang": 1.0, "hang_time": "60s"}
-    second = answers(checkpoints["llama"], PROMPTS, storage=storage(hangs, prefetch_policy="best_effort"))
+    with engine(checkpoints["llama"], storage=storage(hangs, prefetch_policy="best_effort")) as client:
+        second = client.generate(PROMPTS)
     assert [answer.cached_tokens for answer in second] == [0, 0]
 
 

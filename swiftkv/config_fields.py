@@ -1,0 +1,31 @@
+"""Types that every section of the YAML file is made of, and the words in which its messages describe them.
+
+A field's description finishes the sentence "'x' is not ...": it is what every message about the field says is right.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from swiftkv.units import parse_duration, parse_limit, parse_size
+
+SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
+DURATION = "a duration such as 500ms, 60s or 2m"
+LIMIT = "a duration such as 500ms, 60s or 2m, or off"
+POSITIVE = "an integer of at least 1"
+COUNT_OR_NULL = "an integer of at least 1, or null"
+VARIABLE = "the name of an environment variable, or null"
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Limit = Annotated[float | None, BeforeValidator(parse_limit)]
+Positive = Annotated[int, Field(ge=1)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class Section(BaseModel):
+    """One mapping of the YAML file: frozen, and a key that is not known is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
