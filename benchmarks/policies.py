@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -24,80 +24,38 @@ from lending_node import quantile, say, table
 from swiftkv import _core
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
 from swiftkv.policies import SchedulingPolicy
+from swiftkv.simulate.simulator import Outcome, simulate
 
-_NO_STOP = np.array([], np.int32)
 _MAX_MODEL_LEN = 16_384
 
 
-@dataclass(frozen=True)
-class Outcome:
-    ttft_s: tuple[float, ...]
-    hit_rate: float
-    prompt_tokens_per_s: float
-
-    @property
-    def figures(self) -> tuple[float, ...]:
-        parts = (quantile(self.ttft_s, part) for part in (0.5, 0.9, 0.99, 1.0))
-        return float(np.mean(self.ttft_s)), *parts
-
-
-def step_s(work: _core.StepWork) -> float:
+def step_s(plan: _core.StepPlan) -> float:
+    work = plan.work
     return 0.0225 + 1.27e-3 * work.num_tokens + 2.5e-7 * (work.prompt_pairs + work.decode_context)
 
 
-class ClosedLoop:
-    """Clients around one scheduler in virtual time."""
+def shortened(arrival: Arrival, factor: int) -> Arrival:
+    output_tokens = max(1, arrival.output_tokens // factor)
+    input_tokens = max(1, min(arrival.input_tokens // factor, _MAX_MODEL_LEN - output_tokens - 1))
+    return replace(arrival, input_tokens=input_tokens, output_tokens=output_tokens, block_tokens=BLOCK_TOKENS // factor)
 
-    def __init__(self, policy: SchedulingPolicy, args: argparse.Namespace) -> None:
-        self._scheduler = _core.Scheduler(
-            [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
-            block_size=args.block_size,
-            max_num_seqs=args.seqs,
-            max_num_batched_tokens=2048,
-            max_model_len=_MAX_MODEL_LEN,
-            scheduling_policy=policy,
-            target_tpot_s=args.target_s,
-        )
-        self._shrink = args.shrink
-        self._now_s = 0.0
-        self._sent_s: dict[int, float] = {}
-        self._ttft_s: list[float] = []
-        self._num_tokens = 0
 
-    def run(self, arrivals: Sequence[Arrival], num_clients: int) -> Outcome:
-        rest = iter(enumerate(arrivals))
-        for _, (number, arrival) in zip(range(num_clients), rest, strict=False):
-            self._send(number, arrival)
-        while (plan := self._scheduler.schedule(self._now_s)) is not None:
-            duration_s = step_s(plan.work)
-            self._now_s += duration_s
-            result = self._scheduler.commit(np.zeros(len(plan.logits_rows), np.int32), duration_s)
-            for number in result.request_ids.tolist():
-                if (sent_s := self._sent_s.pop(number, None)) is not None:
-                    self._ttft_s.append(self._now_s - sent_s)
-            for _, (number, arrival) in zip(range(int((result.finish_reasons > 0).sum())), rest, strict=False):
-                self._send(number, arrival)
-        stats = self._scheduler.stats()
-        hit_rate = stats.prefix_hit_tokens_total / stats.prefix_query_tokens_total
-        return Outcome(tuple(self._ttft_s), hit_rate, self._num_tokens / self._now_s)
+def serve(policy: SchedulingPolicy, arrivals: Sequence[Arrival], args: argparse.Namespace) -> Outcome:
+    scheduler = _core.Scheduler(
+        [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
+        block_size=args.block_size,
+        max_num_seqs=args.seqs,
+        max_num_batched_tokens=2048,
+        max_model_len=_MAX_MODEL_LEN,
+        scheduling_policy=policy,
+        target_tpot_s=args.target_s,
+    )
+    return simulate(scheduler, _MAX_MODEL_LEN, step_s, arrivals, args.clients)
 
-    def _send(self, number: int, arrival: Arrival) -> None:
-        ids = np.repeat(np.array(arrival.blocks, np.int32), BLOCK_TOKENS // self._shrink)
-        max_tokens = max(1, arrival.output_tokens // self._shrink)
-        prompt = ids[: max(1, min(arrival.input_tokens // self._shrink, _MAX_MODEL_LEN - max_tokens - 1))]
-        self._sent_s[number] = self._now_s
-        self._num_tokens += len(prompt)
-        self._scheduler.add_request(
-            number,
-            prompt,
-            max_tokens,
-            0,
-            _NO_STOP,
-            b"model",
-            False,
-            arrival_s=self._now_s,
-            deadline_s=self._now_s + 10,
-        )
+
+def ttft_figures(outcome: Outcome) -> tuple[float, ...]:
+    ttft_s = outcome.ttft_s.tolist()
+    return float(np.mean(ttft_s)), *(quantile(ttft_s, part) for part in (0.5, 0.9, 0.99, 1.0))
 
 
 def main() -> None:
@@ -110,21 +68,24 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--pool-tokens", type=int, default=128_000)
     parser.add_argument("--target-s", type=float, help="target_tpot; default: off")
-    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    parser.add_argument("--out", type=Path, help="write the times to the first token here, as JSON")
     args = parser.parse_args()
-    arrivals = read_trace(args.trace)[: args.requests]
+    arrivals = [shortened(arrival, args.shrink) for arrival in read_trace(args.trace)[: args.requests]]
     policies: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
-    outcomes = {policy: ClosedLoop(policy, args).run(arrivals, args.clients) for policy in policies}
-    base = outcomes["fcfs"].figures
+    outcomes = {policy: serve(policy, arrivals, args) for policy in policies}
+    base = ttft_figures(outcomes["fcfs"])
     rows = []
     for policy, outcome in outcomes.items():
-        seconds = [f"{value:.2f}" for value in outcome.figures]
-        ratios = [f"x {value / at:.2f}" for value, at in zip(outcome.figures, base, strict=True)]
-        rates = (f"{outcome.hit_rate:.1%}", f"{outcome.prompt_tokens_per_s:,.0f}")
+        seconds = [f"{value:.2f}" for value in ttft_figures(outcome)]
+        ratios = [f"x {value / at:.2f}" for value, at in zip(ttft_figures(outcome), base, strict=True)]
+        num_tokens = outcome.input_tokens.sum()
+        rates = (f"{outcome.cached_tokens.sum() / num_tokens:.1%}", f"{num_tokens / outcome.end_s.max():,.0f}")
         rows.append((policy, *(f"{s} ({r})" for s, r in zip(seconds, ratios, strict=True)), *rates))
     say(table(("", "mean", "P50", "P90", "P99", "longest", "cached", "tok/s"), rows))
     if args.out is not None:
-        args.out.write_text(json.dumps({policy: asdict(outcome) for policy, outcome in outcomes.items()}) + "\n")
+        args.out.write_text(
+            json.dumps({policy: outcome.ttft_s.tolist() for policy, outcome in outcomes.items()}) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -33,11 +33,12 @@ class Arrival:
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
-    """The identity of each 512 tokens of the prompt."""
+    """The identity of each `block_tokens` tokens of the prompt."""
+    block_tokens: int = BLOCK_TOKENS
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Return token ids, [input_tokens]: each is the id of its block, since prompts are only compared."""
-        return np.repeat(np.array(self.blocks, np.int32), BLOCK_TOKENS)[: self.input_tokens]
+        return np.repeat(np.array(self.blocks, np.int32), self.block_tokens)[: self.input_tokens]
 
 
 def read_trace(path: Path) -> list[Arrival]:

@@ -56,7 +56,14 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
         print(f"{plan.name}: {len(arrivals):,} requests …", file=sys.stderr)
         step_time = make_step_time(plan.name, known)
         scheduler = make_scheduler(model, plan, options.policy)
-        outcomes[plan.name] = simulate(scheduler, longest_alone(plan), _predictor(step_time), arrivals, options.clients)
+        outcomes[plan.name] = simulate(
+            scheduler,
+            longest_alone(plan),
+            _predictor(step_time),
+            arrivals,
+            num_clients=options.clients,
+            target_ttft_s=model.target_ttft,
+        )
     try:
         return {name: figures(outcome, options.targets) for name, outcome in outcomes.items()}
     except ValueError as error:

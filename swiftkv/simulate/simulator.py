@@ -90,15 +90,16 @@ def simulate(
     step_time: StepTime,
     arrivals: Sequence[Arrival],
     num_clients: int | None = None,
+    target_ttft_s: float = 10.0,
 ) -> Outcome:
-    """Serve `arrivals`, ordered by time, to the last one's end.
+    """Serve `arrivals`, ordered by time, to the last one's end. The first token of each is due after `target_ttft_s`.
 
     With `num_clients` their times do not count: so many clients each send the next one when they have an answer.
     """
     accepted = [a for a in arrivals if a.output_tokens and 0 < a.input_tokens + a.output_tokens <= max_model_len]
     if num_clients is not None:
         accepted = [replace(a, time_s=0.0 if i < num_clients else math.inf) for i, a in enumerate(accepted)]
-    run = _Run(scheduler, step_time, accepted)
+    run = _Run(scheduler, step_time, accepted, target_ttft_s)
     run.to_the_end()
     return Outcome(
         arrival_s=run.arrival_s,
@@ -117,7 +118,9 @@ def simulate(
 class _Run:
     """The state of a simulation: its clock, and what has happened to each request. A request's id is its index."""
 
-    def __init__(self, scheduler: Scheduler, step_time: StepTime, arrivals: Sequence[Arrival]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, step_time: StepTime, arrivals: Sequence[Arrival], target_ttft_s: float
+    ) -> None:
         self.arrival_s = np.array([arrival.time_s for arrival in arrivals])
         self.first_token_s = np.full(len(arrivals), np.nan)
         self.end_s = np.full(len(arrivals), np.nan)
@@ -126,6 +129,7 @@ class _Run:
         self.busy_s = 0.0
         self._scheduler = scheduler
         self._step_time = step_time
+        self._target_ttft_s = target_ttft_s
         self._waiting = deque(enumerate(arrivals))
         self._now_s = 0.0
 
@@ -141,6 +145,7 @@ class _Run:
             self._add(*self._waiting.popleft())
 
     def _add(self, request_id: int, arrival: Arrival) -> None:
+        arrival_s = float(self.arrival_s[request_id])
         self._scheduler.add_request(
             request_id,
             arrival.prompt(),
@@ -149,7 +154,8 @@ class _Run:
             stop_token_ids=_NO_STOP,
             namespace=b"simulated",
             skip_prefix_match=False,
-            arrival_s=float(self.arrival_s[request_id]),
+            arrival_s=arrival_s,
+            deadline_s=arrival_s + self._target_ttft_s,
         )
 
     def _step(self) -> None:
