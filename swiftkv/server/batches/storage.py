@@ -85,8 +85,8 @@ class Storage:
         if self._num_bytes + num_bytes > self.limits.max_storage_bytes:
             raise ApiError(
                 507,
-                f"files take {format_size(self._num_bytes)} of {format_size(self.limits.max_storage_bytes)}; delete "
-                "some, or raise node.batches.max_storage",
+                f"files and uploads take {format_size(self._num_bytes)} of "
+                f"{format_size(self.limits.max_storage_bytes)}; delete some, or raise node.batches.max_storage",
                 code="storage_full",
             )
         self._num_bytes += num_bytes
