@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from urllib.parse import quote
 import typer
 
 from swiftkv import __version__
-from swiftkv.admin_key import find_admin_key
+from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Url, ask_admin
 from swiftkv.checkpoint import Architecture, Size
+from swiftkv.cli_watch import page, top
 from swiftkv.errors import ConfigError, SwiftkvError
 from swiftkv.policies import SchedulingPolicy
 
@@ -38,16 +38,6 @@ app.add_typer(models_app, name="models")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
 
-Url = Annotated[str, typer.Option(help="Where the node listens.", envvar="SWIFTKV_URL")]
-AdminKeyEnv = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Variable that holds the admin key, if the node was given one.",
-    ),
-]
-DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 _WATCH_INTERVAL_S = 1.0
 
 ConfigPath = Annotated[
@@ -221,6 +211,10 @@ def status(
     raise typer.Exit(0 if answer.is_success else 1)
 
 
+app.command(epilog="Examples: `swiftkv top`, `swiftkv top --once --url http://127.0.0.1:8000`")(top)
+app.command(epilog="Examples: `swiftkv page`, `swiftkv page --open`")(page)
+
+
 @app.command(epilog="Example: `swiftkv doctor`")
 def doctor() -> None:
     """Look at this machine: what would slow a node down, or stop it, and what to do about it."""
@@ -287,7 +281,7 @@ def lending_show(
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show what every model of a running node lends and borrows."""
-    overview = _ask_admin("GET", url, "lending", admin_key_env)
+    overview = ask_admin("GET", url, "lending", admin_key_env)
     if as_json:
         print(json.dumps(overview, indent=2))
         return
@@ -300,7 +294,7 @@ def lending_show(
         console.print(lending_tables(overview))
         while watch:
             time.sleep(_WATCH_INTERVAL_S)
-            overview = _ask_admin("GET", url, "lending", admin_key_env)
+            overview = ask_admin("GET", url, "lending", admin_key_env)
             console.clear()
             console.print(lending_tables(overview))
 
@@ -328,7 +322,7 @@ def lending_set(
         raise typer.Exit(EXIT_USAGE) from None
     query = "?dry_run=true" if dry_run else ""
     path = f"lending/{quote(worker, safe='')}{query}"
-    change = _ask_admin("PATCH", url, path, admin_key_env, {"budget": budget})
+    change = ask_admin("PATCH", url, path, admin_key_env, {"budget": budget})
     size = {key: format_size(change[key]) for key in ("budget_bytes", "lent_bytes", "recalled_bytes")}
     if dry_run:
         print(f"{worker} would lend up to {size['budget_bytes']}; {size['recalled_bytes']} would be recalled")
@@ -345,29 +339,8 @@ def models_start(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Start a MODEL that stays down: because its engine died too often, or could not load its weights."""
-    _ask_admin("POST", url, f"models/{quote(model, safe='')}/start", admin_key_env)
+    ask_admin("POST", url, f"models/{quote(model, safe='')}/start", admin_key_env)
     print(f"{model} is being started; `swiftkv status` tells when it serves")
-
-
-def _ask_admin(method: str, url: str, path: str, admin_key_env: str, body: object = None) -> dict[str, Any]:
-    """Return the answer of `/admin/PATH`. A failure is a line on stderr and exit code 1."""
-    import httpx
-
-    key = os.environ.get(admin_key_env) or find_admin_key(url)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        answer = httpx.request(method, f"{url.rstrip('/')}/admin/{path}", json=body, headers=headers, timeout=90)
-        content: dict[str, Any] = answer.json()
-        if answer.is_success:
-            return content
-        message = content["error"]["message"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        message = f"no node answers at {url}: {error}; name the one that you mean with --url"
-    else:
-        if answer.status_code == 401:
-            message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"
-    print(f"swiftkv: {message}", file=sys.stderr)
-    raise typer.Exit(1)
 
 
 @checkpoint_app.command("make", epilog="Example: `swiftkv checkpoint make --arch qwen3 --size tiny /tmp/tiny-qwen3`")

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 _RESERVED_FILES = 256  # for all that is not a client's connection
 _CLOSE_TIMEOUT_S = 5
+_ACCEPTS_PER_ROUND = 16
+"""Connections to a port that one round of the event loop takes: it takes one from each descriptor of the socket."""
 
 
 def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
@@ -298,7 +300,8 @@ class Node:
             config = http_config(app, self._limits, backlog=BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S)
             server = _HttpServer(config)
             port = listening.getsockname()[1]
-            serving = self._tasks.start(server.serve_until_told([listening]), f"the HTTP server of port {port}")
+            descriptors = [listening, *(listening.dup() for _ in range(_ACCEPTS_PER_ROUND - 1))]
+            serving = self._tasks.start(server.serve_until_told(descriptors), f"the HTTP server of port {port}")
             self._http.append((server, serving))
 
     async def _drain(self) -> None:
@@ -336,7 +339,8 @@ class Node:
             )
             lines += [f"{model.name}: {url}"]
             lines += [f"  curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"]
-        say("\n".join([*lines, f"all models: {node_url}/v1 (Ctrl-C stops)"]))
+        lines += [f"all models: {node_url}/v1 (Ctrl-C stops)", f"to watch them: swiftkv page --url {node_url}"]
+        say("\n".join(lines))
 
 
 class _HttpServer(uvicorn.Server):

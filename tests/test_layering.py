@@ -14,8 +14,9 @@ PACKAGE = Path(swiftkv.__file__).parent
 
 LAYERS = [
     {"cli", "demo"},
+    {"cli_watch"},
     {"simulate"},
-    {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables"},
+    {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables", "top", "admin_client"},
     {"supervisor", "engine_configs", "devices", "handles", "sockets", "admin_key", "state"},
     {"watch"},
     {"server"},

@@ -15,6 +15,7 @@ from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
+from swiftkv.server.overview import Overviews
 from swiftkv.server.protocol import BudgetBody, Switch
 from swiftkv.server.responses import ModelStart
 from swiftkv.server.routes import BODY_ERRORS, documented
@@ -28,6 +29,7 @@ DryRun = Annotated[
 
 def admin_router(models: ModelTable, lending: NodeLending) -> APIRouter:
     router = APIRouter(prefix=ADMIN_PATH)
+    overviews = Overviews(models, lending)
 
     @router.post("/models/{model}/start", status_code=202, responses=documented("ModelStart", 404, 409, ok=202))
     async def start_model(model: Name) -> Response:
@@ -35,6 +37,11 @@ def admin_router(models: ModelTable, lending: NodeLending) -> APIRouter:
         client = models.get(model).client
         client.want()
         return json_response(ModelStart(model, str(EngineState.RESTARTING)), 202)
+
+    @router.get("/overview", responses=documented("NodeOverview"))
+    async def show_overview() -> Response:
+        """Show what all models do now: their engines, requests, pools, waits and lending."""
+        return Response(await overviews.latest(), media_type="application/json")
 
     @router.get("/lending", responses=documented("LendingOverview"))
     async def show_lending() -> Response:

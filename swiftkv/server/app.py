@@ -33,6 +33,7 @@ from swiftkv.server.middleware import (
     is_open,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
+from swiftkv.server.node_page import page_router
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
 from swiftkv.server.responses import EngineView, Health, NotReady, Readiness, Version, openapi_components
@@ -69,6 +70,7 @@ def create_app(
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(admin_router(table, lending))
+    app.include_router(page_router())
     app.include_router(_status_router(table, metrics, lending, only_model=None))
     for name, model in models.items():  # /openapi.json shows them once, for the node
         status = _status_router(ModelTable({name: model}), metrics, lending, only_model=name)

@@ -335,7 +335,7 @@ class EngineClient:
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
             self.queued.num_tokens -= sequence.request.num_prompt_tokens
-            self.metrics.time_to_first_token.observe(now_s - sequence.arrived_s)
+            self.metrics.observe_first_token(now_s - sequence.arrived_s)
         else:
             self.metrics.observe_inter_token_latency(now_s - sequence.last_token_s)
         sequence.last_token_s = now_s

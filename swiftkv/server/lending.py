@@ -222,6 +222,7 @@ class NodeLending:
             borrowed_bytes=sum(link.num_bytes for link in borrows) if state else None,
             borrowed_blocks=_borrowed_blocks(state.groups) if state else None,
             recalls=state.recalls_total if state else None,
+            groups=state.groups if state else None,
             lends=[_link(link, member.name, lends=True) for link in lends],
             borrows=[_link(link, member.name, lends=False) for link in borrows],
         )

@@ -14,7 +14,7 @@ from swiftkv.engine.messages import STEP_TIME_TERMS, EngineStats, Ready
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
-from swiftkv.server.responses import EngineView
+from swiftkv.server.responses import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
 from swiftkv.server.tier_metrics import TierMetrics
 
@@ -170,7 +170,9 @@ class ModelMetrics:
         self.engine_starts = metrics.engine_starts.labels(name)
         self.prompt_tokens = metrics.prompt_tokens.labels(name)
         self.generation_tokens = metrics.generation_tokens.labels(name)
-        self.time_to_first_token = metrics.time_to_first_token.labels(name)
+        self.first_token = Latency()
+        self.between_tokens = Latency()
+        self._time_to_first_token = metrics.time_to_first_token.labels(name)
         self._inter_token_latency = metrics.inter_token_latency.labels(name)
         self.request_n = metrics.request_n.labels(name)
         self._time_per_output_token = metrics.time_per_output_token.labels(name)
@@ -243,7 +245,12 @@ class ModelMetrics:
                 counter.inc(max(0, total - seen))
                 self._engine_totals[counter] = total
 
+    def observe_first_token(self, latency_s: float) -> None:
+        self.first_token.add(latency_s)
+        self._time_to_first_token.observe(latency_s)
+
     def observe_inter_token_latency(self, latency_s: float) -> None:
+        self.between_tokens.add(latency_s)
         self._inter_token_latency.observe(latency_s)
         self._time_per_output_token.observe(latency_s)
 

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swiftkv.config import is_loopback
 from swiftkv.server.errors import ApiError
 from swiftkv.server.limits import NodeLimits, without_model
+from swiftkv.server.node_page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}) | PAGE_PATHS
 ADMIN_PATH = "/admin"
 UPLOAD_PATH = "/v1/files"
 

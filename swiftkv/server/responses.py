@@ -262,6 +262,8 @@ class ModelLending(Struct):
     """Number of the model's blocks in borrowed memory, by state: free, used, cached, in_flight."""
     recalls: dict[str, int] | None
     """Number of recalls since the engine started, by reason."""
+    groups: list[GroupBlocks] | None
+    """The blocks of its pool by state, for each of its KV groups."""
     lends: list[LinkView]
     borrows: list[LinkView]
 
@@ -318,10 +320,58 @@ class PoolView(Struct):
     borrows: list[LinkExtents]
 
 
+class Latency(Struct):
+    """Waits of clients since the node came up: the difference of two views is of the time between them."""
+
+    count: int = 0
+    total_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.total_s += seconds
+
+
+class Figures(Struct):
+    """An engine's figures as it last reported them. Totals are since it started; blocks are of all KV groups."""
+
+    running: int
+    waiting: int
+    blocks: dict[str, int]
+    """Number of blocks by state: free, used by running requests, cached for those to come."""
+    prompt_tokens_total: int
+    """Prompt tokens that were computed."""
+    generation_tokens_total: int
+    prefix_query_tokens_total: int
+    prefix_hit_tokens_total: dict[str, int]
+    """Prompt tokens that were not computed, by where their KV lay: local, peer, storage."""
+    preemptions_total: int
+
+
+class ModelOverview(Struct):
+    model: str
+    max_model_len: int
+    engine: EngineView
+    figures: Figures | None
+    """Null until the engine has reported any."""
+    first_token: Latency
+    """From a request's arrival to its first token."""
+    between_tokens: Latency
+    lending: ModelLending
+
+
+class NodeOverview(Struct):
+    version: str
+    time_s: float
+    """By a clock of the node's own: differences of two views are seconds."""
+    lending_enabled: bool
+    transport: str
+    models: list[ModelOverview]
+
+
 DOCUMENTED = (
     Completion, ChatCompletion, ModelCard, ModelList, Tokenized, Detokenized, Health, Readiness, NotReady, Version,
-    ErrorResponse, LendingOverview, BudgetChange, PoolView, ModelStart, StoredFile, StoredFileList, FileDeleted,
-    OfflineBatch, OfflineBatchList,
+    ErrorResponse, LendingOverview, BudgetChange, PoolView, NodeOverview, ModelStart, StoredFile, StoredFileList,
+    FileDeleted, OfflineBatch, OfflineBatchList,
 )  # fmt: skip
 
 

@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-_PART_OF_TIME = 0.1
-"""Rendering takes at most this part of the event loop's time, however often the metrics are scraped."""
-
 
 class ScrapePace:
     """The pace that all ports of a node share: one scrape is answered at a time, and not before its time."""
 
-    def __init__(self) -> None:
+    def __init__(self, part_of_time: float = 0.1, interval_s: float = 0.0) -> None:
+        """However often somebody asks, rendering takes at most `part_of_time` of the event loop's time, and between
+        two of them there are `interval_s`."""
+        self.part_of_time = part_of_time
+        self.interval_s = interval_s
         self.lock = asyncio.Lock()
         self.not_before_s = 0.0
 
@@ -42,5 +43,6 @@ class Scrapes:
             started_s = time.monotonic()
             text = self._render()
             ended_s = time.monotonic()
-            self._pace.not_before_s = ended_s + (ended_s - started_s) * (1 / _PART_OF_TIME - 1)
+            rest_s = (ended_s - started_s) * (1 / self._pace.part_of_time - 1)
+            self._pace.not_before_s = ended_s + max(rest_s, self._pace.interval_s)
             return text

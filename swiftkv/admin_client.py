@@ -1,0 +1,48 @@
+"""How the command line asks a running node: by its URL, with the admin key."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from swiftkv.admin_key import find_admin_key
+
+Url = Annotated[str, typer.Option(help="Where the node listens.", envvar="SWIFTKV_URL")]
+AdminKeyEnv = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Variable that holds the admin key, if the node was given one.",
+    ),
+]
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
+
+
+def admin_key(url: str, admin_key_env: str) -> str | None:
+    """Return the admin key of the node at `url`: the environment's, or the one that the node made for this user."""
+    return os.environ.get(admin_key_env) or find_admin_key(url)
+
+
+def ask_admin(method: str, url: str, path: str, admin_key_env: str, body: object = None) -> dict[str, Any]:
+    """Return the answer of `/admin/PATH`. A failure is a line on stderr and exit code 1."""
+    import httpx
+
+    key = admin_key(url, admin_key_env)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.request(method, f"{url.rstrip('/')}/admin/{path}", json=body, headers=headers, timeout=90)
+        content: dict[str, Any] = answer.json()
+        if answer.is_success:
+            return content
+        message = content["error"]["message"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        message = f"no node answers at {url}: {error}; name the one that you mean with --url"
+    else:
+        if answer.status_code == 401:
+            message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"
+    print(f"swiftkv: {message}", file=sys.stderr)
+    raise typer.Exit(1)

@@ -1,0 +1,55 @@
+"""The commands that watch a running node: `swiftkv top` and `swiftkv page`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Url, admin_key, ask_admin
+
+
+def top(
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view, of so many seconds, and end.")] = False,
+) -> None:
+    """Watch a running node: its requests, waits, pools and lending, until Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from swiftkv.top import overview_table
+
+    console = Console(highlight=False)
+    before = ask_admin("GET", url, "overview", admin_key_env)
+    if once:
+        time.sleep(interval)
+        console.print(overview_table(ask_admin("GET", url, "overview", admin_key_env), before))
+        return
+    with suppress(KeyboardInterrupt), Live(overview_table(before, None), console=console, screen=True) as live:
+        while True:
+            time.sleep(interval)
+            now = ask_admin("GET", url, "overview", admin_key_env)
+            live.update(overview_table(now, before))
+            before = now
+
+
+def page(
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+    show: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser, too.")] = False,
+) -> None:
+    """Print the address of a running node's page, with the admin key in it. Keep it to yourself."""
+    ask_admin("GET", url, "overview", admin_key_env)  # a node that is not there, or a wrong key, is told here
+    key = admin_key(url, admin_key_env)
+    address = f"{url.rstrip('/')}/#key={key}"
+    print(address)
+    if show:
+        import webbrowser
+
+        if not webbrowser.open(address):
+            print("swiftkv: no browser can be opened here; open the address in one", file=sys.stderr)
