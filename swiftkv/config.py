@@ -246,6 +246,9 @@ class ModelConfig(Section):
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = Field(
         None, description="hermes, llama3_json, mistral or null"
     )
+    reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "none"] | None = Field(
+        None, description="qwen3, deepseek_r1, mistral, none or null"
+    )
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
     tiers: TiersConfig | None = Field(None, description="a mapping")

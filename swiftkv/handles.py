@@ -19,6 +19,7 @@ def load_handles(
 ) -> list[ModelHandle]:
     """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
     from swiftkv.server.models import ClientPolicy, ModelHandle
+    from swiftkv.server.reasoning import choose_reasoning
     from swiftkv.server.tokenizer import Tokenizer
     from swiftkv.server.tool_parsers import choose_parser
 
@@ -39,6 +40,7 @@ def load_handles(
                 policy=policy,
                 grammars=grammars,
                 tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
+                reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
             )
         )
     return handles

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from llguidance import LLExecutor, LLMatcher
 from swiftkv._core import StepPlan
 from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.grammar_compiler import GrammarCompiler, open_tokenizer
-from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig
+from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig, ReasoningMarks
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_masks import TokenMasks
 from swiftkv.grammars import error_of
@@ -28,12 +28,39 @@ _BITS = 32
 _MAX_THREADS = 8
 
 
+@dataclass(slots=True)
+class _Reasoning:
+    """A request's place in its reasoning, which the grammar does not hold."""
+
+    marks: ReasoningMarks
+    is_inside: bool
+    may_begin: bool  # with the next token
+    recent: list[int] = field(default_factory=list)  # as many tokens as end it
+
+    @classmethod
+    def of(cls, marks: ReasoningMarks) -> _Reasoning:
+        return cls(marks, is_inside=marks.begin is None, may_begin=marks.begin is not None)
+
+    def take(self, token_id: int) -> bool:
+        """Take the next token. Return whether it is one of the reasoning, its marks included."""
+        if self.may_begin:
+            self.may_begin = False
+            self.is_inside = token_id == self.marks.begin
+            return self.is_inside
+        if not self.is_inside:
+            return False
+        self.recent = [*self.recent, token_id][-len(self.marks.end) :]
+        self.is_inside = self.recent != self.marks.end
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A request and its matcher."""
 
     request: Request
     matcher: LLMatcher
+    reasoning: _Reasoning | None
 
     @property
     def min_position(self) -> int:
@@ -53,20 +80,38 @@ class _Rows:
     def __len__(self) -> int:
         return 1 + len(self.draft)
 
+    @property
+    def reasoning_begin(self) -> int | None:
+        """The token that begins the reasoning, if the first row may have it."""
+        reasoning = self.held.reasoning
+        return reasoning.marks.begin if reasoning is not None and reasoning.may_begin else None
+
+    def behind_reasoning(self) -> _Rows | None:
+        """Return the rows that the grammar holds, `None` if all of them are reasoning."""
+        if self.held.reasoning is None or not self.held.reasoning.is_inside:
+            return self
+        reasoning = replace(self.held.reasoning)
+        for count, token_id in enumerate(self.draft, start=1):
+            reasoning.take(token_id)
+            if not reasoning.is_inside:
+                return _Rows(self.held, self.first_row + count, self.first_position + count, self.draft[count:])
+        return None
+
 
 class PendingMasks:
     """The masks of one step, for whoever begins to make them when the tokens before it are known."""
 
-    def __init__(self, begin: Callable[[], Future[TokenMasks]]) -> None:
+    def __init__(self, begin: Callable[[], Future[TokenMasks | None]]) -> None:
         self._begin = begin
-        self._masks: Future[TokenMasks] | None = None
+        self._masks: Future[TokenMasks | None] | None = None
 
     def begin(self) -> None:
         """Have them made in another thread."""
         if self._masks is None:
             self._masks = self._begin()
 
-    def result(self) -> TokenMasks:
+    def result(self) -> TokenMasks | None:
+        """Return the masks; `None` if the rows may have any token after all: their requests are reasoning."""
         self.begin()
         assert self._masks is not None
         return self._masks.result()
@@ -109,7 +154,9 @@ class Grammars:
         if matcher is None:
             self._waiting[request.request_id] = request
             return False
-        self._held[request.request_id] = _Held(request, matcher)
+        marks = request.sampling.reasoning
+        reasoning = None if marks is None else _Reasoning.of(marks)
+        self._held[request.request_id] = _Held(request, matcher, reasoning)
         return True
 
     def take_compiled(self) -> list[tuple[Request, str | None]]:
@@ -134,7 +181,7 @@ class Grammars:
         if not self._held or not any(request_id in self._held for request_id in _row_request_ids(plan)):
             return None
 
-        def begin() -> Future[TokenMasks]:
+        def begin() -> Future[TokenMasks | None]:
             rows = self._rows_of(plan)
             return self._thread.submit(self._fill, rows)
 
@@ -148,6 +195,8 @@ class Grammars:
         for request_id, token_id, reason in zip(request_ids, token_ids, finish_reasons, strict=True):
             held = self._held.get(request_id)
             if held is None or request_id in failed:
+                continue
+            if held.reasoning is not None and held.reasoning.take(token_id):
                 continue
             matcher = held.matcher
             token_id = self._eos_token_ids[0] if token_id in self._eos_token_ids else token_id
@@ -173,10 +222,12 @@ class Grammars:
                 rows[-1].draft.append(inputs[row])
             else:
                 rows.append(_Rows(held, row, positions[row]))
-        return rows
+        return [rest for each in rows if (rest := each.behind_reasoning()) is not None]
 
-    def _fill(self, rows: Sequence[_Rows]) -> TokenMasks:
+    def _fill(self, rows: Sequence[_Rows]) -> TokenMasks | None:
         """Make masks, outside the interpreter's lock for the most part."""
+        if not rows:
+            return None
         row_ids = [each.first_row + offset for each in rows for offset in range(len(each))]
         # Behind a guess that the grammar forbids anything may follow: nobody reads that row.
         bits = np.full((len(row_ids), self._num_words), 0xFFFF_FFFF, np.uint32)
@@ -198,6 +249,8 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
         self._allow_every_end(bits)
         for each, begin in zip(rows, begins, strict=False):
+            if (token_id := each.reasoning_begin) is not None:
+                bits[begin, token_id // _BITS] |= np.uint32(1) << np.uint32(token_id % _BITS)
             for offset in range(len(each)):
                 if each.first_position + offset < each.held.min_position:
                     _forbid_unless_needed(bits[begin + offset], each.held.request.stop_token_ids)

@@ -94,6 +94,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.watchdog_s / _DEADLINES_PER_WATCHDOG
 
 
+class ReasoningMarks(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens by which an engine knows reasoning, which no grammar holds, from the answer behind it."""
+
+    end: list[int]  # these in a row end it
+    begin: int | None = None  # the answer may begin with this one, and then reasons; None: it begins inside
+
+
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """How tokens are drawn. Fields mean what they mean in vLLM; `seed=None` draws a fresh seed."""
 
@@ -113,6 +120,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     grammar: str | None = None  # that holds the answer, in the form of `grammars.library_form`; not with `ignore_eos`
+    reasoning: ReasoningMarks | None = None  # before what the grammar holds; None: it holds from the first token
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):

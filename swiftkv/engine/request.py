@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv.engine.messages import AddRequest, SamplingParams
+from swiftkv.engine.messages import AddRequest, ReasoningMarks, SamplingParams
 
 MAX_TOP_LOGPROBS = 100
 MAX_PROMPT_LOGPROBS = 4 << 20
@@ -91,6 +91,7 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
         "stop_token_ids must be token ids of the vocabulary": all(
             0 <= token < vocab_size for token in params.stop_token_ids
         ),
+        "reasoning must be marked by token ids of the vocabulary": _marks_reasoning(params.reasoning, vocab_size),
         "a grammar ends the answer: ignore_eos cannot be set": params.grammar is None or not params.ignore_eos,
         f"logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.logprobs),
         f"prompt_logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.prompt_logprobs),
@@ -98,6 +99,13 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     for rule, holds in rules.items():
         if not holds:
             raise ValueError(rule)
+
+
+def _marks_reasoning(marks: ReasoningMarks | None, vocab_size: int) -> bool:
+    if marks is None:
+        return True
+    begin = [] if marks.begin is None else [marks.begin]
+    return bool(marks.end) and all(0 <= token < vocab_size for token in (*marks.end, *begin))
 
 
 def _in_logprob_range(count: int | None) -> bool:

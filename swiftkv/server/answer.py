@@ -16,6 +16,7 @@ from swiftkv.server.choices import Choice, Delta, chat_logprobs, completion_logp
 from swiftkv.server.generation import Generation
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.protocol import ChatBody, CompletionBody
+from swiftkv.server.reasoning import Sections
 from swiftkv.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -26,6 +27,7 @@ from swiftkv.server.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionTokensDetails,
     FunctionCall,
     PromptLogprobs,
     PromptTokensDetails,
@@ -49,11 +51,21 @@ class Prompt:
 
 def make_choices(model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> list[Choice]:
     """Return what decodes each sequence, the choices of one prompt next to each other."""
-    tools = tool_use(model.tool_parser, body) if isinstance(body, ChatBody) else None
-    rules, n = stop_rules(body, tools), body.n or 1
+    n = body.n or 1
+    if isinstance(body, CompletionBody):
+        rules = stop_rules(body)
+        return [
+            Choice(index, prompts[index // n].token_ids, model.tokenizer, rules) for index in range(len(prompts) * n)
+        ]
+    tools = tool_use(model.tool_parser, body)
+    rules, prompt_ids = stop_rules(body, tools), prompts[0].token_ids
     return [
-        Choice(index, prompts[index // n].token_ids, model.tokenizer, rules, tools) for index in range(len(prompts) * n)
+        Choice(index, prompt_ids, model.tokenizer, rules, tools, _sections(model, prompt_ids)) for index in range(n)
     ]
+
+
+def _sections(model: ModelHandle, prompt_ids: Sequence[int]) -> Sections | None:
+    return None if model.reasoning is None else model.reasoning.sections(prompt_ids)
 
 
 class _Usage:
@@ -63,13 +75,21 @@ class _Usage:
     """
 
     def __init__(
-        self, num_prompt_tokens: int, choices_per_prompt: int, generation: Generation, show_cached: bool
+        self,
+        num_prompt_tokens: int,
+        choices_per_prompt: int,
+        generation: Generation,
+        *,
+        show_cached: bool,
+        show_reasoning: bool,
     ) -> None:
         self.num_completion_tokens = 0
+        self.num_reasoning_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
         self._choices_per_prompt = choices_per_prompt
         self._generation = generation
         self._show_cached = show_cached
+        self._show_reasoning = show_reasoning
         self._num_admitted = 0
         self._cached_by_prompt: dict[int, int] = {}
         self._num_cached = 0
@@ -80,6 +100,8 @@ class _Usage:
         if self._show_cached:
             self._take_admitted()
             usage.prompt_tokens_details = PromptTokensDetails(self._num_cached)
+        if self._show_reasoning:
+            usage.completion_tokens_details = CompletionTokensDetails(self.num_reasoning_tokens)
         return usage
 
     def _take_admitted(self) -> None:
@@ -129,6 +151,7 @@ class Answer(ABC):
             self.n,
             generation,
             show_cached=show == "always" or (show == "salted" and body.cache_salt is not None),
+            show_reasoning=model.reasoning is not None and isinstance(body, ChatBody),
         )
 
     @abstractmethod
@@ -161,6 +184,7 @@ class Answer(ABC):
 
     def _count(self, batch: Sequence[Delta]) -> None:
         self._usage.num_completion_tokens += sum(len(delta.token_ids) for delta in batch)
+        self._usage.num_reasoning_tokens += sum(delta.num_reasoning_tokens for delta in batch)
 
     def _prompt(self, index: int) -> Prompt:
         return self.prompts[index // self.n]
@@ -298,7 +322,8 @@ class ChatAnswer(Answer):
         for delta in batch:
             if self._is_first(delta.index):
                 result.append(self._opening(delta.index))
-            if delta.text or delta.calls or delta.finish_reason or self._logprobs or self._return_token_ids:
+            tells = delta.text or delta.reasoning or delta.calls or delta.finish_reason
+            if tells or self._logprobs or self._return_token_ids:
                 result.append(self._chunk(delta))
         return result
 
@@ -338,7 +363,12 @@ class ChatAnswer(Answer):
     def _chunk(self, delta: Delta) -> ChatChunk:
         choice = ChatChunkChoice(
             delta.index,
-            ChatDelta(content=UNSET if delta.calls and not delta.text else delta.text, tool_calls=delta.calls or UNSET),
+            ChatDelta(
+                content=UNSET if (delta.calls or delta.reasoning) and not delta.text else delta.text,
+                tool_calls=delta.calls or UNSET,
+                reasoning_content=delta.reasoning or UNSET,
+                reasoning=delta.reasoning or UNSET,
+            ),
             chat_logprobs(self.model.tokenizer, delta.token_ids, delta.logprobs) if self._logprobs else None,
             delta.finish_reason,
             delta.stop_reason if delta.finish_reason else UNSET,
@@ -371,4 +401,10 @@ def _message(total: Delta) -> AssistantMessage:
             calls.append(ToolCall(part.id, FunctionCall(part.function.name, part.function.arguments)))
         else:
             calls[-1].function.arguments += part.function.arguments
-    return AssistantMessage(total.text or (None if calls else ""), tool_calls=calls or UNSET)
+    reasoning = total.reasoning or UNSET
+    return AssistantMessage(
+        total.text or (None if calls or total.reasoning else ""),
+        tool_calls=calls or UNSET,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+    )

@@ -12,6 +12,7 @@ import msgspec
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
 from swiftkv.server.detokenizer import Detokenizer, StopMatcher, StopStrings
 from swiftkv.server.generation import Generation, SequenceOutput
+from swiftkv.server.reasoning import SectionEvent, Sections, Thought
 from swiftkv.server.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -23,7 +24,7 @@ from swiftkv.server.responses import (
     TopLogprob,
 )
 from swiftkv.server.tokenizer import Tokenizer
-from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said
+from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said, ToolEvent
 from swiftkv.server.tools import ToolUse
 
 T = TypeVar("T")
@@ -48,10 +49,14 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     calls: list[ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
 
     def append(self, later: Delta) -> None:
         """Add what the same choice has to say afterwards."""
         self.text += later.text
+        self.reasoning += later.reasoning
+        self.num_reasoning_tokens += later.num_reasoning_tokens
         self.calls += later.calls
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
@@ -83,22 +88,26 @@ class _Calls:
         events = self._parser.push(delta.text)
         if delta.finish_reason:
             events += self._parser.finish()
-        delta.text = "".join(event.text for event in events if isinstance(event, Said))
+        delta.text = ""
         for event in events:
-            match event:
-                case CallBegun(name):
-                    call = ToolCallDelta(self._num_calls, FunctionDelta(name), self._parser.new_call_id(), "function")
-                    self._num_calls += 1
-                    delta.calls.append(call)
-                case ArgumentsGrown(text):
-                    if delta.calls:
-                        delta.calls[-1].function.arguments += text
-                    else:
-                        delta.calls.append(ToolCallDelta(self._num_calls - 1, FunctionDelta(arguments=text)))
-                case Said():
-                    pass
+            self.take(event, delta)
         if delta.finish_reason == "stop" and self._num_calls and not self._is_named:
             delta.finish_reason = "tool_calls"
+
+    def take(self, event: ToolEvent, delta: Delta) -> None:
+        """Add to `delta` what a parser tells."""
+        match event:
+            case Said(text):
+                delta.text += text
+            case CallBegun(name):
+                call = ToolCallDelta(self._num_calls, FunctionDelta(name), self._parser.new_call_id(), "function")
+                self._num_calls += 1
+                delta.calls.append(call)
+            case ArgumentsGrown(text):
+                if delta.calls:
+                    delta.calls[-1].function.arguments += text
+                else:
+                    delta.calls.append(ToolCallDelta(self._num_calls - 1, FunctionDelta(arguments=text)))
 
 
 class Choice:
@@ -111,6 +120,7 @@ class Choice:
         tokenizer: Tokenizer,
         stop: StopRules,
         tools: ToolUse | None = None,
+        sections: Sections | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -118,6 +128,7 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer.backend, prompt_ids, stop.skip_special_tokens)
         self._matcher = StopMatcher(stop.strings)
         self._calls = None if tools is None else _Calls(tools)
+        self._sections = sections  # until the rest of the answer is text for the user
 
     def push(self, output: SequenceOutput) -> Delta:
         """Take what the engine sent. The delta's ``finish_reason`` may come before the engine's: a stop string."""
@@ -132,7 +143,7 @@ class Choice:
         if output.finish_reason == "stop":
             stop_token = tokens[-1]
             delta.stop_reason = stop_token if stop_token in self._rules.token_ids else None
-        if self._rules.strings:
+        if self._rules.strings or self._sections is not None:
             self._push_one_by_one(delta, output, stop_token)
             return delta
         self.num_tokens += len(tokens)
@@ -141,7 +152,10 @@ class Choice:
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
-        """With stop strings, so that no token after the one that completes a stop string is counted."""
+        """With stop strings, so that no token after the one that completes a stop string is counted.
+
+        With reasoning too: a token ends it.
+        """
         for position, token in enumerate(output.token_ids):
             self.num_tokens += 1
             delta.token_ids.append(token)
@@ -149,12 +163,38 @@ class Choice:
             if token == stop_token and position == len(output.token_ids) - 1:
                 break
             watch = self.num_tokens > self._rules.min_tokens
-            delta.text += self._matcher.push(self._detokenizer.push([token]), watch=watch)
+            self._tell(token, self._matcher.push(self._detokenizer.push([token]), watch=watch), delta)
             if self._matcher.matched is not None:
                 delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
                 return
         if delta.finish_reason:
-            delta.text += self._matcher.flush()
+            self._tell(None, self._matcher.flush(), delta)
+
+    def _tell(self, token: int | None, text: str, delta: Delta) -> None:
+        """Add `text` to the part of the answer that it belongs to; no token: it is the last."""
+        sections = self._sections
+        if sections is None:
+            delta.text += text
+            return
+        if token is None:
+            self._take(sections.finish(text), delta)
+            return
+        if sections.is_mark(token) and self._matcher.matched is None:  # a stop string lies in one part
+            text += self._matcher.flush()
+            self._matcher = StopMatcher(self._rules.strings)
+        was_reasoning = sections.is_reasoning
+        self._take(sections.take(token, text), delta)
+        delta.num_reasoning_tokens += was_reasoning and sections.is_reasoning
+        if sections.is_done:
+            self._sections = None
+
+    def _take(self, events: Sequence[SectionEvent], delta: Delta) -> None:
+        for event in events:
+            match event:
+                case Said(text):
+                    delta.text += text
+                case Thought(text):
+                    delta.reasoning += text
 
 
 async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIterator[list[Delta]]:

@@ -10,6 +10,7 @@ from typing import Literal
 from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
+from swiftkv.server.reasoning import ReasoningParser
 from swiftkv.server.responses import EngineView, ModelCard
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
@@ -50,6 +51,8 @@ class ModelHandle:
     created: int = field(default_factory=lambda: int(time.time()))
     tool_parser: type[ToolParser] | None = None
     """How the model writes calls of tools; `None`: it takes no tools."""
+    reasoning: ReasoningParser | None = None
+    """How the model writes its reasoning; `None`: all that it writes is the answer."""
 
     def card(self) -> ModelCard:
         return ModelCard(self.name, self.created, self.root, self.max_model_len)

@@ -157,7 +157,8 @@ class ChatMessage(Body):
     function_call: Annotated[None, Unsupported()] = None
     tool_calls: ToolCallMessages | None = None
     tool_call_id: Label | None = None
-    reasoning_content: Annotated[None, Unsupported("")] = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = Field(None, description="As `reasoning_content`")
 
     @property
     def num_parts(self) -> int:
@@ -179,6 +180,8 @@ class ChatMessage(Body):
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = message["thinking"] = reasoning  # gpt-oss has the second name for it
         return message
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from swiftkv.engine.messages import SamplingParams
+from swiftkv.engine.messages import ReasoningMarks, SamplingParams
 from swiftkv.server.choices import StopRules
 from swiftkv.server.detokenizer import StopStrings
 from swiftkv.server.errors import ApiError
@@ -26,7 +26,7 @@ def sequence_requests(
 ) -> list[SequenceRequest]:
     """Return `n` sequences per prompt, those of one prompt in a row; the first of them asks for the prompt's logprobs.
 
-    `grammar` holds all of them.
+    `grammar` holds all of them, behind their reasoning.
 
     Raises:
         ApiError: 400 if a prompt or a field does not fit the model, or the whole request costs too much.
@@ -34,7 +34,11 @@ def sequence_requests(
     n = body.n or 1
     logprobs, prompt_logprobs = _num_logprobs(body)
     samplings = [
-        msgspec.structs.replace(_sampling_params(model, body, len(prompt), logprobs), grammar=grammar)
+        msgspec.structs.replace(
+            _sampling_params(model, body, len(prompt), logprobs),
+            grammar=grammar,
+            reasoning=None if grammar is None else _reasoning_marks(model, body, prompt),
+        )
         for prompt in prompts
     ]
     Generating(
@@ -74,6 +78,12 @@ def stop_rules(body: GenerationBody, tools: ToolUse | None = None) -> StopRules:
         min_tokens=body.min_tokens or 0,
         skip_special_tokens=body.skip_special_tokens is not False and not shows_special_tokens,
     )
+
+
+def _reasoning_marks(
+    model: ModelHandle, body: CompletionBody | ChatBody, prompt: Sequence[int]
+) -> ReasoningMarks | None:
+    return model.reasoning.marks(prompt) if model.reasoning is not None and isinstance(body, ChatBody) else None
 
 
 def _prompt_bytes(model: ModelHandle, prompt: Sequence[int]) -> bytes:

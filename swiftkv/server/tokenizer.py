@@ -120,6 +120,11 @@ class Tokenizer:
         if num_chars > self.max_chars(max_tokens):
             raise _too_long(num_chars, self.max_chars(max_tokens), field)
 
+    def token_id(self, text: str) -> int | None:
+        """Return the token that is exactly `text`, `None` if there is none."""
+        token_id: int | None = self.backend.token_to_id(text)
+        return token_id
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens included."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=False))

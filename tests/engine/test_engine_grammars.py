@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv.engine.grammars import Grammars
-from swiftkv.engine.messages import FINISH_LENGTH, FINISH_STOP
+from swiftkv.engine.messages import FINISH_LENGTH, FINISH_STOP, ReasoningMarks
 from swiftkv.grammars import GrammarSource, library_form
 from tests.engine.engine_process import Answer, EngineProcess
 from tests.engine.test_sampler import make_request
@@ -209,6 +209,45 @@ def test_preempted_answers_go_on_where_their_grammars_were(checkpoint: Path, eng
         answers = crowded.wait([crowded.add(PROMPT * 6, **each) for each in asked])
         assert crowded.wait_for_rest().num_preemptions_total > 0
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_grammar_begins_where_the_reasoning_ends(
+    engine: EngineProcess, read: Callable[[Answer], str], length: int
+) -> None:
+    """The reasoning is the beginning of an answer without a grammar."""
+    free = engine.generate([PROMPT], max_tokens=12)[0].token_ids
+    end = free[6 : 6 + length]
+    for begin, num_begun in ((None, 0), (free[0], 1)):
+        first = next(i for i in range(num_begun, 7) if free[i : i + length] == end) + length
+        asked = held("regex", DATE, reasoning=ReasoningMarks(end, begin))
+        answer, neighbour = engine.wait([engine.add(PROMPT, **asked), engine.add(PROMPT, max_tokens=12)])
+        assert answer.token_ids[:first] == free[:first]
+        assert re.fullmatch(DATE, read(Answer(answer.token_ids[first:])))
+        assert (answer.finish_reason, neighbour.token_ids) == (FINISH_STOP, free)
+
+
+def test_an_answer_that_does_not_reason_is_held_from_its_first_token(
+    engine: EngineProcess, read: Callable[[Answer], str]
+) -> None:
+    begin, end = 300, 301
+    marks = ReasoningMarks([end], begin)
+    at_once, reasons = engine.wait(
+        [
+            engine.add(PROMPT, **held("regex", DATE, logit_bias={begin: -100.0}), reasoning=marks),
+            engine.add(PROMPT, **held("regex", DATE, logit_bias={begin: 100.0, end: 50.0}), reasoning=marks),
+        ]
+    )
+    assert re.fullmatch(DATE, read(at_once))
+    assert reasons.token_ids[0] == begin
+    assert end in reasons.token_ids or reasons.finish_reason == FINISH_LENGTH
+
+
+def test_marks_outside_the_vocabulary_are_refused(engine: EngineProcess) -> None:
+    for marks in (ReasoningMarks([]), ReasoningMarks([10**6]), ReasoningMarks([1], -1)):
+        [answer] = engine.wait([engine.add(PROMPT, **held("regex", DATE), reasoning=marks)])
+        assert answer.error is not None
+        assert "reasoning" in answer.error.message
 
 
 def test_an_engine_without_a_tokenizer_says_so(engine: EngineProcess, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import httpx
 import openai
@@ -46,20 +46,21 @@ TEMPLATE = (
 TEXT = "The quick brown fox jumps over the lazy dog. Viele Grüße aus Köln, 你好, 👋🏽 def f(x): return x\n"
 
 
-def train_tokenizer(path: Path) -> None:
-    """A byte-level BPE tokenizer with a chat template, trained on Python's own source."""
+def train_tokenizer(path: Path, tags: Sequence[str] = (), template: str = TEMPLATE) -> None:
+    """A byte-level BPE tokenizer with a chat template, trained on Python's own source; `tags` are tokens of it too."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE - len(tags),
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator([Path(asyncio.base_events.__file__).read_text(), TEXT * 20], trainer)
+    backend.add_tokens(list(tags))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
 
 
@@ -146,11 +147,12 @@ def start_gateway(
     policy: ClientPolicy | None = None,
     state: Path | None = None,
     storage_limits: StorageLimits | None = None,
+    **habits: Any,
 ) -> tuple[Gateway, Callable[[], None]]:
     """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it.
 
     Unless ``lending`` is off, ``code`` lends to ``chat``, as far as their echo engines say. With ``state`` there are
-    files and batches, and each model has 16 slots for these.
+    files and batches, and each model has 16 slots for these. ``habits`` are further fields of both `ModelHandle`s.
     """
     settings = settings or ServerSettings()
     policy = policy or ClientPolicy()
@@ -174,7 +176,9 @@ def start_gateway(
             client = EngineClient(name, *addresses, metrics.for_model(name), max_in_flight=600)
             client.start()
             receiving.append(loop.create_task(client.receive()))
-            handles[name] = ModelHandle(name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client, policy)
+            handles[name] = ModelHandle(
+                name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client, policy, **habits
+            )
             coordinator = CoordinatorClient(name, f"ipc://{directory}/{name}.leases") if lending else None
             if coordinator is not None:
                 receiving.append(loop.create_task(coordinator.receive()))

@@ -1,0 +1,195 @@
+"""Reasoning: the text in which a model thinks before it answers, told from the answer token by token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swiftkv.engine.messages import ReasoningMarks
+from swiftkv.errors import CheckpointError
+from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers.base import Said
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text of the reasoning."""
+
+    text: str
+
+
+SectionEvent = Thought | Said
+
+
+class Sections(ABC):
+    """Tells the parts of one answer apart."""
+
+    @property
+    @abstractmethod
+    def is_reasoning(self) -> bool:
+        """Whether the answer is within its reasoning."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether the rest of the answer is text for the user."""
+
+    @abstractmethod
+    def is_mark(self, token_id: int) -> bool:
+        """Return whether a token may end one part and begin another."""
+
+    @abstractmethod
+    def take(self, token_id: int, text: str) -> list[SectionEvent]:
+        """Take the next token, and the text that has become certain with it."""
+
+    @abstractmethod
+    def finish(self, text: str) -> list[SectionEvent]:
+        """Take the last text, which came with no token."""
+
+
+class ReasoningParser(ABC):
+    """Knows how one model writes its reasoning."""
+
+    @abstractmethod
+    def sections(self, prompt_ids: Sequence[int]) -> Sections:
+        """Return what tells the parts of an answer to a prompt apart."""
+
+    @abstractmethod
+    def marks(self, prompt_ids: Sequence[int]) -> ReasoningMarks | None:
+        """Return where the engine finds the reasoning of an answer to a prompt, `None` if there will be none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """The tags of a kind of models.
+
+    Attributes:
+        always: Whether an answer begins inside its reasoning even if the prompt does not say so: the model leaves out
+            the first tag.
+    """
+
+    begin: str
+    end: str
+    always: bool = False
+
+
+TAGS = {
+    "qwen3": _Tags("<think>", "</think>"),
+    "deepseek_r1": _Tags("<think>", "</think>", always=True),
+    "mistral": _Tags("[THINK]", "[/THINK]"),
+}
+_BY_TEMPLATE = ("qwen3", "mistral")
+
+
+class TagParser(ReasoningParser):
+    """Reasoning between two tags, each a token. The prompt may have the first tag, or both where nobody is to think."""
+
+    def __init__(self, tokenizer: Tokenizer, begin_id: int, end_id: int, *, always: bool) -> None:
+        self._tokenizer = tokenizer
+        self._begin_id = begin_id
+        self._end_id = end_id
+        self._always = always
+
+    def sections(self, prompt_ids: Sequence[int]) -> TagSections:
+        end_text = self._tokenizer.token_text(self._end_id)
+        return TagSections(self._begin_id, self._end_id, end_text, self._begins(prompt_ids))
+
+    def marks(self, prompt_ids: Sequence[int]) -> ReasoningMarks | None:
+        match self._begins(prompt_ids):
+            case True:
+                return ReasoningMarks([self._end_id])
+            case None:
+                return ReasoningMarks([self._end_id], self._begin_id)
+            case False:
+                return None
+
+    def _begins(self, prompt_ids: Sequence[int]) -> bool | None:
+        """Return whether an answer begins inside its reasoning; `None` if its first token says."""
+        for token_id in reversed(prompt_ids):
+            if token_id in (self._begin_id, self._end_id):
+                return token_id == self._begin_id
+            if self._tokenizer.token_text(token_id).strip():
+                break
+        return True if self._always else None
+
+
+class TagSections(Sections):
+    """White space around the reasoning is left out, and so is that before the answer behind it."""
+
+    def __init__(self, begin_id: int, end_id: int, end_text: str, begins: bool | None) -> None:
+        self._begin_id = begin_id
+        self._end_id = end_id
+        self._end_text = end_text
+        self._is_reasoning = bool(begins)
+        self._may_begin = begins is not False  # with the next token
+        self._spaces = ""  # of the reasoning, which nobody is told of unless more follows
+        self._is_blank = True  # the part so far is white space, which is left out
+        self._trims = bool(begins)  # the answer follows reasoning
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._is_reasoning
+
+    @property
+    def is_done(self) -> bool:
+        return not (self._is_reasoning or self._may_begin or (self._trims and self._is_blank))
+
+    def is_mark(self, token_id: int) -> bool:
+        return token_id in (self._begin_id, self._end_id) and not self.is_done
+
+    def take(self, token_id: int, text: str) -> list[SectionEvent]:
+        may_begin, self._may_begin = self._may_begin, False
+        if may_begin and token_id == self._begin_id:
+            self._is_reasoning = self._trims = True
+            return []
+        if not self._is_reasoning:
+            return self._say(text)
+        if token_id != self._end_id:
+            return self._think(text)
+        events = self._think(text.removesuffix(self._end_text))
+        self._is_reasoning, self._is_blank = False, True
+        return events
+
+    def finish(self, text: str) -> list[SectionEvent]:
+        return self._think(text) if self._is_reasoning else self._say(text)
+
+    def _think(self, text: str) -> list[SectionEvent]:
+        text = self._spaces + text
+        text = text.lstrip() if self._is_blank else text
+        told = text.rstrip()
+        self._spaces = text[len(told) :]
+        self._is_blank = self._is_blank and not told
+        return [Thought(told)] if told else []
+
+    def _say(self, text: str) -> list[SectionEvent]:
+        text = text.lstrip() if self._trims and self._is_blank else text
+        self._is_blank = self._is_blank and not text
+        return [Said(text)] if text else []
+
+
+def choose_reasoning(name: str | None, tokenizer: Tokenizer) -> ReasoningParser | None:
+    """Return the parser of that name, or else the one of the models that have such a chat template, if it shows.
+
+    Raises:
+        CheckpointError: the tokenizer lacks one of the tags.
+    """
+    if name == "none":
+        return None
+    template = tokenizer.chat_template
+    if name is not None:
+        tags = TAGS[name]
+    else:
+        known = [TAGS[each] for each in _BY_TEMPLATE]
+        found = next((tags for tags in known if tags.begin in template and tags.end in template), None)
+        if found is None:
+            return None
+        tags = found
+    begin_id, end_id = tokenizer.token_id(tags.begin), tokenizer.token_id(tags.end)
+    if begin_id is None or end_id is None:
+        if name is None:
+            return None
+        raise CheckpointError(
+            f"reasoning_parser: {name} needs {tags.begin} and {tags.end} as tokens, and this tokenizer has not both"
+        )
+    return TagParser(tokenizer, begin_id, end_id, always=tags.always)
