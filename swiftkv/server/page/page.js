@@ -339,21 +339,23 @@ async function send(event) {
   messages.push({ role: "user", content });
   bubble("user", content);
   const answer = bubble("assistant", "");
+  const thought = document.createElement("em"), said = document.createElement("span");
+  answer.append(thought, said);
   byId("talk-send").disabled = true;
   byId("talk-stop").disabled = false;
   aborter = new AbortController();
   try {
-    await stream(model, answer);
+    await stream(model, thought, said);
   } catch (error) {
     if (error.name !== "AbortError") byId("talk-figures").textContent = error.message;
     if (error.status === 401) byId("keys").hidden = false;
   }
-  messages.push({ role: "assistant", content: answer.textContent });
+  messages.push({ role: "assistant", content: said.textContent });
   byId("talk-send").disabled = false;
   byId("talk-stop").disabled = true;
 }
 
-async function stream(model, answer) {
+async function stream(model, thought, said) {
   const started = performance.now();
   let first = null, usage = null;
   const response = await fetch("v1/chat/completions", {
@@ -365,7 +367,9 @@ async function stream(model, answer) {
   for await (const chunk of events(response.body)) {
     if (chunk.error) throw new Error(chunk.error.message);
     first ??= performance.now();
-    answer.textContent += chunk.choices[0]?.delta.content ?? "";
+    const delta = chunk.choices[0]?.delta;
+    thought.textContent += delta?.reasoning_content ?? "";
+    said.textContent += delta?.content ?? "";
     usage = chunk.usage ?? usage;
   }
   if (usage === null) return;
