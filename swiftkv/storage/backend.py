@@ -18,15 +18,15 @@ class Status(enum.IntEnum):
     """The outcome for one key."""
 
     OK = 0
-    """Got and verified; or put, or there already."""
+    """The block was read and verified; or it was written, or was there already."""
     MISSING = 1
-    """Not there, or another model's; or not put, because the backend is full. The backend is well."""
+    """The backend has no such block of this model; or it is full, and kept nothing. It is well."""
     CORRUPT = 2
-    """Not the bytes that were put: wrong magic, version, key, length or checksum. The object is dropped."""
+    """The magic, version, key, length or checksum is not that of the block that was put. The object is dropped."""
     FAILED = 3
-    """The backend did not do it, or refuses calls for now (`is_degraded`)."""
+    """The backend reported an error, or refuses calls for now (`is_degraded`)."""
     LATE = 4
-    """Not done by the deadline."""
+    """The deadline passed before the block was read or written."""
 
 
 @dataclass(frozen=True, slots=True)
