@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from swiftkv.latency import prefer_latency
 from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.tier.keys import ObjectKeys, split_keys
+from swiftkv.tier.storage_thread import StorageThread
 
 _BLOCKS_PER_GET = 64
 _GET_BYTES = 8 << 20
@@ -77,17 +77,6 @@ class PartRead:
         return next((i for i, status in enumerate(self.statuses) if status is not Status.OK), len(self.statuses))
 
 
-@dataclass(slots=True)
-class _Shared:
-    """All that both threads touch, under one lock."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    todo: deque[Search | Load] = field(default_factory=deque)
-    done: deque[Search | PartRead] = field(default_factory=deque)
-    is_closing: bool = False
-    has_failed: bool = False
-
-
 class Loader:
     """The thread that reads. Loads take turns, so that a long one holds up a short one for a moment only.
 
@@ -100,57 +89,48 @@ class Loader:
         self._backend = backend
         self._keys = keys
         self._on_done = on_done
-        self._shared = _Shared()
-        self._thread = threading.Thread(target=self._run, name="storage loader", daemon=True)
+        self._todo: deque[Search | Load] = deque()
+        self._done: deque[Search | PartRead] = deque()
+        self._thread = StorageThread("storage loader", self._serve, on_done)
         self._thread.start()
 
     def submit(self, job: Search | Load) -> None:
-        with self._shared.changed:
-            self._shared.todo.append(job)
-            self._shared.changed.notify()
+        with self._thread.changed:
+            self._todo.append(job)
+            self._thread.changed.notify()
 
     def take_done(self) -> list[Search | PartRead]:
         """Return what has come to pass since the last call. Raises `RuntimeError` if a defect ended the thread."""
-        with self._shared.changed:
-            if self._shared.has_failed:
-                raise RuntimeError("the thread that reads storage has ended; its traceback is on standard error")
-            done = list(self._shared.done)
-            self._shared.done.clear()
+        self._thread.check()
+        with self._thread.changed:
+            done = list(self._done)
+            self._done.clear()
         return done
 
     def close(self) -> None:
         """End the thread, once the call that it is in returns."""
-        with self._shared.changed:
-            self._shared.is_closing = True
-            self._shared.changed.notify()
+        self._thread.close()
 
     def join(self, patience_s: float) -> None:
         """Wait for the end of the thread; if the backend keeps it, it ends with the process."""
         self._thread.join(patience_s)
 
-    def _run(self) -> None:
-        prefer_latency()  # a prompt waits for it, and where every core computes it would wait for its turn
-        try:
-            self._serve()
-        except BaseException:
-            self._shared.has_failed = True
-            self._on_done()
-            raise
-
     def _serve(self) -> None:
-        shared = self._shared
-        while True:
-            with shared.changed:
-                shared.changed.wait_for(lambda: shared.is_closing or bool(shared.todo))
-                if shared.is_closing:
-                    return
-                job = shared.todo.popleft()
+        prefer_latency()  # a prompt waits for it, and where every core computes it would wait for its turn
+        while job := self._next():
             done = self._search(job) if isinstance(job, Search) else self._read_part(job)
-            with shared.changed:
-                shared.done.append(done)
+            with self._thread.changed:
+                self._done.append(done)
                 if isinstance(done, PartRead) and not done.is_last:
-                    shared.todo.append(done.load)
+                    self._todo.append(done.load)
             self._on_done()
+
+    def _next(self) -> Search | Load | None:
+        """Wait for something to do; return `None` when the loader is closed."""
+        thread = self._thread
+        with thread.changed:
+            thread.changed.wait_for(lambda: thread.is_closing or bool(self._todo))
+            return None if thread.is_closing else self._todo.popleft()
 
     def _search(self, search: Search) -> Search:
         began_s = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.tier.keys import ObjectKeys
+from swiftkv.tier.storage_thread import StorageThread
 
 _PUT_DEADLINE_S = 5.0
 _BLOCKS_PER_PUT = 16
@@ -54,12 +54,10 @@ class Writer:
         self._slots = np.empty((num_slots, max_block_bytes), np.uint8)
         self._free = deque(range(num_slots))
         self._queue: deque[_Copy] = deque()
-        self._changed = threading.Condition()
-        self._is_closing = False
         self.stored_blocks = 0
         self.stored_bytes = 0
         self.failures: Counter[Status] = Counter()
-        self._thread = threading.Thread(target=self._run, name="storage writer", daemon=True)
+        self._thread = StorageThread("storage writer", self._serve, on_room)
         self._thread.start()
 
     @property
@@ -74,35 +72,34 @@ class Writer:
 
     @property
     def queue_bytes(self) -> int:
-        with self._changed:
+        with self._thread.changed:
             return sum(copy.num_bytes for copy in self._queue)
 
     def add(self, block_key: bytes, group: int, source: npt.NDArray[np.uint8]) -> None:
         """Copy a block into the queue, which must have room."""
         slot = self._free.popleft()
         self._slots[slot, : len(source)] = source
-        with self._changed:
+        with self._thread.changed:
             self._queue.append(_Copy(block_key, group, slot, len(source)))
-            self._changed.notify()
+            self._thread.changed.notify()
 
     def loads_changed(self) -> None:
-        """Note that `may_write` may have become true."""
-        with self._changed:
-            self._changed.notify()
+        """Note that `may_write` may have become true. Raises `RuntimeError` if a defect ended the thread."""
+        self._thread.check()
+        with self._thread.changed:
+            self._thread.changed.notify()
 
     def close(self, patience_s: float) -> None:
         """Write what is in the queue, as far as the time suffices, and end the thread.
 
         One that the backend keeps ends with the process.
         """
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
+        self._thread.close()
         self._thread.join(patience_s)
-        with self._changed:
+        with self._thread.changed:
             self._queue.clear()
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         while batch := self._next():
             views = [self._slots[copy.slot, : copy.num_bytes].data for copy in batch]
             names = [self._keys.of(copy.block_key, copy.group) for copy in batch]
@@ -117,8 +114,8 @@ class Writer:
 
     def _next(self) -> list[_Copy]:
         """Wait for copies that may be written now; return none when the writer is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or (self._queue and self._may_write()))
+        with self._thread.changed:
+            self._thread.changed.wait_for(lambda: self._thread.is_closing or (self._queue and self._may_write()))
             batch: list[_Copy] = []
             num_bytes = 0
             while self._queue and len(batch) < _BLOCKS_PER_PUT and num_bytes < _PUT_BYTES:

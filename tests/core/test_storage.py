@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from naive_scheduler import Setup
-from storage_oracle import StorageEngine
+from storage_oracle import StorageEngine, Transfer
 
 BLOCK = 4
 DENSE = Setup(((1, 16, 0),), BLOCK, 4, 64, 48)
@@ -33,6 +33,17 @@ def run_from_storage(e: StorageEngine, request_id: int, tokens: list[int]) -> in
     while e.step():
         e.store()
     return e.finished[request_id].cached
+
+
+def loading(tokens: list[int], max_tokens: int = 4) -> tuple[StorageEngine, Transfer]:
+    """Return an engine that has forgotten a prompt, and has begun to load it for request 2, which is held."""
+    e = StorageEngine(DENSE)
+    run(e, 1, tokens)
+    e.reset_prefix_cache()
+    e.add_held(2, tokens, max_tokens)
+    transfer = e.begin_load(2)
+    assert transfer is not None
+    return e, transfer
 
 
 def test_every_full_block_is_offered_once() -> None:
@@ -88,12 +99,7 @@ def test_a_block_that_comes_again_is_offered_again() -> None:
 
 
 def test_what_was_loaded_is_not_offered() -> None:
-    e = StorageEngine(DENSE)
-    run(e, 1, prompt(18))
-    e.reset_prefix_cache()
-    e.add_held(2, prompt(18))
-    transfer = e.begin_load(2)
-    assert transfer is not None
+    e, transfer = loading(prompt(18))
     e.read(transfer, 4)
     assert e.store() == 0
 
@@ -109,12 +115,7 @@ def test_a_request_that_is_held_lets_others_by() -> None:
 
 
 def test_who_wants_what_is_loading_waits_and_goes_on_when_it_is_given_up() -> None:
-    e = StorageEngine(DENSE)
-    run(e, 1, prompt(18))
-    e.reset_prefix_cache()
-    e.add_held(2, prompt(18))
-    transfer = e.begin_load(2)
-    assert transfer is not None
+    e, transfer = loading(prompt(18))
     e.add(3, prompt(18))
     assert e.schedule() is None
     e.give_up(transfer)
@@ -127,12 +128,7 @@ def test_who_wants_what_is_loading_waits_and_goes_on_when_it_is_given_up() -> No
 
 
 def test_a_load_that_fails_half_way_leaves_what_came_before() -> None:
-    e = StorageEngine(DENSE)
-    run(e, 1, prompt(33))
-    e.reset_prefix_cache()
-    e.add_held(2, prompt(33), 1)
-    transfer = e.begin_load(2)
-    assert transfer is not None
+    e, transfer = loading(prompt(33), 1)
     e.read(transfer, 3)
     e.read(transfer, 5, is_loaded=False)
     e.let_go(2)
@@ -202,12 +198,7 @@ def test_only_a_tail_is_loaded_where_the_rest_is_here() -> None:
 
 
 def test_blocks_that_are_not_loading_cannot_end_to() -> None:
-    e = StorageEngine(DENSE)
-    run(e, 1, prompt(18))
-    e.reset_prefix_cache()
-    e.add_held(2, prompt(18))
-    transfer = e.begin_load(2)
-    assert transfer is not None
+    e, transfer = loading(prompt(18))
     block = transfer.blocks[0][2]
     zero, one = np.array([0], np.int32), np.array([1], np.int32)
     for groups, blocks in (

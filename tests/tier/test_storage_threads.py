@@ -17,6 +17,7 @@ from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
 from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
+from swiftkv.tier.storage_thread import StorageThread
 from swiftkv.tier.writer import Writer
 
 GROUP = KVGroup((0,), num_kv_heads=1, head_dim=32, dtype="float32", block_size=16)  # blocks of 4 KiB
@@ -51,17 +52,17 @@ class Owner:
 
     def __init__(self) -> None:
         self._woken = threading.Condition()
-        self._count = 0
+        self.count = 0
 
     def wake(self) -> None:
         with self._woken:
-            self._count += 1
+            self.count += 1
             self._woken.notify_all()
 
     def wait_for_more(self, count: int) -> int:
         with self._woken:
-            assert self._woken.wait_for(lambda: self._count > count, TIMEOUT_S)
-            return self._count
+            assert self._woken.wait_for(lambda: self.count > count, TIMEOUT_S)
+            return self.count
 
 
 def write(backend: StorageBackend, *numbers: int) -> None:
@@ -200,3 +201,29 @@ def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:
     assert part.num_read == 0
     assert not into.any()
     loader.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_ends_a_thread_and_reaches_the_engine() -> None:
+    owner = Owner()
+
+    def fail() -> None:
+        raise ArithmeticError("a defect")
+
+    thread = StorageThread("storage test", fail, owner.wake)
+    thread.check()
+    thread.start()
+    owner.wait_for_more(0)
+    thread.join(TIMEOUT_S)
+    with pytest.raises(RuntimeError, match="storage test"):
+        thread.check()
+
+
+def test_a_thread_that_is_closed_wakes_nobody() -> None:
+    owner = Owner()
+    thread = StorageThread("storage test", lambda: None, owner.wake)
+    thread.start()
+    thread.close()
+    thread.join(TIMEOUT_S)
+    thread.check()
+    assert owner.count == 0
