@@ -44,19 +44,23 @@ class FileIndex:
     Whoever renames or removes an object does so inside `changing`, so table and directory differ only where a process
     was killed in there, until the next process opens the directory. Last uses are written with the next change.
 
+    Look-ups have a connection of their own, and wait for no change: one that reaches the disk may take a second, for a
+    file system writes the new objects of others along with it.
+
     Everything here raises `OSError` for what SQLite does not do, `TimeoutError` if another process keeps the lock.
     """
 
     def __init__(self, path: Path) -> None:
         """Open the table or make it. Raises `DamagedIndexError`."""
-        self._lock = threading.Lock()
-        self._touched: dict[bytes, int] = {}
+        self._write_lock, self._read_lock, self._touch_lock = (threading.Lock() for _ in range(3))
+        self._touched: dict[bytes, int] = {}  # under `_touch_lock`
         with _translated():
-            self._db = sqlite3.connect(path, timeout=_OPENING_WAIT_S, isolation_level=None, check_same_thread=False)
+            self._db = _connect(path)
+            self._reader = _connect(path)
         try:
             self._prepare()
         except BaseException:
-            self._db.close()
+            self._close()
             raise
 
     def _prepare(self) -> None:
@@ -74,39 +78,41 @@ class FileIndex:
     @contextmanager
     def changing(self) -> Iterator[Changes]:
         """Hold the lock of the directory against all processes; commit at the end, or nothing after an error."""
-        with self._lock, _translated(), self._db:
+        with self._write_lock, _translated(), self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            if self._touched:
-                rows = [(used_ns, key) for key, used_ns in self._touched.items()]
+            with self._touch_lock:
+                touched, self._touched = self._touched, {}
+            if touched:
+                rows = [(used_ns, key) for key, used_ns in touched.items()]
                 self._db.executemany("UPDATE objects SET used_ns = ? WHERE key = ?", rows)
-                self._touched.clear()
             yield Changes(self._db)
 
     def begin_use(self) -> None:
         """Wait less for the lock from now on: calls have deadlines, opening has none."""
-        with self._lock, _translated():
-            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * _LOCK_WAIT_S)}")
+        with self._write_lock, self._read_lock, _translated():
+            for connection in (self._db, self._reader):
+                connection.execute(f"PRAGMA busy_timeout = {round(1000 * _LOCK_WAIT_S)}")
 
     def known(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return those of the keys that the table has."""
         found: set[bytes] = set()
-        with self._lock, _translated():
+        with self._read_lock, _translated():
             for begin in range(0, len(keys), _MAX_NAMED):
                 named = keys[begin : begin + _MAX_NAMED]
                 marks = ",".join("?" * len(named))
-                rows = self._db.execute(f"SELECT key FROM objects WHERE key IN ({marks})", named)
+                rows = self._reader.execute(f"SELECT key FROM objects WHERE key IN ({marks})", named)
                 found.update(key for (key,) in rows)
         return found
 
     def total(self) -> tuple[int, int]:
         """Return the number of objects and of their bytes."""
-        with self._lock, _translated():
-            return Changes(self._db).total()
+        with self._read_lock, _translated():
+            return Changes(self._reader).total()
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that objects were used now."""
         now_ns = time.time_ns()
-        with self._lock:
+        with self._touch_lock:
             self._touched.update(dict.fromkeys(keys, now_ns))
             is_full = len(self._touched) > _MAX_TOUCHED
         if is_full:
@@ -117,7 +123,11 @@ class FileIndex:
         """Write the last uses if that can be done, and let go of the file."""
         with contextlib.suppress(OSError), self.changing():
             pass
-        with self._lock:  # SQLite does not survive that a call of another thread is in it
+        self._close()
+
+    def _close(self) -> None:
+        with self._write_lock, self._read_lock:  # SQLite does not survive that a call of another thread is in it
+            self._reader.close()
             self._db.close()
 
 
@@ -151,6 +161,10 @@ class Changes:
         """Return the number of objects and of their bytes."""
         objects, num_bytes = self._db.execute("SELECT objects, num_bytes FROM total").fetchone()
         return objects, num_bytes
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=_OPENING_WAIT_S, isolation_level=None, check_same_thread=False)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.locks import hold_lock
 from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.storage.envelope import HEADER_BYTES
+from swiftkv.storage.file_index import FileIndex
 from tests.support.storage import BLOCK_BYTES, check_got, key_of, opened, put, soon
 from tests.support.storage_small_disk import NO_NAMESPACE
 from tests.support.storage_writer import (
@@ -280,3 +282,17 @@ def test_what_another_process_evicted_is_missing(cache: Path) -> None:
         put(theirs, KEYS[2:6])
         assert ours.exists(KEYS[:6], soon()) == [False] * 2 + [True] * 4
         assert check_got(ours, KEYS[:3]) == [Status.MISSING] * 2 + [Status.OK]
+
+
+def test_a_look_up_waits_for_no_change(cache: Path) -> None:
+    """A change that reaches the disk may take long, and a prompt waits for the look-up."""
+    cache.mkdir()
+    index = FileIndex(cache / "index.sqlite")
+    with ThreadPoolExecutor(1) as others:
+        with index.changing() as changes:
+            changes.add([(KEYS[0], ON_DISK, 1)])
+            assert others.submit(index.known, KEYS).result(60) == set()
+            assert others.submit(index.total).result(60) == (0, 0)
+            others.submit(index.touch, KEYS).result(60)
+        assert others.submit(index.known, KEYS).result(60) == {KEYS[0]}
+    index.close()
