@@ -106,8 +106,18 @@ def begin(
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them."""
+    """Return messages as chat templates expect them.
+
+    Raises:
+        ApiError: 400 for one without content, or with a call that is wrong.
+    """
     check_messages(sum(message.num_parts for message in messages))
+    for index, message in enumerate(messages):
+        if not message.says_something:
+            field = f"messages.{index}.content"
+            raise ApiError(
+                400, f"field '{field}' is required, except beside 'tool_calls'", param=field, code="missing_field"
+            )
     return [message.for_template() for message in messages]
 
 

@@ -149,7 +149,9 @@ class TextPart(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=LIMITS.content_parts)] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=LIMITS.content_parts)] | None = Field(
+        None, description="Required, except beside `tool_calls` or `reasoning_content`"
+    )
     name: Label | None = None
     refusal: Annotated[None, Unsupported("")] = None
     audio: Annotated[None, Unsupported()] = None
@@ -159,6 +161,13 @@ class ChatMessage(Body):
     tool_call_id: Label | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = Field(None, description="As `reasoning_content`")
+
+    @property
+    def says_something(self) -> bool:
+        """Whether there is content, or an assistant's message has something in its place."""
+        return self.content is not None or (
+            self.role == "assistant" and bool(self.tool_calls or self.reasoning_content or self.reasoning)
+        )
 
     @property
     def num_parts(self) -> int:

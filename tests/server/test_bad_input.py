@@ -167,6 +167,10 @@ def test_stream_options_and_prompt_logprobs_need_the_right_mode(gateway: Gateway
         ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages.0.tool_calls"),
         ([{"role": "user", "content": "refuse me"}], "messages"),
         ([{"role": "user", "content": "x" * 10**6}], "messages"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant"}], "messages.1.content"),
+        ([{"role": "system", "tool_calls": [], "content": None}], "messages.0.content"),
+        ([{"role": "user", "reasoning_content": "x"}], "messages.0.content"),
     ],
 )
 def test_bad_messages(gateway: Gateway, messages: object, param: str | None) -> None:
