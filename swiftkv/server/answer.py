@@ -60,12 +60,15 @@ def make_choices(model: ModelHandle, body: CompletionBody | ChatBody, prompts: S
     tools = tool_use(model.tool_parser, body)
     rules, prompt_ids = stop_rules(body, tools), prompts[0].token_ids
     return [
-        Choice(index, prompt_ids, model.tokenizer, rules, tools, _sections(model, prompt_ids)) for index in range(n)
+        Choice(index, prompt_ids, model.tokenizer, rules, tools, _sections(model, body, prompt_ids))
+        for index in range(n)
     ]
 
 
-def _sections(model: ModelHandle, prompt_ids: Sequence[int]) -> Sections | None:
-    return None if model.reasoning is None else model.reasoning.sections(prompt_ids)
+def _sections(model: ModelHandle, body: ChatBody, prompt_ids: Sequence[int]) -> Sections | None:
+    if model.reasoning is None:
+        return None
+    return model.reasoning.sections(prompt_ids, continues=bool(body.continue_final_message))
 
 
 class _Usage:

@@ -16,6 +16,7 @@ from swiftkv.server.price import check_detokenize, check_messages, check_stops
 from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody
 from swiftkv.server.sampling import check_grammar_fields, sequence_requests
 from swiftkv.server.structured import asked_grammar, asks_for_grammar
+from swiftkv.server.templating import templating
 from swiftkv.server.tiers import priority_in, tier_of
 from swiftkv.server.tools import template_tools, tool_use
 
@@ -142,4 +143,6 @@ def _chat_prompt(model: ModelHandle, body: ChatBody) -> Prompt:
     messages = conversation(body.messages)
     # A template may leave out parts of a message, so only its result can be too long.
     max_chars = model.tokenizer.max_chars(model.max_model_len)
-    return Prompt(model.tokenizer.encode_chat(messages, tools=template_tools(body), max_chars=max_chars))
+    given = templating(body, model.tokenizer.chat_template, body.reasoning_effort)
+    ids = model.tokenizer.encode_chat(messages, tools=template_tools(body), max_chars=max_chars, given=given)
+    return Prompt(ids)

@@ -42,6 +42,8 @@ class Limits:
     grammar_values: int = 1 << 14  # of a schema
     grammar_choices: int = 1024
     tools: int = 128  # and calls of one message
+    template_variables: int = 64
+    template_variables_bytes: int = 16 << 10  # as JSON
     label_chars: int = 1024
     token_ids: int = 1 << 20  # of all prompts together
     sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often
@@ -144,6 +146,11 @@ def check_grammar(field: str, text: str, *, is_json: bool) -> None:
         shape = json_shape(content)
         _check(shape.depth, LIMITS.grammar_depth, field, "levels of arrays and objects in each other")
         _check(shape.values, LIMITS.grammar_values, field, "JSON values in a grammar")
+
+
+def check_template_variables(num_bytes: int) -> None:
+    """Check how large the variables of a chat template are together."""
+    _check(num_bytes, LIMITS.template_variables_bytes, "chat_template_kwargs", "bytes")
 
 
 def check_tokenize(num_chars: int, max_model_len: int, field: str) -> None:

@@ -17,6 +17,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import INT32_MAX, AtMost, Body, Label, Text, Unsupported
 from swiftkv.server.price import LIMITS
 from swiftkv.server.structured import JsonSchemaFormat, ResponseFormat, StructuredFields, StructuredOutputs
+from swiftkv.server.templating import ReasoningEffort, TemplateFields
 from swiftkv.server.tiers import WantedTier
 from swiftkv.server.tools import (
     CalledFunction,
@@ -197,30 +198,29 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=LIMITS.messages)]
 
 
-class ChatBody(GenerationBody, ToolFields):
+class ChatBody(GenerationBody, ToolFields, TemplateFields):
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
+    reasoning_effort: ReasoningEffort | None = Field(None, description="Where the chat template takes it")
 
     functions: Annotated[None, Unsupported([])] = None
     function_call: Annotated[None, Unsupported("none", "auto")] = None
     modalities: Annotated[None, Unsupported(["text"])] = None
     audio: Annotated[None, Unsupported()] = None
     prediction: Annotated[None, Unsupported()] = None
-    reasoning_effort: Annotated[None, Unsupported()] = None
     verbosity: Annotated[None, Unsupported()] = None
     web_search_options: Annotated[None, Unsupported()] = None
 
 
-class TokenizeBody(ModelBody):
+class TokenizeBody(ModelBody, TemplateFields):
     """vLLM's ``/tokenize``: a prompt, or messages."""
 
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 

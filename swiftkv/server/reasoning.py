@@ -52,11 +52,14 @@ class ReasoningParser(ABC):
     """Knows how one model writes its reasoning."""
 
     @abstractmethod
-    def sections(self, prompt_ids: Sequence[int]) -> Sections:
-        """Return what tells the parts of an answer to a prompt apart."""
+    def sections(self, prompt_ids: Sequence[int], *, continues: bool) -> Sections:
+        """Return what tells the parts of an answer to a prompt apart.
+
+        `continues`: the prompt ends within a message of the model's, which the answer goes on with.
+        """
 
     @abstractmethod
-    def marks(self, prompt_ids: Sequence[int]) -> ReasoningMarks | None:
+    def marks(self, prompt_ids: Sequence[int], *, continues: bool) -> ReasoningMarks | None:
         """Return where the engine finds the reasoning of an answer to a prompt, `None` if there will be none."""
 
 
@@ -91,12 +94,12 @@ class TagParser(ReasoningParser):
         self._end_id = end_id
         self._always = always
 
-    def sections(self, prompt_ids: Sequence[int]) -> TagSections:
+    def sections(self, prompt_ids: Sequence[int], *, continues: bool) -> TagSections:
         end_text = self._tokenizer.token_text(self._end_id)
-        return TagSections(self._begin_id, self._end_id, end_text, self._begins(prompt_ids))
+        return TagSections(self._begin_id, self._end_id, end_text, self._begins(prompt_ids, continues))
 
-    def marks(self, prompt_ids: Sequence[int]) -> ReasoningMarks | None:
-        match self._begins(prompt_ids):
+    def marks(self, prompt_ids: Sequence[int], *, continues: bool) -> ReasoningMarks | None:
+        match self._begins(prompt_ids, continues):
             case True:
                 return ReasoningMarks([self._end_id])
             case None:
@@ -104,13 +107,15 @@ class TagParser(ReasoningParser):
             case False:
                 return None
 
-    def _begins(self, prompt_ids: Sequence[int]) -> bool | None:
+    def _begins(self, prompt_ids: Sequence[int], continues: bool) -> bool | None:
         """Return whether an answer begins inside its reasoning; `None` if its first token says."""
         for token_id in reversed(prompt_ids):
             if token_id in (self._begin_id, self._end_id):
                 return token_id == self._begin_id
-            if self._tokenizer.token_text(token_id).strip():
+            if not continues and self._tokenizer.token_text(token_id).strip():
                 break
+        if continues:
+            return False
         return True if self._always else None
 
 

@@ -18,6 +18,7 @@ from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.responses import Detokenized, ModelList, Tokenized
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
 from swiftkv.server.targets import target_ttft_s
+from swiftkv.server.templating import templating
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
     return model.tokenizer.encode_chat(
         messages,
         max_chars=max_tokenize_chars(model.max_model_len),
-        add_generation_prompt=body.add_generation_prompt is not False,
+        given=templating(body, model.tokenizer.chat_template),
     )
 
 

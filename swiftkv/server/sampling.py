@@ -83,7 +83,9 @@ def stop_rules(body: GenerationBody, tools: ToolUse | None = None) -> StopRules:
 def _reasoning_marks(
     model: ModelHandle, body: CompletionBody | ChatBody, prompt: Sequence[int]
 ) -> ReasoningMarks | None:
-    return model.reasoning.marks(prompt) if model.reasoning is not None and isinstance(body, ChatBody) else None
+    if model.reasoning is None or isinstance(body, CompletionBody):
+        return None
+    return model.reasoning.marks(prompt, continues=bool(body.continue_final_message))
 
 
 def _prompt_bytes(model: ModelHandle, prompt: Sequence[int]) -> bytes:

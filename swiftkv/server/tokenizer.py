@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
+from swiftkv.server.templating import Templating
 
 _SHOWN_CHARS = 512  # of an error that may quote a message
 # A code point that stands for no character, and so in no special token.
@@ -25,6 +28,13 @@ _PROBE = [
     {"role": "assistant", "content": " c\n"},
     {"role": "user", "content": "d"},
 ]
+# Names that mean something else to transformers, or are the template's in any case.
+_NOT_VARIABLES = {
+    *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
+    "conversations",
+    "messages",
+}
+_AS_USUAL = Templating()
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
@@ -85,20 +95,21 @@ class Tokenizer:
         *,
         max_chars: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        given: Templating = _AS_USUAL,
     ) -> list[int]:
         """Return the token ids of a conversation laid out by the checkpoint's chat template.
 
         Raises:
-            ApiError: 400 if there is no template, the template refuses the messages, or it makes more than
-                `max_chars` of them.
+            ApiError: 400 if there is no template, the template refuses the messages or what it is given beside them,
+                or it makes more than `max_chars` of them.
         """
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         if self._plain_backend is not None:
             messages = [{**self._disarmed(message), "role": message["role"]} for message in messages]
             tools = None if tools is None else self._disarmed(tools)
-        text = self._render(messages, add_generation_prompt, tools)
+            given = replace(given, variables=self._disarmed(given.variables))
+        text = self._render(messages, given, tools)
         if len(text) > max_chars:
             raise _too_long(len(text), max_chars, "messages")
         return (
@@ -142,7 +153,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"split_special_tokens: {short[0]!r} is a special token of one character; write false"
             )
-        text = self._render(_PROBE, add_generation_prompt=True)
+        text = self._render(_PROBE, _AS_USUAL)
         if self._encode_disarmed(text) != self.encode(text, add_special_tokens=False):
             raise CheckpointError(
                 "split_special_tokens: this tokenizer joins text across special tokens, so content cannot be encoded "
@@ -152,17 +163,25 @@ class Tokenizer:
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
+        given: Templating,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
+        if taken := sorted(_NOT_VARIABLES.intersection(given.variables)):
+            message = f"field 'chat_template_kwargs': {taken[0]!r} is no variable of the chat template"
+            raise ApiError(400, message, param="chat_template_kwargs")
+        if given.continues and not messages[-1]["content"]:
+            message = "field 'continue_final_message': the last message has no content to go on with"
+            raise ApiError(400, message, param="continue_final_message")
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=given.add_generation_prompt,
+                continue_final_message=given.continues,
                 tokenize=False,
+                **given.variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise ApiError(
                 400, f"the chat template refuses these messages: {str(error)[:_SHOWN_CHARS]}", param="messages"
             ) from error
@@ -170,7 +189,8 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError:  # schemas and arguments of tools are not looked into before
-            raise ApiError(400, "the messages or tools have half of a surrogate pair", param="messages") from None
+            message = "the messages, tools or variables of the template have half of a surrogate pair"
+            raise ApiError(400, message, param="messages") from None
         return text
 
     def _disarmed(self, value: Any) -> Any:

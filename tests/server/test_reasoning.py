@@ -54,11 +54,12 @@ def parse(
     cuts: list[int] | None = None,
     stops: list[str] | None = None,
     calls: bool = False,
+    continues: bool = False,
 ) -> Delta:
     """Return what a client is told of an answer whose tokens come in pieces."""
     prompt_ids, ids = (tokenizer.encode(each, add_special_tokens=False) for each in (prompt, text))
     tools = ToolUse(TOOL_PARSERS["hermes"], [ToolFunction("f", {})], must_call=False, is_named=False, several=True)
-    sections = parser_of(tokenizer, name).sections(prompt_ids)
+    sections = parser_of(tokenizer, name).sections(prompt_ids, continues=continues)
     rules = StopRules(StopStrings(stops or []))
     choice = Choice(0, prompt_ids, tokenizer, rules, tools if calls else None, sections)
     total = Delta(0)
@@ -84,6 +85,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str]]] = [
     ("hm</think>4", {"prompt": "Hi\n", "name": "deepseek_r1"}, ("hm", "4")),
     ("<think>hm</think>4", {"prompt": "Hi\n", "name": "deepseek_r1"}, ("hm", "4")),
     ("4", {"prompt": "Hi <think>\n</think>\n", "name": "deepseek_r1"}, ("", "4")),
+    ("ing on</think>4", {"prompt": "Hi<think>\nGo", "continues": True}, ("ing on", "4")),
+    ("ing on</think>4", {"prompt": "Hi", "continues": True}, ("", "ing on</think>4")),
     ("one STOP two</think>4", {"stops": ["STOP"]}, ("one", "")),
     ("one </think> two STOP", {"stops": ["STOP"]}, ("one", "two ")),
     ("one ST</think>OP two", {"stops": ["STOP"]}, ("one ST", "OP two")),
@@ -135,12 +138,14 @@ def test_engines_are_told_where_reasoning_ends(thinker: Tokenizer) -> None:
     assert begin is not None
     assert end is not None
 
-    def marks(prompt: str, name: str) -> ReasoningMarks | None:
-        return parser_of(thinker, name).marks(thinker.encode(prompt, add_special_tokens=False))
+    def marks(prompt: str, name: str, continues: bool = False) -> ReasoningMarks | None:
+        return parser_of(thinker, name).marks(thinker.encode(prompt, add_special_tokens=False), continues=continues)
 
     assert marks("Hi<think>\n", "qwen3") == marks("Hi", "deepseek_r1") == ReasoningMarks([end])
     assert marks("Hi", "qwen3") == marks("<think> Hi", "qwen3") == ReasoningMarks([end], begin)
     assert marks("Hi<think>\n\n</think>\n\n", "qwen3") is None
+    assert marks("Hi<think>So", "deepseek_r1", continues=True) == ReasoningMarks([end])
+    assert marks("Hi<think>So</think>4", "qwen3", continues=True) is marks("Hi", "deepseek_r1", continues=True) is None
 
 
 def test_a_parser_is_chosen_by_name_or_by_the_template(thinker: Tokenizer, tokenizer: Tokenizer) -> None:

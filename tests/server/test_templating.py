@@ -1,0 +1,96 @@
+"""Fields about the chat template: variables, the generation prompt, a message that is continued, reasoning_effort."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from echo_gateway import Gateway, train_tokenizer
+from pydantic import ValidationError
+
+from swiftkv.server.errors import ApiError
+from swiftkv.server.protocol import ChatBody
+from swiftkv.server.templating import templating
+from swiftkv.server.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if not enable_thinking | default(true) %}[no thoughts]{% endif %}{{ topic }}{{ 1 // zero | default(1) - 1 }}"
+)
+MESSAGES = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, "}]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["joined", "split"])
+def templated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("templated")
+    train_tokenizer(directory, template=TEMPLATE)
+    return Tokenizer.from_pretrained(directory, split_special_tokens=request.param)
+
+
+def prompt(tokenizer: Tokenizer, **fields: Any) -> str:
+    body = ChatBody.model_validate({"messages": MESSAGES, **fields})
+    given = templating(body, tokenizer.chat_template, body.reasoning_effort)
+    messages = [message.for_template() for message in body.messages]
+    return tokenizer.decode(tokenizer.encode_chat(messages, max_chars=1000, given=given))
+
+
+def test_a_prompt_ends_as_it_is_asked_for(templated: Tokenizer) -> None:
+    turns = "<|im_start|>user\nCount.<|im_end|>\n<|im_start|>assistant\nOne, two,"
+    end = "<|im_end|>\n"
+    assert prompt(templated) == f"{turns}{end}<|im_start|>assistant\n0"
+    assert prompt(templated, add_generation_prompt=False) == f"{turns}{end}0"
+    for also in ({}, {"add_generation_prompt": False}):
+        assert prompt(templated, continue_final_message=True, **also) == turns
+
+
+def test_a_template_gets_the_variables_of_the_request(templated: Tokenizer) -> None:
+    assert prompt(templated, chat_template_kwargs={"enable_thinking": False}).endswith("[no thoughts]0")
+    assert prompt(templated, chat_template_kwargs={"topic": "Größe"}).endswith("Größe0")
+    assert prompt(templated, reasoning_effort="none").endswith("[no thoughts]0")
+    assert prompt(templated, reasoning_effort="high").endswith("assistant\n0")
+    both = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert prompt(templated, **both).endswith("assistant\n0")
+    topic = {"topic": "<|im_start|>system"}
+    starts = templated.encode_chat(
+        [{"role": "user", "content": "x"}],
+        max_chars=1000,
+        given=templating(ChatBody.model_validate({"messages": MESSAGES, "chat_template_kwargs": topic}), ""),
+    ).count(templated.token_id("<|im_start|>") or -1)
+    assert starts == (2 if templated._plain_backend is not None else 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True, "messages": [{"role": "user", "content": ""}]}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"topic": "x" * 20_000}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"topic": "\ud800"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"zero": 0}}, "messages"),
+    ],
+)
+def test_a_mistake_names_its_field(templated: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        prompt(templated, **fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_so_many_variables_are_too_many() -> None:
+    with pytest.raises(ValidationError, match="64"):
+        ChatBody.model_validate({"messages": MESSAGES, "chat_template_kwargs": {str(i): i for i in range(65)}})
+
+
+def test_a_template_that_takes_no_effort_refuses_it(gateway: Gateway) -> None:
+    body = {"model": "chat", "messages": MESSAGES, "max_tokens": 1}
+    with gateway.http() as http:
+        assert http.post("/v1/chat/completions", json={**body, "continue_final_message": True}).status_code == 200
+        response = http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
+        tokens = [
+            http.post("/tokenize", json={"model": "chat", "messages": MESSAGES, **fields}).json()["count"]
+            for fields in ({"continue_final_message": True}, {"add_generation_prompt": False}, {})
+        ]
+    assert tokens == sorted(set(tokens))
