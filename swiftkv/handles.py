@@ -20,6 +20,7 @@ def load_handles(
     """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
     from swiftkv.server.models import ClientPolicy, ModelHandle
     from swiftkv.server.reasoning import choose_reasoning
+    from swiftkv.server.sampling_defaults import sampling_defaults
     from swiftkv.server.tokenizer import Tokenizer
     from swiftkv.server.tool_parsers import choose_parser
 
@@ -41,6 +42,7 @@ def load_handles(
                 grammars=grammars,
                 tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
                 reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
+                defaults=sampling_defaults(model.generation_config, plan.checkpoint.directory, config.directory),
             )
         )
     return handles

@@ -251,6 +251,9 @@ class Node:
         ]
         try:
             handles = await asyncio.to_thread(load_handles, self._config, self._plans, self._clients, self._grammars)
+            for handle in handles:
+                if differences := handle.defaults.differences():
+                    say(f"{handle.name}: sampling defaults of its generation_config.json: {differences}")
             if self._state is not None:
                 self._batches = await self._open_batches(handles, self._state)
             self._serve_http(handles)

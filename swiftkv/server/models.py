@@ -12,6 +12,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.reasoning import ReasoningParser
 from swiftkv.server.responses import EngineView, ModelCard
+from swiftkv.server.sampling_defaults import SamplingDefaults
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.base import ToolParser
@@ -53,6 +54,7 @@ class ModelHandle:
     """How the model writes calls of tools; `None`: it takes no tools."""
     reasoning: ReasoningParser | None = None
     """How the model writes its reasoning; `None`: all that it writes is the answer."""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def card(self) -> ModelCard:
         return ModelCard(self.name, self.created, self.root, self.max_model_len)

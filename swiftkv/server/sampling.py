@@ -1,4 +1,4 @@
-"""Turn the fields of a request into the sequences that the engine is asked for, with vLLM's defaults."""
+"""Turn the fields of a request into the sequences that the engine is asked for, with the model's defaults."""
 
 from __future__ import annotations
 
@@ -103,19 +103,22 @@ def _sampling_params(
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise ApiError(400, f"field 'min_tokens' is {min_tokens}, more than {max_tokens} tokens", param="min_tokens")
-    temperature = 1.0 if body.temperature is None else body.temperature
+    defaults = model.defaults
+    temperature = defaults.temperature if body.temperature is None else body.temperature
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         # Below this the logits overflow; vLLM draws the same line.
         temperature=max(temperature, _MIN_TEMPERATURE) if temperature else 0.0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
-        min_p=body.min_p or 0.0,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else body.top_k,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
         seed=body.seed,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=(
+            defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+        ),
         logit_bias=_logit_bias(model, body),
         logprobs=logprobs,
         stop_token_ids=_stop_token_ids(model, body),
@@ -140,9 +143,9 @@ def _max_tokens(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_
             param=field if room >= 1 else "messages" if isinstance(body, ChatBody) else "prompt",
             code="context_length_exceeded",
         )
-    if asked is not None:
-        return asked
-    return room if isinstance(body, ChatBody) else min(room, _COMPLETION_MAX_TOKENS)
+    if asked is None:
+        asked = room if isinstance(body, ChatBody) else min(room, _COMPLETION_MAX_TOKENS)
+    return min(asked, model.defaults.max_new_tokens or asked)
 
 
 def _num_logprobs(body: CompletionBody | ChatBody) -> tuple[int | None, int | None]:

@@ -1,0 +1,66 @@
+"""The sampling of requests that do not say: a checkpoint's `generation_config.json`, or else vLLM's defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from swiftkv.errors import CheckpointError
+
+_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None  # the most of any answer, whatever it asks for
+
+    def differences(self) -> str:
+        """Return the values that are not vLLM's, as a line for people; empty if there are none."""
+        usual = SamplingDefaults()
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(usual, field.name)]
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
+
+
+class _File(msgspec.Struct):
+    """The part of the file that sampling has a use for."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
+
+
+def sampling_defaults(setting: str, checkpoint: Path, directory: Path) -> SamplingDefaults:
+    """Return what `models[].generation_config` says: `auto`, `vllm`, or a directory, relative to `directory`.
+
+    Raises:
+        CheckpointError: the file is wrong, or is not in the directory that is named.
+    """
+    if setting == "vllm":
+        return SamplingDefaults()
+    file = (checkpoint if setting == "auto" else directory / Path(setting).expanduser()) / _FILE
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        if setting == "auto":
+            return SamplingDefaults()
+        raise CheckpointError(f"generation_config: there is no {file}; write auto, vllm or another directory") from None
+    except OSError as error:
+        raise CheckpointError(f"generation_config: {file} cannot be read: {error.strerror}") from None
+    try:
+        found = msgspec.json.decode(content, type=_File)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"generation_config: {file}: {error}; mend it, or write vllm to ignore it") from None
+    said = {name: value for name, value in msgspec.structs.asdict(found).items() if value is not None}
+    return SamplingDefaults(**said)
