@@ -36,6 +36,7 @@ def load_handles(
                 root=plan.checkpoint.public_name,
                 max_model_len=plan.max_model_len,
                 vocab_size=plan.vocab_size,
+                max_num_seqs=model.max_num_seqs,
                 tokenizer=tokenizer,
                 client=client,
                 policy=policy,

@@ -38,6 +38,7 @@ from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
 from swiftkv.server.responses import EngineView, Health, NotReady, Readiness, Version, openapi_components
 from swiftkv.server.routes import documented, openai_router
+from swiftkv.server.routing import routing_router
 from swiftkv.server.scrape import Scrapes
 from swiftkv.server.streaming import ClientGone, json_response
 
@@ -69,6 +70,8 @@ def create_app(
     app = _new_app(table, settings, has_admin=True)
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
+    app.include_router(routing_router(table))
+    app.include_router(routing_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(admin_router(table, lending))
     app.include_router(page_router())
     app.include_router(_status_router(table, metrics, lending, only_model=None))
@@ -85,6 +88,7 @@ def create_model_app(
     table = ModelTable({model.name: model})
     app = _new_app(table, settings, has_admin=False)
     app.include_router(openai_router(table))
+    app.include_router(routing_router(table))
     app.include_router(_status_router(table, metrics, lending, only_model=model.name))
     return app
 

@@ -54,6 +54,7 @@ class ModelHandle:
     """How the model writes calls of tools; `None`: it takes no tools."""
     reasoning: ReasoningParser | None = None
     """How the model writes its reasoning; `None`: all that it writes is the answer."""
+    max_num_seqs: int = 64
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def card(self) -> ModelCard:

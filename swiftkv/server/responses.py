@@ -199,6 +199,44 @@ class Detokenized(Struct):
     prompt: str
 
 
+class RenderedPrompt(Struct):
+    """A prompt as a model computes it: vLLM's answer without what its own engines want besides."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
+class Load(Struct):
+    """What a model has to do, in SGLang's words. All figures but `max_running_requests` are 0 before it serves."""
+
+    model: str
+    dp_rank: int
+    max_running_requests: int
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_waiting_uncached_tokens: int = 0
+    """Prompt tokens of requests that have no token yet; those that will be found in the cache count, too."""
+    num_used_tokens: int = 0
+    num_total_tokens: int = 0
+    """Tokens in use and prompt tokens that wait."""
+    max_total_num_tokens: int = 0
+    token_usage: float = 0.0
+    gen_throughput: float = 0.0
+    """Tokens a second since the last request for loads that was half a second or more before."""
+    cache_hit_rate: float = 0.0
+    utilization: float = 0.0
+    """The part of `max_running_requests` that runs."""
+
+
+class Loads(Struct):
+    timestamp: str
+    version: str
+    dp_rank_count: int
+    loads: list[Load]
+    """One for each model."""
+
+
 class Health(Struct):
     status: Literal["ok"] = "ok"
 
@@ -380,8 +418,8 @@ class NodeOverview(Struct):
 
 DOCUMENTED = (
     Completion, ChatCompletion, ModelCard, ModelList, Tokenized, Detokenized, Health, Readiness, NotReady, Version,
-    ErrorResponse, LendingOverview, BudgetChange, PoolView, NodeOverview, ModelStart, StoredFile, StoredFileList,
-    FileDeleted, OfflineBatch, OfflineBatchList,
+    ErrorResponse, LendingOverview, BudgetChange, PoolView, NodeOverview, RenderedPrompt, Loads, ModelStart,
+    StoredFile, StoredFileList, FileDeleted, OfflineBatch, OfflineBatchList,
 )  # fmt: skip
 
 

@@ -26,10 +26,12 @@ _SERVER_SENT_EVENT = {"type": "object", "properties": {"data": {"type": "string"
 
 
 def documented(
-    schema: str, *error_statuses: int, stream: bool = False, ok: int = 200
+    schema: str, *error_statuses: int, stream: bool = False, several: bool = False, ok: int = 200
 ) -> dict[int | str, dict[str, Any]]:
-    """A route's answers for the OpenAPI document; `ok` is the status of success."""
-    content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    """A route's answers for the OpenAPI document: one of `schema`, or a list of `several`; `ok` is the status then."""
+    reference: dict[str, Any] = {"$ref": f"#/components/schemas/{schema}"}
+    shape = {"type": "array", "items": reference} if several else reference
+    content: dict[str, Any] = {"application/json": {"schema": shape}}
     if stream:
         content = {**content, "text/event-stream": {"schema": _SERVER_SENT_EVENT}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
