@@ -97,7 +97,7 @@ class ToolUse:
     several: bool
 
     def new_parser(self) -> ToolParser:
-        return self.parser(must_call=self.must_call)
+        return self.parser(self.functions, must_call=self.must_call)
 
     def grammar(self) -> AskedGrammar | None:
         """Return the grammar that makes the answer calls; `None` where the model may choose.

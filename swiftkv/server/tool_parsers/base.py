@@ -52,9 +52,12 @@ class ToolParser(ABC):
     shows_special_tokens: ClassVar[bool] = False
     """Whether the parser needs the texts of special tokens."""
 
+    holds_calls: ClassVar[bool] = True
+    """Whether a grammar can make an answer calls."""
+
     @abstractmethod
-    def __init__(self, *, must_call: bool = False) -> None:
-        """`must_call`: a grammar of `call_grammar` holds the answer."""
+    def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
+        """`functions` may be called; `must_call`: a grammar of `call_grammar` holds the answer."""
 
     @abstractmethod
     def push(self, text: str) -> list[ToolEvent]:
@@ -72,6 +75,52 @@ class ToolParser(ABC):
     @staticmethod
     def new_call_id() -> str:
         return f"call_{secrets.token_hex(12)}"
+
+
+class SteppedParser(ToolParser):
+    """Takes its text in steps, each as soon as it is certain."""
+
+    def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
+        self._rest = ""  # text that was not taken yet
+
+    def push(self, text: str) -> list[ToolEvent]:
+        self._rest += text
+        events: list[ToolEvent] = []
+        while self._step(events):
+            pass
+        return events
+
+    @abstractmethod
+    def _step(self, events: list[ToolEvent]) -> bool:
+        """Take what can be taken. Return whether there may be more."""
+
+
+class TaggedParser(SteppedParser):
+    """Calls stand between tags, in text whose white space before a call and behind it is left out."""
+
+    def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
+        super().__init__(functions, must_call=must_call)
+        self._spaces = ""  # which nobody is told of when a call follows them
+        self._is_behind_call = False  # and has said nothing since
+
+    def _say(self, text: str, events: list[ToolEvent]) -> None:
+        """Tell of text, but hold back white space at its end."""
+        text = self._unsaid(text)
+        told = text.rstrip()
+        self._spaces = text[len(told) :]
+        if told:
+            self._is_behind_call = False
+            events.append(Said(told))
+
+    def _unsaid(self, text: str) -> str:
+        """Return what was held back, and `text` behind it."""
+        text = self._spaces + text
+        return text.lstrip() if self._is_behind_call else text
+
+    def _called(self) -> None:
+        """Note that a call has begun, and so nobody misses the white space before it."""
+        self._spaces = ""
+        self._is_behind_call = True
 
 
 def split_at(text: str, tag: str) -> tuple[str, bool, str]:

@@ -15,7 +15,7 @@ class Llama3JsonParser(ToolParser):
     template_mark = '"parameters": dictionary of argument name and its value'
     shows_special_tokens = True
 
-    def __init__(self, *, must_call: bool = False) -> None:
+    def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         self._start: str | None = ""  # the text so far, until it is known whether it is calls
         self._call: JsonCall | None = None  # `None`: the answer is text
         self._skipped = ""  # before the call in progress

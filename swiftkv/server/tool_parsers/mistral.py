@@ -11,9 +11,9 @@ from swiftkv.server.tool_parsers.base import (
     ArgumentsGrown,
     CallBegun,
     Said,
+    SteppedParser,
     ToolEvent,
     ToolFunction,
-    ToolParser,
     split_at,
 )
 from swiftkv.server.tool_parsers.json_call import JsonCall, JsonValue, call_rules
@@ -23,29 +23,21 @@ _BETWEEN = " \t\r\n,"
 _ID_LENGTH = 9  # the templates refuse other ids
 
 
-class MistralParser(ToolParser):
+class MistralParser(SteppedParser):
     template_mark = _TAG
     shows_special_tokens = True
 
-    def __init__(self, *, must_call: bool = False) -> None:
-        self._rest = ""
+    def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
+        super().__init__(functions, must_call=must_call)
         self._is_text = not must_call
         self._call: JsonCall | None = None  # of a list
         self._arguments: JsonValue | None = None  # behind a name
-
-    def push(self, text: str) -> list[ToolEvent]:
-        self._rest += text
-        events: list[ToolEvent] = []
-        while self._step(events):
-            pass
-        return events
 
     def finish(self) -> list[ToolEvent]:
         is_cut = self._call is not None or self._arguments is not None
         return [Said(self._rest)] if self._is_text and self._rest and not is_cut else []
 
     def _step(self, events: list[ToolEvent]) -> bool:
-        """Take what can be taken. Return whether there may be more."""
         if self._is_text:
             before, is_there, self._rest = split_at(self._rest, _TAG)
             if before:
