@@ -243,8 +243,8 @@ class ModelConfig(Section):
     enforce_eager: bool = Field(False, description="true or false")
     async_scheduling: bool | None = Field(None, description="true or false")
     split_special_tokens: bool = Field(False, description="true or false")
-    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = Field(
-        None, description="hermes, llama3_json, mistral or null"
+    tool_parser: Literal["hermes", "llama3_json", "mistral", "qwen3_coder"] | None = Field(
+        None, description="hermes, llama3_json, mistral, qwen3_coder or null"
     )
     reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "none"] | None = Field(
         None, description="qwen3, deepseek_r1, mistral, none or null"

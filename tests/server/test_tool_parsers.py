@@ -51,6 +51,38 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
         ("  {not JSON} at all", ("  {not JSON} at all", [])),
         ("<|pyth", ("<|pyth", [])),
     ],
+    "qwen3_coder": [
+        ("Just text, with < and <tool.", ("Just text, with < and <tool.", [])),
+        (
+            "Let me see.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln </p> <x>\n</parameter>\n"
+            "</function>\n</tool_call>",
+            ("Let me see.", [("get_weather", '{"city": "Köln </p> <x>"}')]),
+        ),
+        (
+            "<tool_call>\n<function=typed>\n<parameter=n>\n12\n</parameter>\n<parameter=x>1.5</parameter>\n"
+            '<parameter=yes>True</parameter><parameter=items>\n[1, {"a": null}]\n</parameter>\n'
+            "<parameter=maybe>\nNone\n</parameter>\n<parameter=unknown>\n5\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call><function=empty></function></tool_call> Done.",
+            (
+                "Done.",
+                [
+                    (
+                        "typed",
+                        '{"n": 12, "x": 1.5, "yes": true, "items": [1, {"a": null}], "maybe": null, "unknown": "5"}',
+                    ),
+                    ("empty", "{}"),
+                ],
+            ),
+        ),
+        (
+            "<tool_call>\n<function=typed>\n<parameter=n>\ntwelve\n</parameter>\n<parameter=name>\nnull\n</parameter>"
+            "</tool_call>",
+            ("", [("typed", '{"n": "twelve", "name": "null"}')]),
+        ),
+        ("<tool_call>\n<function=a>\n<parameter=x>\ncut o", ("", [("a", "{")])),
+        ('<tool_call>{"name": "a"}</tool_call>', ('<tool_call>{"name": "a"}</tool_call>', [])),
+        ("so: <tool_call> \n<func", ("so: <tool_call> \n<func", [])),
+    ],
     "mistral": [
         ("Hello [TOOL", ("Hello [TOOL", [])),
         (f'[TOOL_CALLS][{{"name": "a", "arguments": {WEATHER}}}]', ("", [("a", WEATHER)])),
@@ -68,6 +100,29 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
 FLAT = [(name, text, outcome) for name, cases in CASES.items() for text, outcome in cases]
 
 
+FUNCTIONS = [
+    ToolFunction("get_weather", {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}}),
+    ToolFunction(
+        "add", {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+    ),
+    ToolFunction(
+        "typed",
+        {
+            "properties": {
+                "n": {"type": ["null", "integer"]},
+                "x": {"type": "number"},
+                "yes": {"type": "boolean"},
+                "items": {"type": "array"},
+                "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "name": {"type": "string"},
+                "color": {"enum": ["rot", "grün"]},
+            },
+            "required": ["yes", "color"],
+        },
+    ),
+]
+
+
 def outcome_of(events: list[ToolEvent]) -> Outcome:
     calls: list[tuple[str, str]] = []
     for event in events:
@@ -80,7 +135,7 @@ def outcome_of(events: list[ToolEvent]) -> Outcome:
 
 
 def parse(name: str, pieces: list[str], *, must_call: bool = False) -> Outcome:
-    parser = TOOL_PARSERS[name](must_call=must_call)
+    parser = TOOL_PARSERS[name](FUNCTIONS, must_call=must_call)
     events = [event for piece in pieces for event in parser.push(piece)]
     return outcome_of(events + parser.finish())
 
@@ -96,7 +151,8 @@ def test_a_text_is_the_same_calls_wherever_it_is_cut(name: str, text: str, outco
 pieces_of_calls = st.lists(
     st.sampled_from(
         ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{}", '{"x": "}"}', "}", "\n", " ", "text", "<",
-         '"', "\\", "[", "]", ",", ";", "[TOOL_CALLS]", "[ARGS]", "f", "<|python_tag|>", "null", "1"]
+         '"', "\\", "[", "]", ",", ";", "[TOOL_CALLS]", "[ARGS]", "f", "<|python_tag|>", "null", "1", "<function=f>",
+         "<function=", "</function>", "<parameter=n>", "<parameter=", "</parameter>", ">"]
     ),
     max_size=12,
 )  # fmt: skip
@@ -111,14 +167,6 @@ def test_any_text_is_the_same_in_one_piece_and_in_many(name: str, parts: list[st
     assert parse(name, pieces) == parse(name, [text]) == parse(name, list(text))
 
 
-FUNCTIONS = [
-    ToolFunction("get_weather", {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}}),
-    ToolFunction(
-        "add", {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
-    ),
-]
-
-
 def matcher_of(name: str, **options: Any) -> LLMatcher:
     grammar = TOOL_PARSERS[name].call_grammar(FUNCTIONS, **options)
     return new_matcher(LLTokenizer("byte"), library_form(GrammarSource("lark", grammar)))
@@ -129,7 +177,14 @@ def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
     calls = [("get_weather", '{"city":"Ulm"}'), ("add", '{"a":12}')]
     keys = {"llama3_json": "parameters"}
     written = [f'{{"name": "{f}", "{keys.get(name, "arguments")}": {a}}}' for f, a in calls]
+    xml = [
+        "<parameter=city>\nUlm\n</parameter>\n",
+        "<parameter=a>\n12\n</parameter>\n",
+    ]
     text = {
+        "qwen3_coder": "\n".join(
+            f"<tool_call>\n<function={f}>\n{a}</function>\n</tool_call>" for (f, _), a in zip(calls, xml, strict=True)
+        ),
         "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written),
         "llama3_json": "; ".join(written),
         "mistral": f"[{', '.join(written)}]",
@@ -137,16 +192,44 @@ def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
     matcher = matcher_of(name, several=True)
     assert matcher.consume_tokens(list(text.encode())), matcher.get_error()
     assert matcher.is_accepting()
-    assert parse(name, list(text), must_call=True) == ("", calls)
+    said, parsed = parse(name, list(text), must_call=True)
+    assert said == ""
+    assert [(f, json.loads(a)) for f, a in parsed] == [(f, json.loads(a)) for f, a in calls]
     assert not matcher_of(name, several=False).consume_tokens(list(text.encode()))
     wrong = text.replace("12", '"12"')
     assert not matcher_of(name, several=True).consume_tokens(list(wrong.encode()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "holds"),
+    [
+        ("<parameter=yes>\ntrue\n</parameter>\n<parameter=color>\ngrün\n</parameter>\n", True),
+        (
+            "<parameter=n>\nnull\n</parameter>\n<parameter=x>\n-1.5\n</parameter>\n<parameter=yes>\nfalse\n</parameter>\n"
+            '<parameter=items>\n[1, "\\n"]\n</parameter>\n<parameter=name>\nany <b>\n\ntext\n</parameter>\n'
+            "<parameter=color>\nrot\n</parameter>\n",
+            True,
+        ),
+        ("<parameter=color>\nrot\n</parameter>\n", False),
+        ("<parameter=yes>\ntrue\n</parameter>\n<parameter=color>\nblau\n</parameter>\n", False),
+        ("<parameter=yes>\n1\n</parameter>\n<parameter=color>\nrot\n</parameter>\n", False),
+    ],
+)
+def test_arguments_as_plain_text_are_held_to_their_types(arguments: str, holds: bool) -> None:
+    text = f"<tool_call>\n<function=typed>\n{arguments}</function>\n</tool_call>"
+    matcher = matcher_of("qwen3_coder", several=False)
+    assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == holds
+    if holds:
+        _, [(name, parsed)] = parse("qwen3_coder", list(text), must_call=True)
+        assert name == "typed"
+        assert {"yes", "color"} <= json.loads(parsed).keys()
 
 
 def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
     assert set(TOOL_PARSERS) == {*get_args(get_args(ModelConfig.model_fields["tool_parser"].annotation)[0])}
     assert choose_parser("mistral", "") is TOOL_PARSERS["mistral"]
     assert choose_parser(None, "{% if tools %}<tool_call>{% endif %}") is TOOL_PARSERS["hermes"]
+    assert choose_parser(None, "{% if tools %}<tool_call><function={% endif %}") is TOOL_PARSERS["qwen3_coder"]
     assert choose_parser(None, "{% if tools %}[TOOL_CALLS]{% endif %}") is TOOL_PARSERS["mistral"]
     assert choose_parser(None, "{% if tools %}call{% endif %}") is None
     assert choose_parser(None, "<tool_call>") is None

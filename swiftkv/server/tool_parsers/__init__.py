@@ -6,8 +6,10 @@ from swiftkv.server.tool_parsers.base import ToolParser
 from swiftkv.server.tool_parsers.hermes import HermesParser
 from swiftkv.server.tool_parsers.llama3_json import Llama3JsonParser
 from swiftkv.server.tool_parsers.mistral import MistralParser
+from swiftkv.server.tool_parsers.qwen3_coder import Qwen3CoderParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "qwen3_coder": Qwen3CoderParser,  # before hermes, whose tag it has too
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
