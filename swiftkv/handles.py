@@ -19,7 +19,7 @@ def load_handles(
 ) -> list[ModelHandle]:
     """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
     from swiftkv.server.models import ClientPolicy, ModelHandle
-    from swiftkv.server.reasoning import choose_reasoning
+    from swiftkv.server.reasoning_parsers import choose_reasoning
     from swiftkv.server.sampling_defaults import sampling_defaults
     from swiftkv.server.tokenizer import Tokenizer
     from swiftkv.server.tool_parsers import choose_parser

@@ -191,10 +191,14 @@ class Choice:
     def _take(self, events: Sequence[SectionEvent], delta: Delta) -> None:
         for event in events:
             match event:
-                case Said(text):
-                    delta.text += text
                 case Thought(text):
                     delta.reasoning += text
+                case Said(text):
+                    delta.text += text
+                case CallBegun() | ArgumentsGrown() if self._calls is not None:
+                    self._calls.take(event, delta)
+                case ArgumentsGrown(text):  # nobody asked for calls
+                    delta.text += text
 
 
 async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIterator[list[Delta]]:

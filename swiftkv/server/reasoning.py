@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swiftkv.engine.messages import ReasoningMarks
-from swiftkv.errors import CheckpointError
 from swiftkv.server.tokenizer import Tokenizer
-from swiftkv.server.tool_parsers.base import Said
+from swiftkv.server.tool_parsers.base import Said, ToolEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class Thought:
     text: str
 
 
-SectionEvent = Thought | Said
+SectionEvent = Thought | ToolEvent
 
 
 class Sections(ABC):
@@ -82,7 +81,6 @@ TAGS = {
     "deepseek_r1": _Tags("<think>", "</think>", always=True),
     "mistral": _Tags("[THINK]", "[/THINK]"),
 }
-_BY_TEMPLATE = ("qwen3", "mistral")
 
 
 class TagParser(ReasoningParser):
@@ -171,30 +169,3 @@ class TagSections(Sections):
         text = text.lstrip() if self._trims and self._is_blank else text
         self._is_blank = self._is_blank and not text
         return [Said(text)] if text else []
-
-
-def choose_reasoning(name: str | None, tokenizer: Tokenizer) -> ReasoningParser | None:
-    """Return the parser of that name, or else the one of the models that have such a chat template, if it shows.
-
-    Raises:
-        CheckpointError: the tokenizer lacks one of the tags.
-    """
-    if name == "none":
-        return None
-    template = tokenizer.chat_template
-    if name is not None:
-        tags = TAGS[name]
-    else:
-        known = [TAGS[each] for each in _BY_TEMPLATE]
-        found = next((tags for tags in known if tags.begin in template and tags.end in template), None)
-        if found is None:
-            return None
-        tags = found
-    begin_id, end_id = tokenizer.token_id(tags.begin), tokenizer.token_id(tags.end)
-    if begin_id is None or end_id is None:
-        if name is None:
-            return None
-        raise CheckpointError(
-            f"reasoning_parser: {name} needs {tags.begin} and {tags.end} as tokens, and this tokenizer has not both"
-        )
-    return TagParser(tokenizer, begin_id, end_id, always=tags.always)

@@ -134,6 +134,9 @@ def tool_use(parser: type[ToolParser] | None, body: ToolFields) -> ToolUse | Non
             "models[].tool_parser, or send tool_choice: none"
         )
         raise ApiError(400, message, param="tools")
+    if choice not in ("auto", "none") and not parser.holds_calls:
+        message = "field 'tool_choice': this model cannot be made to call a tool; leave it out, or send auto or none"
+        raise ApiError(400, message, param="tool_choice", code="unsupported_field")
     functions = [ToolFunction(tool.function.name, tool.function.parameters or {}) for tool in body.tools]
     if isinstance(choice, NamedTool):
         functions = [function for function in functions if function.name == choice.function.name]

@@ -17,7 +17,8 @@ from swiftkv.errors import CheckpointError
 from swiftkv.server.choices import Choice, Delta, StopRules
 from swiftkv.server.detokenizer import StopStrings
 from swiftkv.server.generation import SequenceOutput
-from swiftkv.server.reasoning import ReasoningParser, choose_reasoning
+from swiftkv.server.reasoning import ReasoningParser
+from swiftkv.server.reasoning_parsers import choose_reasoning
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers import TOOL_PARSERS
 from swiftkv.server.tool_parsers.base import ToolFunction

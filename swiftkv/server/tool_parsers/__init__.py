@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swiftkv.server.tool_parsers.base import ToolParser
+from swiftkv.server.tool_parsers.gpt_oss import GptOssParser
 from swiftkv.server.tool_parsers.hermes import HermesParser
 from swiftkv.server.tool_parsers.llama3_json import Llama3JsonParser
 from swiftkv.server.tool_parsers.mistral import MistralParser
@@ -13,6 +14,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
+    "gpt_oss": GptOssParser,
 }
 
 

@@ -1,0 +1,140 @@
+"""Harmony, the format of gpt-oss: an answer is messages in channels, with special tokens between their parts.
+
+    <|channel|>analysis<|message|>…<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f json<|message|>{…}<|call|>
+
+OpenAI's own library for it wants a vocabulary from the internet; the special tokens of the checkpoint say all that is
+needed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from swiftkv.engine.messages import ReasoningMarks
+from swiftkv.server.reasoning import ReasoningParser, SectionEvent, Sections, Thought
+from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said
+
+CHANNEL = "<|channel|>"
+_MARKS = ("<|start|>", CHANNEL, "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_FINAL = "final"
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_FUNCTIONS = "functions."
+_LONGEST_HEADER = 512  # characters: a model that writes no header is heard all the same
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyTokens:
+    """The special tokens by their ids, and those that stand before the text of a final answer."""
+
+    marks: dict[int, str]
+    final: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> HarmonyTokens | None:
+        """Return the tokens of a tokenizer, `None` if it lacks one."""
+        ids = {mark: tokenizer.token_id(mark) for mark in _MARKS}
+        marks = {token_id: mark for mark, token_id in ids.items() if token_id is not None}
+        if len(marks) < len(_MARKS):
+            return None
+        return cls(marks, tokenizer.encode(f"{CHANNEL}{_FINAL}<|message|>", add_special_tokens=False))
+
+
+class HarmonyParser(ReasoningParser):
+    def __init__(self, tokenizer: Tokenizer, tokens: HarmonyTokens) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+
+    def sections(self, prompt_ids: Sequence[int], *, continues: bool) -> HarmonySections:
+        sections = HarmonySections(self._tokens)
+        if continues:
+            starts = [index for index, token_id in enumerate(prompt_ids) if self._is_start(token_id)]
+            for token_id in prompt_ids[starts[-1] if starts else 0 :]:
+                sections.take(token_id, self._tokenizer.token_text(token_id))
+        return sections
+
+    def marks(self, prompt_ids: Sequence[int], *, continues: bool) -> ReasoningMarks | None:
+        if continues and self.sections(prompt_ids, continues=True).is_answer:
+            return None
+        return ReasoningMarks(self._tokens.final)
+
+    def _is_start(self, token_id: int) -> bool:
+        return self._tokens.marks.get(token_id) == "<|start|>"
+
+
+class HarmonySections(Sections):
+    """Analysis is reasoning, the final channel and commentary to nobody are the answer, the rest are calls."""
+
+    def __init__(self, tokens: HarmonyTokens) -> None:
+        self._marks = tokens.marks
+        self._header: str | None = ""  # of the message that begins; `None` within its text
+        self._part: Literal["reasoning", "answer", "call"] = "answer"
+        self._has_marks = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._header is None and self._part == "reasoning"
+
+    @property
+    def is_answer(self) -> bool:
+        return self._header is None and self._part == "answer"
+
+    @property
+    def is_done(self) -> bool:
+        return False
+
+    def is_mark(self, token_id: int) -> bool:
+        return token_id in self._marks
+
+    def take(self, token_id: int, text: str) -> list[SectionEvent]:
+        mark = self._marks.get(token_id)
+        if mark is None:
+            return self._add(text)
+        self._has_marks = True
+        events = self._add(text.removesuffix(mark))
+        match mark:
+            case "<|message|>":
+                events += self._begin()
+            case "<|channel|>" | "<|constrain|>":
+                self._header = f"{self._header or ''} {mark} "
+            case _:
+                self._header = ""
+        return events
+
+    def finish(self, text: str) -> list[SectionEvent]:
+        header = self._header
+        if header is None or self._has_marks:
+            return self._add(text)
+        return [Said(header + text)] if header + text else []
+
+    def _add(self, text: str) -> list[SectionEvent]:
+        if self._header is not None:
+            self._header += text
+            if self._has_marks or len(self._header) <= _LONGEST_HEADER:
+                return []
+            text, self._header = self._header, None
+        if not text:
+            return []
+        match self._part:
+            case "reasoning":
+                return [Thought(text)]
+            case "answer":
+                return [Said(text)]
+            case "call":
+                return [ArgumentsGrown(text)]
+
+    def _begin(self) -> list[SectionEvent]:
+        """Find out by its header what a message is."""
+        header, self._header = self._header or "", None
+        channel = (header.partition(CHANNEL)[2].split() or [_FINAL])[0]
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and recipient[1].startswith(_FUNCTIONS):
+            self._part = "call"
+            return [CallBegun(recipient[1].removeprefix(_FUNCTIONS))]
+        is_answer = channel == _FINAL or (channel == "commentary" and recipient is None)
+        self._part = "answer" if is_answer else "reasoning"
+        return []

@@ -1,0 +1,249 @@
+"""Parsers make the assistant's message again from the text that a chat template has made of it.
+
+Templates lay messages out as the published ones do. Each byte is a token of its own, so a stream of single tokens is
+cut at every byte; so is every text in two pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv.engine.messages import ReasoningMarks
+from swiftkv.server.choices import Choice, Delta, StopRules
+from swiftkv.server.detokenizer import StopStrings
+from swiftkv.server.generation import SequenceOutput
+from swiftkv.server.reasoning_parsers import choose_reasoning
+from swiftkv.server.responses import ToolCallDelta
+from swiftkv.server.templating import Templating
+from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers import choose_parser
+from swiftkv.server.tool_parsers.base import ToolFunction
+from swiftkv.server.tools import ToolUse
+
+CHATML_BEGIN = "{% if tools %}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+CHATML_END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+JSON_CALL = '{"name": "{{ c.function.name }}", "KEY": {{ c.function.arguments | tojson }}}'
+XML_CALL = (
+    "<tool_call>\n<function={{ c.function.name }}>\n{% for key, value in c.function.arguments | items %}"
+    "<parameter={{ key }}>AROUND{% if value is string or value is boolean or value is none %}{{ value }}"
+    "{% else %}{{ value | tojson }}{% endif %}AROUND</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+CALLS = "{% for c in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}CALL{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of models: its template, its special tokens, further tokens, and the token that ends an answer."""
+
+    template: str
+    special: Sequence[str]
+    tags: Sequence[str]
+    end: str
+    thinks: bool = True
+    several: bool = True
+    says_and_calls: bool = True
+
+
+FAMILIES = {
+    "qwen3": Family(
+        CHATML_BEGIN + THINK + "{{ m.content }}"
+        + CALLS.replace("CALL", "<tool_call>\n" + JSON_CALL.replace("KEY", "arguments") + "\n</tool_call>")
+        + CHATML_END,
+        ["<|im_start|>", "<|im_end|>"], ["<think>", "</think>", "<tool_call>", "</tool_call>"], "<|im_end|>",
+    ),
+    "qwen3 that opens the thought": Family(
+        CHATML_BEGIN + THINK + "{{ m.content }}" + CHATML_END.replace("assistant\n", "assistant\n<think>\n"),
+        ["<|im_start|>", "<|im_end|>"], ["<think>", "</think>"], "<|im_end|>", several=False, says_and_calls=False,
+    ),
+    "qwen3_coder": Family(
+        CHATML_BEGIN + "{{ m.content }}" + CALLS.replace("CALL", XML_CALL.replace("AROUND", "\n")) + CHATML_END,
+        ["<|im_start|>", "<|im_end|>"], ["<tool_call>", "</tool_call>"], "<|im_end|>", thinks=False,
+    ),
+    "mimo": Family(
+        CHATML_BEGIN + THINK + "{{ m.content }}" + CALLS.replace("CALL", XML_CALL.replace("AROUND", "")) + CHATML_END,
+        ["<|im_start|>", "<|im_end|>"], ["<think>", "</think>", "<tool_call>", "</tool_call>"], "<|im_end|>",
+    ),
+    "llama3_json": Family(
+        '{# if tools: {"name": function name, "parameters": dictionary of argument name and its value}. #}'
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+        + "{% for c in m.tool_calls or [] %}" + JSON_CALL.replace("KEY", "parameters") + "{% endfor %}<|eot_id|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], [], "<|eot_id|>",
+        thinks=False, several=False, says_and_calls=False,
+    ),
+    "mistral": Family(
+        "{# tools #}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}"
+        "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}"
+        "{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
+        + JSON_CALL.replace("KEY", "arguments") + "{% endfor %}]{% endif %}</s>{% endif %}{% endfor %}",
+        ["[INST]", "[/INST]", "[TOOL_CALLS]", "[THINK]", "[/THINK]", "</s>"], [], "</s>",
+    ),
+    "gpt_oss": Family(
+        "{# tools #}{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}"
+        "<|end|>{% else %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+        "{% endif %}{% for c in m.tool_calls or [] %}<|start|>assistant to=functions.{{ c.function.name }}"
+        "<|channel|>commentary json<|message|>{{ c.function.arguments | tojson }}<|call|>{% else %}"
+        "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>{% endfor %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"], [], "",
+        several=False, says_and_calls=False,
+    ),
+}  # fmt: skip
+
+ARGUMENTS = {"city": 'Köln <b> 👋🏽 "so"', "days": 3, "deep": {"a": [1, None, "x"]}, "sure": True, "text": "12"}
+SCHEMA = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "deep": {"type": "object"},
+        "sure": {"type": "boolean"},
+        "text": {"type": "string"},
+    }
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+
+
+def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def messages_of(family: Family) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = [{"content": "It is 4, größer < 5 <tool </thin."}]
+    if family.says_and_calls or not family.several:
+        answers.append({"content": "", "tool_calls": [call("weather", ARGUMENTS)]})
+    if family.several:
+        answers.append({"content": "", "tool_calls": [call("weather", ARGUMENTS), call("now", {})]})
+    if family.says_and_calls:
+        answers.append({"content": "I look.", "tool_calls": [call("now", {}), call("weather", ARGUMENTS)]})
+    if family.thinks:
+        thought = "2 + 2, naïve?\n\nSo: <tool_call> 你好"
+        answers += [{**answer, "reasoning_content": thought, "thinking": thought} for answer in answers]
+    return answers
+
+
+CASES = [
+    pytest.param(name, answer, id=f"{name}-{number}")
+    for name, family in FAMILIES.items()
+    for number, answer in enumerate(messages_of(family))
+    if "opens" not in name or ("reasoning_content" in answer and "tool_calls" not in answer)
+]
+
+
+def byte_tokenizer(family: Family) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.tags])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend)
+    hf.chat_template = family.template
+    return Tokenizer(hf)
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Tokenizer]:
+    return {name: byte_tokenizer(family) for name, family in FAMILIES.items()}
+
+
+def written(tokenizer: Tokenizer, family: Family, answer: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Return a prompt, and what the model must write so that the template would make the answer of it."""
+    question = {"role": "user", "content": "Well?"}
+    whole = tokenizer.encode_chat([question, {"role": "assistant", **answer}], tools=TOOLS, max_chars=10**6,
+                                  given=Templating(add_generation_prompt=False))  # fmt: skip
+    prompt = tokenizer.encode_chat([question], tools=TOOLS, max_chars=10**6)
+    assert whole[: len(prompt)] == prompt
+    rest = whole[len(prompt) :]
+    if family.end:
+        end = tokenizer.token_id(family.end)
+        assert end is not None
+        rest = rest[: rest.index(end)]
+    return prompt, rest
+
+
+def parse(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]]) -> Delta:
+    parser = choose_parser(None, tokenizer.chat_template)
+    functions = [ToolFunction("weather", SCHEMA), ToolFunction("now", {})]
+    tools = None if parser is None else ToolUse(parser, functions, must_call=False, is_named=False, several=True)
+    reasoning = choose_reasoning(None, tokenizer)
+    sections = None if reasoning is None else reasoning.sections(prompt, continues=False)
+    shows = parser is not None and parser.shows_special_tokens
+    rules = StopRules(StopStrings([]), skip_special_tokens=not shows)
+    choice = Choice(0, prompt, tokenizer, rules, tools, sections)
+    total = Delta(0)
+    for number, piece in enumerate(pieces):
+        finish_reason = "abort" if number == len(pieces) - 1 else None
+        total.append(choice.push(SequenceOutput(0, piece, finish_reason=finish_reason)))
+    return total
+
+
+def calls_of(parts: Sequence[ToolCallDelta]) -> list[tuple[str, Any]]:
+    calls: list[list[str]] = []
+    for part in parts:
+        if part.index == len(calls):
+            calls.append([str(part.function.name), ""])
+        calls[part.index][1] += part.function.arguments
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(("name", "answer"), CASES)
+def test_a_message_is_parsed_from_what_the_template_makes_of_it(
+    tokenizers: dict[str, Tokenizer], name: str, answer: dict[str, Any]
+) -> None:
+    tokenizer, family = tokenizers[name], FAMILIES[name]
+    prompt, ids = written(tokenizer, family, answer)
+    expected_calls = [(c["function"]["name"], c["function"]["arguments"]) for c in answer.get("tool_calls", [])]
+    cuts = [[ids], [[token_id] for token_id in ids], *([ids[:cut], ids[cut:]] for cut in range(1, len(ids)))]
+    for pieces in cuts:
+        total = parse(tokenizer, prompt, pieces)
+        assert (total.reasoning, total.text) == (answer.get("reasoning_content", ""), answer["content"])
+        assert calls_of(total.calls) == expected_calls
+
+
+def test_harmony_has_more_than_templates_write(tokenizers: dict[str, Tokenizer]) -> None:
+    """The order in which gpt-oss itself writes a call, a preamble, tools of its own, and text without any header."""
+    tokenizer = tokenizers["gpt_oss"]
+    prompt = tokenizer.encode("<|start|>assistant", add_special_tokens=False)
+
+    def parsed(text: str) -> tuple[str, str, list[tuple[str, Any]]]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        one, many = parse(tokenizer, prompt, [ids]), parse(tokenizer, prompt, [[token_id] for token_id in ids])
+        assert (one.reasoning, one.text) == (many.reasoning, many.text)
+        assert one.num_reasoning_tokens == many.num_reasoning_tokens
+        return one.reasoning, one.text, calls_of(one.calls)
+
+    call = '<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"x": 1}<|call|>'
+    assert parsed(f"<|channel|>analysis<|message|>Hm.<|end|>{call}") == ("Hm.", "", [("now", {"x": 1})])
+    preamble = "<|channel|>commentary<|message|>I look. <|end|>"
+    assert parsed(preamble + call) == ("", "I look. ", [("now", {"x": 1})])
+    assert parsed("<|channel|>analysis to=python code<|message|>1+1<|call|>") == ("1+1", "", [])
+    assert parsed("no header at all") == ("", "no header at all", [])
+    assert parsed("x" * 2000) == ("", "x" * 2000, [])
+    assert parsed("<|channel|>fin") == ("", "", [])
+    thought = "Hm, größer."
+    ids = tokenizer.encode(f"<|channel|>analysis<|message|>{thought}<|end|>", add_special_tokens=False)
+    assert parse(tokenizer, prompt, [ids]).num_reasoning_tokens == len(thought.encode())
+
+
+def test_a_grammar_of_gpt_oss_begins_in_the_final_channel(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["gpt_oss"]
+    reasoning = choose_reasoning(None, tokenizer)
+    assert reasoning is not None
+
+    def marks(prompt: str, continues: bool = False) -> ReasoningMarks | None:
+        return reasoning.marks(tokenizer.encode(prompt, add_special_tokens=False), continues=continues)
+
+    final = tokenizer.encode("<|channel|>final<|message|>", add_special_tokens=False)
+    assert marks("<|start|>user<|message|>x<|end|><|start|>assistant") == ReasoningMarks(final)
+    message = "<|start|>assistant<|channel|>{}<|message|>so"
+    assert marks(message.format("analysis"), continues=True) == ReasoningMarks(final)
+    assert marks(message.format("final"), continues=True) is None
