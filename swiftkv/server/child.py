@@ -1,0 +1,152 @@
+"""A process of its own for work that clients can make hang, or take memory or stack: there that ends nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from swiftkv.processes import die_with_parent, how_it_ended
+from swiftkv.server.errors import ApiError
+
+_HEADER_BYTES = 4  # each message to the process and from it begins with its length
+_DEADLINE_S = 20.0  # the process may have to start first, and others may have the processors
+_MAX_WAITING = 64
+_BUSY_RETRY_S = 1.0
+_INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_NICENESS = 5
+
+
+class ChildEndedError(Exception):
+    """The process ended within the work; the message says how."""
+
+
+class Child:
+    """Does one piece of work at a time. Use it from one event loop.
+
+    The process starts with the first piece, and again after one that ended it.
+    """
+
+    def __init__(self, module: str, work: str) -> None:
+        """`module` calls `serve`; `work` completes "too many …"."""
+        self._module = module
+        self._work = work
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Task[bytes]] = set()
+        self._process: Process | None = None
+
+    async def ask(self, message: bytes) -> bytes:
+        """Return the answer to `message`. The work goes on if the caller is cancelled.
+
+        Raises:
+            ApiError: 429 if too many others wait, 503 if the machine is too busy.
+            ChildEndedError: the work ended the process.
+        """
+        if len(self._running) >= _MAX_WAITING:
+            raise ApiError(429, f"too many {self._work}", code="queue_full", retry_after_s=_BUSY_RETRY_S)
+        task = asyncio.create_task(self._in_turn(message))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End the process."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._end_process()
+
+    def _ended(self, task: asyncio.Task[bytes]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may be gone
+
+    async def _in_turn(self, message: bytes) -> bytes:
+        async with self._turn:
+            try:
+                async with asyncio.timeout(_DEADLINE_S):
+                    return await self._exchange(message)
+            except TimeoutError:  # the machine is busy: the process would have ended itself
+                await self._end_process()
+                raise ApiError(
+                    503, "the machine is too busy for this at the moment", code="busy", retry_after_s=_BUSY_RETRY_S
+                ) from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                process = self._process
+                assert process is not None
+                ended = how_it_ended(await process.wait())
+                self._process = None
+                raise ChildEndedError(ended) from None
+
+    async def _exchange(self, message: bytes) -> bytes:
+        """Raises `IncompleteReadError` or `ConnectionError` if the process ends."""
+        process = self._process or await self._start_process()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(len(message).to_bytes(_HEADER_BYTES, "little") + message)
+        await process.stdin.drain()
+        header = await process.stdout.readexactly(_HEADER_BYTES)
+        return await process.stdout.readexactly(int.from_bytes(header, "little"))
+
+    async def _start_process(self) -> Process:
+        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}  # no keys
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", self._module, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
+        )
+        return self._process
+
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLimits:
+    """The most that the process may take: of processor time, one piece of work."""
+
+    memory_bytes: int
+    stack_bytes: int
+    cpu_s: int
+
+
+def serve(begin: Callable[[], Callable[[bytes], bytes]], limits: ChildLimits) -> int:
+    """Answer each message on standard input by what `begin` returns, until the input ends. Called by the process."""
+    if not die_with_parent():
+        return 0
+    os.nice(_NICENESS)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_STACK, limits.stack_bytes),
+    ):
+        _lower(kind, limit)
+    answer_to = begin()
+    while header := sys.stdin.buffer.read(_HEADER_BYTES):
+        message = sys.stdin.buffer.read(int.from_bytes(header, "little"))
+        _lower(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + limits.cpu_s)
+        answer = answer_to(message)
+        _write_all(answers, len(answer).to_bytes(_HEADER_BYTES, "little") + answer)
+    return 0
+
+
+def _lower(kind: int, limit: int) -> None:
+    """Set the limit that can be raised again."""
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
