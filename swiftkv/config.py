@@ -249,6 +249,7 @@ class ModelConfig(Section):
     reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"] | None = Field(
         None, description="qwen3, deepseek_r1, mistral, gpt_oss, none or null"
     )
+    trust_request_chat_template: bool = Field(False, description="true or false")
     generation_config: str = Field("auto", min_length=1, description="auto, vllm or a directory")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")

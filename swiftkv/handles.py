@@ -9,13 +9,18 @@ from swiftkv.config import Config
 from swiftkv.planning.models import ModelPlan
 from swiftkv.server.client import EngineClient
 from swiftkv.server.grammars import GrammarChecker
+from swiftkv.server.templates import TemplateRenderer
 
 if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle
 
 
 def load_handles(
-    config: Config, plans: Sequence[ModelPlan], clients: Sequence[EngineClient], grammars: GrammarChecker
+    config: Config,
+    plans: Sequence[ModelPlan],
+    clients: Sequence[EngineClient],
+    grammars: GrammarChecker,
+    templates: TemplateRenderer,
 ) -> list[ModelHandle]:
     """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
     from swiftkv.server.models import ClientPolicy, ModelHandle
@@ -43,6 +48,7 @@ def load_handles(
                 grammars=grammars,
                 tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
                 reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
+                templates=templates if model.trust_request_chat_template else None,
                 defaults=sampling_defaults(model.generation_config, plan.checkpoint.directory, config.directory),
             )
         )

@@ -37,6 +37,7 @@ from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.server.request_log import RequestLog, open_request_log
+from swiftkv.server.templates import TemplateRenderer
 from swiftkv.sockets import BACKLOG, ipc_directory, listen
 from swiftkv.state import state_directory
 from swiftkv.supervisor import EngineSupervisor
@@ -136,6 +137,7 @@ class Node:
         self._state = state
         self._batches: BatchService | None = None
         self._grammars = GrammarChecker()
+        self._templates = TemplateRenderer()
         self._metrics = GatewayMetrics()
         self._metrics.watch(limits)
         self._clients: list[EngineClient] = []
@@ -201,6 +203,7 @@ class Node:
         finally:
             await self._close_http()
             await self._grammars.close()
+            await self._templates.close()
             await self._tasks.close()
             if self._batches is not None:
                 await self._batches.close()
@@ -250,7 +253,9 @@ class Node:
             for supervisor, plan in zip(self._supervisors, self._plans, strict=True)
         ]
         try:
-            handles = await asyncio.to_thread(load_handles, self._config, self._plans, self._clients, self._grammars)
+            handles = await asyncio.to_thread(
+                load_handles, self._config, self._plans, self._clients, self._grammars, self._templates
+            )
             for handle in handles:
                 if differences := handle.defaults.differences():
                     say(f"{handle.name}: sampling defaults of its generation_config.json: {differences}")

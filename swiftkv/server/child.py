@@ -10,6 +10,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from swiftkv.processes import die_with_parent, how_it_ended
 from swiftkv.server.errors import ApiError
@@ -111,7 +112,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """The most that the process may take: of processor time, one piece of work."""
+    """The most that the process may take: of memory, beyond what it begins with; of time, for one piece of work."""
 
     memory_bytes: int
     stack_bytes: int
@@ -125,19 +126,23 @@ def serve(begin: Callable[[], Callable[[bytes], bytes]], limits: ChildLimits) ->
     os.nice(_NICENESS)
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
+    answer_to = begin()
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_AS, _mapped_bytes() + limits.memory_bytes),
         (resource.RLIMIT_STACK, limits.stack_bytes),
     ):
         _lower(kind, limit)
-    answer_to = begin()
     while header := sys.stdin.buffer.read(_HEADER_BYTES):
         message = sys.stdin.buffer.read(int.from_bytes(header, "little"))
         _lower(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + 1 + limits.cpu_s)
         answer = answer_to(message)
         _write_all(answers, len(answer).to_bytes(_HEADER_BYTES, "little") + answer)
     return 0
+
+
+def _mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _lower(kind: int, limit: int) -> None:

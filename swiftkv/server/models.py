@@ -13,6 +13,7 @@ from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.reasoning import ReasoningParser
 from swiftkv.server.responses import EngineView, ModelCard
 from swiftkv.server.sampling_defaults import SamplingDefaults
+from swiftkv.server.templates import TemplateRenderer
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.base import ToolParser
@@ -56,6 +57,8 @@ class ModelHandle:
     """How the model writes its reasoning; `None`: all that it writes is the answer."""
     max_num_seqs: int = 64
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    templates: TemplateRenderer | None = None
+    """The node's one, for chat templates that requests bring; `None`: they may bring none."""
 
     def card(self) -> ModelCard:
         return ModelCard(self.name, self.created, self.root, self.max_model_len)

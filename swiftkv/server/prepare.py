@@ -55,7 +55,31 @@ async def prepare(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes
             many others wait for the same.
     """
     grammar = await _checked_grammar(model, body, num_bytes)
-    return await model.threads.run(lambda: _prepared(model, body, grammar), num_bytes)
+    rendered = await _rendered(model, body, num_bytes) if isinstance(body, ChatBody) else None
+    return await model.threads.run(lambda: _prepared(model, body, grammar, rendered), num_bytes)
+
+
+async def _rendered(model: ModelHandle, body: ChatBody, num_bytes: int) -> str | None:
+    """Return what the request's own chat template makes of its messages, `None` if it brings none."""
+    template = body.chat_template
+    if template is None:
+        return None
+    if model.templates is None:
+        message = (
+            "field 'chat_template' is not supported: this model takes no templates from requests, unless "
+            "models[].trust_request_chat_template allows it"
+        )
+        raise ApiError(400, message, param="chat_template", code="unsupported_field")
+    source = await model.threads.run(
+        lambda: model.tokenizer.template_source(
+            template,
+            conversation(body.messages),
+            tools=template_tools(body),
+            given=templating(body, template, body.reasoning_effort),
+        ),
+        num_bytes,
+    )
+    return await model.templates.render(source)
 
 
 async def _checked_grammar(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes: int) -> str | None:
@@ -79,8 +103,10 @@ def _asked_grammar(model: ModelHandle, body: CompletionBody | ChatBody) -> Asked
     return asked or of_tools
 
 
-def _prepared(model: ModelHandle, body: CompletionBody | ChatBody, grammar: str | None) -> Prepared:
-    prompts = [_chat_prompt(model, body)] if isinstance(body, ChatBody) else _completion_prompts(model, body)
+def _prepared(
+    model: ModelHandle, body: CompletionBody | ChatBody, grammar: str | None, rendered: str | None
+) -> Prepared:
+    prompts = [_chat_prompt(model, body, rendered)] if isinstance(body, ChatBody) else _completion_prompts(model, body)
     sequences = sequence_requests(model, body, [prompt.token_ids for prompt in prompts], grammar)
     return Prepared(prompts, sequences, make_choices(model, body, prompts))
 
@@ -139,10 +165,12 @@ def _completion_prompt(model: ModelHandle, body: CompletionBody, prompt: str | l
     return Prompt(prompt, model.tokenizer.decode(prompt))
 
 
-def _chat_prompt(model: ModelHandle, body: ChatBody) -> Prompt:
-    messages = conversation(body.messages)
+def _chat_prompt(model: ModelHandle, body: ChatBody, rendered: str | None) -> Prompt:
     # A template may leave out parts of a message, so only its result can be too long.
     max_chars = model.tokenizer.max_chars(model.max_model_len)
+    if rendered is not None:
+        return Prompt(model.tokenizer.encode_rendered(rendered, max_chars=max_chars))
+    messages = conversation(body.messages)
     given = templating(body, model.tokenizer.chat_template, body.reasoning_effort)
     ids = model.tokenizer.encode_chat(messages, tools=template_tools(body), max_chars=max_chars, given=given)
     return Prompt(ids)

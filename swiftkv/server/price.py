@@ -42,6 +42,7 @@ class Limits:
     grammar_values: int = 1 << 14  # of a schema
     grammar_choices: int = 1024
     tools: int = 128  # and calls of one message
+    template_chars: int = 1 << 16  # of a chat template
     template_variables: int = 64
     template_variables_bytes: int = 16 << 10  # as JSON
     label_chars: int = 1024

@@ -131,6 +131,8 @@ def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
         assert body.prompt is not None
         check_tokenize(len(body.prompt), model.max_model_len, "prompt")
         return model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    if body.chat_template is not None:
+        raise ApiError(400, "field 'chat_template' is for chats only", param="chat_template", code="unsupported_field")
     messages = conversation(body.messages)
     check_tokenize(_num_chars(messages), model.max_model_len, "messages")
     return model.tokenizer.encode_chat(

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BeforeValidator, Field
 
 from swiftkv.server.errors import ApiError
-from swiftkv.server.fields import AtMost, Body, Unsupported
+from swiftkv.server.fields import AtMost, Body
 from swiftkv.server.price import LIMITS, check_template_variables
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -23,7 +23,9 @@ class TemplateFields(Body):
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template")
     add_generation_prompt: bool | None = Field(None, description="Left out: true, unless a message is continued")
     continue_final_message: bool | None = None
-    chat_template: Annotated[None, Unsupported()] = None
+    chat_template: Annotated[str, Field(max_length=LIMITS.template_chars)] | None = Field(
+        None, description="Only where `models[].trust_request_chat_template` allows it, and not in `/tokenize`"
+    )
 
 
 @dataclass(frozen=True, slots=True)

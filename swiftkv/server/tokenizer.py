@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
+from swiftkv.server.templates import TemplateSource
 from swiftkv.server.templating import Templating
 
 _SHOWN_CHARS = 512  # of an error that may quote a message
@@ -105,11 +106,38 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
-        if self._plain_backend is not None:
-            messages = [{**self._disarmed(message), "role": message["role"]} for message in messages]
-            tools = None if tools is None else self._disarmed(tools)
-            given = replace(given, variables=self._disarmed(given.variables))
-        text = self._render(messages, given, tools)
+        messages, tools, given = self._for_template(messages, tools, given)
+        return self.encode_rendered(self._render(messages, given, tools), max_chars=max_chars)
+
+    def template_source(
+        self,
+        chat_template: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        given: Templating,
+    ) -> TemplateSource:
+        """Return what another process renders; `encode_rendered` goes on with its text.
+
+        Raises:
+            ApiError: 400 for what no template is to be given.
+        """
+        messages, tools, given = self._for_template(messages, tools, given)
+        return TemplateSource(
+            chat_template,
+            [dict(message) for message in messages],
+            None if tools is None else [dict(tool) for tool in tools],
+            given.add_generation_prompt,
+            given.continues,
+            {**self._hf.special_tokens_map, **given.variables},
+        )
+
+    def encode_rendered(self, text: str, *, max_chars: int) -> list[int]:
+        """Return the token ids of what a template made of messages.
+
+        Raises:
+            ApiError: 400 if it is longer than `max_chars`.
+        """
         if len(text) > max_chars:
             raise _too_long(len(text), max_chars, "messages")
         return (
@@ -160,18 +188,33 @@ class Tokenizer:
                 "apart from them; write split_special_tokens: false"
             )
 
-    def _render(
+    def _for_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
         given: Templating,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Templating]:
+        """Check what a template is given, and break special tokens in it where they are to be text."""
         if taken := sorted(_NOT_VARIABLES.intersection(given.variables)):
             message = f"field 'chat_template_kwargs': {taken[0]!r} is no variable of the chat template"
             raise ApiError(400, message, param="chat_template_kwargs")
         if given.continues and not messages[-1]["content"]:
             message = "field 'continue_final_message': the last message has no content to go on with"
             raise ApiError(400, message, param="continue_final_message")
+        if self._plain_backend is None:
+            return messages, tools, given
+        return (
+            [{**self._disarmed(message), "role": message["role"]} for message in messages],
+            None if tools is None else self._disarmed(tools),
+            replace(given, variables=self._disarmed(given.variables)),
+        )
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        given: Templating,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
-from echo_gateway import Gateway, train_tokenizer
+from echo_gateway import Gateway, start_gateway, train_tokenizer
 from pydantic import ValidationError
 
 from swiftkv.server.errors import ApiError
 from swiftkv.server.protocol import ChatBody
+from swiftkv.server.templates import TemplateRenderer
 from swiftkv.server.templating import templating
 from swiftkv.server.tokenizer import Tokenizer
 
@@ -94,3 +96,38 @@ def test_a_template_that_takes_no_effort_refuses_it(gateway: Gateway) -> None:
             for fields in ({"continue_final_message": True}, {"add_generation_prompt": False}, {})
         ]
     assert tokens == sorted(set(tokens))
+
+
+HOSTILE = {
+    "endless": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "large": "{% set ns = namespace(x='x' * 1000) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "outside the sandbox": "{{ messages.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
+    "no template": "{% for %}",
+    "refusing": "{{ raise_exception('no such thing') }}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_request_may_bring_a_template_where_it_is_allowed(
+    tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One that does not end, or wants too much, is a mistake of its own request."""
+    directory = tmp_path_factory.mktemp("templates")
+    renderer = TemplateRenderer()
+    gateway, stop = start_gateway(directory, tokenizer, lending=False, templates=renderer)
+    body: dict[str, Any] = {"model": "chat", "messages": MESSAGES, "max_tokens": 4}
+    try:
+        with gateway.http() as http:
+            own = {"chat_template": "{{ messages[0].content }} {{ topic }}", "chat_template_kwargs": {"topic": "word"}}
+            answer = http.post("/v1/chat/completions", json={**body, **own}).json()
+            assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode("Count. word"))
+            for name, template in HOSTILE.items():
+                response = http.post("/v1/chat/completions", json={**body, "chat_template": template})
+                assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template"), name
+            assert http.post("/v1/chat/completions", json={**body, **own}).status_code == 200
+            tokenized = http.post("/tokenize", json={"model": "chat", "messages": MESSAGES, "chat_template": "x"})
+            assert tokenized.status_code == 400
+    finally:
+        asyncio.run_coroutine_threadsafe(renderer.close(), gateway.loop).result(10)
+        stop()

@@ -1,0 +1,52 @@
+"""The process that renders chat templates of requests: `python -m swiftkv.server.template_child`.
+
+They run in transformers' sandbox, which keeps them from everything but time and memory. Here that ends this process and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+import msgspec
+
+from swiftkv.server.child import ChildLimits, serve
+from swiftkv.server.templates import Rendered, TemplateSource
+
+_LIMITS = ChildLimits(memory_bytes=512 << 20, stack_bytes=8 << 20, cpu_s=2)
+_SHOWN_CHARS = 512  # of an error that may quote a message
+
+
+def begin() -> Callable[[bytes], bytes]:
+    """Return what answers a `TemplateSource` with a `Rendered`."""
+    from transformers.utils import chat_template_utils
+
+    render_template: Any = chat_template_utils.render_jinja_template  # which is annotated as something else
+    decoder = msgspec.msgpack.Decoder(TemplateSource)
+
+    def render(message: bytes) -> bytes:
+        source = decoder.decode(message)
+        try:
+            [text], _ = render_template(
+                conversations=[source.messages],
+                tools=source.tools,
+                chat_template=source.template,
+                continue_final_message=source.continues,
+                add_generation_prompt=source.add_generation_prompt,
+                **source.variables,
+            )
+            return msgspec.msgpack.encode(Rendered(text))
+        except (
+            jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError,
+            AttributeError,
+        ) as error:  # fmt: skip
+            return msgspec.msgpack.encode(Rendered(why=ascii(str(error) or type(error).__name__)[1 : _SHOWN_CHARS + 1]))
+
+    return render
+
+
+if __name__ == "__main__":
+    sys.exit(serve(begin, _LIMITS))
