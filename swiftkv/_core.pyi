@@ -394,12 +394,16 @@ class Scheduler:
         Sliding-window groups offer the tails of boundaries that are kept, and nothing else.
         """
 
-    def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int64Array]:
-        """Return up to that many blocks that storage should have, as keys (32 bytes each), groups and offsets in bytes.
+    def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int32Array, Int64Array]:
+        """Return up to that many blocks that storage should have: keys (32 bytes each), groups, links and offsets.
 
-        The offsets say where their bytes lie in the pool, until the next `schedule`. None while a step in progress
-        copies blocks. What has left the pool meanwhile counts as dropped.
+        An offset says where a block's bytes lie: in the pool of the link's lender, or in our own where the link is -1.
+        They stay there until `end_copying`, which must come before the next `schedule`. None while a step in progress
+        copies blocks. What is nowhere any more counts as dropped.
         """
+
+    def end_copying(self) -> None:
+        """Note that the bytes of what `take_offers` named have been copied; extents come and go again."""
 
     def num_offers(self) -> int:
         """Return how many blocks wait to be taken."""
@@ -416,14 +420,16 @@ class Scheduler:
 
     def loadable(self, request_id: int, is_stored: UInt8Array, max_blocks: int) -> int:
         """Return how many blocks a waiting request could use with those in storage, `is_stored` ([K * groups]), beside
-        those here; at most `max_blocks`. Raises ValueError if there are not so many keys and groups.
+        those here; at most `max_blocks`, and what the local pool can hold. Raises ValueError if there are not so many
+        keys and groups.
         """
 
     def begin_load(self, request_id: int, num_blocks: int) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
         """Take blocks for what a waiting request's first blocks lack, forgetting others that are cached.
 
         Return for each the index of its key, its group, its number, and the offset of its bytes in the pool; nothing if
-        there is no room, or nothing to load. Requests that would find these blocks wait for them.
+        there is no room, or nothing to load, or while a step in progress copies blocks. Requests that would find these
+        blocks wait for them.
         """
 
     def forget_loading(self, groups: Int32Array, blocks: Int32Array) -> None:

@@ -26,14 +26,16 @@ nb::bytes bytes_of(const std::vector<BlockKey>& keys) {
 nb::tuple take_offers(Scheduler& self, int max_blocks) {
     const std::vector<StoredBlock> taken = without_gil([&] { return self.take_offers(max_blocks); });
     std::vector<BlockKey> keys;
-    std::vector<int32_t> groups;
+    std::vector<int32_t> groups, links;
     std::vector<int64_t> offsets_bytes;
     for (const StoredBlock& block : taken) {
         keys.push_back(block.key);
         groups.push_back(block.group);
+        links.push_back(block.link);
         offsets_bytes.push_back(block.offset_bytes);
     }
-    return nb::make_tuple(bytes_of(keys), to_array(std::move(groups)), to_array(std::move(offsets_bytes)));
+    return nb::make_tuple(bytes_of(keys), to_array(std::move(groups)), to_array(std::move(links)),
+                          to_array(std::move(offsets_bytes)));
 }
 
 nb::tuple look_up(Scheduler& self, RequestId request_id) {
@@ -72,6 +74,7 @@ void bind_storage(nb::class_<Scheduler>& scheduler) {
             [](Scheduler& self, const std::string& policy) { self.set_write_policy(write_policy_named(policy)); },
             "write_policy"_a)
         .def("take_offers", &take_offers, "max_blocks"_a)
+        .def("end_copying", &Scheduler::end_copying, unlocked)
         .def("num_offers", &Scheduler::num_offers, unlocked)
         .def("num_dropped_offers", &Scheduler::num_dropped_offers, unlocked)
         .def("hold", &Scheduler::hold, "request_id"_a, unlocked)

@@ -361,7 +361,10 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node) {
     const BlockId own = block_of(g, entry);
     // A block further up is worth more, and one that is loading may never arrive.
     if (known == kNone || pool.place(own) < pool.place(known) || pool.state(known) == BlockState::kLoading) {
-        if (known != kNone) pool.forget(known);
+        if (known != kNone) {
+            pool.forget(known);
+            offers_.forget(node, g);  // storage may not have it after all
+        }
         index_.set_block(node, g, own);
         pool.set_node(own, node);
         if (groups_[g].spec.window > 0) pool.set_worth(own, boundaries_.worth(node, g));

@@ -43,10 +43,11 @@ struct BlockMove {
     BlockId from, to;
 };
 
-// A block that goes down to storage, and where its bytes lie in the pool.
+// A block that goes down to storage, and where its bytes lie: in our pool, or in that of the lender of a link.
 struct StoredBlock {
     BlockKey key;
     int group;
+    int link;  // kNone: ours
     int64_t offset_bytes;
 };
 
@@ -171,14 +172,16 @@ class KvCache {
 
     // ---- storage ----
     void set_write_policy(WritePolicy policy) { offers_.set_policy(policy); }
-    // Up to so many blocks that are to be written to storage, with their bytes where they are until the next step is
-    // planned.
+    // Up to so many blocks that are to be written to storage.
     std::vector<StoredBlock> take_offers(int max_blocks);
     const Offers& offers() const { return offers_; }
     // Whether each key has a block here: [keys][groups].
     std::vector<uint8_t> residency(std::span<const BlockKey> keys) const;
     // The length of the longest prefix that could be used, in blocks, if these blocks were there: [keys][groups].
     int usable_length(std::span<const uint8_t> is_there) const;
+    // How many of the first keys' full-attention blocks the local pool has room for, were nothing else there: the most
+    // that can be loaded.
+    int local_room(std::span<const BlockKey> keys) const;
     // Takes blocks for all that the prefix `keys` needs and that is not here, and leaves `spare` blocks available in
     // every group; or changes nothing and returns none. Forgets cached blocks for them if it may.
     std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int spare, bool may_evict);
@@ -248,6 +251,8 @@ class KvCache {
     void offer_committed(NodeId node, const BlockKey& key);
     void offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys);
     void offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
+    bool can_store(int group, BlockId block) const;
+    StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
     void load_into(LoadingBlock& load, const BlockKey& key);
     int64_t local_offset_bytes(int group, BlockId local) const;
     bool is_local(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }

@@ -43,15 +43,24 @@ std::vector<StoredBlock> KvCache::take_offers(int max_blocks) {
         const Offers::Offer offer = offers_.take();
         const NodeId node = index_.find(offer.key);
         const BlockId block = node == kNone ? kNone : index_.block(node, offer.group);
-        const bool is_here = block != kNone && is_local(offer.group, block) &&
-                             groups_[offer.group].pool.state(block) != BlockState::kLoading;
-        if (is_here) {
-            taken.push_back({offer.key, offer.group, local_offset_bytes(offer.group, block)});
+        if (block != kNone && can_store(offer.group, block)) {
+            taken.push_back(stored_block(offer.key, offer.group, block));
         } else {
             offers_.count_dropped();
         }
     }
     return taken;
+}
+
+bool KvCache::can_store(int g, BlockId block) const {
+    const BlockPool& pool = groups_[g].pool;
+    return pool.state(block) != BlockState::kLoading && traits(pool.place(block)).is_lossless;
+}
+
+StoredBlock KvCache::stored_block(const BlockKey& key, int g, BlockId block) const {
+    if (is_local(g, block)) return {key, g, kNone, local_offset_bytes(g, block)};
+    const BlockPool::Location location = locate(g, block);
+    return {key, g, location.link, location.offset_bytes};
 }
 
 int64_t KvCache::local_offset_bytes(int g, BlockId local) const {
@@ -85,6 +94,25 @@ int KvCache::usable_length(std::span<const uint8_t> is_there) const {
         if (is_usable) usable = i + 1;
     }
     return usable;
+}
+
+int KvCache::local_room(std::span<const BlockKey> keys) const {
+    std::vector<int> room;
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        room.push_back(pool.num_local() - pool.count(Place::kLocal, BlockState::kLent) - staging_target(g));
+    }
+    int length = 0;
+    index_.find_each(keys, [&](size_t i, NodeId node) {
+        for (int g = 0; g < num_groups(); ++g) {
+            if (groups_[g].spec.window > 0) continue;  // only a tail is loaded
+            const BlockId block = node == kNone ? kNone : index_.block(node, g);
+            if ((block == kNone || is_local(g, block)) && --room[g] < 0) return false;
+        }
+        length = static_cast<int>(i) + 1;
+        return true;
+    });
+    return length;
 }
 
 // Blocks of the prefix that are here are held meanwhile, so that they make no room for those that are not, and are the

@@ -82,6 +82,7 @@ bool Scheduler::can_plan_ahead() const {
 }
 
 std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
+    ensure(!is_copying_, "storage has copied what it took before a step is planned");
     must_commit_ = false;
     cache_.begin_step();  // blocks that are let go from here on are in flight until this step is committed
     StepBuilder step(cache_, roster_, policy_, *order_, refusal_, now_s);

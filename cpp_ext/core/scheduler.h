@@ -82,7 +82,10 @@ class Scheduler {
     // ---- storage ----
     void set_write_policy(WritePolicy policy);
     // Returns blocks to store, as KvCache::take_offers does. While a step in progress copies blocks, there are none.
+    // Their bytes stay where they are until end_copying(): no extent is lent or returned meanwhile, and no step is
+    // planned.
     std::vector<StoredBlock> take_offers(int max_blocks);
+    void end_copying();
     int num_offers() const;
     int64_t num_dropped_offers() const;
     // The waiting request is not admitted before it is let go. Unknown ids are ignored, here and below.
@@ -95,10 +98,12 @@ class Scheduler {
         int num_usable;  // of the keys, now
     };
     Lookup look_up(RequestId id) const;
-    // How many of its keys the request could use if storage gave these blocks, [keys][groups], beside those here, and
-    // no more than `max_blocks`. Throws std::invalid_argument if `is_stored` has another size than look_up() said.
+    // How many of its keys the request could use if storage gave these blocks, [keys][groups], beside those here: no
+    // more than `max_blocks`, and than the local pool can hold. Throws std::invalid_argument if `is_stored` has another
+    // size than look_up() said.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
-    // Takes blocks for what is not here of the first `num_blocks` blocks of a waiting request; none: there is no room.
+    // Takes blocks for what is not here of the first `num_blocks` blocks of a waiting request. None: there is no room,
+    // or a step in progress copies blocks.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks);
     // These throw std::invalid_argument unless the blocks are loading.
     void forget_loading(std::span<const LoadedBlock> blocks);
@@ -137,6 +142,7 @@ class Scheduler {
     void leave_steps(const Request& request, bool is_dropped);
     bool reads_lost(const StepRow& row) const;
     void check_is_open(const char* what) const;
+    bool is_step_copying() const { return !open_.empty() && open_.back().has_copies; }
     void check_steps(const Request& running) const;
 
     mutable std::mutex mutex_;  // held by every public function
@@ -151,6 +157,7 @@ class Scheduler {
     PlanWriter writer_;
     std::deque<Step> open_;     // in progress, the oldest first
     bool must_commit_ = false;  // before anything else is planned
+    bool is_copying_ = false;   // the bytes of what take_offers() named last
 
     int64_t prefix_matches_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;

@@ -22,6 +22,7 @@ void Scheduler::settle_lending() {
 
 std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
     const std::lock_guard lock(mutex_);
+    if (is_copying_) return {};  // what storage is to have must not be evicted before it is copied
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     return cache_.lend(lend_link, max_extents, !cache_.can_borrow() || open_.empty());
 }
@@ -43,6 +44,7 @@ void Scheduler::recall(int borrow_link, std::span<const int32_t> extents) {
 
 std::vector<int> Scheduler::take_returned(int borrow_link) {
     const std::lock_guard lock(mutex_);
+    if (is_copying_) return {};
     return cache_.take_returned(borrow_link);
 }
 

@@ -22,8 +22,15 @@ void Scheduler::set_write_policy(WritePolicy policy) {
 
 std::vector<StoredBlock> Scheduler::take_offers(int max_blocks) {
     const std::lock_guard lock(mutex_);
-    if (!open_.empty() && open_.back().has_copies) return {};
-    return cache_.take_offers(max_blocks);
+    if (is_step_copying()) return {};
+    std::vector<StoredBlock> taken = cache_.take_offers(max_blocks);
+    is_copying_ = !taken.empty();
+    return taken;
+}
+
+void Scheduler::end_copying() {
+    const std::lock_guard lock(mutex_);
+    is_copying_ = false;
 }
 
 int Scheduler::num_offers() const {
@@ -65,7 +72,7 @@ int Scheduler::loadable(RequestId id, std::span<const uint8_t> is_stored, int ma
         throw std::invalid_argument("is_stored: it has " + std::to_string(is_stored.size()) + " values for " +
                                     std::to_string(keys.size()) + " keys of " + std::to_string(cache_.num_groups()) +
                                     " groups");
-    const size_t num_blocks = std::min(keys.size(), static_cast<size_t>(std::max(0, max_blocks)));
+    const size_t num_blocks = std::min(cache_.local_room(keys), std::max(0, max_blocks));
     std::vector<uint8_t> is_there = cache_.residency(keys.first(num_blocks));
     for (size_t i = 0; i < is_there.size(); ++i) is_there[i] |= is_stored[i];
     return cache_.usable_length(is_there);
@@ -78,6 +85,7 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks) {
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
     if (num_blocks < 0 || num_blocks > static_cast<int>(keys.size()))
         throw std::invalid_argument("num_blocks: the request has " + std::to_string(keys.size()) + " keys");
+    if (is_step_copying()) return {};  // it reads blocks that leave the pool, and are free already
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
     return cache_.begin_load(keys.first(num_blocks), policy_.spare_blocks(roster_.running()), may_evict);

@@ -23,6 +23,7 @@ from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import TierSpec, TierStats
 from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.writer import Writer
+from swiftkv.transport.base import Transport
 
 _CLOSE_PATIENCE_S = 2.0
 _NEWS_INTERVAL_S = 0.1
@@ -79,14 +80,18 @@ class StorageTier(Tier):
         *,
         groups: list[KVGroup],
         pool: npt.NDArray[np.uint8],
+        transport: Transport | None,
         max_num_seqs: int,
     ) -> None:
+        """`transport` reaches the pools in which borrowed blocks lie, if any are borrowed."""
         super().__init__()
         self._is_closed = False
         self._scheduler = scheduler
         self._backend = backend
         self._groups = groups
         self._pool = pool
+        self._transport = transport
+        self._num_out_of_reach = 0  # blocks that lie where their bytes cannot be read in place
         self._planner = LoadPlanner()
         self._loader = Loader(backend, keys, self._wake)
         self._loads = Loads(
@@ -142,7 +147,7 @@ class StorageTier(Tier):
             loaded_bytes_total=loads.loaded_bytes,
             stored_blocks_total=writer.stored_blocks,
             stored_bytes_total=writer.stored_bytes,
-            dropped_stores_total=self._scheduler.num_dropped_offers(),
+            dropped_stores_total=self._scheduler.num_dropped_offers() + self._num_out_of_reach,
             failures_total=failures,
             queue_bytes=writer.queue_bytes,
             num_to_store=self._scheduler.num_offers() + writer.num_taken,
@@ -170,11 +175,23 @@ class StorageTier(Tier):
     def _store(self) -> None:
         """Copy what is to go down into the queue, as far as it has room; the rest stays on offer."""
         if max_blocks := self._max_stores():
-            block_keys, groups, offsets_bytes = self._scheduler.take_offers(max_blocks)
-            for key, group, offset in zip(split_keys(block_keys), groups.tolist(), offsets_bytes.tolist(), strict=True):
-                self._writer.add(key, group, self._pool[offset : offset + self._groups[group].block_bytes])
+            block_keys, groups, links, offsets_bytes = self._scheduler.take_offers(max_blocks)
+            places = zip(groups.tolist(), links.tolist(), offsets_bytes.tolist(), strict=True)
+            for key, (group, link, offset) in zip(split_keys(block_keys), places, strict=True):
+                pool = self._pool_at(link)
+                if pool is None:
+                    self._num_out_of_reach += 1
+                else:
+                    self._writer.add(key, group, pool[offset : offset + self._groups[group].block_bytes])
+            self._scheduler.end_copying()
         if not self._loads.is_reading:
             self._writer.loads_changed()
+
+    def _pool_at(self, link: int) -> npt.NDArray[np.uint8] | None:
+        """Return our own pool for -1, else that of the link's lender if it can be read in place."""
+        if link < 0:
+            return self._pool
+        return None if self._transport is None else self._transport.lender_pool(link)
 
     def _max_stores(self) -> int:
         """Return how many blocks may be copied now: while storage is degraded, one now and then to find out."""
@@ -210,5 +227,6 @@ def open_tier(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -
         keys,
         groups=groups,
         pool=runner.pool.tensor.numpy(),
+        transport=runner.transport,
         max_num_seqs=config.max_num_seqs,
     )

@@ -105,6 +105,9 @@ class Transport(Protocol):
     def detach(self, link: int) -> None:
         """Let go of a link, between steps only, after waiting for what was submitted. One not attached is ignored."""
 
+    def lender_pool(self, link: int) -> npt.NDArray[np.uint8] | None:
+        """Return the pool that is attached as `link`, uint8 [nbytes], if this process can read it in place."""
+
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Never raises for what the runs name."""
 

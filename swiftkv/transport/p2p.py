@@ -110,6 +110,9 @@ class P2pTransport:
         if connection is not None:  # whose end the lender waits for, and the last job may still refer to it
             connection.cut()
 
+    def lender_pool(self, link: int) -> None:
+        """Return nothing: the pool lies in the memory of another process."""
+
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         self._last_submitted += 1
         self._jobs.put(_Job(self._last_submitted, to_peer, from_peer, layer, self._rows.fence()))

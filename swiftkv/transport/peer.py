@@ -111,6 +111,9 @@ class PeerTransport:
         except CudaRuntimeError as error:  # of a lender that died: the mapping is gone either way
             log.warning("link %d: %s", link, error)
 
+    def lender_pool(self, link: int) -> None:
+        """Return nothing: the host cannot read what lies on a device."""
+
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         self._last_ticket += 1
         ticket = self._last_ticket

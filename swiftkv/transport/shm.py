@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from swiftkv._transport import CopyEngine, CopyError
@@ -40,6 +41,10 @@ class ShmTransport:
     def detach(self, link: int) -> None:
         self._engine.clear_space(link)
         self._mappings.pop(link, None)
+
+    def lender_pool(self, link: int) -> npt.NDArray[np.uint8] | None:
+        mapping = self._mappings.get(link)
+        return None if mapping is None else mapping.numpy()
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         to, from_ = to_peer or _NO_RUNS, from_peer or _NO_RUNS

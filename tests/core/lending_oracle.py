@@ -475,7 +475,9 @@ class LendingEngine:
     def check(self) -> None:
         self.scheduler.check_invariants()
         for g, stats in enumerate(self.scheduler.stats().groups):
-            local = stats.free + stats.used + stats.cached + stats.lent + stats.in_flight + stats.staging
+            local = (
+                stats.free + stats.used + stats.cached + stats.lent + stats.in_flight + stats.staging + stats.loading
+            )
             assert local == stats.total == self.setup.groups[g][1]
             lent = sum(len(self.lent[i]) * link[2] for i, link in enumerate(self.setup.lend) if link[0] == g)
             assert stats.lent == lent

@@ -101,7 +101,9 @@ class StorageEngine(Engine):
 
     def store(self, max_blocks: int = 1 << 20) -> int:
         """Copy down what is on offer. Returns how many blocks that were."""
-        keys, groups, offsets = self.scheduler.take_offers(max_blocks)
+        keys, groups, links, offsets = self.scheduler.take_offers(max_blocks)
+        self.scheduler.end_copying()
+        assert (links == -1).all()
         assert len(keys) == KEY_BYTES * len(groups)
         assert len(groups) <= max_blocks
         for i, (group, offset) in enumerate(zip(groups.tolist(), offsets.tolist(), strict=True)):
@@ -124,6 +126,7 @@ class StorageEngine(Engine):
         stored = np.array([[(key, g) in self.storage for g in range(len(self.windows))] for key in keys], bool)
         stored = stored.reshape(resident.shape)
         length = self.scheduler.loadable(request_id, stored.astype(np.uint8).ravel(), max_blocks)
+        max_blocks = min(max_blocks, *self._local_room())
         assert length == naive_usable((resident | stored)[:max_blocks], self.windows, self.setup.block_size)
         assert length >= min(num_usable, max_blocks)
         loading = zip(*(array.tolist() for array in self.scheduler.begin_load(request_id, length)), strict=True)
@@ -140,6 +143,12 @@ class StorageEngine(Engine):
         assert {(index, group) for index, group, _ in blocks} == missing
         self.transfers.append(Transfer(request_id, keys, blocks))
         return self.transfers[-1]
+
+    def _local_room(self) -> list[int]:
+        """Return the blocks of each full-attention group's pool that are not lent, and a large number."""
+        stats = self.scheduler.stats().groups
+        full = [group.total - group.lent for group, window in zip(stats, self.windows, strict=True) if not window]
+        return [1 << 20, *full]
 
     def read(self, transfer: Transfer, num_blocks: int, is_loaded: bool = True) -> None:
         """Storage has read the next blocks, or did not."""

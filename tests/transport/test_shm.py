@@ -64,3 +64,17 @@ def test_shm_keeps_nothing_mapped_of_a_lender_that_was_detached(tmp_path: Path) 
         transport.detach(0)
         assert inode not in mapped_inodes(os.getpid())
     transport.close()
+
+
+def test_shm_shows_the_pool_of_a_lender_as_long_as_it_is_attached(tmp_path: Path) -> None:
+    lent = pool_of(NUM_BYTES)
+    lent.tensor.fill_(7)
+    transport = ShmTransport(pool_of(NUM_BYTES))
+    transport.attach(0, publish_pool(tmp_path / "store", lent))
+    shown = transport.lender_pool(0)
+    assert shown is not None
+    assert len(shown) == NUM_BYTES
+    assert (shown == 7).all()
+    transport.detach(0)
+    assert transport.lender_pool(0) is None
+    transport.close()

@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     one("a computed block waits for one that loads", CACHE, " || pool.state(known) == BlockState::kLoading", ""),
     one("what is cached further down is evicted in any order", POOL, "|| is_older(cached, oldest)", "|| true"),
-    one("two blocks have one node", CACHE, "if (known != kNone) pool.forget(known);", ""),
+    one("two blocks have one node", CACHE, "            pool.forget(known);\n", ""),
     one(
         "blocks are borrowed that cannot be staged",
         CACHE,
