@@ -441,6 +441,26 @@ class Scheduler:
     def end_load(self, groups: Int32Array, blocks: Int32Array, is_loaded: bool) -> None:
         """The bytes of these blocks have come, or never will."""
 
+    def enable_kv_events(self, max_events: int) -> None:
+        """Keep up to so many of the events of the prefix index from now on. One more, and they give way to "cleared".
+
+        Raises ValueError unless the number is positive.
+        """
+
+    def take_kv_events(self) -> tuple[UInt8Array, UInt8Array, Int32Array, UInt8Array, bytes, bytes, Int32Array]:
+        """Return the E events since the last call: kinds, places, groups, texts, keys, parents and token ids.
+
+        A kind is 0 (stored), 1 (removed) or 2 (cleared); a place is 0 (local), 1 (peer) or 2 (host). Keys and parents
+        have 32 bytes each. A text is 1 or 2 for a stored block whose tokens are known, block after block: 1 for the
+        first block of a prompt, whose parent is the key of its namespace, 2 for others.
+        """
+
+    def resident_blocks(self) -> tuple[bytes, Int32Array, UInt8Array]:
+        """Return all blocks that the prefix index knows and whose bytes are there: keys, groups and places.
+
+        All events of the scheduler's life add up to them. Keys have 32 bytes each.
+        """
+
     def stats(self) -> SchedulerStats: ...
     def step_time(self) -> StepTime:
         """Return a copy of what predicts steps, as fitted to the durations that `commit` was told."""

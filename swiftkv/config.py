@@ -30,6 +30,7 @@ from swiftkv.config_fields import (
     Variable,
 )
 from swiftkv.errors import ConfigError
+from swiftkv.kv_events_config import KVEventsConfig, host_of
 from swiftkv.mistakes import describe_mistakes, show
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.tier_config import StorageConfig, TiersConfig, check_backends, why_no_storage
@@ -254,6 +255,7 @@ class ModelConfig(Section):
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
     tiers: TiersConfig | None = Field(None, description="a mapping")
+    kv_events_config: KVEventsConfig = Field(default_factory=KVEventsConfig, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")
 
     @model_validator(mode="before")
@@ -333,9 +335,26 @@ class Config(Section):
                     f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
                     f"({model.max_num_seqs}), each of which needs a token per step; raise it or lower max_num_seqs"
                 )
+        mistakes += self._mistakes_about_events()
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
+
+    def _mistakes_about_events(self) -> Iterator[str]:
+        taken: dict[str, str] = {}
+        for i, model in enumerate(self.models):
+            for name, endpoint in model.kv_events_config.endpoints.items():
+                key = f"models[{i}].kv_events_config.{name}"
+                if endpoint in taken:
+                    yield f"{key}: {endpoint} is taken by {taken[endpoint]}; give each its own"
+                taken.setdefault(endpoint, key)
+                host = host_of(endpoint)
+                if host is not None and not is_loopback(host) and not self.node.allow_unauthenticated:
+                    yield (
+                        f"{key}: {endpoint} can be reached from other machines, and shows whoever connects the tokens "
+                        "of prompts and answers; write tcp://127.0.0.1:PORT or ipc:///PATH, or let everybody in with "
+                        "node.allow_unauthenticated: true"
+                    )
 
     def _mistakes_about_memory(self, model: ModelConfig) -> Iterator[str]:
         memory, on_gpu = model.kv_cache.memory, model.device != "cpu"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from swiftkv.cache.geometry import lay_out
 from swiftkv.config import Config, LendingConfig, ModelConfig
-from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine.messages import EngineConfig, KVEventsSpec
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.planning.lending import LendingPair, lending_pairs
 from swiftkv.planning.models import ModelPlan
@@ -78,6 +78,7 @@ def _engine_config(
         enable_chunked_prefill=model.enable_chunked_prefill,
         lending=lending,
         storage=_tier_spec(config, model),
+        kv_events=_kv_events_spec(model),
         tensor_parallel_size=model.tensor_parallel_size,
         ranks_directory=ranks_directory,
         watchdog_s=config.node.watchdog or _WITHOUT_WATCHDOG_S,
@@ -97,6 +98,21 @@ def _tier_spec(config: Config, model: ModelConfig) -> TierSpec | None:
         prefetch_timeout_base_s=storage.prefetch_timeout_base,
         prefetch_timeout_per_ki_token_s=storage.prefetch_timeout_per_ki_token,
         queue_bytes=storage.queue,
+    )
+
+
+def _kv_events_spec(model: ModelConfig) -> KVEventsSpec | None:
+    events = model.kv_events_config
+    if not events.enable_kv_cache_events:
+        return None
+    return KVEventsSpec(
+        endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
+        buffer_steps=events.buffer_steps,
+        hwm=events.hwm,
+        max_queue_size=events.max_queue_size,
+        topic=events.topic,
+        encoding=events.encoding,
     )
 
 

@@ -28,7 +28,7 @@ LAYERS = [
     {"kernels"},
     {"_core", "_lease", "_cpu", "_transport"},
     {"config", "hub"},
-    {"tier_config"},
+    {"tier_config", "kv_events_config"},
     {"storage_options"},
     {"config_fields"},
     {

@@ -320,6 +320,7 @@ void bind_scheduler(nb::module_& m) {
         .def("check_invariants", &Scheduler::check_invariants, unlocked)
         .def("reset_prefix_cache", &Scheduler::reset_prefix_cache, unlocked);
     bind_storage(scheduler);
+    bind_events(scheduler);
 }
 
 nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int block_size) {

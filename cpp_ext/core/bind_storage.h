@@ -1,4 +1,4 @@
-// The part of the binding that is about storage.
+// The parts of the binding that are about storage and about events.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,5 +8,6 @@
 namespace swiftkv {
 
 void bind_storage(nanobind::class_<Scheduler>& scheduler);
+void bind_events(nanobind::class_<Scheduler>& scheduler);
 
 }  // namespace swiftkv

@@ -274,7 +274,7 @@ void KvCache::demote(int g, BlockId cached) {
         evict(g, cached);
         return;
     }
-    index_.set_block(group.pool.node(cached), g, to);
+    point_to(group.pool.node(cached), g, to);
     group.pool.replace(cached, to);
     group.spills.push_back({to, cached});
 }
@@ -284,7 +284,7 @@ BlockId KvCache::move_in(int g, BlockId borrowed) {
     Group& group = groups_[g];
     const BlockId to = take_local(g);
     if (to == kNone) return kNone;
-    if (const NodeId node = group.pool.node(borrowed); node != kNone) index_.set_block(node, g, to);
+    if (const NodeId node = group.pool.node(borrowed); node != kNone) point_to(node, g, to);
     group.pool.replace(borrowed, to);
     group.moves_in.push_back({borrowed, to});
     return to;
@@ -313,13 +313,15 @@ void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     }
 }
 
-void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks) {
+void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks, std::span<const TokenId> tokens,
+                     const BlockKey& root) {
     ensure(num_blocks <= static_cast<int>(keys.size()), "a block that is committed is full");
     for (const BlockTable::Group& held : table.groups)
         ensure(num_blocks <= static_cast<int>(held.entries.size()), "a block that is committed is held");
     for (int i = table.num_committed; i < num_blocks; ++i) {
         const NodeId node = index_.find_or_insert(keys[i]);
-        for (int g = 0; g < num_groups(); ++g) adopt(g, table.groups[g].entries[i], node);
+        const BlockText text = text_of(tokens, root, keys, i);
+        for (int g = 0; g < num_groups(); ++g) adopt(g, table.groups[g].entries[i], node, text);
         offer_committed(node, keys[i]);
     }
     table.num_committed = std::max(table.num_committed, num_blocks);
@@ -335,7 +337,7 @@ std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
         groups_[g].pool.set_node(blocks[g], node);
         // Somebody is going to want it, or it would not be loaded.
         if (groups_[g].spec.window > 0) groups_[g].pool.set_worth(blocks[g], Worth::kKept);
-        index_.set_block(node, g, blocks[g]);
+        point_to(node, g, blocks[g]);
     }
     return blocks;
 }
@@ -352,10 +354,11 @@ void KvCache::end_loading(std::span<const BlockId> blocks, bool is_loaded) {
     for (int g = 0; g < num_groups(); ++g) {
         if (!is_loaded && groups_[g].pool.node(blocks[g]) != kNone) evict(g, blocks[g]);
         groups_[g].pool.stop_loading(blocks[g]);
+        tell_loaded(g, blocks[g], is_loaded);
     }
 }
 
-void KvCache::adopt(int g, int32_t& entry, NodeId node) {
+void KvCache::adopt(int g, int32_t& entry, NodeId node, const BlockText& text) {
     BlockPool& pool = groups_[g].pool;
     const BlockId known = index_.block(node, g);
     const BlockId own = block_of(g, entry);
@@ -365,7 +368,7 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node) {
             pool.forget(known);
             offers_.forget(node, g);  // storage may not have it after all
         }
-        index_.set_block(node, g, own);
+        point_to(node, g, own, text);
         pool.set_node(own, node);
         if (groups_[g].spec.window > 0) pool.set_worth(own, boundaries_.worth(node, g));
     } else {

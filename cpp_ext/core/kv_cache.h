@@ -7,6 +7,7 @@
 
 #include "block_pool.h"
 #include "boundaries.h"
+#include "kv_events.h"
 #include "offers.h"
 #include "prefix_index.h"
 #include "types.h"
@@ -59,6 +60,13 @@ struct LoadingBlock {
     int64_t offset_bytes;
 };
 
+// A block that the prefix index knows and whose bytes are there.
+struct ResidentBlock {
+    BlockKey key;
+    int group;
+    Place place;
+};
+
 // A block that was loading.
 struct LoadedBlock {
     int group;
@@ -105,9 +113,10 @@ class KvCache {
     // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as far as that leaves `spare`
     // local blocks available: what stays borrowed is streamed for every token.
     void promote(BlockTable& table, int spare, int max_blocks);
-    // The bytes of the table's first `num_blocks` full blocks are written: they enter the prefix index. Where it
-    // already has equal bytes the table changes to them.
-    void commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks);
+    // The bytes of the table's first `num_blocks` full blocks, which are those of `tokens` in the namespace of `root`,
+    // are written: they enter the prefix index. Where it already has equal bytes the table changes to them.
+    void commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks, std::span<const TokenId> tokens,
+                const BlockKey& root);
     // Keeps the tails of the first `length` keys' end in the sliding-window groups before others, if they are there.
     void keep_boundary(std::span<const BlockKey> keys, int length, Worth worth);
     // Takes a free local block of each group for a key that the prefix index does not know, and whose bytes are on
@@ -192,6 +201,13 @@ class KvCache {
     // The bytes of blocks that were loading have come, or never will.
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
 
+    // ---- events ----
+    KvEventLog& events() { return events_; }
+    // Remembers the tokens of blocks that are loading, for the event that tells of them.
+    void describe_loading(std::span<const LoadingBlock> loading, std::span<const TokenId> tokens, const BlockKey& root,
+                          std::span<const BlockKey> keys);
+    std::vector<ResidentBlock> resident_blocks() const;
+
     // Copies that the last step planned makes before anything else, layer by layer.
     const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
     const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
@@ -247,7 +263,11 @@ class KvCache {
     void evict(int group, BlockId block) noexcept;
     void lose_link(LinkOfGroup lost) noexcept;
     void let_go(int group, BlockId block);
-    void adopt(int group, int32_t& entry, NodeId node);
+    void adopt(int group, int32_t& entry, NodeId node, const BlockText& text);
+    void point_to(NodeId node, int group, BlockId block, const BlockText& text = {});
+    BlockText text_of(std::span<const TokenId> tokens, const BlockKey& root, std::span<const BlockKey> keys,
+                      int index) const;
+    void tell_loaded(int group, BlockId block, bool is_loaded);
     void offer_committed(NodeId node, const BlockKey& key);
     void offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys);
     void offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
@@ -273,6 +293,7 @@ class KvCache {
     PrefixIndex index_;
     Boundaries boundaries_;
     Offers offers_;
+    KvEventLog events_;
     int num_steps_ = 0;         // begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix
 };

@@ -15,7 +15,7 @@ void KvCache::evict(int g, BlockId block) noexcept {
         const BlockId held = index_.block(node, h);
         if (held == kNone || (h != g && !whole_node)) continue;
         groups_[h].pool.forget(held);
-        index_.set_block(node, h, kNone);
+        point_to(node, h, kNone);
         offers_.forget(node, h);
     }
     if (has_windows_) {

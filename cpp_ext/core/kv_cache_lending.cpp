@@ -214,7 +214,7 @@ BlockId KvCache::move_across(int g, BlockId block) {
     Group& group = groups_[g];
     const BlockId to = take_below(g, Place::kLocal);
     if (to == kNone) return kNone;
-    if (const NodeId node = group.pool.node(block); node != kNone) index_.set_block(node, g, to);
+    if (const NodeId node = group.pool.node(block); node != kNone) point_to(node, g, to);
     group.pool.replace(block, to);
     group.moves_across.push_back({block, to});
     return to;

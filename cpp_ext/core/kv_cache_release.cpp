@@ -113,6 +113,7 @@ void KvCache::reset() {
         for (BlockId b : leaving(g, BlockState::kLeaving))
             if (pool.state(b) == BlockState::kLeaving) evict(g, b);  // else gone with the node of another
     }
+    if (events_.is_on() && resident_blocks().empty()) events_.cleared();
 }
 
 }  // namespace swiftkv

@@ -158,7 +158,7 @@ void KvCache::load_into(LoadingBlock& load, const BlockKey& key) {
     const NodeId node = index_.find_or_insert(key);
     pool.set_node(load.block, node);
     if (groups_[load.group].spec.window > 0) pool.set_worth(load.block, Worth::kKept);
-    index_.set_block(node, load.group, load.block);
+    point_to(node, load.group, load.block);
     offers_.mark_stored(node, load.group);
 }
 
@@ -186,6 +186,7 @@ void KvCache::end_load(std::span<const LoadedBlock> blocks, bool is_loaded) {
     if (!is_loaded) forget_loading(blocks);
     // Last block first: see evict().
     for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) groups_[it->group].pool.stop_loading(it->block);
+    for (const LoadedBlock& b : blocks) tell_loaded(b.group, b.block, is_loaded);
 }
 
 }  // namespace swiftkv

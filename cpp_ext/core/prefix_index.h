@@ -27,6 +27,7 @@ class PrefixIndex {
     BlockId block(NodeId node, int group) const { return blocks_[cell(node, group)]; }
     void set_block(NodeId node, int group, BlockId block) { blocks_[cell(node, group)] = block; }
     bool is_empty(NodeId node) const;
+    const BlockKey& key(NodeId node) const { return nodes_[node].key; }
     // Throws std::runtime_error if nodes are lost.
     void check() const;
 

@@ -109,6 +109,13 @@ class Scheduler {
     void forget_loading(std::span<const LoadedBlock> blocks);
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
 
+    // ---- events ----
+    // Keeps up to `max_events` of what the prefix index learns and forgets, for take_kv_events().
+    void enable_kv_events(int max_events);
+    KvEvents take_kv_events();
+    // All that the events of an engine's whole life add up to.
+    std::vector<ResidentBlock> resident_blocks() const;
+
     SchedulerStats stats() const;
     StepTime step_time() const;  // as fitted to the steps so far
     void check_invariants() const;

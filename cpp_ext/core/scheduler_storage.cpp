@@ -88,7 +88,26 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks) {
     if (is_step_copying()) return {};  // it reads blocks that leave the pool, and are free already
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
-    return cache_.begin_load(keys.first(num_blocks), policy_.spare_blocks(roster_.running()), may_evict);
+    std::vector<LoadingBlock> loading =
+        cache_.begin_load(keys.first(num_blocks), policy_.spare_blocks(roster_.running()), may_evict);
+    cache_.describe_loading(loading, request->tokens, request->root_key, keys);
+    return loading;
+}
+
+void Scheduler::enable_kv_events(int max_events) {
+    const std::lock_guard lock(mutex_);
+    if (max_events < 1) throw std::invalid_argument("max_events must be positive");
+    cache_.events().enable(max_events);
+}
+
+KvEvents Scheduler::take_kv_events() {
+    const std::lock_guard lock(mutex_);
+    return cache_.events().take();
+}
+
+std::vector<ResidentBlock> Scheduler::resident_blocks() const {
+    const std::lock_guard lock(mutex_);
+    return cache_.resident_blocks();
 }
 
 void Scheduler::forget_loading(std::span<const LoadedBlock> blocks) {

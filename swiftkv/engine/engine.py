@@ -19,6 +19,7 @@ import zmq
 
 from swiftkv._core import StepPlan, StepResult
 from swiftkv.engine.grammars import Grammars, PendingMasks
+from swiftkv.engine.kv_events import open_kv_events
 from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs, PromptPart
 from swiftkv.engine.messages import (
@@ -96,6 +97,8 @@ class Engine:
         self._scheduler = make_scheduler(config, runner.group_specs)
         self._tier = open_tier(config, runner, self._scheduler)
         self._lending = Lending(config, runner, self._scheduler, context)
+        groups = [region.group for region in runner.pool.regions]
+        self._kv_events = open_kv_events(config.kv_events, self._scheduler, groups, config.device, context)
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
@@ -122,6 +125,7 @@ class Engine:
         finally:
             self._grammars.close()
             self._tier.close()
+            self._kv_events.close()
             self._lending.close()
 
     def _serve(self) -> None:
@@ -132,6 +136,7 @@ class Engine:
                 self._send_stats()
             self._lending.before_step(self._finish_steps)
             self._tier.before_step()
+            self._kv_events.collect()
             if not busy:
                 PROGRESS.rests()
                 self._wait()
@@ -310,6 +315,7 @@ class Engine:
             return
         self._requests[request.request_id] = request
         self._tier.added(request.request_id)
+        self._kv_events.added(request.namespace)
         self._prompt_logprobs.add(request)
         self._lending.demand_changed()
 

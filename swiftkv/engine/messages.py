@@ -53,6 +53,18 @@ EXIT_NO_ROOM = 4
 it is until all who borrow from it have let go."""
 
 
+class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where, and how, an engine tells what its prefix cache has: `kv_events_config`."""
+
+    endpoint: str
+    replay_endpoint: str | None = None  # None: nobody can ask again
+    buffer_steps: int = 10_000  # batches that are kept for those who ask again
+    hwm: int = 100_000  # batches that wait for one subscriber; more are lost to it
+    max_queue_size: int = 100_000  # batches that wait to be sent
+    topic: str = ""
+    encoding: Literal["map", "array"] = "map"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All an engine process knows: one JSON line on its standard input. The end of that stream ends the engine."""
 
@@ -81,6 +93,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
     lending: LendingSpec | None = None  # None: lends and borrows nothing
     storage: TierSpec | None = None  # None: what the pool forgets is gone
+    kv_events: KVEventsSpec | None = None  # None: nobody is told what the prefix cache has
     tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
     rank: int = 0  # which of them this process is; the gateway knows only rank 0
     watchdog_s: float = 120.0  # an engine that makes no progress for so long is ended; what waits in a step ends before

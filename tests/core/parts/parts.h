@@ -98,7 +98,7 @@ struct Parts {
             r.num_computed += row.num_tokens;
             r.num_scheduled -= row.num_tokens;
             r.num_unknown -= row.samples;
-            cache.commit(r.table, r.keys, r.num_computed / kBlockSize);
+            cache.commit(r.table, r.keys, r.num_computed / kBlockSize, r.tokens, r.root_key);
             if (row.samples) r.append(token, limits);
         }
         cache.settle();

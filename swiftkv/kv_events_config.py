@@ -1,0 +1,43 @@
+"""The `kv_events_config` section of a model, with vLLM's keys: where routers hear what its prefix cache has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_ENDPOINT = "a ZeroMQ address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/kv-events"
+_POSITIVE = "an integer of at least 1"
+
+Endpoint = Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$")]
+_Positive = Annotated[int, Field(ge=1)]
+
+
+class KVEventsConfig(BaseModel):
+    """KV events of one model: off unless they are enabled."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    enable_kv_cache_events: bool = Field(False, description="true or false")
+    publisher: Literal["zmq"] = Field("zmq", description="zmq")
+    endpoint: Endpoint = Field("tcp://127.0.0.1:5557", description=_ENDPOINT)
+    replay_endpoint: Endpoint | None = Field(None, description=f"{_ENDPOINT}, or null")
+    buffer_steps: _Positive = Field(10_000, description=_POSITIVE)
+    hwm: _Positive = Field(100_000, description=_POSITIVE)
+    max_queue_size: _Positive = Field(100_000, description=_POSITIVE)
+    topic: str = Field("", description="a text")
+    encoding: Literal["map", "array"] = Field("map", description="map or array")
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """The addresses that are bound, by their keys; none if events are off."""
+        if not self.enable_kv_cache_events:
+            return {}
+        named = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
+        return {key: address for key, address in named.items() if address is not None}
+
+
+def host_of(endpoint: str) -> str | None:
+    """Return the host that a TCP endpoint listens on; `None` for a socket in a directory of this machine."""
+    return urlsplit(endpoint).hostname if endpoint.startswith("tcp:") else None
