@@ -1,7 +1,8 @@
 """`make demo`: starts a node, talks to its models through the openai client, and stops it.
 
 The first tables show that from the second turn on most of a prompt comes from the KV cache. Then, if the node lends, a
-conversation outgrows its model's own pool, and is held again with lending off.
+conversation outgrows its model's own pool. The node is stopped and started again, and a conversation goes on from what
+was stored. At last the long conversation is held again with lending off.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftkv.config import ModelConfig, load_config
-from swiftkv.demo_node import Node, TooLongError, as_engine_error, serving
+from swiftkv.demo_node import Node, TooLongError, as_engine_error, serving, write_storing_config
 from swiftkv.errors import ConfigError, EngineError
 from swiftkv.planning.models import SizedPlan
 from swiftkv.planning.node import plan_node
@@ -111,13 +113,19 @@ def _run(path: Path, console: Console) -> int:
     pairs = zip(config.models, plans, strict=True)
     sized = ((model, plan) for model, plan in pairs if isinstance(plan, SizedPlan))
     borrower = next(((model, plan) for model, plan in sized if plan.max_model_len > plan.pool_tokens), None)
+    keeper = next((model for model in config.models if not borrower or model is not borrower[0]), config.models[0])
     exchanges: list[Exchange] = []
     num_changed = 0
-    with serving(path, config, console) as node:
-        turns = [turn for model in config.models for turn in _converse(node, model, console)]
-        if borrower:
-            exchanges = _outgrow(node, *borrower, console)
-            num_changed += _change_budget(node, borrower[0], exchanges[-1], console)
+    with tempfile.TemporaryDirectory(prefix="swiftkv-demo-") as directory:
+        kept = write_storing_config(path, keeper, Path(directory))
+        with serving(kept or path, load_config(kept or path), console) as node:
+            by_model = {model.name: _converse(node, model, console) for model in config.models}
+            if borrower:
+                exchanges = _outgrow(node, *borrower, console)
+                num_changed += _change_budget(node, borrower[0], exchanges[-1], console)
+        turns = [turn for of_model in by_model.values() for turn in of_model]
+        if kept:
+            turns.append(_go_on_after_restart(kept, keeper, by_model[keeper.name], console))
     if borrower:
         num_changed += _compare(path, borrower[0], exchanges, console)
         console.print(f"lending changed {num_changed or 'none'} of the answers")
@@ -147,6 +155,29 @@ def _converse(node: Node, model: ModelConfig, console: Console) -> list[Turn]:
             live.refresh()
     console.print()
     return turns
+
+
+def _go_on_after_restart(path: Path, model: ModelConfig, turns: Sequence[Turn], console: Console) -> Turn:
+    """Ask for the last turn of a conversation once more, on a node that has been started again."""
+    last = turns[-1]
+    console.print(f"{model.name}'s blocks were stored in files as they were computed. The node is started again:\n")
+    with serving(path, load_config(path), console) as node:
+        turn = _ask_again(node.client(model), model.name, turns)
+    is_same = turn.answer == last.answer
+    console.print(
+        f"Of the {turn.num_prompt_tokens:,} tokens of {model.name}'s conversation {turn.num_cached_tokens:,} came from "
+        f"storage, the first token after {turn.ttft_s * 1000:.0f} ms, and the answer is "
+        f"{'the same as' if is_same else 'ANOTHER than'} before the restart.\n"
+    )
+    return turn
+
+
+def _ask_again(client: openai.OpenAI, model: str, turns: Sequence[Turn]) -> Turn:
+    """Ask for the last turn once more."""
+    *before, last = turns
+    if model == "code":
+        return _continue_program(client, model, before, last.asked)
+    return _ask(client, model, [*(message for turn in before for message in _as_messages(turn)), _user(last.asked)])
 
 
 def _outgrow(node: Node, model: ModelConfig, plan: SizedPlan, console: Console) -> list[Exchange]:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import yaml
 from rich.console import Console
 
 from swiftkv.admin_key import find_admin_key
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import ConfigError, EngineError
+from swiftkv.tier_config import why_no_storage
 
 try:
     import openai
@@ -115,6 +117,25 @@ class Node:
         if not response.is_success:
             raise EngineError(f"{method} {url}: {response.status_code} {response.text}")
         return response.json()
+
+
+def write_storing_config(path: Path, model: ModelConfig, directory: Path) -> Path | None:
+    """Write a node's file once more, with storage for one of its models, both in `directory`.
+
+    Return where the file is; `None` if that model cannot have storage, or there is no file.
+    """
+    if path.is_dir() or any(why_no_storage(model.device, model.tensor_parallel_size, model.enable_prefix_caching)):
+        return None
+    raw = yaml.safe_load(path.read_text())
+    for section in raw["models"]:
+        beside = path.resolve().parent / section["path"]
+        section["path"] = str(beside) if beside.is_dir() else section["path"]
+        if section["name"] == model.name:
+            storage = {"backend": "file", "path": str(directory / "kv"), "size": "256MiB", "prefetch_threshold": 16}
+            section["tiers"] = {"storage": storage}
+    to = directory / "node.yaml"
+    to.write_text(yaml.safe_dump(raw))
+    return to
 
 
 @contextlib.contextmanager

@@ -69,15 +69,19 @@ def test_a_conversation_outgrows_the_pool_of_its_model(tmp_path: Path) -> None:
     assert on > 2 * alone
     assert [off[turn][-1] for turn in "1237"] == ["the same", "the same", "the same", "refused"]
     assert "lending changed none of the answers" in out
-    assert out.count("the node has stopped") == 2
+    assert out.count("the node has stopped") == 3
 
 
 def test_a_node_that_cannot_lend_is_talked_to(tmp_path: Path) -> None:
     demo = start_demo(write_config(tmp_path / "node.yaml", "code"))
     out, err = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 0, out + err
-    assert "5 of 5 answers came" in out
+    assert "6 of 6 answers came" in out
     assert "lending" not in out
+    restarted = re.search(r"Of the (\d+) tokens of code's conversation (\d+) came from storage", " ".join(out.split()))
+    assert restarted, out
+    assert int(restarted[2]) > 0.8 * int(restarted[1])
+    assert "the answer is the same as before the restart" in " ".join(out.split())
 
 
 def test_told_to_stop_it_stops_the_node(tmp_path: Path) -> None:
