@@ -27,8 +27,9 @@ def pool_of(num_bytes: int) -> Pool:
 
 
 def mapped_inodes(pid: int) -> set[int]:
-    """The memory and files that a process maps."""
-    return {int(line.split()[4]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    """Return the memory without a name that a process maps. Files are of other devices, with the same numbers."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "/memfd:" in line}
 
 
 class Lender:
