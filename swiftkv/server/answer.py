@@ -13,6 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
 from swiftkv.server.choices import Choice, Delta, chat_logprobs, completion_logprobs, prompt_logprobs
+from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.protocol import ChatBody, CompletionBody
@@ -27,16 +28,16 @@ from swiftkv.server.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionTokensDetails,
     FunctionCall,
     PromptLogprobs,
-    PromptTokensDetails,
     ToolCall,
     Usage,
 )
 from swiftkv.server.sampling import stop_rules
+from swiftkv.server.sse import plain_events
 from swiftkv.server.tiers import tier_of
 from swiftkv.server.tools import tool_use
+from swiftkv.server.usage import RunningUsage
 
 _SMALL_NUMBERS = 512
 
@@ -71,58 +72,11 @@ def _sections(model: ModelHandle, body: ChatBody, prompt_ids: Sequence[int]) -> 
     return model.reasoning.sections(prompt_ids, continues=bool(body.continue_final_message))
 
 
-class _Usage:
-    """The running sums of an answer's `usage`.
-
-    Prompts count once, however many choices they have; so does what any of these found in the cache, at least.
-    """
-
-    def __init__(
-        self,
-        num_prompt_tokens: int,
-        choices_per_prompt: int,
-        generation: Generation,
-        *,
-        show_cached: bool,
-        show_reasoning: bool,
-    ) -> None:
-        self.num_completion_tokens = 0
-        self.num_reasoning_tokens = 0
-        self._num_prompt_tokens = num_prompt_tokens
-        self._choices_per_prompt = choices_per_prompt
-        self._generation = generation
-        self._show_cached = show_cached
-        self._show_reasoning = show_reasoning
-        self._num_admitted = 0
-        self._cached_by_prompt: dict[int, int] = {}
-        self._num_cached = 0
-
-    def now(self) -> Usage:
-        total = self._num_prompt_tokens + self.num_completion_tokens
-        usage = Usage(self._num_prompt_tokens, self.num_completion_tokens, total)
-        if self._show_cached:
-            self._take_admitted()
-            usage.prompt_tokens_details = PromptTokensDetails(self._num_cached)
-        if self._show_reasoning:
-            usage.completion_tokens_details = CompletionTokensDetails(self.num_reasoning_tokens)
-        return usage
-
-    def _take_admitted(self) -> None:
-        admitted = self._generation.admitted
-        while self._num_admitted < len(admitted):
-            index, num_cached = admitted[self._num_admitted]
-            self._num_admitted += 1
-            prompt = index // self._choices_per_prompt
-            before = self._cached_by_prompt.get(prompt)
-            if before is None or num_cached < before:
-                self._cached_by_prompt[prompt] = num_cached
-                self._num_cached += num_cached - (before or 0)
-
-
 class Answer(ABC):
     """The answer to one request. Call `chunks` for a stream, or `add` until the end and then `whole`."""
 
     id_prefix: ClassVar[str]
+    end_of_stream: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -132,7 +86,7 @@ class Answer(ABC):
         choices: Sequence[Choice],
         generation: Generation,
     ) -> None:
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
         self.prompts = prompts
@@ -149,7 +103,7 @@ class Answer(ABC):
         self._started: set[int] = set()
         self._totals = [Delta(choice.index) for choice in self.choices]
         show = model.policy.show_cached_tokens
-        self._usage = _Usage(
+        self._usage = RunningUsage(
             sum(len(prompt.token_ids) for prompt in prompts),
             self.n,
             generation,
@@ -162,12 +116,25 @@ class Answer(ABC):
         """The events that tell of ``batch``."""
 
     @abstractmethod
-    def usage_chunk(self) -> Struct:
-        """The event that closes a stream whose client asked for its usage."""
+    def closing(self) -> list[Struct]:
+        """The events that end a stream: its usage, if the client asked for it."""
 
     @abstractmethod
     def whole(self) -> Struct:
         """The answer, once everything was added."""
+
+    def failure(self, error: ApiError) -> Struct:
+        """Return the event that ends a stream which fails."""
+        return error.answer()
+
+    def encode(self, events: Sequence[Struct]) -> bytes:
+        """Return events as a stream has them."""
+        return plain_events(events)
+
+    @property
+    def has_small_closing(self) -> bool:
+        """Whether the events of `closing` are written in less than a millisecond."""
+        return True
 
     def add(self, batch: Sequence[Delta]) -> None:
         self._count(batch)
@@ -200,7 +167,7 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(
         self,
@@ -230,8 +197,8 @@ class CompletionAnswer(Answer):
                 result.append(self._completion([choice], usage_so_far))
         return result
 
-    def usage_chunk(self) -> Struct:
-        return self._completion([], self.usage())
+    def closing(self) -> list[Struct]:
+        return [self._completion([], self.usage())] if self.final_usage else []
 
     def whole(self) -> Struct:
         choices = [self._choice(total, first=True) for total in self._ready(self._totals)]
@@ -305,7 +272,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     def __init__(
         self,
@@ -330,8 +297,8 @@ class ChatAnswer(Answer):
                 result.append(self._chunk(delta))
         return result
 
-    def usage_chunk(self) -> Struct:
-        return self._event([], self.usage())
+    def closing(self) -> list[Struct]:
+        return [self._event([], self.usage())] if self.final_usage else []
 
     def whole(self) -> Struct:
         tokenizer, prompt = self.model.tokenizer, self.prompts[0]

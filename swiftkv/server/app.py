@@ -37,7 +37,7 @@ from swiftkv.server.node_page import page_router
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
 from swiftkv.server.responses import EngineView, Health, NotReady, Readiness, Version, openapi_components
-from swiftkv.server.routes import documented, openai_router
+from swiftkv.server.routes import documented, documented_error, openai_router
 from swiftkv.server.routing import routing_router
 from swiftkv.server.scrape import Scrapes
 from swiftkv.server.streaming import ClientGone, json_response
@@ -101,7 +101,7 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return explain_invalid(error.errors()).response()
+        return explain_invalid(error.errors()).response(request.url.path)
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
@@ -205,9 +205,11 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
                 if parameter["in"] == "path" and parameter["name"] not in ("file_id", "batch_id"):
                     parameter["schema"]["enum"] = models.names
             if refused := _guard(operation, path, settings):
-                operation["responses"][str(refused)] = documented("ErrorResponse", refused)[refused]
+                operation["responses"][str(refused)] = documented_error(path)
     schemes = ["admin"] if settings.api_key is None else ["admin", "bearer"]
     document["components"]["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name in schemes}
+    if settings.api_key is not None:
+        document["components"]["securitySchemes"]["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     app.openapi_schema = document
     return document
 
@@ -217,7 +219,7 @@ def _guard(operation: dict[str, Any], path: str, settings: ServerSettings) -> in
     is_admin = path.startswith(f"{ADMIN_PATH}/")
     if not is_admin and (settings.api_key is None or is_open(path)):
         return None
-    operation["security"] = [{"admin" if is_admin else "bearer": []}]
+    operation["security"] = [{"admin": []}] if is_admin else [{"bearer": []}, {"x-api-key": []}]
     return 401
 
 

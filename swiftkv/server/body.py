@@ -14,6 +14,7 @@ from starlette.requests import Request
 from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import Body
 from swiftkv.server.limits import Turns
+from swiftkv.server.messages_api.body import CountTokensBody, MessagesBody
 from swiftkv.server.price import check_json
 from swiftkv.server.protocol import (
     BatchBody,
@@ -24,6 +25,7 @@ from swiftkv.server.protocol import (
     TokenizeBody,
     explain_invalid,
 )
+from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.streaming import ClientGone, unless_gone
 from swiftkv.server.threads import BoundedThreads
 
@@ -33,7 +35,10 @@ _SMALL_BYTES = 8 << 10
 """A body up to this size is parsed on the event loop: it takes less than a millisecond, whatever it holds."""
 
 _MAX_ERRORS = 16
-_BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, BudgetBody, BatchBody)
+_BODIES: tuple[type[Body], ...] = (
+    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody, BudgetBody,
+    BatchBody,
+)  # fmt: skip
 
 
 def body_threads() -> BoundedThreads:

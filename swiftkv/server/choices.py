@@ -51,6 +51,8 @@ class Delta:
     calls: list[ToolCallDelta] = field(default_factory=list)
     reasoning: str = ""
     num_reasoning_tokens: int = 0
+    parts: list[str | ToolCallDelta] = field(default_factory=list)
+    """The text and the calls in their order, where there may be calls."""
 
     def append(self, later: Delta) -> None:
         """Add what the same choice has to say afterwards."""
@@ -58,6 +60,7 @@ class Delta:
         self.reasoning += later.reasoning
         self.num_reasoning_tokens += later.num_reasoning_tokens
         self.calls += later.calls
+        self.parts += later.parts
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         if later.prompt_logprobs is not None:
@@ -99,15 +102,19 @@ class _Calls:
         match event:
             case Said(text):
                 delta.text += text
+                delta.parts.append(text)
             case CallBegun(name):
                 call = ToolCallDelta(self._num_calls, FunctionDelta(name), self._parser.new_call_id(), "function")
                 self._num_calls += 1
                 delta.calls.append(call)
+                delta.parts.append(call)
             case ArgumentsGrown(text):
                 if delta.calls:
                     delta.calls[-1].function.arguments += text
                 else:
-                    delta.calls.append(ToolCallDelta(self._num_calls - 1, FunctionDelta(arguments=text)))
+                    more = ToolCallDelta(self._num_calls - 1, FunctionDelta(arguments=text))
+                    delta.calls.append(more)
+                    delta.parts.append(more)
 
 
 class Choice:
@@ -212,7 +219,7 @@ async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIter
         batch = decode(outputs) if is_small else await asyncio.to_thread(decode, outputs)
         for delta, output in zip(batch, outputs, strict=True):
             if delta.finish_reason and not output.finish_reason:
-                generation.finish(delta.index, delta.finish_reason)
+                generation.finish(delta.index, "stop")
         yield batch
 
 

@@ -1,13 +1,23 @@
-"""Errors in OpenAI's shape: every error a client sees is `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as clients see them.
+
+They have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, and below `/v1/messages` Anthropic's,
+`{"type": "error", "error": {"type", "message"}}`.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from swiftkv.server.limits import without_model
 
 _TYPES = {
     401: "authentication_error",
@@ -19,6 +29,21 @@ _TYPES = {
     503: "service_unavailable_error",
     507: "insufficient_storage_error",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATH = re.compile(r"/v1/messages(?:/|$)")
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Return whether clients of `path` expect Anthropic's errors and headers."""
+    return _ANTHROPIC_PATH.match(without_model(path)) is not None
 
 
 class ErrorDetail(msgspec.Struct):
@@ -30,6 +55,16 @@ class ErrorDetail(msgspec.Struct):
 
 class ErrorResponse(msgspec.Struct):
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    error: AnthropicErrorDetail
+    type: Literal["error"] = "error"
 
 
 class ApiError(Exception):
@@ -45,15 +80,33 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
-    def body(self) -> bytes:
-        """The error as JSON."""
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Return the error with other names for the fields that it quotes."""
+        message = self.message
+        for name, other in names.items():
+            message = message.replace(f"'{name}'", f"'{other}'")
+        param = self.param and names.get(self.param, self.param)
+        return ApiError(self.status, message, param=param, code=self.code, retry_after_s=self.retry_after_s)
+
+    def answer(self) -> ErrorResponse:
+        """Return the error as a client sees it."""
         # A message may quote the client, and JSON allows it halves of surrogate pairs that UTF-8 has no bytes for.
         message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return msgspec.json.encode(ErrorResponse(ErrorDetail(message, kind, param, self.code or self.status)))
+        return ErrorResponse(ErrorDetail(message, kind, param, self.code or self.status))
 
-    def response(self) -> Response:
+    def body(self) -> bytes:
+        """The error as JSON."""
+        return msgspec.json.encode(self.answer())
+
+    def anthropic_answer(self) -> AnthropicError:
+        """Return the error as a client of Anthropic's sees it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return AnthropicError(AnthropicErrorDetail(kind, self.answer().error.message))
+
+    def response(self, path: str = "") -> Response:
+        """Return the answer to a request for `path`."""
         headers = {}
         if self.retry_after_s:
             headers["Retry-After"] = str(math.ceil(self.retry_after_s))
@@ -61,7 +114,17 @@ class ApiError(Exception):
             headers["x-llm-d-request-dropped-reason"] = "rejected-saturated"  # routers of llm-d look at it
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return Response(self.body(), self.status, headers, media_type="application/json")
+        body = msgspec.json.encode(self.anthropic_answer()) if speaks_anthropic(path) else self.body()
+        return Response(body, self.status, headers, media_type="application/json")
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors that are raised inside speak of fields by the names that the client knows."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error.__cause__
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -69,7 +132,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -79,10 +142,10 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"{request.url.path} does not take {request.method}"
         else:
             message = str(error.detail)
-        response = ApiError(error.status_code, message).response()
+        response = ApiError(error.status_code, message).response(request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return ApiError(500, "internal error: the server's log says more").response()
+        return ApiError(500, "internal error: the server's log says more").response(request.url.path)

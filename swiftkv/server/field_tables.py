@@ -14,6 +14,19 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from swiftkv.server.fields import INT32_MAX, Body, Unsupported
+from swiftkv.server.messages_api.body import (
+    AnsweredMessage,
+    ClientTool,
+    CountTokensBody,
+    MessagesBody,
+    NamedToolChoice,
+    OutputConfig,
+    TextBlockParam,
+    ThinkingParam,
+    ToolResultParam,
+    ToolUseParam,
+    UserMessage,
+)
 from swiftkv.server.protocol import (
     BatchBody,
     BudgetBody,
@@ -22,34 +35,67 @@ from swiftkv.server.protocol import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    SamplingFields,
     StreamOptions,
     TextPart,
     TokenizeBody,
+)
+from swiftkv.server.responses_api.body import (
+    FunctionCallInput,
+    FunctionCallOutput,
+    FunctionTool,
+    InputText,
+    MessageItem,
+    ReasoningItem,
+    ResponsesBody,
+    SchemaTextFormat,
+    TextSettings,
 )
 from swiftkv.server.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from swiftkv.server.tools import FunctionDefinition, Tool, ToolCallMessage
 
 BEGIN, END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
 _NOT_USED = "Accepted, not used"
-_SECTIONS: tuple[tuple[str, type[Body], type[Body] | None], ...] = (
-    ("Both kinds of completions", GenerationBody, None),
+_SECTIONS: tuple[tuple[str, type[Body], *tuple[type[Body], ...]], ...] = (
+    ("Every request for an answer", SamplingFields),
+    ("Both kinds of completions, besides", GenerationBody, SamplingFields),
     ("`POST /v1/completions`, besides", CompletionBody, GenerationBody),
     ("`POST /v1/chat/completions`, besides", ChatBody, GenerationBody),
-    ("A message", ChatMessage, None),
-    ("A part of a message's `content`", TextPart, None),
-    ("`stream_options`", StreamOptions, None),
-    ("A tool", Tool, None),
-    ("A tool's `function`", FunctionDefinition, None),
-    ("A call in an assistant's message", ToolCallMessage, None),
-    ("`response_format`", ResponseFormat, None),
-    ("`response_format.json_schema`", JsonSchemaFormat, None),
-    ("`structured_outputs`", StructuredOutputs, None),
-    ("`POST /tokenize`", TokenizeBody, None),
-    ("`POST /detokenize`", DetokenizeBody, None),
-    ("`POST /v1/batches`", BatchBody, None),
-    ("`PATCH /admin/lending/{worker}`", BudgetBody, None),
+    ("A message", ChatMessage),
+    ("A part of a message's `content`", TextPart),
+    ("`stream_options`", StreamOptions),
+    ("A tool", Tool),
+    ("A tool's `function`", FunctionDefinition),
+    ("A call in an assistant's message", ToolCallMessage),
+    ("`response_format`", ResponseFormat),
+    ("`response_format.json_schema`", JsonSchemaFormat),
+    ("`structured_outputs`", StructuredOutputs),
+    ("`POST /v1/responses`, besides what all have", ResponsesBody, SamplingFields),
+    ("An item of `input`: a message", MessageItem),
+    ("An item of `input`: a call", FunctionCallInput),
+    ("An item of `input`: the output of a call", FunctionCallOutput),
+    ("An item of `input`: reasoning", ReasoningItem),
+    ("A part of an item's `content` or `output`", InputText),
+    ("A tool of `/v1/responses`", FunctionTool),
+    ("`text`", TextSettings),
+    ("`text.format` with a schema", SchemaTextFormat),
+    ("`POST /v1/messages/count_tokens`", CountTokensBody),
+    ("`POST /v1/messages`, besides both", MessagesBody, CountTokensBody, SamplingFields),
+    ("A message of the user's", UserMessage),
+    ("A message of the assistant's", AnsweredMessage),
+    ("A content block: text", TextBlockParam),
+    ("A content block: a call", ToolUseParam),
+    ("A content block: the result of a call", ToolResultParam),
+    ("A content block: thinking", ThinkingParam),
+    ("A tool of `/v1/messages`", ClientTool),
+    ("`tool_choice` of `/v1/messages`, by name", NamedToolChoice),
+    ("`output_config`", OutputConfig),
+    ("`POST /tokenize`", TokenizeBody),
+    ("`POST /detokenize`", DetokenizeBody),
+    ("`POST /v1/batches`", BatchBody),
+    ("`PATCH /admin/lending/{worker}`", BudgetBody),
 )
-"""Heading, body, and the body whose fields another section has."""
+"""Heading, body, and the bodies whose fields other sections have."""
 
 
 def field_tables() -> str:
@@ -57,8 +103,8 @@ def field_tables() -> str:
     return "\n".join(_section(*section) for section in _SECTIONS)
 
 
-def _section(heading: str, body: type[Body], base: type[Body] | None) -> str:
-    known = base.model_fields if base else {}
+def _section(heading: str, body: type[Body], *bases: type[Body]) -> str:
+    known = {name for base in bases for name in base.model_fields}
     schema = body.model_json_schema()
     rows = [
         f"| `{name}` | {_state(field)} | {_values(schema['properties'][name], schema.get('$defs', {}))} |"

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from swiftkv.server.price import LIMITS
@@ -14,6 +23,9 @@ INT32_MAX = 2**31 - 1
 # The bound makes pydantic look into the string: JSON has halves of surrogate pairs, which no tokenizer takes.
 Text = Annotated[str, Field(max_length=INT32_MAX)]
 Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
+
+FIELD_NAMES: set[str] = set()
+"""The fields of all bodies, as clients write them; where pydantic says that a mistake is, it has other words, too."""
 
 
 class Unsupported:
@@ -52,11 +64,33 @@ class AtMost:
         return value
 
 
+def told_by(key: str, tags: Mapping[str, str], *, default: str = "") -> Discriminator:
+    """Return what tells the members of a union apart: the text in `key`.
+
+    Args:
+        tags: The `Tag` of the member for each text. No field may be called so: errors would name it.
+        default: The text where there is none.
+    """
+
+    def tag(value: Any) -> str | None:
+        if isinstance(value, Body):  # that is to be written
+            return tags.get(getattr(value, key) or default)
+        text = (value.get(key) or default) if isinstance(value, dict) else None
+        return tags.get(text) if isinstance(text, str) else None
+
+    message = f"must be an object whose '{key}' is {', '.join(tags)}"
+    return Discriminator(tag, custom_error_type="unknown_kind", custom_error_message=message)
+
+
 _check_number_of_fields = AtMost(LIMITS.fields)
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        FIELD_NAMES.update(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod

@@ -26,17 +26,25 @@ def is_open(path: str) -> bool:
     return without_model(path) in OPEN_PATHS
 
 
-class _BearerKey:
-    """A key that `Authorization: Bearer <key>` is compared with."""
+class _Key:
+    """A key that the ones in headers are compared with."""
 
     def __init__(self, key: str) -> None:
         self._digest = hashlib.sha256(key.encode()).digest()
 
-    def is_sent(self, headers: Headers) -> bool:
+    def is_bearer(self, headers: Headers) -> bool:
+        """Return whether it is sent as `Authorization: Bearer <key>`."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        return self._is(key) and scheme.lower() == "bearer"
+
+    def is_api_key(self, headers: Headers) -> bool:
+        """Return whether it is sent as `x-api-key: <key>`, as Anthropic's clients do."""
+        return self._is(headers.get("x-api-key", ""))
+
+    def _is(self, key: str) -> bool:
         # Digests are compared, so that neither the key's length nor its first characters show in the time taken.
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        return hmac.compare_digest(digest, self._digest) and scheme.lower() == "bearer"
+        return hmac.compare_digest(digest, self._digest)
 
 
 class ApiKeyMiddleware:
@@ -44,17 +52,18 @@ class ApiKeyMiddleware:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
-        self._key = _BearerKey(api_key)
+        self._key = _Key(api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or is_open(scope["path"]) or _is_admin(scope) or self._is_sent(scope):
             await self.app(scope, receive, send)
             return
         error = ApiError(401, "wrong or missing API key: send 'Authorization: Bearer <key>'", code="invalid_api_key")
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _is_sent(self, scope: Scope) -> bool:
-        return self._key.is_sent(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        return self._key.is_bearer(headers) or self._key.is_api_key(headers)
 
 
 class AdminMiddleware:
@@ -62,10 +71,10 @@ class AdminMiddleware:
 
     def __init__(self, app: ASGIApp, admin_key: str) -> None:
         self.app = app
-        self._key = _BearerKey(admin_key)
+        self._key = _Key(admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _is_admin(scope) or self._key.is_sent(Headers(scope=scope)):
+        if scope["type"] != "http" or not _is_admin(scope) or self._key.is_bearer(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
         text = (
@@ -96,7 +105,7 @@ class HostMiddleware:
             "this node has no API key and answers only to localhost; call it by that name, list the name that you "
             "called it by in node.allowed_hosts, or set node.api_key_env"
         )
-        await ApiError(403, text, code="host_not_allowed").response()(scope, receive, send)
+        await ApiError(403, text, code="host_not_allowed").response(scope["path"])(scope, receive, send)
 
     def _is_allowed(self, name: str) -> bool:
         return is_loopback(name) or name in self._allowed
@@ -139,7 +148,7 @@ class BodyLimitMiddleware:
         length = Headers(scope=scope).get("content-length", "0")
         declared_bytes = int(length) if length.isascii() and length.isdigit() else 0
         if declared_bytes > max_bytes:
-            await ApiError(413, message, code="body_too_large").response()(scope, receive, send)
+            await ApiError(413, message, code="body_too_large").response(scope["path"])(scope, receive, send)
             return
         received_bytes = 0
 

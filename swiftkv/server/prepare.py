@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer, Prompt, make_choices
 from swiftkv.server.choices import Choice
 from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import SequenceRequest
+from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import check_detokenize, check_messages, check_stops
@@ -97,6 +97,8 @@ def _asked_grammar(model: ModelHandle, body: CompletionBody | ChatBody) -> Asked
     asked = asked_grammar(body)
     tools = tool_use(model.tool_parser, body) if isinstance(body, ChatBody) else None
     of_tools = None if tools is None else tools.grammar()
+    if of_tools is not None and body.response_format is not None:
+        return of_tools  # the format is of texts, and the answer has none: agents send both, turn after turn
     if asked is not None and of_tools is not None:
         message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"
         raise ApiError(400, message, param="tool_choice")
@@ -111,10 +113,22 @@ def _prepared(
     return Prepared(prompts, sequences, make_choices(model, body, prompts))
 
 
+AnswerMaker = Callable[[ModelHandle, Any, Sequence[Prompt], Sequence[Choice], Generation], Answer]
+"""Makes the answer to a request of the second argument's type."""
+
+
 def begin(
-    model: ModelHandle, body: CompletionBody | ChatBody, prepared: Prepared, *, target_ttft_s: float | None = None
+    model: ModelHandle,
+    body: CompletionBody | ChatBody,
+    prepared: Prepared,
+    *,
+    make_answer: AnswerMaker | None = None,
+    target_ttft_s: float | None = None,
 ) -> Answer:
     """Hand the sequences of a request to the engine. Whoever gets the answer closes its generation.
+
+    Args:
+        make_answer: For a chat that was asked for in another protocol.
 
     Raises:
         ApiError: 503 if the engine is down, 429 if too much is in flight.
@@ -127,9 +141,8 @@ def begin(
         target_ttft_s=target_ttft_s if allow_priority else None,
     )
     model.client.metrics.request_n.observe(body.n or 1)
-    if isinstance(body, ChatBody):
-        return ChatAnswer(model, body, prepared.prompts, prepared.choices, generation)
-    return CompletionAnswer(model, body, prepared.prompts, prepared.choices, generation)
+    usual: AnswerMaker = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
+    return (make_answer or usual)(model, body, prepared.prompts, prepared.choices, generation)
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

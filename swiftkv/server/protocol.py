@@ -14,21 +14,12 @@ from pydantic_core import PydanticCustomError
 
 from swiftkv.config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
-from swiftkv.server.fields import INT32_MAX, AtMost, Body, Label, Text, Unsupported
+from swiftkv.server.fields import FIELD_NAMES, INT32_MAX, AtMost, Body, Label, Text, Unsupported
 from swiftkv.server.price import LIMITS
-from swiftkv.server.structured import JsonSchemaFormat, ResponseFormat, StructuredFields, StructuredOutputs
+from swiftkv.server.structured import StructuredFields
 from swiftkv.server.templating import ReasoningEffort, TemplateFields
 from swiftkv.server.tiers import WantedTier
-from swiftkv.server.tools import (
-    CalledFunction,
-    FunctionDefinition,
-    NamedFunction,
-    NamedTool,
-    Tool,
-    ToolCallMessage,
-    ToolCallMessages,
-    ToolFields,
-)
+from swiftkv.server.tools import ToolCallMessages, ToolFields
 from swiftkv.units import Budget, parse_budget
 
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
@@ -38,6 +29,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # A list of a million wrong items must not make a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.token_ids)]
 StopString = Annotated[str, Field(min_length=1, max_length=LIMITS.stop_chars)]
+StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=LIMITS.stops)]
 Switch = Literal["true", "false"]  # of a query, where pydantic would take 1, yes and t as well
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
@@ -59,30 +51,39 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[None, Unsupported(False)] = None
 
 
-class GenerationBody(ModelBody, StructuredFields):
-    """The fields that completions and chat completions have in common."""
+class SamplingFields(ModelBody):
+    """The fields that every request for an answer may have, whatever protocol it speaks."""
 
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=LIMITS.choices)] | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=LIMITS.stops)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.stop_token_ids)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: LogitBias | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the values of these fields by name, for a request of another protocol."""
+        return {name: getattr(self, name) for name in SamplingFields.model_fields}
+
+
+class GenerationBody(SamplingFields, StructuredFields):
+    """The fields that completions and chat completions have in common."""
+
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=LIMITS.choices)] | None = None
+    stop: StopString | StopList | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.stop_token_ids)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: LogitBias | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
     service_tier: WantedTier | None = None
 
     user: Label | None = Field(None, description="Accepted, not used")
@@ -265,30 +266,7 @@ class BatchBody(Body):
     output_expires_after: Annotated[None, Unsupported()] = None
 
 
-_FIELDS = frozenset(
-    name
-    for body in (
-        CompletionBody,
-        ChatBody,
-        TokenizeBody,
-        DetokenizeBody,
-        ChatMessage,
-        TextPart,
-        StreamOptions,
-        BudgetBody,
-        BatchBody,
-        JsonSchemaFormat,
-        ResponseFormat,
-        StructuredOutputs,
-        Tool,
-        FunctionDefinition,
-        NamedTool,
-        NamedFunction,
-        ToolCallMessage,
-        CalledFunction,
-    )
-    for name in (field.alias or name for name, field in body.model_fields.items())
-) | {"dry_run", "after", "limit", "order", "purpose", "file_id", "batch_id"}
+_PARAMETERS = frozenset({"dry_run", "after", "limit", "order", "purpose", "file_id", "batch_id"})
 
 _SHOWN_CHARS = 128  # of a name that a client chose
 
@@ -307,8 +285,9 @@ def explain_invalid(errors: Sequence[Any]) -> ApiError:
     if not location:
         return ApiError(400, f"the body must be a JSON object, with 'Content-Type: application/json' ({text})")
     # pydantic puts the names of union members between those of the fields.
-    named = [str(part) for part in location[:-1] if isinstance(part, int) or part in _FIELDS]
-    if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in _FIELDS:
+    known = FIELD_NAMES | _PARAMETERS
+    named = [str(part) for part in location[:-1] if isinstance(part, int) or part in known]
+    if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in known:
         named.append(str(location[-1])[:_SHOWN_CHARS])
     field = ".".join(named)
     if kind in ("extra_forbidden", "unsupported_field"):

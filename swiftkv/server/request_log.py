@@ -19,10 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv.errors import ConfigError
 from swiftkv.output import DetachedStream
+from swiftkv.server.errors import speaks_anthropic
 from swiftkv.server.limits import MONITORING_PATHS, without_model
 from swiftkv.server.metrics import FinishedRequest
 
 ID_HEADER = "X-Request-Id"
+_ANTHROPIC_ID_HEADER = "request-id"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499
 """The status of a request whose client hung up before its answer began."""
@@ -94,11 +96,13 @@ class RequestIdMiddleware:
             return
         record = RequestRecord(_request_id(Headers(scope=scope)))
         scope.setdefault("state", {})["record"] = record
+        id_headers = (ID_HEADER, _ANTHROPIC_ID_HEADER) if speaks_anthropic(scope["path"]) else (ID_HEADER,)
 
         async def send_with_id(event: Message) -> None:
             if event["type"] == "http.response.start":
                 record.status = event["status"]
-                MutableHeaders(scope=event)[ID_HEADER] = record.request_id
+                for name in id_headers:
+                    MutableHeaders(scope=event)[name] = record.request_id
             await send(event)
 
         try:

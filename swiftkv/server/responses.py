@@ -12,7 +12,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.lease.messages import GroupBlocks
 from swiftkv.server.batches.objects import FileDeleted, OfflineBatch, OfflineBatchList, StoredFile, StoredFileList
-from swiftkv.server.errors import ErrorResponse
+from swiftkv.server.errors import AnthropicError, ErrorResponse
+from swiftkv.server.messages_api.objects import MessageObject, TokenCount
+from swiftkv.server.responses_api.objects import ResponseObject
 
 
 class PromptTokensDetails(Struct):
@@ -417,9 +419,10 @@ class NodeOverview(Struct):
 
 
 DOCUMENTED = (
-    Completion, ChatCompletion, ModelCard, ModelList, Tokenized, Detokenized, Health, Readiness, NotReady, Version,
-    ErrorResponse, LendingOverview, BudgetChange, PoolView, NodeOverview, RenderedPrompt, Loads, ModelStart,
-    StoredFile, StoredFileList, FileDeleted, OfflineBatch, OfflineBatchList,
+    Completion, ChatCompletion, ResponseObject, MessageObject, TokenCount, ModelCard, ModelList, Tokenized, Detokenized,
+    Health, Readiness, NotReady, Version, ErrorResponse, AnthropicError, LendingOverview, BudgetChange, PoolView,
+    NodeOverview, RenderedPrompt, Loads, ModelStart, StoredFile, StoredFileList, FileDeleted, OfflineBatch,
+    OfflineBatchList,
 )  # fmt: skip
 
 

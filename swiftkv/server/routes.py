@@ -1,43 +1,63 @@
-"""OpenAI's routes and vLLM's beside them, for the models of one port."""
+"""OpenAI's routes, vLLM's and Anthropic's beside them, for the models of one port."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from swiftkv.server.body import body_document, parsed
-from swiftkv.server.errors import ApiError
+from swiftkv.server.errors import ApiError, fields_named, speaks_anthropic
+from swiftkv.server.messages_api.answer import MessagesAnswer
+from swiftkv.server.messages_api.body import FIELD_OF_CHAT as messages_names
+from swiftkv.server.messages_api.body import CountTokensBody, MessagesBody
+from swiftkv.server.messages_api.objects import TokenCount
 from swiftkv.server.models import ModelHandle, ModelTable
-from swiftkv.server.prepare import begin, check, conversation, prepare
+from swiftkv.server.prepare import AnswerMaker, begin, check, conversation, prepare
 from swiftkv.server.price import check_detokenize, check_tokenize, max_tokenize_chars
-from swiftkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody, DetokenizeBody, TokenizeBody
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.responses import Detokenized, ModelList, Tokenized
+from swiftkv.server.responses_api.answer import ResponsesAnswer
+from swiftkv.server.responses_api.body import FIELD_OF_CHAT as responses_names
+from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
 from swiftkv.server.targets import target_ttft_s
-from swiftkv.server.templating import templating
+from swiftkv.server.templating import TemplateFields, templating
+from swiftkv.server.tools import ToolFields, template_tools
 
 T = TypeVar("T")
 
 _SERVER_SENT_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
+def documented_error(path: str = "") -> dict[str, Any]:
+    """Return an error of the route at `path` for the OpenAPI document."""
+    schema = "AnthropicError" if speaks_anthropic(path) else "ErrorResponse"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {"description": "Error", "content": content}
+
+
 def documented(
-    schema: str, *error_statuses: int, stream: bool = False, several: bool = False, ok: int = 200
+    schema: str, *error_statuses: int, stream: bool = False, several: bool = False, ok: int = 200, path: str = ""
 ) -> dict[int | str, dict[str, Any]]:
-    """A route's answers for the OpenAPI document: one of `schema`, or a list of `several`; `ok` is the status then."""
+    """Return a route's answers for the OpenAPI document: one of `schema`, or a list of `several`.
+
+    Args:
+        ok: The status of success.
+        path: The route's, where errors depend on it.
+    """
     reference: dict[str, Any] = {"$ref": f"#/components/schemas/{schema}"}
     shape = {"type": "array", "items": reference} if several else reference
     content: dict[str, Any] = {"application/json": {"schema": shape}}
     if stream:
         content = {**content, "text/event-stream": {"schema": _SERVER_SENT_EVENT}}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
     return {
         ok: {"description": "OK", "content": content},
-        **{status: {"description": "Error", "content": error} for status in error_statuses},
+        **{status: documented_error(path) for status in error_statuses},
     }
 
 
@@ -83,6 +103,38 @@ def openai_router(models: ModelTable) -> APIRouter:
         return await _generate(request, model, body)
 
     @router.post(
+        "/v1/responses",
+        responses=documented("ResponseObject", *GENERATION_ERRORS, stream=True),
+        openapi_extra=body_document(ResponsesBody),
+    )
+    async def respond(request: Request, body: Annotated[ResponsesBody, parsed(ResponsesBody)]) -> Response:
+        model = pick(request, body.model)
+        with fields_named(responses_names):
+            return await _generate(request, model, body.chat, partial(ResponsesAnswer, body))
+
+    @router.post(
+        "/v1/messages",
+        responses=documented("MessageObject", *GENERATION_ERRORS, stream=True, path="/v1/messages"),
+        openapi_extra=body_document(MessagesBody),
+    )
+    async def answer_messages(request: Request, body: Annotated[MessagesBody, parsed(MessagesBody)]) -> Response:
+        model = pick(request, body.model)
+        with fields_named(messages_names):
+            return await _generate(request, model, body.chat, MessagesAnswer)
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        responses=documented("TokenCount", *BODY_ERRORS, path="/v1/messages"),
+        openapi_extra=body_document(CountTokensBody),
+    )
+    async def count_tokens(request: Request, body: Annotated[CountTokensBody, parsed(CountTokensBody)]) -> Response:
+        model = pick(request, body.model)
+        chat = body.chat
+        with fields_named(messages_names):
+            ids = await _in_threads(request, model, lambda: _chat_ids(model, chat.messages, chat, chat))
+        return json_response(TokenCount(len(ids)))
+
+    @router.post(
         "/tokenize", responses=documented("Tokenized", *BODY_ERRORS), openapi_extra=body_document(TokenizeBody)
     )
     async def tokenize(request: Request, body: Annotated[TokenizeBody, parsed(TokenizeBody)]) -> Response:
@@ -107,13 +159,18 @@ async def _in_threads(request: Request, model: ModelHandle, work: Callable[[], T
     return await unless_gone(request, model.threads.run(work, request.state.num_body_bytes))
 
 
-async def _generate(request: Request, model: ModelHandle, body: CompletionBody | ChatBody) -> Response:
+async def _generate(
+    request: Request,
+    model: ModelHandle,
+    body: CompletionBody | ChatBody,
+    make_answer: AnswerMaker | None = None,
+) -> Response:
     record: RequestRecord = request.state.record
     record.model = model.name
     check(model, body)
     wanted_s = target_ttft_s(request.headers)
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
-    answer = begin(model, body, prepared, target_ttft_s=wanted_s)
+    answer = begin(model, body, prepared, make_answer=make_answer, target_ttft_s=wanted_s)
     record.finished = answer.generation.finished
     if body.stream:
         return await streamed_answer(request, answer)
@@ -133,12 +190,20 @@ def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
         return model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if body.chat_template is not None:
         raise ApiError(400, "field 'chat_template' is for chats only", param="chat_template", code="unsupported_field")
-    messages = conversation(body.messages)
-    check_tokenize(_num_chars(messages), model.max_model_len, "messages")
+    return _chat_ids(model, body.messages, body)
+
+
+def _chat_ids(
+    model: ModelHandle, messages: Sequence[ChatMessage], asked: TemplateFields, tools: ToolFields | None = None
+) -> list[int]:
+    """Return the token ids of a chat that is not generated from: it may be longer than the model takes."""
+    shown = conversation(messages)
+    check_tokenize(_num_chars(shown), model.max_model_len, "messages")
     return model.tokenizer.encode_chat(
-        messages,
+        shown,
+        tools=None if tools is None else template_tools(tools),
         max_chars=max_tokenize_chars(model.max_model_len),
-        given=templating(body, model.tokenizer.chat_template),
+        given=templating(asked, model.tokenizer.chat_template),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,6 @@ from swiftkv.server.generation import Generation
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
-_DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
@@ -81,22 +80,23 @@ async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator
         async for batch in batches:
             if events := await _told(answer, batch):
                 yield events
-        if answer.final_usage:
-            yield _encode([answer.usage_chunk()])
+        if events := await _made(answer, answer.closing, is_small=answer.has_small_closing):
+            yield events
     except ApiError as error:
-        yield b"data: " + error.body() + b"\n\n"
-    yield _DONE
+        yield answer.encode([answer.failure(error)])
+    if answer.end_of_stream:
+        yield answer.end_of_stream
 
 
 async def _told(answer: Answer, batch: Sequence[Delta]) -> bytes:
-    """Return the events that tell of `batch`, made in a thread if that may take longer than a millisecond."""
-    if answer.is_small(batch):
-        return _encode(answer.chunks(batch))
-    return await asyncio.to_thread(lambda: _encode(answer.chunks(batch)))
+    return await _made(answer, lambda: answer.chunks(batch), is_small=answer.is_small(batch))
 
 
-def _encode(events: Sequence[Struct]) -> bytes:
-    return b"".join(b"data: " + _encoder.encode(event) + b"\n\n" for event in events)
+async def _made(answer: Answer, make: Callable[[], list[Struct]], *, is_small: bool) -> bytes:
+    """Return events as bytes, made in a thread if that may take longer than a millisecond."""
+    if is_small:
+        return answer.encode(make())
+    return await asyncio.to_thread(lambda: answer.encode(make()))
 
 
 class _EventStream(StreamingResponse):

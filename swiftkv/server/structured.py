@@ -112,7 +112,7 @@ def _of_texts(prefix: str, regex: str | None, choice: list[str] | None, grammar:
     if regex is not None:
         yield _asked(f"{prefix}regex", "regex", regex)
     if choice is not None:
-        yield _asked(f"{prefix}choice", "choice", _encoded(choice, f"{prefix}choice"))
+        yield _asked(f"{prefix}choice", "choice", encoded(choice, f"{prefix}choice"))
     if grammar is not None:
         yield _asked(f"{prefix}grammar", "grammar", grammar)
 
@@ -124,10 +124,15 @@ def _json(field: str, schema: JsonSchema | str, whitespace: str | None = None) -
         except (msgspec.DecodeError, RecursionError) as error:
             raise ApiError(400, f"field '{field}' is not valid JSON: {error}", param=field) from None
         return _asked(field, "json", schema, whitespace)
-    return _asked(field, "json", _encoded(schema, field), whitespace)
+    return _asked(field, "json", encoded(schema, field), whitespace)
 
 
-def _encoded(value: object, field: str) -> str:
+def encoded(value: object, field: str) -> str:
+    """Return a value that a client sent, as JSON.
+
+    Raises:
+        ApiError: 400 that names `field` if it has no such form.
+    """
     try:
         return msgspec.json.encode(value).decode()
     except (RecursionError, UnicodeEncodeError):

@@ -1,13 +1,20 @@
-"""Tools of a whole node, with OpenAI's own client: a grammar makes the calls that a random model cannot know."""
+"""Tools of a whole node in each protocol, with its own client and with an agent framework that nobody here wrote.
+
+A grammar makes the calls that a random model cannot know.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
+import agents
+import anthropic
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory
@@ -38,7 +45,7 @@ ASKED: dict[str, Any] = {"model": "chat", "tools": TOOLS, "temperature": 1.0, "s
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     checkpoint = tmp_path_factory.mktemp("tools")
     make_checkpoint(checkpoint, "llama", tokenizer=True, max_position_embeddings=8192)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
@@ -46,8 +53,18 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     model = {"name": "chat", "path": str(checkpoint), "dtype": "float32", "threads": 1, "max_model_len": 8192}
     config = {"node": {"port": 0}, "models": [{**model, "kv_cache": {"memory": "32MiB"}}]}
     with NodeProcess(config, tmp_path_factory.mktemp("node"), temporary) as node:
-        yield openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        yield node.url
     remove(temporary)
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def claude(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
 def run(call: Any) -> str:
@@ -121,7 +138,7 @@ def test_a_model_that_may_choose_is_free(client: openai.OpenAI) -> None:
     [
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "extra_body": {"guided_choice": ["yes", "no"]}}, "tool_choice"),
         ({"tools": [function("f", x={"type": "str"})], "tool_choice": "required"}, "tools"),
         ({"tools": [function("a b")]}, "tools.0.function.name"),
         (
@@ -141,3 +158,130 @@ def test_a_mistake_with_tools_names_its_field(client: openai.OpenAI, fields: dic
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{**ASKED, "messages": MESSAGES, **fields})
     assert refused.value.param == param
+
+
+Small = Annotated[int, Field(ge=0, le=99)]
+QUESTION = "What is 12 + 30?"
+ADDING = function("add", a=NUMBER, b=NUMBER)["function"]
+RESPONSE_ASKED: dict[str, Any] = {
+    "model": "chat",
+    "input": QUESTION,
+    "tools": [{"type": "function", **ADDING}],
+    "max_output_tokens": 3000,
+    "extra_body": {"seed": 5},
+}
+MESSAGE_ASKED: dict[str, Any] = {
+    "model": "chat",
+    "messages": MESSAGES,
+    "tools": [{"name": "add", "description": "Adds", "input_schema": ADDING["parameters"]}],
+    "max_tokens": 3000,
+    "extra_body": {"seed": 5},
+}
+
+
+class Verdict(BaseModel):
+    is_right: bool
+
+
+async def run_agent(url: str, model_type: Any, called: list[tuple[int, int]], *, is_streamed: bool) -> Any:
+    """Return the result of an agent that must call `add` in its first turn."""
+
+    @agents.function_tool
+    def add(a: Small, b: Small) -> int:
+        """Add two numbers."""
+        called.append((a, b))
+        return a + b
+
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+    async with client:
+        agent = agents.Agent(
+            name="adder",
+            instructions="You add numbers.",
+            model=model_type("chat", openai_client=client),
+            tools=[add],
+            output_type=Verdict,
+            model_settings=agents.ModelSettings(
+                tool_choice="required", parallel_tool_calls=False, max_tokens=3000, extra_body={"seed": 5}
+            ),
+        )
+        if not is_streamed:
+            return await agents.Runner.run(agent, QUESTION, max_turns=3)
+        result = agents.Runner.run_streamed(agent, QUESTION, max_turns=3)
+        async for _ in result.stream_events():
+            pass
+        return result
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("model_type", [agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel])
+def test_an_agent_calls_a_tool_and_answers(url: str, model_type: Any, is_streamed: bool) -> None:
+    """In the second turn the framework lets the model choose, and the schema of its answer holds it."""
+    agents.set_tracing_disabled(True)
+    called: list[tuple[int, int]] = []
+    result = asyncio.run(run_agent(url, model_type, called, is_streamed=is_streamed))
+    assert len(called) == 1
+    assert isinstance(result.final_output, Verdict)
+    [output] = [item for item in result.new_items if item.type == "tool_call_output_item"]
+    assert output.output == sum(called[0])
+    assert result.context_wrapper.usage.requests == 2
+
+
+def total(arguments: dict[str, int]) -> str:
+    return str(arguments["a"] + arguments["b"])
+
+
+def test_a_loop_of_responses_goes_from_question_to_answer(client: openai.OpenAI) -> None:
+    first = client.responses.create(**RESPONSE_ASKED, tool_choice="required")
+    assert first.status == "completed"
+    assert {item.type for item in first.output} == {"function_call"}
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": total(json.loads(item.arguments))}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    items: Any = [{"role": "user", "content": QUESTION}, *first.output, *results]
+    parsed = client.responses.parse(**{**RESPONSE_ASKED, "input": items}, tool_choice="none", text_format=Verdict)
+    assert isinstance(parsed.output_parsed, Verdict)
+    assert parsed.completed_at is not None
+
+
+def test_a_stream_of_responses_has_the_calls_of_the_whole_answer(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "name": "add"}
+    whole = client.responses.create(**RESPONSE_ASKED, tool_choice=named)
+    with client.responses.stream(**RESPONSE_ASKED, tool_choice=named) as stream:
+        names = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert names[-1] == "response.completed"
+    [call], [streamed] = whole.output, final.output
+    assert call.type == streamed.type == "function_call"
+    assert (call.name, call.arguments) == (streamed.name, streamed.arguments)
+
+
+def test_a_loop_of_messages_goes_from_question_to_answer(claude: anthropic.Anthropic) -> None:
+    first = claude.messages.create(**MESSAGE_ASKED, tool_choice={"type": "any"})
+    assert first.stop_reason == "tool_use"
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": total(block.input)}
+        for block in first.content
+        if block.type == "tool_use"
+    ]
+    assert len(results) == len(first.content)
+    turns: Any = [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    asked = {**MESSAGE_ASKED, "messages": MESSAGE_ASKED["messages"] + turns}
+    schema = {"type": "json_schema", "schema": {**Verdict.model_json_schema(), "additionalProperties": False}}
+    answer = claude.messages.create(**asked, tool_choice={"type": "none"}, output_config={"format": schema})
+    assert answer.stop_reason == "end_turn"
+    [block] = answer.content
+    assert block.type == "text"
+    Verdict.model_validate_json(block.text)
+
+
+def test_a_stream_of_messages_has_the_call_of_the_whole_answer(claude: anthropic.Anthropic) -> None:
+    asked = {**MESSAGE_ASKED, "tool_choice": {"type": "tool", "name": "add"}}
+    whole = claude.messages.create(**asked)
+    with claude.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert final.stop_reason == whole.stop_reason == "tool_use"
+    [block], [streamed] = whole.content, final.content
+    assert block.type == streamed.type == "tool_use"
+    assert (block.name, block.input) == (streamed.name, streamed.input)

@@ -7,6 +7,7 @@ import pytest
 from echo_gateway import Gateway, start_gateway, train_tokenizer
 
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers.hermes import HermesParser
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,14 @@ def tokenizer(tokenizer_dir: Path) -> Tokenizer:
 def gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
     """Steps take no time."""
     gateway, stop = start_gateway(tmp_path_factory.mktemp("fast"), tokenizer)
+    yield gateway
+    stop()
+
+
+@pytest.fixture(scope="session")
+def tool_gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    """Its models take tools, and call one where the prompt has a call."""
+    gateway, stop = start_gateway(tmp_path_factory.mktemp("tools"), tokenizer, tool_parser=HermesParser)
     yield gateway
     stop()
 

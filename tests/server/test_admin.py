@@ -267,7 +267,7 @@ def test_admin_has_a_key_of_its_own(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert models.status_code == 401  # nor does the admin's key open the models
     assert own_port.status_code == 404
     assert document["paths"]["/admin/lending"]["get"]["security"] == [{"admin": []}]
-    assert document["paths"]["/v1/models"]["get"]["security"] == [{"bearer": []}]
+    assert document["paths"]["/v1/models"]["get"]["security"] == [{"bearer": []}, {"x-api-key": []}]
 
 
 def test_a_proxy_on_this_machine_does_not_give_admin_away(gateway: Gateway) -> None:

@@ -277,3 +277,13 @@ def test_the_usual_harmless_fields_are_taken(gateway: Gateway) -> None:
     }  # fmt: skip
     with gateway.http() as http:
         assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stop_string_behind_a_call_ends_the_answer(tool_gateway: Gateway, is_streamed: bool) -> None:
+    content = '<tool_call>{"name": "add", "arguments": {}}</tool_call> END'
+    tools: Any = [{"type": "function", "function": {"name": "add"}}]
+    asked: Any = {"model": "chat", "messages": [{"role": "user", "content": content}], "tools": tools, "stop": "END"}
+    answer = tool_gateway.openai().chat.completions.create(**asked, stream=is_streamed)
+    last = list(answer)[-1] if is_streamed else answer
+    assert last.choices[0].finish_reason == "tool_calls"

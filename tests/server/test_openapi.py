@@ -39,6 +39,8 @@ OPTIONS = [
         "a model's port",
         "/admin of the node's port",
         pytest.param("files and batches", marks=pytest.mark.slow),
+        pytest.param("/v1/responses", marks=pytest.mark.slow),
+        pytest.param("/v1/messages", marks=pytest.mark.slow),
     ]
 )
 def url_and_options(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Path) -> Iterator[list[str]]:
@@ -52,7 +54,9 @@ def url_and_options(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_pa
             "--include-path-regex=^/v1/(files|batches)",
             "--exclude-checks=positive_data_acceptance,unsupported_method",
         ],
-    }.get(request.param, ["--exclude-path-regex=^/v1/(files|batches)"])
+        "/v1/responses": ["--include-path-regex=^/v1/responses"],
+        "/v1/messages": ["--include-path-regex=^/v1/messages"],
+    }.get(request.param, ["--exclude-path-regex=^/v1/(files|batches|responses|messages)"])
     if given := os.environ.get("SWIFTKV_TEST_URL"):
         yield [f"{given}/openapi.json", *options]
         return
@@ -64,5 +68,5 @@ def url_and_options(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_pa
 
 def test_the_server_does_as_its_document_says(url_and_options: list[str], tmp_path: Path) -> None:
     command = [*COMMAND, *OPTIONS, *url_and_options]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0, finished.stdout + finished.stderr

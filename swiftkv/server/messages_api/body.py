@@ -1,0 +1,275 @@
+"""The requests that `/v1/messages` and its `count_tokens` take, and the chat that they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, Tag
+
+from swiftkv.server.errors import ApiError
+from swiftkv.server.fields import INT32_MAX, Body, Label, Text, Unsupported, told_by
+from swiftkv.server.price import LIMITS
+from swiftkv.server.protocol import ChatBody, ChatMessage, ModelBody, SamplingFields, StopList, TextPart
+from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
+from swiftkv.server.tools import (
+    CalledFunction,
+    FunctionDefinition,
+    FunctionName,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCallMessage,
+    ToolChoice,
+)
+
+FIELD_OF_CHAT = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+}
+"""The names that a chat's fields have here, for errors that are found in the chat."""
+
+_CACHED_ANYWAY = "Accepted, not used"
+
+
+class CachedPart(Body):
+    cache_control: dict[str, Any] | None = Field(None, description=_CACHED_ANYWAY)
+
+
+class TextBlockParam(CachedPart):
+    type: Literal["text"]
+    text: Text
+    citations: list[Any] | None = Field(None, description="Accepted, not used", max_length=LIMITS.content_parts)
+
+
+Texts = Annotated[list[TextBlockParam], Field(fail_fast=True, max_length=LIMITS.content_parts)]
+
+
+class ToolUseParam(CachedPart):
+    """A call that an earlier answer made."""
+
+    type: Literal["tool_use"]
+    id: Label
+    name: FunctionName
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = Field(None, description="Accepted, not used")
+
+
+class ToolResultParam(CachedPart):
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Text | Texts | None = None
+    is_error: bool | None = Field(None, description="Accepted, not used")
+
+
+class ThinkingParam(Body):
+    """Reasoning of an earlier answer: the model is not shown it."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = Field(None, description="Accepted, not used")
+
+
+class RedactedThinkingParam(Body):
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+UserBlock = Annotated[
+    Annotated[TextBlockParam, Tag("text block")] | Annotated[ToolResultParam, Tag("tool_result block")],
+    told_by("type", {"text": "text block", "tool_result": "tool_result block"}),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlockParam, Tag("text block")]
+    | Annotated[ToolUseParam, Tag("tool_use block")]
+    | Annotated[ThinkingParam, Tag("thinking block")]
+    | Annotated[RedactedThinkingParam, Tag("redacted_thinking block")],
+    told_by("type", {kind: f"{kind} block" for kind in ("text", "tool_use", "thinking", "redacted_thinking")}),
+]
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: Text | Annotated[list[UserBlock], Field(fail_fast=True, max_length=LIMITS.content_parts)]
+
+
+class AnsweredMessage(Body):
+    """A message of the assistant's."""
+
+    role: Literal["assistant"]
+    content: Text | Annotated[list[AssistantBlock], Field(fail_fast=True, max_length=LIMITS.content_parts)]
+
+
+Message = Annotated[
+    Annotated[UserMessage, Tag("user message")] | Annotated[AnsweredMessage, Tag("assistant message")],
+    told_by("role", {"user": "user message", "assistant": "assistant message"}),
+]
+
+
+class ClientTool(CachedPart):
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: Text | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
+    eager_input_streaming: bool | None = Field(None, description="Accepted, not used")
+    defer_loading: Annotated[None, Unsupported(False)] = None
+    input_examples: Annotated[None, Unsupported([])] = None
+
+    def for_chat(self) -> Tool:
+        function = FunctionDefinition.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema
+        )
+        return Tool.model_construct(type="function", function=function)
+
+
+class ToolChoiceParam(Body):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedToolChoice(Body):
+    type: Literal["tool"]
+    name: FunctionName
+    disable_parallel_tool_use: bool | None = None
+
+
+ToolChoiceOf = Annotated[
+    Annotated[ToolChoiceParam, Tag("general choice")] | Annotated[NamedToolChoice, Tag("choice by name")],
+    told_by("type", {**dict.fromkeys(("auto", "any", "none"), "general choice"), "tool": "choice by name"}),
+]
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    format: SchemaFormat | None = None
+    effort: Annotated[None, Unsupported()] = None
+
+
+class MessageMetadata(Body):
+    user_id: Label | None = Field(None, description="Accepted, not used")
+
+
+class CountTokensBody(ModelBody):
+    """The fields that make the prompt."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=LIMITS.messages)]
+    system: Text | Texts | None = None
+    tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=LIMITS.tools)] | None = None
+    tool_choice: ToolChoiceOf | None = None
+    output_config: OutputConfig | None = None
+    thinking: Annotated[None, Unsupported({"type": "disabled"})] = None
+    cache_control: dict[str, Any] | None = Field(None, description=_CACHED_ANYWAY)
+
+    _chat: ChatBody = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        """Translate, where a large body is parsed: in a thread."""
+        if self.messages[-1].role == "assistant":
+            message = (
+                "field 'messages' ends with a message of the assistant, and answers are not continued: end it with one "
+                "of the user, and hold the answer by 'output_config' or 'tool_choice'"
+            )
+            raise ApiError(400, message, param="messages")
+        self._chat = ChatBody.model_construct(**self._chat_fields())
+
+    @property
+    def chat(self) -> ChatBody:
+        """The chat that the request comes to. Every field was checked already, and nothing is checked again."""
+        return self._chat
+
+    def _chat_fields(self) -> dict[str, Any]:
+        choice = self.tool_choice
+        return {
+            "model": self.model,
+            "messages": list(_messages(self.system, self.messages)),
+            "tools": None if self.tools is None else [tool.for_chat() for tool in self.tools],
+            "tool_choice": None if choice is None else _tool_choice(choice),
+            "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+            "response_format": None if self.output_config is None else _response_format(self.output_config),
+        }
+
+
+class MessagesBody(CountTokensBody, SamplingFields):
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    stop_sequences: StopList | None = None
+    metadata: MessageMetadata | None = Field(None, description="Accepted, not used")
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Accepted, not used")
+    inference_geo: Label | None = Field(None, description="Accepted, not used")
+    container: Annotated[None, Unsupported()] = None
+    mcp_servers: Annotated[None, Unsupported([])] = None
+    context_management: Annotated[None, Unsupported()] = None
+
+    def _chat_fields(self) -> dict[str, Any]:
+        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super()._chat_fields() | self.shared_fields() | own
+
+
+def _tool_choice(choice: ToolChoiceParam | NamedToolChoice) -> ToolChoice:
+    if isinstance(choice, NamedToolChoice):
+        function = NamedFunction.model_construct(name=choice.name)
+        return NamedTool.model_construct(type="function", function=function)
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(config: OutputConfig) -> ResponseFormat | None:
+    if config.format is None:
+        return None
+    schema = JsonSchemaFormat.model_construct(name="answer", schema_=config.format.schema_)
+    return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+
+
+def _messages(
+    system: str | Sequence[TextBlockParam] | None, messages: Sequence[UserMessage | AnsweredMessage]
+) -> Iterator[ChatMessage]:
+    if system:
+        yield ChatMessage.model_construct(role="system", content=_texts(system))
+    for message in messages:
+        if isinstance(message.content, str):
+            yield ChatMessage.model_construct(role=message.role, content=message.content)
+        elif isinstance(message, UserMessage):
+            yield from _of_user(message.content)
+        else:
+            yield _of_assistant(message.content)
+
+
+def _of_user(blocks: Sequence[TextBlockParam | ToolResultParam]) -> Iterator[ChatMessage]:
+    """Yield a message for each result of a tool, and one for the texts between them."""
+    texts: list[TextBlockParam] = []
+    for block in blocks:
+        if isinstance(block, TextBlockParam):
+            texts.append(block)
+            continue
+        if texts:
+            yield ChatMessage.model_construct(role="user", content=_texts(texts))
+            texts = []
+        result = "" if block.content is None else _texts(block.content)
+        yield ChatMessage.model_construct(role="tool", tool_call_id=block.tool_use_id, content=result)
+    if texts or not blocks:
+        yield ChatMessage.model_construct(role="user", content=_texts(texts))
+
+
+def _of_assistant(
+    blocks: Sequence[TextBlockParam | ToolUseParam | ThinkingParam | RedactedThinkingParam],
+) -> ChatMessage:
+    """Return an answer as one message. Its thinking is to become the message's `reasoning_content`."""
+    texts = [block for block in blocks if isinstance(block, TextBlockParam)]
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseParam)]
+    return ChatMessage.model_construct(role="assistant", content=_texts(texts), tool_calls=calls or None)
+
+
+def _call(block: ToolUseParam) -> ToolCallMessage:
+    function = CalledFunction.model_construct(name=block.name, arguments=encoded(block.input, "messages"))
+    return ToolCallMessage.model_construct(id=block.id, type="function", function=function)
+
+
+def _texts(value: str | Sequence[TextBlockParam]) -> str | list[TextPart]:
+    if isinstance(value, str):
+        return value
+    return [TextPart.model_construct(type="text", text=block.text) for block in value]

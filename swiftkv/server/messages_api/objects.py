@@ -1,0 +1,98 @@
+"""The objects of `/v1/messages`: the answer, its blocks, and the events of a stream."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from swiftkv.server.errors import AnthropicErrorDetail
+from swiftkv.server.sse import NamedEvent
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageText(Struct):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class ToolUseBlock(Struct):
+    id: str
+    name: str
+    input: dict[str, Any]
+    type: Literal["tool_use"] = "tool_use"
+
+
+class MessageUsage(Struct):
+    input_tokens: int
+    """Prompt tokens that were not in the cache, and all of them where the node does not show those that were."""
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int | UnsetType = UNSET
+
+
+class MessageObject(Struct):
+    id: str
+    model: str
+    content: list[Any]
+    """Blocks of the types `text` and `tool_use`."""
+    usage: MessageUsage
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    role: Literal["assistant"] = "assistant"
+    type: Literal["message"] = "message"
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
+class MessageStart(NamedEvent):
+    message: MessageObject
+
+
+class Ping(NamedEvent):
+    pass
+
+
+class BlockStart(NamedEvent):
+    index: int
+    content_block: MessageText | ToolUseBlock
+
+
+class TextPiece(Struct):
+    text: str
+    type: Literal["text_delta"] = "text_delta"
+
+
+class InputPiece(Struct):
+    partial_json: str
+    type: Literal["input_json_delta"] = "input_json_delta"
+
+
+class BlockDelta(NamedEvent):
+    index: int
+    delta: TextPiece | InputPiece
+
+
+class BlockStop(NamedEvent):
+    index: int
+
+
+class MessageEnd(Struct):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(NamedEvent):
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(NamedEvent):
+    pass
+
+
+class ErrorEvent(NamedEvent):
+    error: AnthropicErrorDetail

@@ -1,0 +1,78 @@
+"""An answer that is written as passages, for the protocols that have them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, cast
+
+from msgspec import Struct
+
+from swiftkv.server.answer import Answer, Prompt
+from swiftkv.server.choices import Choice, Delta
+from swiftkv.server.generation import Generation
+from swiftkv.server.models import ModelHandle
+from swiftkv.server.passages import PassageEvent, Passages
+from swiftkv.server.protocol import ChatBody
+from swiftkv.server.sse import NamedEvent, named_events
+
+_SMALL_CHARS = 1 << 16
+
+
+class PassageAnswer(Answer):
+    """The one choice of a chat as passages. A stream of them and a whole answer are made of the same ones."""
+
+    end_of_stream: ClassVar[bytes] = b""
+
+    def __init__(
+        self,
+        model: ModelHandle,
+        body: ChatBody,
+        prompts: Sequence[Prompt],
+        choices: Sequence[Choice],
+        generation: Generation,
+    ) -> None:
+        super().__init__(model, body, prompts, choices, generation)
+        self.passages = Passages()
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @abstractmethod
+    def opening(self) -> list[NamedEvent]:
+        """Return the events that begin a stream."""
+
+    @abstractmethod
+    def written(self, event: PassageEvent) -> list[NamedEvent]:
+        """Return the events that tell of something that happened to a passage."""
+
+    def add(self, batch: Sequence[Delta]) -> None:
+        for _ in self._happened(batch):
+            pass
+
+    def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
+        events: list[Struct] = []
+        happened = self._happened(batch)
+        if self._is_first(0):
+            events += self.opening()
+        for event in happened:
+            events += self.written(event)
+        return events
+
+    def encode(self, events: Sequence[Struct]) -> bytes:
+        return named_events(cast("Sequence[NamedEvent]", events))
+
+    def is_small(self, batch: Sequence[Delta]) -> bool:
+        """The events that close a passage repeat all of it."""
+        may_close = any(delta.finish_reason or delta.calls for delta in batch)
+        return super().is_small(batch) and (not may_close or self.has_small_closing)
+
+    @property
+    def has_small_closing(self) -> bool:
+        return self.passages.num_chars <= _SMALL_CHARS
+
+    def _happened(self, batch: Sequence[Delta]) -> Iterator[PassageEvent]:
+        self._count(batch)
+        for delta in batch:
+            if delta.finish_reason is not None:
+                self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            yield from self.passages.take(delta)

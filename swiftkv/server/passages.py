@@ -1,0 +1,105 @@
+"""An answer as a row of passages: texts and calls of tools, each opened, grown and closed before the next.
+
+OpenAI's responses and Anthropic's messages are written from these events. Reasoning is to become a third kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from msgspec import UNSET
+
+from swiftkv.server.choices import Delta
+
+
+@dataclass(slots=True)
+class TextPassage:
+    """Text for the user. `is_cut`: the answer met its length limit within the passage."""
+
+    index: int
+    pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+
+@dataclass(slots=True)
+class CallPassage:
+    """A call of a tool; its pieces are the arguments, as the model wrote them."""
+
+    index: int
+    call_id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+
+Passage = TextPassage | CallPassage
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    passage: Passage
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    passage: Passage
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    passage: Passage
+
+
+PassageEvent = Opened | Grown | Closed
+
+
+def content(passage: Passage) -> str:
+    """Return a passage's text or arguments so far."""
+    return "".join(passage.pieces)
+
+
+class Passages:
+    """Makes the passages of one choice from its deltas."""
+
+    def __init__(self) -> None:
+        self.all: list[Passage] = []
+        self.num_chars = 0
+        self._open: Passage | None = None
+
+    def take(self, delta: Delta) -> Iterator[PassageEvent]:
+        """Yield what is new. The last delta closes the last passage; there is at least one, if only an empty text."""
+        for part in delta.parts or ([delta.text] if delta.text else []):
+            if isinstance(part, str):
+                if not isinstance(self._open, TextPassage):
+                    yield from self._begin(TextPassage(len(self.all)))
+                yield self._grow(part)
+                continue
+            if part.id is not UNSET:
+                assert part.function.name is not UNSET
+                yield from self._begin(CallPassage(len(self.all), part.id, part.function.name))
+            if part.function.arguments:
+                yield self._grow(part.function.arguments)
+        if delta.finish_reason is not None:
+            if not self.all:
+                yield from self._begin(TextPassage(0))
+            yield from self._close(is_cut=delta.finish_reason == "length")
+
+    def _begin(self, passage: Passage) -> Iterator[PassageEvent]:
+        yield from self._close(is_cut=False)
+        self.all.append(passage)
+        self._open = passage
+        yield Opened(passage)
+
+    def _grow(self, text: str) -> Grown:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        self.num_chars += len(text)
+        return Grown(self._open, text)
+
+    def _close(self, *, is_cut: bool) -> Iterator[PassageEvent]:
+        if self._open is not None:
+            self._open.is_cut = is_cut
+            yield Closed(self._open)
+        self._open = None

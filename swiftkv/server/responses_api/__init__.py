@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, as a translation to a chat and from its answer."""

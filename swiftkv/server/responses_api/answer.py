@@ -1,0 +1,186 @@
+"""The answer to a request to `/v1/responses`, whole or as OpenAI's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from swiftkv.server.answer import Prompt
+from swiftkv.server.choices import Choice, Delta
+from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import Generation
+from swiftkv.server.models import ModelHandle
+from swiftkv.server.passage_answer import PassageAnswer
+from swiftkv.server.passages import CallPassage, Closed, Grown, Opened, Passage, PassageEvent, TextPassage, content
+from swiftkv.server.protocol import ChatBody
+from swiftkv.server.responses_api.body import ResponsesBody
+from swiftkv.server.responses_api.objects import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemEvent,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    PartEvent,
+    ResponseEvent,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+    TextDelta,
+    TextDone,
+)
+from swiftkv.server.sse import NamedEvent
+
+_SMALL_ECHO_BYTES = 1 << 16
+_FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class ResponsesAnswer(PassageAnswer):
+    id_prefix = "resp_"
+
+    def __init__(
+        self,
+        asked: ResponsesBody,
+        model: ModelHandle,
+        body: ChatBody,
+        prompts: Sequence[Prompt],
+        choices: Sequence[Choice],
+        generation: Generation,
+    ) -> None:
+        """Answer `asked`, of which `body` is the translation."""
+        super().__init__(model, body, prompts, choices, generation)
+        self._asked = asked
+        self._num_events = 0
+
+    def opening(self) -> list[NamedEvent]:
+        begun = self._response("in_progress")
+        return [self._event(ResponseEvent, kind, begun) for kind in ("response.created", "response.in_progress")]
+
+    def written(self, event: PassageEvent) -> list[NamedEvent]:
+        match event:
+            case Opened(TextPassage() as passage):
+                return [self._item_event("added", passage), self._part_event("added", passage)]
+            case Opened(passage):
+                return [self._item_event("added", passage)]
+            case Grown(TextPassage() as passage, text):
+                return [
+                    self._event(TextDelta, "response.output_text.delta", self._item_id(passage), passage.index, 0, text)
+                ]
+            case Grown(passage, text):
+                kind = "response.function_call_arguments.delta"
+                return [self._event(ArgumentsDelta, kind, self._item_id(passage), passage.index, text)]
+            case Closed(passage):
+                return [*self._done(passage), self._item_event("done", passage)]
+
+    def closing(self) -> list[Struct]:
+        status = self._status()
+        return [self._event(ResponseEvent, f"response.{status}", self._response(status))]
+
+    def failure(self, error: ApiError) -> Struct:
+        failed = self._response("failed")
+        failed.error = ResponseFailure(_FAILURES.get(error.status, "server_error"), error.answer().error.message)
+        return self._event(ResponseEvent, "response.failed", failed)
+
+    def whole(self) -> Struct:
+        return self._response(self._status())
+
+    def is_small(self, batch: Sequence[Delta]) -> bool:
+        """The first events repeat the request's tools and instructions."""
+        return super().is_small(batch) and (0 in self._started or self._has_small_echo())
+
+    @property
+    def has_small_closing(self) -> bool:
+        return super().has_small_closing and self._has_small_echo()
+
+    def _has_small_echo(self) -> bool:
+        return len(self._asked.instructions or "") + self._asked.num_echoed_bytes <= _SMALL_ECHO_BYTES
+
+    def _event(self, event_type: type[NamedEvent], kind: str, *fields: object) -> NamedEvent:
+        event = event_type(kind, self._num_events, *fields)  # type: ignore[call-arg]
+        self._num_events += 1
+        return event
+
+    def _item_event(self, what: str, passage: Passage) -> NamedEvent:
+        status: Status = "in_progress" if what == "added" else _status_of(passage)
+        return self._event(ItemEvent, f"response.output_item.{what}", passage.index, self._item(passage, status))
+
+    def _part_event(self, what: str, passage: TextPassage) -> NamedEvent:
+        kind, part = f"response.content_part.{what}", OutputText(content(passage))
+        return self._event(PartEvent, kind, self._item_id(passage), passage.index, 0, part)
+
+    def _done(self, passage: Passage) -> list[NamedEvent]:
+        item_id, text = self._item_id(passage), content(passage)
+        if isinstance(passage, CallPassage):
+            kind = "response.function_call_arguments.done"
+            return [self._event(ArgumentsDone, kind, item_id, passage.index, passage.name, text)]
+        done = self._event(TextDone, "response.output_text.done", item_id, passage.index, 0, text)
+        return [done, self._part_event("done", passage)]
+
+    def _item(self, passage: Passage, status: Status) -> OutputItem:
+        if isinstance(passage, CallPassage):
+            return FunctionCallItem(self._item_id(passage), passage.call_id, passage.name, content(passage), status)
+        parts = [] if status == "in_progress" else [OutputText(content(passage))]
+        return OutputMessage(self._item_id(passage), parts, status)
+
+    def _item_id(self, passage: Passage) -> str:
+        prefix = "fc_" if isinstance(passage, CallPassage) else "msg_"
+        return f"{prefix}{self.id.removeprefix(self.id_prefix)}{passage.index:04}"
+
+    def _status(self) -> Status:
+        return "incomplete" if self.finish_reason == "length" else "completed"
+
+    def _response(self, status: Status) -> ResponseObject:
+        asked = self._asked
+        response = ResponseObject(
+            self.id,
+            self.created,
+            status,
+            self.model.name,
+            []
+            if status == "in_progress"
+            else [self._item(passage, _status_of(passage)) for passage in self.passages.all],
+            instructions=asked.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            max_tool_calls=asked.max_tool_calls,
+            metadata=asked.metadata or {},
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            temperature=asked.temperature,
+            text=asked.echoed_text,
+            tool_choice=asked.echoed_tool_choice,
+            tools=asked.echoed_tools,
+            top_p=asked.top_p,
+            safety_identifier=asked.safety_identifier,
+            prompt_cache_key=asked.prompt_cache_key,
+            user=asked.user,
+            service_tier=self.service_tier,
+        )
+        if status == "completed":
+            response.completed_at = int(time.time())
+        if status == "incomplete":
+            response.incomplete_details = IncompleteDetails()
+        if status in ("completed", "incomplete"):
+            response.usage = self._response_usage()
+        return response
+
+    def _response_usage(self) -> ResponseUsage:
+        usage = self.usage()
+        details = usage.prompt_tokens_details
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(0 if details is msgspec.UNSET else details.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(),
+            usage.total_tokens,
+        )
+
+
+def _status_of(passage: Passage) -> Status:
+    return "incomplete" if passage.is_cut else "completed"

@@ -1,0 +1,28 @@
+"""Server-sent events as bytes, in the two ways in which protocols write them: with a name each, and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+_encoder = msgspec.json.Encoder()
+
+
+class NamedEvent(Struct):
+    """An event whose name stands before its data, and in it."""
+
+    type: str
+
+
+def plain_events(events: Sequence[Struct]) -> bytes:
+    """Return events of which only the data is written, as OpenAI's completions have them."""
+    return b"".join(b"data: " + _encoder.encode(event) + b"\n\n" for event in events)
+
+
+def named_events(events: Sequence[NamedEvent]) -> bytes:
+    """Return events with their names, as OpenAI's responses and Anthropic's messages have them."""
+    return b"".join(
+        b"event: " + event.type.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n" for event in events
+    )
