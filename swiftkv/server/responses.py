@@ -210,7 +210,7 @@ class RenderedPrompt(Struct):
 
 
 class Load(Struct):
-    """What a model has to do, in SGLang's words. All figures but `max_running_requests` are 0 before it serves."""
+    """The load of a model, in SGLang's words. All figures but `max_running_requests` are 0 before it serves."""
 
     model: str
     dp_rank: int

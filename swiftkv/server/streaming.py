@@ -26,7 +26,7 @@ class ClientGone(Exception):
     """The client hung up; nobody reads an answer."""
 
 
-def json_response(body: Struct, status: int = 200) -> Response:
+def json_response(body: Struct | Sequence[Struct], status: int = 200) -> Response:
     """Return `body` as JSON. For what clients can make large, call this in a thread."""
     return Response(_encoder.encode(body), status, media_type="application/json")
 
