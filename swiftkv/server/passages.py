@@ -1,6 +1,6 @@
-"""An answer as a row of passages: texts and calls of tools, each opened, grown and closed before the next.
+"""An answer as a row of passages: reasoning, texts and calls of tools, each opened, grown and closed before the next.
 
-OpenAI's responses and Anthropic's messages are written from these events. Reasoning is to become a third kind.
+OpenAI's responses and Anthropic's messages are written from these events.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ class TextPassage:
 
 
 @dataclass(slots=True)
+class ThoughtPassage:
+    """The model's reasoning."""
+
+    index: int
+    pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+
+@dataclass(slots=True)
 class CallPassage:
     """A call of a tool; its pieces are the arguments, as the model wrote them."""
 
@@ -33,7 +42,7 @@ class CallPassage:
     is_cut: bool = False
 
 
-Passage = TextPassage | CallPassage
+Passage = ThoughtPassage | TextPassage | CallPassage
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,7 @@ PassageEvent = Opened | Grown | Closed
 
 
 def content(passage: Passage) -> str:
-    """Return a passage's text or arguments so far."""
+    """Return a passage's reasoning, text or arguments so far."""
     return "".join(passage.pieces)
 
 
@@ -70,6 +79,10 @@ class Passages:
 
     def take(self, delta: Delta) -> Iterator[PassageEvent]:
         """Yield what is new. The last delta closes the last passage; there is at least one, if only an empty text."""
+        if delta.reasoning:
+            if not isinstance(self._open, ThoughtPassage):
+                yield from self._begin(ThoughtPassage(len(self.all)))
+            yield self._grow(delta.reasoning)
         for part in delta.parts or ([delta.text] if delta.text else []):
             if isinstance(part, str):
                 if not isinstance(self._open, TextPassage):

@@ -18,7 +18,7 @@ from swiftkv.server.messages_api.objects import TokenCount
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.prepare import AnswerMaker, begin, check, conversation, prepare
 from swiftkv.server.price import check_detokenize, check_tokenize, max_tokenize_chars
-from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody, DetokenizeBody, TokenizeBody
+from swiftkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.responses import Detokenized, ModelList, Tokenized
 from swiftkv.server.responses_api.answer import ResponsesAnswer
@@ -26,8 +26,8 @@ from swiftkv.server.responses_api.body import FIELD_OF_CHAT as responses_names
 from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
 from swiftkv.server.targets import target_ttft_s
-from swiftkv.server.templating import TemplateFields, templating
-from swiftkv.server.tools import ToolFields, template_tools
+from swiftkv.server.templating import templating
+from swiftkv.server.tools import template_tools
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ def openai_router(models: ModelTable) -> APIRouter:
         model = pick(request, body.model)
         chat = body.chat
         with fields_named(messages_names):
-            ids = await _in_threads(request, model, lambda: _chat_ids(model, chat.messages, chat, chat))
+            ids = await _in_threads(request, model, lambda: _chat_ids(model, chat))
         return json_response(TokenCount(len(ids)))
 
     @router.post(
@@ -190,20 +190,20 @@ def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
         return model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if body.chat_template is not None:
         raise ApiError(400, "field 'chat_template' is for chats only", param="chat_template", code="unsupported_field")
-    return _chat_ids(model, body.messages, body)
+    return _chat_ids(model, body)
 
 
-def _chat_ids(
-    model: ModelHandle, messages: Sequence[ChatMessage], asked: TemplateFields, tools: ToolFields | None = None
-) -> list[int]:
+def _chat_ids(model: ModelHandle, body: TokenizeBody | ChatBody) -> list[int]:
     """Return the token ids of a chat that is not generated from: it may be longer than the model takes."""
-    shown = conversation(messages)
+    assert body.messages is not None
+    shown = conversation(body.messages)
     check_tokenize(_num_chars(shown), model.max_model_len, "messages")
+    tools, effort = (template_tools(body), body.reasoning_effort) if isinstance(body, ChatBody) else (None, None)
     return model.tokenizer.encode_chat(
         shown,
-        tools=None if tools is None else template_tools(tools),
+        tools=tools,
         max_chars=max_tokenize_chars(model.max_model_len),
-        given=templating(asked, model.tokenizer.chat_template),
+        given=templating(body, model.tokenizer.chat_template, effort),
     )
 
 

@@ -155,7 +155,7 @@ def test_blocks_become_messages() -> None:
         {
             "role": "assistant",
             "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "thinking", "thinking": "Hm.", "signature": ""},
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "Let me see.", "citations": None},
                 {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
@@ -180,6 +180,8 @@ def test_blocks_become_messages() -> None:
         {
             "role": "assistant",
             "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "thinking": "Hm.",
             "tool_calls": [
                 {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
                 {"id": "2", "type": "function", "function": {"name": "add", "arguments": {}}},
@@ -193,6 +195,13 @@ def test_blocks_become_messages() -> None:
     ]
     chat = body.chat
     assert (chat.stops, chat.max_tokens, chat.temperature, chat.top_k) == (["x"], 1, 0.5, 3)
+
+
+def test_an_answer_goes_on_with_a_message_of_the_assistants(gateway: Gateway) -> None:
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": "Hello"}]
+    [block] = client_of(gateway).messages.create(**{**ASKED, "messages": messages}).content
+    assert block.type == "text"
+    assert block.text.startswith("user\nGrüße 👋🏽\nassistant\nHellouser")
 
 
 @pytest.mark.parametrize(
@@ -223,14 +232,14 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "sometimes"}}, "thinking"),
         ({"container": "c"}, "container"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages.0.content.0.text"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "So"}]}, "messages"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": ""}]}, "'messages'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"max_tokens": None}, "max_tokens"),
         ({"nonsense": 1}, "nonsense"),

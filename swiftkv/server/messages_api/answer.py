@@ -24,10 +24,12 @@ from swiftkv.server.messages_api.objects import (
     Ping,
     StopReason,
     TextPiece,
+    Thinking,
+    ThinkingPiece,
     ToolUseBlock,
 )
 from swiftkv.server.passage_answer import PassageAnswer
-from swiftkv.server.passages import CallPassage, Closed, Grown, Opened, Passage, PassageEvent, content
+from swiftkv.server.passages import CallPassage, Closed, Grown, Opened, Passage, PassageEvent, ThoughtPassage, content
 from swiftkv.server.sse import NamedEvent
 
 
@@ -43,10 +45,14 @@ class MessagesAnswer(PassageAnswer):
             case Opened(CallPassage() as passage):
                 empty = ToolUseBlock(passage.call_id, passage.name, {})
                 return [BlockStart("content_block_start", passage.index, empty)]
+            case Opened(ThoughtPassage() as passage):
+                return [BlockStart("content_block_start", passage.index, Thinking(""))]
             case Opened(passage):
                 return [BlockStart("content_block_start", passage.index, MessageText(""))]
             case Grown(CallPassage() as passage, text):
                 return [BlockDelta("content_block_delta", passage.index, InputPiece(text))]
+            case Grown(ThoughtPassage() as passage, text):
+                return [BlockDelta("content_block_delta", passage.index, ThinkingPiece(text))]
             case Grown(passage, text):
                 return [BlockDelta("content_block_delta", passage.index, TextPiece(text))]
             case Closed(passage):
@@ -89,14 +95,14 @@ class MessagesAnswer(PassageAnswer):
         return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
 
 
-def _content_block(passage: Passage) -> MessageText | ToolUseBlock:
+def _content_block(passage: Passage) -> Thinking | MessageText | ToolUseBlock:
     """Return a passage as a whole answer has it: a call whose arguments are no JSON object is text."""
     text = content(passage)
     if isinstance(passage, CallPassage):
         arguments = _object(text or "{}")
         if arguments is not None:
             return ToolUseBlock(passage.call_id, passage.name, arguments)
-    return MessageText(text)
+    return Thinking(text) if isinstance(passage, ThoughtPassage) else MessageText(text)
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, Tag
 
-from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import INT32_MAX, Body, Label, Text, Unsupported, told_by
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import ChatBody, ChatMessage, ModelBody, SamplingFields, StopList, TextPart
@@ -28,6 +27,8 @@ FIELD_OF_CHAT = {
     "stop": "stop_sequences",
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "continue_final_message": "messages",
 }
 """The names that a chat's fields have here, for errors that are found in the chat."""
 
@@ -65,7 +66,7 @@ class ToolResultParam(CachedPart):
 
 
 class ThinkingParam(Body):
-    """Reasoning of an earlier answer: the model is not shown it."""
+    """Reasoning of an earlier answer; the chat template decides what of it the model sees."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -149,7 +150,17 @@ class SchemaFormat(Body):
 
 class OutputConfig(Body):
     format: SchemaFormat | None = None
-    effort: Annotated[None, Unsupported()] = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Where the chat template takes it"
+    )
+
+
+class ThinkingSettings(Body):
+    """Whether the model is to think, if its chat template leaves a choice."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description="Accepted, not used")
+    display: Literal["summarized"] | None = Field(None, description="Accepted, not used")
 
 
 class MessageMetadata(Body):
@@ -164,19 +175,13 @@ class CountTokensBody(ModelBody):
     tools: Annotated[list[ClientTool], Field(fail_fast=True, max_length=LIMITS.tools)] | None = None
     tool_choice: ToolChoiceOf | None = None
     output_config: OutputConfig | None = None
-    thinking: Annotated[None, Unsupported({"type": "disabled"})] = None
+    thinking: ThinkingSettings | None = None
     cache_control: dict[str, Any] | None = Field(None, description=_CACHED_ANYWAY)
 
     _chat: ChatBody = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
         """Translate, where a large body is parsed: in a thread."""
-        if self.messages[-1].role == "assistant":
-            message = (
-                "field 'messages' ends with a message of the assistant, and answers are not continued: end it with one "
-                "of the user, and hold the answer by 'output_config' or 'tool_choice'"
-            )
-            raise ApiError(400, message, param="messages")
         self._chat = ChatBody.model_construct(**self._chat_fields())
 
     @property
@@ -185,14 +190,17 @@ class CountTokensBody(ModelBody):
         return self._chat
 
     def _chat_fields(self) -> dict[str, Any]:
-        choice = self.tool_choice
+        choice, config, thinking = self.tool_choice, self.output_config, self.thinking
         return {
             "model": self.model,
             "messages": list(_messages(self.system, self.messages)),
             "tools": None if self.tools is None else [tool.for_chat() for tool in self.tools],
             "tool_choice": None if choice is None else _tool_choice(choice),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
-            "response_format": None if self.output_config is None else _response_format(self.output_config),
+            "response_format": None if config is None else _response_format(config),
+            "reasoning_effort": None if config is None else "xhigh" if config.effort == "max" else config.effort,
+            "chat_template_kwargs": None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
+            "continue_final_message": self.messages[-1].role == "assistant",
         }
 
 
@@ -258,10 +266,13 @@ def _of_user(blocks: Sequence[TextBlockParam | ToolResultParam]) -> Iterator[Cha
 def _of_assistant(
     blocks: Sequence[TextBlockParam | ToolUseParam | ThinkingParam | RedactedThinkingParam],
 ) -> ChatMessage:
-    """Return an answer as one message. Its thinking is to become the message's `reasoning_content`."""
+    """Return an answer as one message."""
+    thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingParam))
     texts = [block for block in blocks if isinstance(block, TextBlockParam)]
     calls = [_call(block) for block in blocks if isinstance(block, ToolUseParam)]
-    return ChatMessage.model_construct(role="assistant", content=_texts(texts), tool_calls=calls or None)
+    return ChatMessage.model_construct(
+        role="assistant", content=_texts(texts), tool_calls=calls or None, reasoning_content=thoughts or None
+    )
 
 
 def _call(block: ToolUseParam) -> ToolCallMessage:

@@ -17,6 +17,14 @@ class MessageText(Struct):
     type: Literal["text"] = "text"
 
 
+class Thinking(Struct):
+    """Reasoning. Nobody signs it."""
+
+    thinking: str
+    signature: str = ""
+    type: Literal["thinking"] = "thinking"
+
+
 class ToolUseBlock(Struct):
     id: str
     name: str
@@ -36,7 +44,7 @@ class MessageObject(Struct):
     id: str
     model: str
     content: list[Any]
-    """Blocks of the types `text` and `tool_use`."""
+    """Content blocks of the types `thinking`, `text` and `tool_use`."""
     usage: MessageUsage
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
@@ -58,12 +66,17 @@ class Ping(NamedEvent):
 
 class BlockStart(NamedEvent):
     index: int
-    content_block: MessageText | ToolUseBlock
+    content_block: Thinking | MessageText | ToolUseBlock
 
 
 class TextPiece(Struct):
     text: str
     type: Literal["text_delta"] = "text_delta"
+
+
+class ThinkingPiece(Struct):
+    thinking: str
+    type: Literal["thinking_delta"] = "thinking_delta"
 
 
 class InputPiece(Struct):
@@ -73,7 +86,7 @@ class InputPiece(Struct):
 
 class BlockDelta(NamedEvent):
     index: int
-    delta: TextPiece | InputPiece
+    delta: ThinkingPiece | TextPiece | InputPiece
 
 
 class BlockStop(NamedEvent):

@@ -14,12 +14,23 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.passage_answer import PassageAnswer
-from swiftkv.server.passages import CallPassage, Closed, Grown, Opened, Passage, PassageEvent, TextPassage, content
+from swiftkv.server.passages import (
+    CallPassage,
+    Closed,
+    Grown,
+    Opened,
+    Passage,
+    PassageEvent,
+    TextPassage,
+    ThoughtPassage,
+    content,
+)
 from swiftkv.server.protocol import ChatBody
 from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.responses_api.objects import (
     ArgumentsDelta,
     ArgumentsDone,
+    Effort,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -29,6 +40,10 @@ from swiftkv.server.responses_api.objects import (
     OutputText,
     OutputTokensDetails,
     PartEvent,
+    ReasoningDelta,
+    ReasoningDone,
+    ReasoningOutput,
+    ReasoningText,
     ResponseEvent,
     ResponseFailure,
     ResponseObject,
@@ -40,6 +55,7 @@ from swiftkv.server.responses_api.objects import (
 from swiftkv.server.sse import NamedEvent
 
 _SMALL_ECHO_BYTES = 1 << 16
+_ID_PREFIXES = {ThoughtPassage: "rs_", TextPassage: "msg_", CallPassage: "fc_"}
 _FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
@@ -66,7 +82,7 @@ class ResponsesAnswer(PassageAnswer):
 
     def written(self, event: PassageEvent) -> list[NamedEvent]:
         match event:
-            case Opened(TextPassage() as passage):
+            case Opened((TextPassage() | ThoughtPassage()) as passage):
                 return [self._item_event("added", passage), self._part_event("added", passage)]
             case Opened(passage):
                 return [self._item_event("added", passage)]
@@ -74,6 +90,9 @@ class ResponsesAnswer(PassageAnswer):
                 return [
                     self._event(TextDelta, "response.output_text.delta", self._item_id(passage), passage.index, 0, text)
                 ]
+            case Grown(ThoughtPassage() as passage, text):
+                kind = "response.reasoning_text.delta"
+                return [self._event(ReasoningDelta, kind, self._item_id(passage), passage.index, 0, text)]
             case Grown(passage, text):
                 kind = "response.function_call_arguments.delta"
                 return [self._event(ArgumentsDelta, kind, self._item_id(passage), passage.index, text)]
@@ -112,27 +131,33 @@ class ResponsesAnswer(PassageAnswer):
         status: Status = "in_progress" if what == "added" else _status_of(passage)
         return self._event(ItemEvent, f"response.output_item.{what}", passage.index, self._item(passage, status))
 
-    def _part_event(self, what: str, passage: TextPassage) -> NamedEvent:
-        kind, part = f"response.content_part.{what}", OutputText(content(passage))
-        return self._event(PartEvent, kind, self._item_id(passage), passage.index, 0, part)
+    def _part_event(self, what: str, passage: TextPassage | ThoughtPassage) -> NamedEvent:
+        part = ReasoningText if isinstance(passage, ThoughtPassage) else OutputText
+        kind = f"response.content_part.{what}"
+        return self._event(PartEvent, kind, self._item_id(passage), passage.index, 0, part(content(passage)))
 
     def _done(self, passage: Passage) -> list[NamedEvent]:
         item_id, text = self._item_id(passage), content(passage)
         if isinstance(passage, CallPassage):
             kind = "response.function_call_arguments.done"
             return [self._event(ArgumentsDone, kind, item_id, passage.index, passage.name, text)]
-        done = self._event(TextDone, "response.output_text.done", item_id, passage.index, 0, text)
+        if isinstance(passage, ThoughtPassage):
+            done = self._event(ReasoningDone, "response.reasoning_text.done", item_id, passage.index, 0, text)
+        else:
+            done = self._event(TextDone, "response.output_text.done", item_id, passage.index, 0, text)
         return [done, self._part_event("done", passage)]
 
     def _item(self, passage: Passage, status: Status) -> OutputItem:
         if isinstance(passage, CallPassage):
             return FunctionCallItem(self._item_id(passage), passage.call_id, passage.name, content(passage), status)
-        parts = [] if status == "in_progress" else [OutputText(content(passage))]
-        return OutputMessage(self._item_id(passage), parts, status)
+        is_begun = status == "in_progress"
+        if isinstance(passage, ThoughtPassage):
+            thoughts = [] if is_begun else [ReasoningText(content(passage))]
+            return ReasoningOutput(self._item_id(passage), thoughts, status)
+        return OutputMessage(self._item_id(passage), [] if is_begun else [OutputText(content(passage))], status)
 
     def _item_id(self, passage: Passage) -> str:
-        prefix = "fc_" if isinstance(passage, CallPassage) else "msg_"
-        return f"{prefix}{self.id.removeprefix(self.id_prefix)}{passage.index:04}"
+        return f"{_ID_PREFIXES[type(passage)]}{self.id.removeprefix(self.id_prefix)}{passage.index:04}"
 
     def _status(self) -> Status:
         return "incomplete" if self.finish_reason == "length" else "completed"
@@ -160,6 +185,7 @@ class ResponsesAnswer(PassageAnswer):
             safety_identifier=asked.safety_identifier,
             prompt_cache_key=asked.prompt_cache_key,
             user=asked.user,
+            reasoning=Effort(None if asked.reasoning is None else asked.reasoning.effort),
             service_tier=self.service_tier,
         )
         if status == "completed":
@@ -172,12 +198,12 @@ class ResponsesAnswer(PassageAnswer):
 
     def _response_usage(self) -> ResponseUsage:
         usage = self.usage()
-        details = usage.prompt_tokens_details
+        details, of_output = usage.prompt_tokens_details, usage.completion_tokens_details
         return ResponseUsage(
             usage.prompt_tokens,
             InputTokensDetails(0 if details is msgspec.UNSET else details.cached_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(),
+            OutputTokensDetails(0 if of_output is msgspec.UNSET else of_output.reasoning_tokens),
             usage.total_tokens,
         )
 

@@ -12,6 +12,7 @@ from swiftkv.server.fields import INT32_MAX, Body, Label, Text, Unsupported, tol
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import ChatBody, ChatMessage, Metadata, SamplingFields, TextPart
 from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
+from swiftkv.server.templating import ReasoningEffort
 from swiftkv.server.tiers import WantedTier
 from swiftkv.server.tools import (
     CalledFunction,
@@ -30,6 +31,7 @@ FIELD_OF_CHAT = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 """The names that a chat's fields have here, for errors that are found in the chat."""
 
@@ -81,13 +83,18 @@ class FunctionCallOutput(Body):
     caller: Annotated[None, Unsupported()] = None
 
 
+class ReasoningPart(Body):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
 class ReasoningItem(Body):
-    """Reasoning of an earlier answer: the model is not shown it."""
+    """Reasoning of an earlier answer; the chat template decides what of it the model sees."""
 
     type: Literal["reasoning"]
     id: Label | None = Field(None, description="Accepted, not used")
     summary: list[Any] | None = Field(None, description="Accepted, not used", max_length=LIMITS.content_parts)
-    content: list[Any] | None = Field(None, description="Accepted, not used", max_length=LIMITS.content_parts)
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True, max_length=LIMITS.content_parts)] | None = None
     encrypted_content: Text | None = Field(None, description="Accepted, not used")
     status: ItemStatus | None = Field(None, description="Accepted, not used")
 
@@ -158,6 +165,11 @@ class TextSettings(Body):
         return ResponseFormat.model_construct(type=self.format.type, json_schema=schema)
 
 
+class ReasoningSettings(Body):
+    effort: ReasoningEffort | None = Field(None, description="Where the chat template takes it")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Accepted, not used")
+
+
 class ResponsesStreamOptions(Body):
     include_obfuscation: Annotated[None, Unsupported(False)] = None
 
@@ -170,6 +182,7 @@ class ResponsesBody(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
     service_tier: WantedTier | None = None
 
     store: bool | None = Field(None, description="Accepted, not used")
@@ -187,7 +200,6 @@ class ResponsesBody(SamplingFields):
     truncation: Annotated[None, Unsupported("disabled")] = None
     include: Annotated[None, Unsupported([], ["reasoning.encrypted_content"])] = None
     top_logprobs: Annotated[None, Unsupported(0)] = None
-    reasoning: Annotated[None, Unsupported({}, {"effort": "none"})] = None
 
     _chat: ChatBody = PrivateAttr()
     _tools: Raw = PrivateAttr()
@@ -245,6 +257,7 @@ def _chat(body: ResponsesBody) -> ChatBody:
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else body.text.for_chat(),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         service_tier=body.service_tier,
     )
 
@@ -256,13 +269,19 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
         yield ChatMessage.model_construct(role="user", content=body.input)
         return
     answer: ChatMessage | None = None  # what follows may be calls that belong to it
+    thought: str | None = None  # of the message that follows
     for item in body.input:
-        if isinstance(item, ReasoningItem):  # to become `reasoning_content` of the message that follows
+        if isinstance(item, ReasoningItem):
+            thought = "\n".join(part.text for part in item.content or ()) or None
+            if answer is not None:
+                yield answer
+                answer = None
             continue
         if isinstance(item, FunctionCallInput):
-            answer = answer or ChatMessage.model_construct(role="assistant")
+            answer = answer or ChatMessage.model_construct(role="assistant", reasoning_content=thought)
             answer.tool_calls = answer.tool_calls or []
             answer.tool_calls.append(_call(item))
+            thought = None
             continue
         if answer is not None:
             yield answer
@@ -270,9 +289,11 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
         if isinstance(item, FunctionCallOutput):
             yield ChatMessage.model_construct(role="tool", tool_call_id=item.call_id, content=_content(item.output))
         elif item.role == "assistant":
-            answer = ChatMessage.model_construct(role="assistant", content=_content(item.content))
+            content = _content(item.content)
+            answer = ChatMessage.model_construct(role="assistant", content=content, reasoning_content=thought)
         else:
             yield ChatMessage.model_construct(role=item.role, content=_content(item.content))
+        thought = None
     if answer is not None:
         yield answer
 

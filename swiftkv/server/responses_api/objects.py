@@ -18,6 +18,19 @@ class OutputText(Struct):
     logprobs: list[str] = field(default_factory=list)
 
 
+class ReasoningText(Struct):
+    text: str
+    type: Literal["reasoning_text"] = "reasoning_text"
+
+
+class ReasoningOutput(Struct):
+    id: str
+    content: list[ReasoningText]
+    status: Status
+    summary: list[str] = field(default_factory=list)
+    type: Literal["reasoning"] = "reasoning"
+
+
 class OutputMessage(Struct):
     id: str
     content: list[OutputText]
@@ -35,7 +48,7 @@ class FunctionCallItem(Struct):
     type: Literal["function_call"] = "function_call"
 
 
-OutputItem = OutputMessage | FunctionCallItem
+OutputItem = ReasoningOutput | OutputMessage | FunctionCallItem
 
 
 class InputTokensDetails(Struct):
@@ -44,7 +57,7 @@ class InputTokensDetails(Struct):
 
 
 class OutputTokensDetails(Struct):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(Struct):
@@ -64,6 +77,11 @@ class ResponseFailure(Struct):
     message: str
 
 
+class Effort(Struct):
+    effort: str | None = None
+    summary: None = None
+
+
 class ResponseObject(Struct):
     """An answer. Beside what was generated, it repeats what was asked for."""
 
@@ -72,7 +90,7 @@ class ResponseObject(Struct):
     status: Status
     model: str
     output: list[Any]
-    """Items of the types `message` and `function_call`."""
+    """Items of the types `reasoning`, `message` and `function_call`."""
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -94,7 +112,7 @@ class ResponseObject(Struct):
     object: Literal["response"] = "response"
     background: bool = False
     previous_response_id: None = None
-    reasoning: None = None
+    reasoning: Effort = field(default_factory=Effort)
     store: bool = False
     top_logprobs: int = 0
     truncation: Literal["disabled"] = "disabled"
@@ -116,7 +134,7 @@ class PartEvent(NamedEvent):
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class TextDelta(NamedEvent):
@@ -135,6 +153,22 @@ class TextDone(NamedEvent):
     content_index: int
     text: str
     logprobs: list[str] = field(default_factory=list)
+
+
+class ReasoningDelta(NamedEvent):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningDone(NamedEvent):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
 
 
 class ArgumentsDelta(NamedEvent):
