@@ -86,16 +86,19 @@ class _Rows:
         reasoning = self.held.reasoning
         return reasoning.marks.begin if reasoning is not None and reasoning.may_begin else None
 
-    def behind_reasoning(self) -> _Rows | None:
-        """Return the rows that the grammar holds, `None` if all of them are reasoning."""
+    def parted(self) -> tuple[list[int], _Rows | None]:
+        """Return the rows of the reasoning that must not end the answer, and those that the grammar holds."""
         if self.held.reasoning is None or not self.held.reasoning.is_inside:
-            return self
-        reasoning = replace(self.held.reasoning)
-        for count, token_id in enumerate(self.draft, start=1):
+            return [], self
+        reasoning, count = replace(self.held.reasoning), 1
+        for token_id in self.draft:
             reasoning.take(token_id)
             if not reasoning.is_inside:
-                return _Rows(self.held, self.first_row + count, self.first_position + count, self.draft[count:])
-        return None
+                break
+            count += 1
+        first, position = self.first_row + count, self.first_position + count
+        inside = [] if reasoning.marks.is_last else [*range(self.first_row, first)]
+        return inside, None if reasoning.is_inside else _Rows(self.held, first, position, self.draft[count:])
 
 
 class PendingMasks:
@@ -182,8 +185,9 @@ class Grammars:
             return None
 
         def begin() -> Future[TokenMasks | None]:
-            rows = self._rows_of(plan)
-            return self._thread.submit(self._fill, rows)
+            parted = [rows.parted() for rows in self._rows_of(plan)]
+            endless = [row for inside, _ in parted for row in inside]
+            return self._thread.submit(self._masks, endless, [rows for _, rows in parted if rows is not None])
 
         return PendingMasks(begin)
 
@@ -222,12 +226,21 @@ class Grammars:
                 rows[-1].draft.append(inputs[row])
             else:
                 rows.append(_Rows(held, row, positions[row]))
-        return [rest for each in rows if (rest := each.behind_reasoning()) is not None]
+        return rows
 
-    def _fill(self, rows: Sequence[_Rows]) -> TokenMasks | None:
+    def _masks(self, endless: Sequence[int], rows: Sequence[_Rows]) -> TokenMasks | None:
+        """Return the masks of `endless` rows, which may have any token but the last, and of those of grammars."""
+        held = self._fill(rows) if rows else None
+        if not endless:
+            return held
+        bits = np.full((len(endless), self._num_words), 0xFFFF_FFFF, np.uint32)
+        for token_id in self._eos_token_ids:
+            bits[:, token_id // _BITS] &= ~(np.uint32(1) << np.uint32(token_id % _BITS))
+        free = TokenMasks(np.array(endless, np.int32), bits)
+        return free if held is None else free.beside(held)
+
+    def _fill(self, rows: Sequence[_Rows]) -> TokenMasks:
         """Make masks, outside the interpreter's lock for the most part."""
-        if not rows:
-            return None
         row_ids = [each.first_row + offset for each in rows for offset in range(len(each))]
         # Behind a guess that the grammar forbids anything may follow: nobody reads that row.
         bits = np.full((len(row_ids), self._num_words), 0xFFFF_FFFF, np.uint32)

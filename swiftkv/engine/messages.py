@@ -112,6 +112,7 @@ class ReasoningMarks(msgspec.Struct, array_like=True, frozen=True):
 
     end: list[int]  # these in a row end it
     begin: int | None = None  # the answer may begin with this one, and then reasons; None: it begins inside
+    is_last: bool = False  # the answer may end without what the grammar holds: it has called a tool
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

@@ -23,6 +23,12 @@ class TokenMasks:
         begin, end = np.searchsorted(self.rows, (part.start, part.stop))
         return TokenMasks(self.rows[begin:end] - np.int32(part.start), self.bits[begin:end])
 
+    def beside(self, others: TokenMasks) -> TokenMasks:
+        """Return these masks and those of other rows."""
+        rows = np.concatenate([self.rows, others.rows])
+        order = np.argsort(rows)
+        return TokenMasks(rows[order], np.concatenate([self.bits, others.bits])[order])
+
     def forbid(self, logits: torch.Tensor) -> None:
         """Give every other token of these rows the logit minus infinity, in `logits` [R, vocab] on the CPU."""
         forbid_tokens(logits, self.rows, self.bits)

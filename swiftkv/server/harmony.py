@@ -60,7 +60,7 @@ class HarmonyParser(ReasoningParser):
     def marks(self, prompt_ids: Sequence[int], *, continues: bool) -> ReasoningMarks | None:
         if continues and self.sections(prompt_ids, continues=True).is_answer:
             return None
-        return ReasoningMarks(self._tokens.final)
+        return ReasoningMarks(self._tokens.final, is_last=True)
 
     def _is_start(self, token_id: int) -> bool:
         return self._tokens.marks.get(token_id) == "<|start|>"

@@ -243,6 +243,22 @@ def test_an_answer_that_does_not_reason_is_held_from_its_first_token(
     assert end in reasons.token_ids or reasons.finish_reason == FINISH_LENGTH
 
 
+def test_an_answer_does_not_end_in_its_reasoning(engine: EngineProcess, read: Callable[[Answer], str]) -> None:
+    """Unless that is allowed: where a call of a tool takes the place of what the grammar holds."""
+    eager, end = {EOS: 100.0, 301: 50.0}, 301
+    ended, called = engine.wait(
+        [
+            engine.add(PROMPT, **held("choice", '["ab"]', logit_bias=eager), reasoning=ReasoningMarks([end])),
+            engine.add(
+                PROMPT, **held("choice", '["ab"]', logit_bias=eager), reasoning=ReasoningMarks([end], is_last=True)
+            ),
+        ]
+    )
+    assert ended.token_ids[0] == end
+    assert read(Answer(ended.token_ids[1:])) == "ab"
+    assert called.token_ids == [EOS]
+
+
 def test_marks_outside_the_vocabulary_are_refused(engine: EngineProcess) -> None:
     for marks in (ReasoningMarks([]), ReasoningMarks([10**6]), ReasoningMarks([1], -1)):
         [answer] = engine.wait([engine.add(PROMPT, **held("regex", DATE), reasoning=marks)])

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 import agents
 import anthropic
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import SHAPE, make_checkpoint, make_tokenizer
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory
 
 TEMPLATE = (
@@ -24,7 +25,8 @@ TEMPLATE = (
     "<|end|>{% endif %}{% for message in messages %}<|{{ 'user' if message.role == 'tool' else message.role }}|>"
     "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
     "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}"
-    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n"
+    "{% if not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
 )
 MESSAGES: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -47,7 +49,10 @@ ASKED: dict[str, Any] = {"model": "chat", "tools": TOOLS, "temperature": 1.0, "s
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     checkpoint = tmp_path_factory.mktemp("tools")
-    make_checkpoint(checkpoint, "llama", tokenizer=True, max_position_embeddings=8192)
+    make_checkpoint(checkpoint, "llama", max_position_embeddings=8192)
+    tokenizer = make_tokenizer(int(SHAPE["vocab_size"]) - 2)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(checkpoint)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     temporary = short_temporary_directory()
     model = {"name": "chat", "path": str(checkpoint), "dtype": "float32", "threads": 1, "max_model_len": 8192}
@@ -121,6 +126,28 @@ def test_without_parallel_calls_there_is_one(client: openai.OpenAI) -> None:
     )
     assert [len(choice.message.tool_calls or []) for choice in answer.choices] == [1] * 4
     assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
+
+
+def test_grammars_and_calls_begin_behind_the_reasoning(client: openai.OpenAI) -> None:
+    tokenized = httpx.post(f"{str(client.base_url).removesuffix('v1/')}tokenize", json={"prompt": "</think>"})
+    [end] = tokenized.json()["tokens"]
+    thinks = {"logit_bias": {str(end): 5}, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    asked: dict[str, Any] = {**ASKED, "messages": MESSAGES, "n": 4, **thinks}
+    called = client.chat.completions.create(tool_choice="required", **asked)
+    for choice in called.choices:
+        assert {run(call) for call in choice.message.tool_calls or []}
+    schema = {"name": "sum", "schema": TOOLS[0]["function"]["parameters"]}
+    del asked["tools"]
+    held = client.chat.completions.create(response_format={"type": "json_schema", "json_schema": schema}, **asked)
+    for choice in held.choices:
+        assert {*json.loads(choice.message.content or "")} == {"a", "b"}
+    thoughts = [
+        choice.message.reasoning_content for choice in held.choices if hasattr(choice.message, "reasoning_content")
+    ]
+    assert any(thoughts)
+    assert held.usage is not None
+    assert held.usage.completion_tokens_details is not None
+    assert held.usage.completion_tokens_details.reasoning_tokens
 
 
 def test_a_model_that_may_choose_is_free(client: openai.OpenAI) -> None:

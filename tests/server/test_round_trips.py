@@ -243,7 +243,7 @@ def test_a_grammar_of_gpt_oss_begins_in_the_final_channel(tokenizers: dict[str, 
         return reasoning.marks(tokenizer.encode(prompt, add_special_tokens=False), continues=continues)
 
     final = tokenizer.encode("<|channel|>final<|message|>", add_special_tokens=False)
-    assert marks("<|start|>user<|message|>x<|end|><|start|>assistant") == ReasoningMarks(final)
+    assert marks("<|start|>user<|message|>x<|end|><|start|>assistant") == ReasoningMarks(final, is_last=True)
     message = "<|start|>assistant<|channel|>{}<|message|>so"
-    assert marks(message.format("analysis"), continues=True) == ReasoningMarks(final)
+    assert marks(message.format("analysis"), continues=True) == ReasoningMarks(final, is_last=True)
     assert marks(message.format("final"), continues=True) is None
