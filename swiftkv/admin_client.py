@@ -20,6 +20,7 @@ AdminKeyEnv = Annotated[
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
+_TIMEOUT_S = 90.0
 
 
 def admin_key(url: str, admin_key_env: str) -> str | None:
@@ -27,14 +28,16 @@ def admin_key(url: str, admin_key_env: str) -> str | None:
     return os.environ.get(admin_key_env) or find_admin_key(url)
 
 
-def ask_admin(method: str, url: str, path: str, admin_key_env: str, body: object = None) -> dict[str, Any]:
+def ask_admin(
+    method: str, url: str, path: str, admin_key_env: str, body: object = None, timeout_s: float | None = _TIMEOUT_S
+) -> dict[str, Any]:
     """Return the answer of `/admin/PATH`. A failure is a line on stderr and exit code 1."""
     import httpx
 
     key = admin_key(url, admin_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.request(method, f"{url.rstrip('/')}/admin/{path}", json=body, headers=headers, timeout=90)
+        answer = httpx.request(method, f"{url.rstrip('/')}/admin/{path}", json=body, headers=headers, timeout=timeout_s)
         content: dict[str, Any] = answer.json()
         if answer.is_success:
             return content

@@ -18,6 +18,7 @@ from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.cli_watch import page, top
 from swiftkv.errors import ConfigError, SwiftkvError
+from swiftkv.models_command import models_app
 from swiftkv.policies import SchedulingPolicy
 
 app = typer.Typer(
@@ -32,7 +33,6 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Make model directories.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure a server.", no_args_is_help=True)
 lending_app = typer.Typer(help="See and set what workers lend, while a node runs.", no_args_is_help=True)
-models_app = typer.Typer(help="Steer the models of a node while it runs.", no_args_is_help=True)
 app.add_typer(lending_app, name="lending")
 app.add_typer(models_app, name="models")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -254,6 +254,8 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
     console = Console()
     console.print(table)
     for name, engine in engines.items():
+        if loading := engine.get("loading"):
+            console.print(f"\n{name}: {_describe_loading(loading)}", highlight=False)
         if engine["why"]:
             console.print(f"\n{name}: the engine {engine['why']}", highlight=False)
         if engine.get("storage") == "degraded":
@@ -262,6 +264,14 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
                 "computed meanwhile",
                 highlight=False,
             )
+
+
+def _describe_loading(loading: dict[str, Any]) -> str:
+    """Return how far an engine is with its weights, and when it is expected to have them."""
+    from swiftkv.units import format_size
+
+    so_far = f"{format_size(loading['loaded_bytes'])} of {format_size(loading['total_bytes'])} of weights loaded"
+    return so_far if loading["left_s"] is None else f"{so_far}, {_format_age(loading['left_s'])} left"
 
 
 def _format_age(seconds: float) -> str:
@@ -330,17 +340,6 @@ def lending_set(
     print(f"{worker} lends up to {size['budget_bytes']}, {size['lent_bytes']} at the moment")
     if change["recalled_bytes"]:
         print(f"{size['recalled_bytes']} came back in {change['took_s']:.3f} s")
-
-
-@models_app.command("start", epilog="Example: `swiftkv models start chat`")
-def models_start(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")],
-    url: Url = DEFAULT_URL,
-    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
-) -> None:
-    """Start a MODEL that stays down: because its engine died too often, or could not load its weights."""
-    ask_admin("POST", url, f"models/{quote(model, safe='')}/start", admin_key_env)
-    print(f"{model} is being started; `swiftkv status` tells when it serves")
 
 
 @checkpoint_app.command("make", epilog="Example: `swiftkv checkpoint make --arch qwen3 --size tiny /tmp/tiny-qwen3`")

@@ -252,6 +252,7 @@ class ModelConfig(Section):
     )
     trust_request_chat_template: bool = Field(False, description="true or false")
     generation_config: str = Field("auto", min_length=1, description="auto, vllm or a directory")
+    auto_wake: bool = Field(False, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
     tiers: TiersConfig | None = Field(None, description="a mapping")
@@ -296,6 +297,26 @@ class Config(Section):
     def storage_of(self, model: ModelConfig) -> StorageConfig | None:
         """Return the storage tier of a model: its own, or the node's."""
         return (model.tiers or self.node.tiers).storage
+
+    def with_model(self, section: object) -> Config:
+        """Return this configuration with one more model, checked like those of a file.
+
+        Raises `ConfigError` that has one line per mistake; keys are those of the section.
+        """
+        try:
+            config = Config.model_validate({"node": self.node, "models": [*self.models, section]})
+            config._directory = self._directory
+            model = config.models[-1]
+            check_backends({model.name: model.tiers}, self._directory / "-")
+        except ValidationError as error:
+            mistakes = describe_mistakes(error, Config).replace(f"models[{len(self.models)}].", "")
+            raise ConfigError(mistakes) from None
+        return config
+
+    def without_model(self, name: str) -> Config:
+        """Return this configuration without one of its models."""
+        rest = tuple(model for model in self.models if model.name != name)
+        return self.model_copy(update={"models": rest})
 
     @model_validator(mode="after")
     def _check_across_models(self) -> Config:
@@ -416,6 +437,23 @@ def _one_model(directory: Path) -> dict[str, Any]:
         )
     name = re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "", directory.resolve().name)
     return {"models": [{"name": name[:_LONGEST_NAME] or "model", "path": str(directory.resolve())}]}
+
+
+def read_model(path: Path) -> object:
+    """Return one model's section of a file, from a file that holds nothing else or for a model's directory.
+
+    A relative `path` of the section becomes absolute if it leads somewhere from the file: whoever reads the section
+    may be elsewhere. Raises `ConfigError` for what cannot be read.
+    """
+    if path.is_dir():
+        return _one_model(path)["models"][0]
+    section = _read_yaml(path)
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: holds {show(section)}; it wants a mapping with the keys of a model")
+    directory = section.get("path")
+    if isinstance(directory, str) and (path.resolve().parent / directory).is_dir():
+        return {**section, "path": str(path.resolve().parent / directory)}
+    return section
 
 
 def _read_yaml(path: Path) -> object:

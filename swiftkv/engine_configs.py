@@ -18,13 +18,18 @@ _WITHOUT_WATCHDOG_S = 3600.0  # waits within a step have an end all the same
 
 
 def compile_engines(
-    config: Config, plans: Sequence[ModelPlan], transports: Mapping[str, TransportChoice], ipc: Path
+    config: Config,
+    plans: Sequence[ModelPlan],
+    transports: Mapping[str, TransportChoice],
+    ipc: Path,
+    numbers: Mapping[str, int],
 ) -> tuple[EngineConfig, ...]:
     """Return all that the engines are told, in order of `plans`.
 
-    `transports` are `planning.transports.lending_transports`; `ipc` is the directory of the node's sockets.
+    `transports` are `planning.transports.lending_transports`; `ipc` is the directory of the node's sockets, and
+    `numbers` tell those of one model from another's.
     """
-    addresses = {plan.name: f"ipc://{ipc}/{i}" for i, plan in enumerate(plans)}
+    addresses = {plan.name: f"ipc://{ipc}/{numbers[plan.name]}" for plan in plans}
     pairs = lending_pairs(plans)
     return tuple(
         _engine_config(
@@ -32,12 +37,12 @@ def compile_engines(
             model,
             plan,
             address=addresses[plan.name],
-            ranks_directory=f"{ipc}/{i}.ranks",
+            ranks_directory=f"{ipc}/{numbers[plan.name]}.ranks",
             lending=_lending_spec(
                 config, model, plan, pairs=pairs, addresses=addresses, transports=transports, ipc=ipc
             ),
         )
-        for i, (model, plan) in enumerate(zip(config.models, plans, strict=True))
+        for model, plan in zip(config.models, plans, strict=True)
     )
 
 

@@ -21,6 +21,14 @@ class CheckpointError(SwiftkvError, ValueError):
     """A model directory that cannot be served: the message names the file and what is wrong with it."""
 
 
+class LoadError(SwiftkvError):
+    """A model that was asleep and cannot be loaded again; `cause` is what its loading raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class EngineError(SwiftkvError):
     """An engine process failed to start or died."""
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swiftkv.config import Config
-from swiftkv.planning.models import ModelPlan
-from swiftkv.server.client import EngineClient
+from swiftkv.fleet import Member
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.templates import TemplateRenderer
 
@@ -16,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_handles(
-    config: Config,
-    plans: Sequence[ModelPlan],
-    clients: Sequence[EngineClient],
-    grammars: GrammarChecker,
-    templates: TemplateRenderer,
+    config: Config, members: Sequence[Member], grammars: GrammarChecker, templates: TemplateRenderer
 ) -> list[ModelHandle]:
     """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
     from swiftkv.server.models import ClientPolicy, ModelHandle
@@ -31,7 +26,8 @@ def load_handles(
 
     policy = ClientPolicy(config.node.show_cached_tokens, config.node.allow_priority)
     handles = []
-    for model, plan, client in zip(config.models, plans, clients, strict=True):
+    for member in members:
+        model, plan = member.config, member.plan
         tokenizer = Tokenizer.from_pretrained(
             plan.checkpoint.directory, split_special_tokens=model.split_special_tokens
         )
@@ -43,9 +39,11 @@ def load_handles(
                 vocab_size=plan.vocab_size,
                 max_num_seqs=model.max_num_seqs,
                 tokenizer=tokenizer,
-                client=client,
+                client=member.client,
+                sleeper=member.sleeper,
                 policy=policy,
                 grammars=grammars,
+                auto_wake=model.auto_wake,
                 tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
                 reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
                 templates=templates if model.trust_request_chat_template else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -16,42 +15,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 import uvloop
 
 from swiftkv import __version__
 from swiftkv.admin_key import generated_admin_key
 from swiftkv.config import Config
 from swiftkv.devices import check_devices
-from swiftkv.engine_configs import compile_engines, why_not_lend
+from swiftkv.fleet import Fleet, Member
 from swiftkv.handles import load_handles
 from swiftkv.latency import prefer_latency
+from swiftkv.model_changes import RunningModels
 from swiftkv.output import detach_output, open_standard_descriptors
-from swiftkv.planning.models import ModelPlan, SizedPlan
-from swiftkv.planning.transports import lending_transports
+from swiftkv.planning.models import ModelPlan
+from swiftkv.ports import Ports
 from swiftkv.processes import allow_open_files, share_one_heap
-from swiftkv.server.client import EngineClient
 from swiftkv.server.grammars import GrammarChecker
-from swiftkv.server.http_protocol import http_config
-from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.server.request_log import RequestLog, open_request_log
 from swiftkv.server.templates import TemplateRenderer
-from swiftkv.sockets import BACKLOG, ipc_directory, listen
+from swiftkv.sockets import ipc_directory, listen
 from swiftkv.state import state_directory
-from swiftkv.supervisor import EngineSupervisor
 from swiftkv.tasks import Tasks
 from swiftkv.units import format_size
 
 if TYPE_CHECKING:
     from swiftkv.server.batches.service import BatchService
-    from swiftkv.server.models import ModelHandle
+    from swiftkv.server.models import ModelHandle, ModelTable
 
 _RESERVED_FILES = 256  # for all that is not a client's connection
-_CLOSE_TIMEOUT_S = 5
-_ACCEPTS_PER_ROUND = 16
-"""Connections to a port that one round of the event loop takes: it takes one from each descriptor of the socket."""
 
 
 def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
@@ -129,7 +121,6 @@ class Node:
         `state` is where files and batches are kept; without it there are none.
         """
         self._config = config
-        self._plans = plans
         self._keys = keys
         self._limits = limits
         self._sockets = sockets
@@ -140,50 +131,10 @@ class Node:
         self._templates = TemplateRenderer()
         self._metrics = GatewayMetrics()
         self._metrics.watch(limits)
-        self._clients: list[EngineClient] = []
-        environment = engine_environment(config)
-        self._transports = lending_transports(config, plans)
-        supervisors: dict[str, EngineSupervisor] = {}
-        lenders: dict[str, list[str]] = {}
-        members = []
-        engines = compile_engines(config, plans, self._transports, ipc)
-        for model, plan, engine in zip(config.models, plans, engines, strict=True):
-            client = EngineClient(
-                plan.name,
-                engine.requests_address,
-                engine.outputs_address,
-                self._metrics.for_model(plan.name),
-                max_in_flight=model.max_num_queued_reqs,
-                max_queued_tokens=model.max_num_queued_tokens,
-            )
-            self._clients.append(client)
-            lending = engine.lending
-            coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
-            supervisor = EngineSupervisor(
-                engine, client, coordinator, node=config.node, say=say, environment=environment
-            )
-            supervisors[plan.name] = supervisor
-            lenders[plan.name] = [] if lending is None else [peer.name for peer in lending.lenders]
-            members.append(
-                LendingMember(
-                    name=plan.name,
-                    role=plan.role,
-                    pool_bytes=plan.pool_bytes if isinstance(plan, SizedPlan) else 0,
-                    block_bytes=plan.block_bytes,
-                    why_not_lend=why_not_lend(config, plan, lending),
-                    engine=client,
-                    coordinator=coordinator,
-                    remember_budget=supervisor.set_lending_budget,
-                )
-            )
-        for name, supervisor in supervisors.items():
-            supervisor.lenders += [supervisors[lender] for lender in lenders[name]]
-        self._supervisors = list(supervisors.values())
-        kinds = sorted({choice.kind for choice in self._transports.values()})
-        setting = config.node.lending.transport
-        self._lending = NodeLending(members, config.node.lending.enabled, ", ".join(kinds) or setting)
+        self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=say)
         self._tasks = Tasks()
-        self._http: list[tuple[_HttpServer, asyncio.Task[None]]] = []
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: what keeps its engine running
+        self._ports: Ports | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -201,16 +152,15 @@ class Node:
                 await self._batches.stop()
             await self._drain()
         finally:
-            await self._close_http()
+            if self._ports is not None:
+                await self._ports.close()
             await self._grammars.close()
             await self._templates.close()
             await self._tasks.close()
             if self._batches is not None:
                 await self._batches.close()
-            await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
-            self._lending.close()
-            for client in self._clients:
-                client.close()
+            await asyncio.gather(*(member.supervisor.stop() for member in self._fleet.members.values()))
+            self._fleet.close()
         if self._tasks.failure.done():
             self._tasks.failure.result()
         say("stopped")
@@ -242,26 +192,20 @@ class Node:
         return False
 
     async def _come_up(self) -> None:
-        say(f"swiftkv {__version__}: starting {', '.join(plan.name for plan in self._plans)}")
-        for memory, choice in self._transports.items():
+        members = list(self._fleet.members.values())
+        say(f"swiftkv {__version__}: starting {', '.join(member.plan.name for member in members)}")
+        for memory, choice in self._fleet.transports.items():
             say(f"lending in the memory of {memory} goes over {choice.kind}: {choice.reason}")
-        for client in self._clients:
-            client.start()
+        for member in members:
+            member.client.start()
         started_s = time.monotonic()
-        engines = [
-            asyncio.create_task(self._start_engine(supervisor, plan, started_s))
-            for supervisor, plan in zip(self._supervisors, self._plans, strict=True)
-        ]
+        engines = [asyncio.create_task(self._start_engine(member, started_s)) for member in members]
         try:
-            handles = await asyncio.to_thread(
-                load_handles, self._config, self._plans, self._clients, self._grammars, self._templates
-            )
+            handles = await asyncio.to_thread(load_handles, self._config, members, self._grammars, self._templates)
             for handle in handles:
                 if differences := handle.defaults.differences():
                     say(f"{handle.name}: sampling defaults of its generation_config.json: {differences}")
-            if self._state is not None:
-                self._batches = await self._open_batches(handles, self._state)
-            self._serve_http(handles)
+            await self._serve_http(handles)
             await asyncio.gather(*engines)
         finally:
             for engine in engines:
@@ -271,25 +215,24 @@ class Node:
         gc.freeze()  # what was imported stays; a collection that walks it all would hold up every stream
         self._say_where()
 
-    async def _start_engine(self, supervisor: EngineSupervisor, plan: ModelPlan, started_s: float) -> None:
-        ready = await supervisor.start()
-        self._tasks.start(supervisor.keep_running(), f"the supervisor of {plan.name}")
+    async def _start_engine(self, member: Member, started_s: float) -> None:
+        plan = member.plan
+        ready = await member.supervisor.start()
+        self._keepers[plan.name] = self._tasks.start(member.supervisor.keep_running(), f"the supervisor of {plan.name}")
         took_s = time.monotonic() - started_s
         pool = format_size(ready.pool_bytes)
         where = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
         cached = f"{pool} of KV cache{where} for {ready.num_blocks * ready.block_size:,} tokens"
         say(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
 
-    async def _open_batches(self, handles: Sequence[ModelHandle], state: Path) -> BatchService:
-        from swiftkv.server.batches.service import BatchService
+    async def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
+        """Open the ports."""
+        from swiftkv.server.app import ServerSettings
+        from swiftkv.server.models import ModelTable
 
-        batches = await BatchService.open(state, self._config, handles, self._metrics)
-        self._tasks.start(batches.run(), "the runner of batches")
-        return batches
-
-    def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
-        from swiftkv.server.app import ServerSettings, create_app, create_model_app
-
+        table = ModelTable({handle.name: handle for handle in handles})
+        if self._state is not None:
+            self._batches = await self._open_batches(table, self._state)
         node = self._config.node
         settings = ServerSettings(
             api_key=self._keys.api,
@@ -300,22 +243,35 @@ class Node:
             request_log=self._request_log,
             storage=None if self._batches is None else self._batches.storage,
         )
-        apps = [create_app({handle.name: handle for handle in handles}, settings, self._metrics, self._lending)]
-        for model, handle in zip(self._config.models, handles, strict=True):
-            if model.endpoint is not None:
-                apps.append(create_model_app(handle, settings, self._metrics, self._lending))
-        for app, listening in zip(apps, self._sockets, strict=True):
-            config = http_config(app, self._limits, backlog=BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S)
-            server = _HttpServer(config)
-            port = listening.getsockname()[1]
-            descriptors = [listening, *(listening.dup() for _ in range(_ACCEPTS_PER_ROUND - 1))]
-            serving = self._tasks.start(server.serve_until_told(descriptors), f"the HTTP server of port {port}")
-            self._http.append((server, serving))
+        ports = self._ports = Ports(settings, self._metrics, self._fleet.lending, self._tasks)
+        models = RunningModels(
+            self._fleet,
+            table,
+            ports=ports,
+            tasks=self._tasks,
+            grammars=self._grammars,
+            templates=self._templates,
+            metrics=self._metrics,
+            batches=self._batches,
+            keepers=self._keepers,
+            say=say,
+        )
+        own = [handle for model, handle in zip(self._config.models, handles, strict=True) if model.endpoint is not None]
+        ports.serve_node(self._sockets[0], table, models)
+        for listening, handle in zip(self._sockets[1:], own, strict=True):
+            ports.serve_model(listening, handle)
+
+    async def _open_batches(self, table: ModelTable, state: Path) -> BatchService:
+        from swiftkv.server.batches.service import BatchService
+
+        batches = await BatchService.open(state, self._config, table, self._metrics)
+        self._tasks.start(batches.run(), "the runner of batches")
+        return batches
 
     async def _drain(self) -> None:
         """Refuse what is new with 503, wait for what runs as long as `shutdown_timeout` or a second signal allows."""
         timeout_s = self._config.node.shutdown_timeout
-        if waiting := sum(client.num_in_flight for client in self._clients):
+        if waiting := sum(member.client.num_in_flight for member in self._fleet.members.values()):
             say(f"stopping: up to {timeout_s:g} s for {waiting} sequences in flight; once more to stop now")
         drained = asyncio.create_task(self._drain_clients(timeout_s))
         hurry = asyncio.create_task(self._hurry.wait())
@@ -326,12 +282,7 @@ class Node:
             await self._drain_clients(0)
 
     async def _drain_clients(self, timeout_s: float) -> None:
-        await asyncio.gather(*(client.drain(timeout_s) for client in self._clients))
-
-    async def _close_http(self) -> None:
-        for server, _ in self._http:
-            server.should_exit = True
-        await asyncio.gather(*(task for _, task in self._http), return_exceptions=True)
+        await asyncio.gather(*(member.client.drain(timeout_s) for member in self._fleet.members.values()))
 
     def _say_where(self) -> None:
         """Each model's URL, and a line to paste."""
@@ -351,35 +302,10 @@ class Node:
         say("\n".join(lines))
 
 
-class _HttpServer(uvicorn.Server):
-    """Signals are the node's business."""
-
-    async def serve_until_told(self, sockets: list[socket.socket]) -> None:
-        """Serve until `should_exit` is set. Raises `RuntimeError` if uvicorn ends earlier."""
-        await self.serve(sockets)
-        if not self.should_exit:
-            raise RuntimeError("uvicorn ended on its own")
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def _run_without_triton() -> None:
     """The gateway runs no kernels, but what transformers imports would import Triton: a second, 80 MB, and complaints
     of leaks at exit."""
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
-
-
-def engine_environment(config: Config) -> dict[str, str]:
-    """Return this process's environment without the keys, for which engines have no use, and with CUDA's settings.
-
-    GPUs are numbered as NVML numbers them, and torch's allocator may move what it holds, so that nothing is left over
-    between allocations of different sizes; pools are not allocated by torch.
-    """
-    keys = {config.node.api_key_env, config.node.admin_key_env}
-    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    return settings | {name: value for name, value in os.environ.items() if name not in keys}
 
 
 def say(text: str) -> None:

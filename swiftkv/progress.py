@@ -1,7 +1,8 @@
 """The progress of an engine, in one page of memory that it shares with its supervisor.
 
 The page can be read at any time and needs no answer, so it also tells about an engine that is stuck. Only the engine's
-own thread writes it: while a device computes and that thread waits, nothing counts as progress.
+own thread writes it, but for the bytes of weights that it has loaded: while a device computes and that thread waits,
+nothing counts as progress.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _NUM_BYTES = mmap.PAGESIZE
-_TICKS, _BEGAN_NS, _LONGEST_NS = range(3)
+_TICKS, _BEGAN_NS, _LONGEST_NS, _LOADED_BYTES = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class ProgressSample:
     """How long the current round of the step loop has taken; `None` while the loop waits for messages."""
     longest_s: float
     """The longest round so far."""
+    loaded_bytes: int
+    """The weights that are there, as they are computed with."""
 
 
 class Progress:
@@ -50,6 +53,14 @@ class Progress:
     def rests(self) -> None:
         """The loop waits for messages; the round before has ended."""
         self._end_round(0)
+
+    def forget_weights(self) -> None:
+        """Count the weights anew: none of them is there, or not for long."""
+        self._words[_LOADED_BYTES] = 0
+
+    def loads(self, num_bytes: int) -> None:
+        """Count so much more of the weights as there."""
+        self._words[_LOADED_BYTES] += num_bytes
 
     def _end_round(self, next_began_ns: int) -> None:
         words = self._words
@@ -80,7 +91,9 @@ class ProgressPage:
     def read(self) -> ProgressSample:
         began_ns = self._words[_BEGAN_NS]
         working_s = (time.monotonic_ns() - began_ns) / 1e9 if began_ns else None
-        return ProgressSample(self._words[_TICKS], working_s, self._words[_LONGEST_NS] / 1e9)
+        return ProgressSample(
+            self._words[_TICKS], working_s, self._words[_LONGEST_NS] / 1e9, self._words[_LOADED_BYTES]
+        )
 
     def close(self) -> None:
         """Close the descriptor. The mapping goes when nobody holds this any more."""

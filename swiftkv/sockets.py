@@ -33,10 +33,11 @@ def listen(config: Config) -> Iterator[list[socket.socket]]:
     ports = [("node.port", config.node.port)]
     ports += [(f"models[{i}].endpoint.port", m.endpoint.port) for i, m in enumerate(config.models) if m.endpoint]
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_listen_on(config.node.host, port, key)) for key, port in ports]
+        yield [stack.enter_context(listen_on(config.node.host, port, key)) for key, port in ports]
 
 
-def _listen_on(host: str, port: int, key: str) -> socket.socket:
+def listen_on(host: str, port: int, key: str) -> socket.socket:
+    """Return a socket that listens. Raises `ConfigError` about `key` if it is not to be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

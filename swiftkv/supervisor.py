@@ -19,6 +19,7 @@ import msgspec
 from swiftkv.config import NodeConfig
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, Ready
 from swiftkv.errors import EngineError
+from swiftkv.lease.messages import LendingSpec
 from swiftkv.processes import how_it_ended
 from swiftkv.progress import ProgressPage
 from swiftkv.server.client import EngineClient
@@ -71,6 +72,7 @@ class EngineSupervisor:
         self._process: Process | None = None
         self._watch: EngineWatch | None = None
         self._life: asyncio.Task[_End] | None = None
+        self._at_rest = asyncio.Event()  # there is no process, and `keep_running` waits for somebody to want one
 
     @property
     def is_unresponsive(self) -> bool:
@@ -99,18 +101,32 @@ class EngineSupervisor:
             assert self._life is not None
             await asyncio.wait({self._life})  # which cancelling this does not cancel
             end = self._life.result()
-            if self._client.is_draining:
+            if self._client.status.is_draining:
                 self._client.engine_down(end.how, state=EngineState.DOWN)
                 return
-            delay_s = self._next_delay_s(end)
-            if delay_s is None:
-                await self._stay_down(end)
+            if self._client.status.rests:
+                await self._rest(end)
             else:
-                await self._back_off(end, delay_s)
-            self._client.engine_restarts(end.cause)
+                await self._recover(end)
             with contextlib.suppress(EngineError):  # the next round deals with its end
                 ready = await self.start()
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
+
+    async def _rest(self, end: _End) -> None:
+        """Wait until somebody wakes the model, which sleeps without a process from now on."""
+        self._client.engine_down(end.how)
+        self._at_rest.set()
+        await self._client.until_wanted()
+        self._at_rest.clear()
+
+    async def _recover(self, end: _End) -> None:
+        """Wait until the engine, which should not have ended, is to be started again."""
+        delay_s = self._next_delay_s(end)
+        if delay_s is None:
+            await self._stay_down(end)
+        else:
+            await self._back_off(end, delay_s)
+        self._client.engine_restarts(end.cause)
 
     async def _back_off(self, end: _End, delay_s: float) -> None:
         self._client.engine_down(end.how, retry_after_s=max(1.0, delay_s))
@@ -128,6 +144,21 @@ class EngineSupervisor:
         await self._client.until_wanted()
         self._restarts_s.clear()
         self._client.engine_down(end.how)
+
+    async def put_to_rest(self) -> None:
+        """End the process of a model that sleeps or is about to, and return once it can be woken."""
+        await self.stop()
+        await self._at_rest.wait()
+
+    def meet(self, lending: LendingSpec) -> None:
+        """Start an engine that lends and borrows with these peers from now on; its budget stays."""
+        lending = msgspec.structs.replace(lending, budget_bytes=self.lending_budget())
+        self._config = msgspec.structs.replace(self._config, lending=lending)
+
+    def lending_budget(self) -> int:
+        """Return the budget, in bytes, with which an engine that lends begins."""
+        assert self._config.lending is not None
+        return self._config.lending.budget_bytes
 
     def set_lending_budget(self, budget_bytes: int) -> None:
         """Start an engine that lends with this budget from now on."""
@@ -227,11 +258,13 @@ class EngineSupervisor:
         return None
 
     async def _until_overdue(self) -> str:
-        """Return that the engine did not load in time; if it does, never return."""
+        """Return that the engine did not load its model in time, at its start or when it woke up."""
         timeout_s = self._node.load_timeout
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._client.wait_ready()
+            while not self._client.status.is_draining:
+                async with asyncio.timeout(timeout_s):
+                    await self._client.wait_ready()
+                await self._client.status.until((EngineState.WAKING,))
         except TimeoutError:
             return (
                 f"did not load within {timeout_s:g} s (node.load_timeout: raise it for models that take longer) "

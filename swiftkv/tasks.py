@@ -32,6 +32,12 @@ class Tasks:
         task.add_done_callback(self._on_end)
         return task
 
+    async def end(self, task: asyncio.Task[None]) -> None:
+        """Cancel one of the tasks, which has not failed then."""
+        self._running.discard(task)
+        task.cancel()
+        await asyncio.wait({task})
+
     async def close(self) -> None:
         """Cancel the tasks that still run."""
         running = list(self._running)

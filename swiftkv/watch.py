@@ -91,13 +91,14 @@ class EngineWatch:
             interval = await clock.tick()
             sample = self._page.read()
             self._count(sample, interval, waits_for_others)
+            self._client.load_meter.observe(sample.loaded_bytes)
             limit_s = max(self._watchdog_s or 0.0, _TIMES_THE_LONGEST * sample.longest_s)
             vitals = read_vitals(self._pid)
             if vitals is not None and self._client.engine is not None:
                 cpu_s, self._cpu_s = vitals.cpu_s - self._cpu_s, vitals.cpu_s
                 may_compute = cpu_s > _BUSY * interval.elapsed_s and self._hung_s < limit_s / 2
                 state, why = self._judge(sample, vitals.is_stopped, may_compute)
-                self._client.observe(Observation(state, why, self._progress_s))
+                self._client.status.observe(Observation(state, why, self._progress_s))
             if self._watchdog_s is not None and self._hung_s > limit_s:
                 return f"made no progress for {self._hung_s:.0f} s and was ended"
 

@@ -35,9 +35,13 @@ from swiftkv.engine.messages import (
     FromEngine,
     RequestError,
     Shutdown,
+    Sleep,
+    Slept,
     StepOutput,
     ToEngine,
     TokenLogprobs,
+    Wake,
+    Woken,
     pack_prompt_logprobs,
 )
 from swiftkv.engine.request import Request
@@ -45,6 +49,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.sampler import PendingSample, Sampled, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.engine.tier import open_tier
+from swiftkv.engine.weights import SleepingWeights
 from swiftkv.errors import TransferError
 from swiftkv.progress import PROGRESS
 from swiftkv.transport.fence import Fence
@@ -105,6 +110,7 @@ class Engine:
         self._poller.register(self._tier.wake_fd, zmq.POLLIN)
         self._sampler = open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=self._lending.wake)
+        self._weights = SleepingWeights(runner, self._lending.wake)
         self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
@@ -147,6 +153,8 @@ class Engine:
                     return
                 self._handle(message)
             self._take_compiled()
+            if self._weights.take():
+                self._send(Woken(self._config.incarnation))
             busy = self.step()
 
     def step(self) -> bool:
@@ -267,14 +275,22 @@ class Engine:
             )
             self._send(RequestError(request_id, 503, message))
 
-    def _handle(self, message: AddRequest | Abort) -> None:
+    def _handle(self, message: AddRequest | Abort | Sleep | Wake) -> None:
         self._stats_changed = True
-        if isinstance(message, AddRequest):
-            self._add(message)
-            return
-        self._scheduler.abort(np.array(message.request_ids, np.uint64))
-        for request_id in message.request_ids:
-            self._forget(request_id)
+        match message:
+            case AddRequest():
+                self._add(message)
+            case Abort(request_ids=request_ids):
+                self._scheduler.abort(np.array(request_ids, np.uint64))
+                for request_id in request_ids:
+                    self._forget(request_id)
+            case Sleep():
+                self._finish_steps()
+                assert not self._requests, f"{len(self._requests)} requests of an engine that is to sleep"
+                self._weights.give_up()
+                self._send(Slept(self._config.incarnation))
+            case Wake():
+                self._weights.load()
 
     def _add(self, message: AddRequest) -> None:
         try:

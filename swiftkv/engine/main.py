@@ -27,7 +27,7 @@ from swiftkv.engine.messages import (
     EngineConfig,
     Ready,
 )
-from swiftkv.errors import CheckpointError, ConfigError, NoRoomError
+from swiftkv.errors import CheckpointError, ConfigError, LoadError, NoRoomError
 from swiftkv.output import detach_output
 from swiftkv.processes import be_killed_first, die_with_parent
 from swiftkv.progress import PROGRESS
@@ -91,7 +91,10 @@ def serve(config: EngineConfig) -> int:
                 return _load_failed(config, error)
             _watch_compilations(runner)
             outputs.send(msgspec.msgpack.encode(ready))
-            engine.run()
+            try:
+                engine.run()
+            except LoadError as error:
+                return _load_failed(config, error.cause)
     return 0
 
 

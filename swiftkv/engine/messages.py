@@ -152,6 +152,14 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     request_ids: list[int]
 
 
+class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
+    """The engine gives up its weights, keeps its pool and goes on lending. It has no requests, and gets none now."""
+
+
+class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
+    """The engine, which has given up its weights, loads them again; one that cannot ends as at its start."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """The engine exits with code 0 before its next step; what still runs is dropped."""
 
@@ -233,6 +241,18 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     messages_taken: int = 0  # from the gateway, since the engine started: what it sent beyond that still waits
 
 
+class Slept(msgspec.Struct, tag="slept", array_like=True, frozen=True):
+    """Answers `Sleep`: the weights are given up."""
+
+    incarnation: int  # of `EngineConfig`
+
+
+class Woken(msgspec.Struct, tag="woken", array_like=True, frozen=True):
+    """Answers `Wake`: the weights are there."""
+
+    incarnation: int  # of `EngineConfig`
+
+
 class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
     """The request ends here; `status` is the HTTP status that says why."""
 
@@ -258,5 +278,5 @@ def unpack_prompt_logprobs(parts: list[bytes]) -> Iterator[TokenLogprobs]:
         yield from _unpack.decode(part)
 
 
-ToEngine = AddRequest | Abort | Shutdown
-FromEngine = Ready | StepOutput | RequestError
+ToEngine = AddRequest | Abort | Sleep | Wake | Shutdown
+FromEngine = Ready | StepOutput | RequestError | Slept | Woken

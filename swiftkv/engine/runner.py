@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,9 +34,11 @@ from swiftkv.errors import ConfigError, NoRoomError
 from swiftkv.kernels.host_copies import upload
 from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import ModelInput, fill_in_sampled
+from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.parallel import ALONE, Communicator
 from swiftkv.models.registry import read_config
+from swiftkv.progress import PROGRESS
 from swiftkv.transport.base import DevicePool, SharedPool, Transport
 from swiftkv.transport.fence import Fence
 from swiftkv.transport.select import open_transport
@@ -70,20 +74,13 @@ class ModelRunner:
         """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
         self._config = config
         self._communicator = communicator
+        self._model_config = model_config
+        self._files = MappedWeights(path)  # open as long as the engine: it wakes up with the weights that it had
+        self._model = self.load_weights()
+        self.kernels = self._model.ops.name
+        self.expert_loads = self._count_experts()
+        self._model.ops.set_num_threads(config.threads)
         with _out_of_memory_is_no_room(self.device):
-            self._model = load_decoder(
-                model_config,
-                MappedWeights(path),
-                getattr(torch, config.dtype),
-                self.device,
-                config.max_model_len,
-                config.block_size,
-                communicator=communicator,
-            )
-            self.kernels = self._model.ops.name
-            # On a GPU the counts stay there: to read them, the host would have to wait.
-            self.expert_loads = ExpertLoads({} if on_gpu else self._model.tokens_per_expert())
-            self._model.ops.set_num_threads(config.threads)
             if on_gpu:
                 with torch.inference_mode():
                     kv_bytes = size_pool(config, self._model, self.device, self.vocab_size)
@@ -100,24 +97,74 @@ class ModelRunner:
             for g, region in zip(groups, self.pool.regions, strict=True)
         ]
         self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
-        self.decode_graphs: DecodeGraphs[DecodeInputs] | None = None
-        if on_gpu and self.kernels == "triton" and communicator.size == 1:  # sums of several ranks cannot be captured
-            with torch.inference_mode():
-                self.decode_graphs = capture_graphs(config, self._model, self._regions, self.last_token_ids)
+        self.decode_graphs = self._capture_graphs()
         self.transport = _open_transport(config, self.pool, groups)
         """Reaches the pools of lenders; `None` if there can be none."""
         self.layer_stream: LayerStream | None = None
         if self.transport is not None:
             self.layer_stream = LayerStream(self.transport, groups)
-            if self.decode_graphs is not None:
-                with torch.inference_mode():
-                    capture_streaming(config, self.decode_graphs, self.layer_stream, self.transport)
+        self._capture_streaming()
         self.pool.prefault()
 
     def close(self) -> None:
         """Let go of the lenders' pools; no step may follow."""
         if self.transport is not None:
             self.transport.close()
+
+    def load_weights(self) -> Decoder:
+        """Load the model, in any thread; `use` it then. Raises as this class does."""
+        config = self._config
+        PROGRESS.forget_weights()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with _out_of_memory_is_no_room(self.device):
+            return load_decoder(
+                self._model_config,
+                self._files,
+                getattr(torch, config.dtype),
+                self.device,
+                config.max_model_len,
+                config.block_size,
+                communicator=self._communicator,
+            )
+
+    def drop_weights(self) -> None:
+        """Give their memory back. Until `use`, only steps without tokens may run, which copy and do nothing else."""
+        assert self._communicator.size == 1
+        self.decode_graphs = None
+        self.expert_loads = ExpertLoads({})
+        del self._model
+        gc.collect()
+        self._files.forget_all()
+        PROGRESS.forget_weights()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+
+    def use(self, model: Decoder) -> None:
+        """Run what `load_weights` returned from now on."""
+        self._model = model
+        self.expert_loads = self._count_experts()
+        self.decode_graphs = self._capture_graphs()
+        self._capture_streaming()
+
+    def _count_experts(self) -> ExpertLoads:
+        # On a GPU the counts stay there: to read them, the host would have to wait.
+        return ExpertLoads({} if self.device.type == "cuda" else self._model.tokens_per_expert())
+
+    def _capture_graphs(self) -> DecodeGraphs[DecodeInputs] | None:
+        is_alone = self._communicator.size == 1  # sums of several ranks cannot be captured
+        if self.device.type != "cuda" or self.kernels != "triton" or not is_alone:
+            return None
+        with torch.inference_mode():
+            return capture_graphs(self._config, self._model, self._regions, self.last_token_ids)
+
+    def _capture_streaming(self) -> None:
+        if self.layer_stream is not None and self.transport is not None and self.decode_graphs is not None:
+            with torch.inference_mode():
+                capture_streaming(self._config, self.decode_graphs, self.layer_stream, self.transport)
 
     def forward(self, plan: EngineStep) -> torch.Tensor:
         """Return hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.

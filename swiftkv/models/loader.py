@@ -26,6 +26,7 @@ from swiftkv.models.parallel import ALONE, Communicator, Ranks
 from swiftkv.models.registry import DECODERS
 from swiftkv.models.rope import cos_sin_table
 from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, ShardedRows, Weight
+from swiftkv.progress import PROGRESS
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -70,6 +71,11 @@ class MappedWeights:
     def get_bytes(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of bytes, which are numbers of a kind that torch does not know. Raises as `get` does."""
         return self._get(name, shape, (torch.uint8,))
+
+    def forget_all(self) -> None:
+        """Do as `forget` does for every tensor."""
+        for name in self._file_of:
+            self.forget(name)
 
     def forget(self, name: str) -> None:
         """Stop counting the bytes of tensor `name` as this process's: whoever reads it again reads the file again."""
@@ -130,8 +136,11 @@ class Packer:
         weight = self.weights[name]
         packed = self._packed(weight)
         if packed is None:
-            return self.files.get(weight.stored_as or name, weight.shape)[weight.part]
-        return packed.of(self.files.get(packed.name, packed.shape))[weight.part]
+            stored = self.files.get(weight.stored_as or name, weight.shape)[weight.part]
+        else:
+            stored = packed.of(self.files.get(packed.name, packed.shape))[weight.part]
+        PROGRESS.loads(stored.numel() * self.dtype.itemsize)
+        return stored
 
     def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
         """Return where the checkpoint has a weight as part of another tensor, if it does."""

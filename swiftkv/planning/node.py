@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swiftkv.config import Config, ModelConfig
@@ -34,6 +35,19 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return tuple(plans)
+
+
+def plan_one_more(config: Config, plans: Sequence[ModelPlan]) -> ModelPlan:
+    """Size the last model of `config`, for serving, beside the others, which run as `plans` say.
+
+    Raises `ConfigError` that begins with the key below the model.
+    """
+    model = config.models[-1]
+    plan = plan_model(model, config, need_weights=True)
+    if not isinstance(plan, SizedPlan):
+        return plan
+    rooms = {room.borrower.name: room for room in plan_lending([*plans, plan])}
+    return _with_max_model_len(plan, model, rooms.get(plan.name) or BorrowerRoom(plan, ()))
 
 
 def _with_max_model_len(plan: SizedPlan, model: ModelConfig, room: BorrowerRoom) -> SizedPlan:

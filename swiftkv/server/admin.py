@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+import time
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from fastapi import APIRouter, Path, Query
@@ -16,20 +17,59 @@ from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
 from swiftkv.server.overview import Overviews
-from swiftkv.server.protocol import BudgetBody, Switch
-from swiftkv.server.responses import ModelStart
+from swiftkv.server.protocol import BudgetBody, ModelSection, Switch
+from swiftkv.server.responses import ModelChange, ModelStart, Sleeping
 from swiftkv.server.routes import BODY_ERRORS, documented
 from swiftkv.server.streaming import json_response
+from swiftkv.units import parse_duration
 
 Name = Annotated[str, Path(description="Name of the model")]
 DryRun = Annotated[
     Switch, Query(description="Only say what would be recalled"), WithJsonSchema({"type": "boolean", "default": False})
 ]
+Level = Annotated[
+    Literal["1", "2"], Query(description="1: the engine keeps its pool and lends it; 2: its process ends")
+]
+Timeout = Annotated[
+    str,
+    Query(
+        description="How long to wait for requests in flight, such as 500ms, 60s or 2m",
+        pattern=r"^[0-9]{1,6}(ms|s|m|h)$",
+    ),
+]
+Now = Annotated[
+    Switch, Query(description="Abort requests in flight"), WithJsonSchema({"type": "boolean", "default": False})
+]
 
 
-def admin_router(models: ModelTable, lending: NodeLending) -> APIRouter:
+class ModelChanges(Protocol):
+    """Adds models to the node, and removes them; see `swiftkv.model_changes`."""
+
+    async def add(self, section: object) -> str: ...
+
+    async def remove(self, name: str, timeout_s: float, *, now: bool) -> None: ...
+
+
+def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges) -> APIRouter:
     router = APIRouter(prefix=ADMIN_PATH)
     overviews = Overviews(models, lending)
+
+    @router.post(
+        "/models", status_code=201, responses=documented("ModelChange", *BODY_ERRORS, 409, ok=201),
+        openapi_extra=body_document(ModelSection),
+    )  # fmt: skip
+    async def add_model(body: Annotated[ModelSection, parsed(ModelSection)]) -> Response:
+        """Add a model: the body is its section of the node's file. The answer comes when it serves."""
+        begun_s = time.monotonic()
+        name = await changes.add(body.model_extra)
+        return json_response(_change(models, name, begun_s), 201)
+
+    @router.delete("/models/{model}", responses=documented("ModelChange", 400, 404, 409))
+    async def remove_model(model: Name, timeout: Timeout = "30s", now: Now = "false") -> Response:
+        """Remove a model, when its requests in flight have ended and what it lends is home."""
+        begun_s = time.monotonic()
+        await changes.remove(model, parse_duration(timeout), now=now == "true")
+        return json_response(ModelChange(model, "removed", time.monotonic() - begun_s))
 
     @router.post("/models/{model}/start", status_code=202, responses=documented("ModelStart", 404, 409, ok=202))
     async def start_model(model: Name) -> Response:
@@ -37,6 +77,27 @@ def admin_router(models: ModelTable, lending: NodeLending) -> APIRouter:
         client = models.get(model).client
         client.want()
         return json_response(ModelStart(model, str(EngineState.RESTARTING)), 202)
+
+    @router.post("/models/{model}/sleep", responses=documented("ModelChange", 400, 404, 409))
+    async def put_to_sleep(model: Name, level: Level = "1", timeout: Timeout = "30s", now: Now = "false") -> Response:
+        """Put a model to sleep, when its requests in flight have ended: its memory is for others until it is woken."""
+        handle = models.get(model)
+        begun_s = time.monotonic()
+        await handle.sleeper.sleep(int(level), parse_duration(timeout), now=now == "true")
+        return json_response(_change(models, model, begun_s))
+
+    @router.post("/models/{model}/wake", responses=documented("ModelChange", 404, 503))
+    @router.post("/models/{model}/wake_up", responses=documented("ModelChange", 404, 503))
+    async def wake(model: Name) -> Response:
+        """Wake a model. The answer comes when it serves."""
+        begun_s = time.monotonic()
+        await models.get(model).sleeper.wake()
+        return json_response(_change(models, model, begun_s))
+
+    @router.get("/models/{model}/is_sleeping", responses=documented("Sleeping", 404))
+    async def is_sleeping(model: Name) -> Response:
+        """Tell whether a model sleeps."""
+        return json_response(Sleeping(models.get(model).client.state is EngineState.ASLEEP))
 
     @router.get("/overview", responses=documented("NodeOverview"))
     async def show_overview() -> Response:
@@ -67,3 +128,7 @@ def admin_router(models: ModelTable, lending: NodeLending) -> APIRouter:
         return Response(await asyncio.to_thread(msgspec.json.encode, pool), media_type="application/json")
 
     return router
+
+
+def _change(models: ModelTable, name: str, begun_s: float) -> ModelChange:
+    return ModelChange(name, str(models.get(name).client.state), time.monotonic() - begun_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from swiftkv import __version__
-from swiftkv.server.admin import admin_router
+from swiftkv.server.admin import ModelChanges, admin_router
 from swiftkv.server.batches.routes import batches_router
 from swiftkv.server.batches.storage import Storage
 from swiftkv.server.batches.upload import FORM_OVERHEAD_BYTES
@@ -63,21 +62,22 @@ class ServerSettings:
 
 
 def create_app(
-    models: Mapping[str, ModelHandle], settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending
+    table: ModelTable, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending, changes: ModelChanges
 ) -> FastAPI:
-    """The node's port: every model by its name in the body, and each under ``/models/{name}``; ``/admin``."""
-    table = ModelTable(models)
+    """The node's port: every model by its name in the body, and each under ``/models/{name}``; ``/admin``.
+
+    `table` is the node's, which `changes` change.
+    """
     app = _new_app(table, settings, has_admin=True)
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(routing_router(table))
     app.include_router(routing_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
-    app.include_router(admin_router(table, lending))
+    app.include_router(admin_router(table, lending, changes))
     app.include_router(page_router())
-    app.include_router(_status_router(table, metrics, lending, only_model=None))
-    for name, model in models.items():  # /openapi.json shows them once, for the node
-        status = _status_router(ModelTable({name: model}), metrics, lending, only_model=name)
-        app.include_router(status, prefix=f"/models/{name}", include_in_schema=False)
+    status = _status_router(table, metrics, lending, only_model=None)
+    app.include_router(status)
+    app.include_router(status, prefix="/models/{name}", include_in_schema=False)  # /openapi.json shows it once
     return app
 
 
@@ -144,12 +144,18 @@ def _status_router(
     not_ready = {"description": "Error", "content": documented("NotReady")[200]["content"]}
 
     @router.get("/ready", responses={**documented("Readiness"), 503: not_ready})
-    async def ready() -> Response:
-        """Every engine serves; if not, which one does not, and why."""
-        engines = models.engines()
+    async def ready(request: Request) -> Response:
+        """Every engine serves, or was put to sleep; if not, which one does not, and why.
+
+        A model that is asleep is ready where it is asked for alone only if requests wake it.
+        """
+        only = _asked_for(request)
+        engines = models.only(only).engines()
         states = {name: engine.state for name, engine in engines.items()}
         not_serving = [
-            _describe(name, engine) for name, engine in engines.items() if not EngineState(engine.state).serves
+            _describe(name, engine)
+            for name, engine in engines.items()
+            if not (models.get(name).takes_requests if only else EngineState(engine.state).is_as_wanted)
         ]
         if not not_serving:
             return json_response(Readiness("ready", states, engines))
@@ -164,15 +170,27 @@ def _status_router(
 
     metrics_text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    async def observe() -> None:
-        metrics.engines.observe(models.engines())
-        await lending.observe(metrics.lending, only_model)
+    def scrapes_of(only: str | None) -> Scrapes:
+        async def observe() -> None:
+            metrics.engines.observe(models.engines())
+            await lending.observe(metrics.lending, only)
 
-    scrapes = Scrapes(observe, lambda: metrics.render(only_model), metrics.scrape_pace)
+        return Scrapes(observe, lambda: metrics.render(only), metrics.scrape_pace)
+
+    scrapes: dict[str | None, Scrapes] = {}
 
     @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
-    async def scrape() -> Response:
-        return Response(await scrapes.text(), media_type=CONTENT_TYPE)
+    async def scrape(request: Request) -> Response:
+        only = _asked_for(request)
+        models.only(only)
+        if only not in scrapes:
+            scrapes[only] = scrapes_of(only)
+        return Response(await scrapes[only].text(), media_type=CONTENT_TYPE)
+
+    def _asked_for(request: Request) -> str | None:
+        """Return the model that is asked for alone."""
+        name: str | None = request.path_params.get("name", only_model)
+        return name
 
     return router
 
@@ -187,8 +205,9 @@ def _named_model(name: Annotated[str, Path(description="Name of the model")]) ->
 
 def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict[str, Any]:
     """FastAPI's document, made true: our answers, our errors (never its own 422), and the key where one is asked."""
-    if app.openapi_schema:
+    if app.openapi_schema and app.state.documented_models == models.names:
         return app.openapi_schema
+    app.state.documented_models = models.names
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(body_schemas())
@@ -223,4 +242,12 @@ def _guard(operation: dict[str, Any], path: str, settings: ServerSettings) -> in
     return 401
 
 
-__all__ = ["ApiError", "GatewayMetrics", "ModelHandle", "ServerSettings", "create_app", "create_model_app"]
+__all__ = [
+    "ApiError",
+    "GatewayMetrics",
+    "ModelChanges",
+    "ModelHandle",
+    "ServerSettings",
+    "create_app",
+    "create_model_app",
+]

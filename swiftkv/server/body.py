@@ -22,6 +22,7 @@ from swiftkv.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    ModelSection,
     TokenizeBody,
     explain_invalid,
 )
@@ -37,7 +38,7 @@ _SMALL_BYTES = 8 << 10
 _MAX_ERRORS = 16
 _BODIES: tuple[type[Body], ...] = (
     CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody, BudgetBody,
-    BatchBody,
+    BatchBody, ModelSection,
 )  # fmt: skip
 
 

@@ -26,26 +26,30 @@ from swiftkv.engine.messages import (
     Ready,
     RequestError,
     Shutdown,
+    Sleep,
+    Slept,
     StepOutput,
+    Wake,
+    Woken,
 )
-from swiftkv.server.engine_state import EngineState, Observation
+from swiftkv.server.engine_state import DOWN_RETRY_S, EngineState, EngineStatus
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.in_flight import InFlight
+from swiftkv.server.load_meter import LoadMeter
 from swiftkv.server.metrics import ModelMetrics
 from swiftkv.server.outbox import Outbox
 from swiftkv.server.queued_prompts import QueuedPrompts
 from swiftkv.server.responses import EngineView
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
-_DOWN_RETRY_S = 5.0
 
 
 class EngineClient:
     """One engine, whichever process it happens to be: an engine that is started again takes over the same sockets.
 
     Create it inside the event loop. Its supervisor runs `receive`, and tells when a process is about to start
-    (`expect`), how it does (`observe`) and when it is gone (`engine_down`); that an engine is up, the client hears from
+    (`expect`), how it does (`status`) and when it is gone (`engine_down`); that an engine is up, the client hears from
     the engine itself.
     """
 
@@ -57,6 +61,7 @@ class EngineClient:
         metrics: ModelMetrics,
         max_in_flight: int = 1024,
         max_queued_tokens: int | None = None,
+        weight_bytes: int = 0,
     ) -> None:
         self.name = name
         self.requests_address = requests_address
@@ -67,16 +72,12 @@ class EngineClient:
         self.engine: Ready | None = None
         self.stats: EngineStats | None = None
         self.num_restarts = 0
-        self._state = EngineState.STARTING
-        self._since_s = time.monotonic()
-        self._observed: Observation | None = None
+        self.status = EngineStatus()
+        self.load_meter = LoadMeter(weight_bytes)
         self._storage: Literal["ok", "degraded"] | None = None  # None: there is none, or nothing is known yet
-        self._is_draining = False
         self._in_flight: dict[int, InFlight] = {}
         self._next_request_id = 1
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._why_gone: str | None = None
-        self._retry_after_s = _DOWN_RETRY_S
         self._incarnation: int | None = None
         self._ready = asyncio.Event()
         self._wanted = asyncio.Event()
@@ -98,7 +99,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Fail what is in flight and give the sockets back; `receive` must have ended."""
-        self._is_draining = True
+        self.status.drain()
         self.engine_down("was shut down", state=EngineState.DOWN)
         self._push.close()
         self._pull.close()
@@ -106,25 +107,22 @@ class EngineClient:
 
     @property
     def state(self) -> EngineState:
-        return EngineState.DRAINING if self._is_draining else self._state
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
+        return self.status.state
 
     def view(self) -> EngineView:
         """Return what `/ready` and `/metrics` show of the engine."""
         now_s = time.monotonic()
-        observed = self._observed
+        observed = self.status.observed
         return EngineView(
             state=str(self.state),
-            why=self._why_gone if observed is None else observed.why,
-            since_s=now_s - self._since_s,
+            why=self.status.why,
+            since_s=now_s - self.status.since_s,
             in_flight=self.num_in_flight,
             progress_age_s=None if observed is None else now_s - observed.progress_s,
             restarts=self.num_restarts,
             pid=None if self.engine is None else self.engine.pid,
             storage=self._storage,
+            loading=self.load_meter.view(self.state),
         )
 
     @property
@@ -153,7 +151,7 @@ class EngineClient:
         ApiError: 503 unless the engine takes requests.
         """
         if not self.state.is_there:
-            raise self._gone()
+            raise self.status.refusal(self.name)
 
     def generate(
         self,
@@ -187,7 +185,7 @@ class EngineClient:
                 generation.keep(index)
                 generation.close()
                 self._note_idle()
-                raise self._gone()
+                raise self.status.refusal(self.name)
             self._in_flight[request_id] = InFlight(generation, index, request, arrived_s)
             self.queued.num_tokens += request.num_prompt_tokens
         return generation
@@ -199,12 +197,37 @@ class EngineClient:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, wait for those in flight, and fail what is left after ``timeout_s``."""
-        self._is_draining = True
+        self.status.drain()
+        if not await self.until_idle(timeout_s):
+            self._fail_all()
+
+    async def until_idle(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is in flight; return whether that came in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._fail_all()
+            return False
+        return True
+
+    def abort_all(self) -> None:
+        """End everything that is in flight, in the engine too."""
+        self._end_in_engine(self._fail_all())
+
+    def sleep_engine(self) -> None:
+        """Have the engine give up its weights. Nothing may be in flight."""
+        assert not self.num_in_flight
+        self._outbox.send(Sleep())
+
+    def wake(self) -> None:
+        """Have the model, which is asleep, come back: its engine loads its weights, or is started."""
+        assert self.state is EngineState.ASLEEP
+        self.status.wake_up()
+        self._ready.clear()
+        if self.engine is None:
+            self._wanted.set()
+        else:
+            self._outbox.send(Wake())
 
     def expect(self, incarnation: int) -> None:
         """Take only the engine process that was started with this number for the one that serves."""
@@ -216,22 +239,12 @@ class EngineClient:
             return
         self.engine = ready
         self._outbox.reset()
-        self._why_gone = None
-        self.observe(Observation(EngineState.READY, None, time.monotonic()))
+        self.status.came_up()
         self.metrics.engine_came_up(ready)
         self._ready.set()
 
-    def observe(self, observation: Observation) -> None:
-        """Take over what the supervisor sees of the engine that serves."""
-        self._observed = observation
-        self._enter(observation.state)
-
     def engine_down(
-        self,
-        why: str,
-        *,
-        state: EngineState = EngineState.RESTARTING,
-        retry_after_s: float = _DOWN_RETRY_S,
+        self, why: str, *, state: EngineState = EngineState.RESTARTING, retry_after_s: float = DOWN_RETRY_S
     ) -> None:
         """The engine process is gone: everything in flight fails now, new requests are refused until it is back.
 
@@ -240,14 +253,12 @@ class EngineClient:
             state: whether it is coming back.
             retry_after_s: when it is worth trying again.
         """
-        self._why_gone, self._retry_after_s = why, retry_after_s
         self._incarnation = None
-        self._observed = None
         self._storage = None
         self.engine = self.stats = None
         self._outbox.reset()
         self._ready.clear()
-        self._enter(state)
+        self.status.went_down(why, state, retry_after_s)
         self.metrics.engine_went_down()
         self._fail_all()
 
@@ -267,10 +278,6 @@ class EngineClient:
         self.num_restarts += 1
         self.metrics.engine_restarts(cause)
 
-    def _enter(self, state: EngineState) -> None:
-        if state is not self._state:
-            self._state, self._since_s = state, time.monotonic()
-
     async def receive(self) -> NoReturn:
         """Take what the engine says, until cancelled. Raises if it says something that makes no sense."""
         while True:
@@ -284,6 +291,11 @@ class EngineClient:
                 case Ready():
                     await self._until_connected()
                     self.engine_up(message)
+                case Slept(incarnation=incarnation) if incarnation == self._incarnation:
+                    self.status.fell_asleep()
+                case Woken(incarnation=incarnation) if incarnation == self._incarnation:
+                    self.status.woke_up()
+                    self._ready.set()
 
     async def _until_connected(self) -> None:
         """The two sockets connect on their own: the engine may be heard before it can be spoken to."""
@@ -344,15 +356,20 @@ class EngineClient:
     def _on_error(self, error: RequestError) -> None:
         if sequence := self._in_flight.get(error.request_id):
             self._forget(error.request_id, "error")
-            retry_after_s = _DOWN_RETRY_S if error.status == 503 else 0.0
+            retry_after_s = DOWN_RETRY_S if error.status == 503 else 0.0
             sequence.generation.fail(sequence.index, ApiError(error.status, error.message, retry_after_s=retry_after_s))
 
     def _abort(self, request_ids: Sequence[int], reason: str) -> None:
         known = [request_id for request_id in request_ids if request_id in self._in_flight]
         for request_id in known:
             self._forget(request_id, reason)
-        if known and self.engine is not None:
-            self._outbox.abort(known)
+        self._end_in_engine(known)
+
+    def _end_in_engine(self, request_ids: Sequence[int]) -> None:
+        if request_ids and self.engine is not None:
+            self._outbox.abort(request_ids)
+        if self.num_in_flight:  # aborts that wait to be sent count
+            self._idle.clear()
 
     def _forget(self, request_id: int, reason: str) -> None:
         sequence = self._in_flight.pop(request_id)
@@ -367,31 +384,17 @@ class EngineClient:
         if not self.num_in_flight:
             self._idle.set()
 
-    def _fail_all(self) -> None:
-        error = self._gone()
-        for request_id, sequence in list(self._in_flight.items()):
+    def _fail_all(self) -> list[int]:
+        """Fail everything in flight; return its ids."""
+        error = self.status.refusal(self.name)
+        failed = list(self._in_flight.items())
+        for request_id, sequence in failed:
             self._forget(request_id, "error")
             sequence.generation.fail(sequence.index, error)
+        return [request_id for request_id, _ in failed]
 
     def _busy(self, limit: str, reason: str) -> ApiError:
         self.metrics.count_refused(limit)
         retry_after_s = self.queued.retry_after_s()
         message = f"model '{self.name}' {reason} ({limit})"
         return ApiError(429, message, code="queue_full", retry_after_s=retry_after_s)
-
-    def _gone(self) -> ApiError:
-        """Return the error that says why the engine takes no requests."""
-        match self.state:
-            case EngineState.DRAINING:
-                reason = "is shutting down"
-            case EngineState.STARTING:
-                reason = "is starting"
-            case EngineState.RESTARTING:
-                reason = f"stopped and is being restarted: its engine {self._why_gone}"
-            case EngineState.DOWN:
-                reason = f"is down and is not started again by itself: its engine {self._why_gone}"
-            case _:
-                reason = "does not answer"
-        return ApiError(
-            503, f"model '{self.name}' {reason}", code="engine_unavailable", retry_after_s=self._retry_after_s
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import NoReturn
@@ -25,6 +26,7 @@ from swiftkv.lease.messages import (
     ToAdmin,
 )
 from swiftkv.server.client import EngineClient
+from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.lending_metrics import LendingMetrics
 from swiftkv.server.responses import (
@@ -116,7 +118,8 @@ class CoordinatorClient:
 class LendingMember:
     """One model of the node. `why_not_lend` completes "model 'x' …", and is `None` for one that can lend.
 
-    `remember_budget` takes the budget, in bytes, with which the engine begins when it is started again.
+    `remember_budget` takes the budget, in bytes, with which the engine begins when it is started again and which holds
+    while it is awake; `budget_bytes` returns it.
     """
 
     name: str
@@ -127,6 +130,7 @@ class LendingMember:
     engine: EngineClient
     coordinator: CoordinatorClient | None  # None: it has no part in lending
     remember_budget: Callable[[int], None]
+    budget_bytes: Callable[[], int]
 
 
 class NodeLending:
@@ -136,6 +140,12 @@ class NodeLending:
         self._members = {member.name: member for member in members}
         self._enabled = enabled
         self._transport = transport
+
+    def add(self, member: LendingMember) -> None:
+        self._members[member.name] = member
+
+    def remove(self, name: str) -> None:
+        del self._members[name]
 
     def close(self) -> None:
         for member in self._members.values():
@@ -161,7 +171,7 @@ class NodeLending:
         if budget_bytes >= member.pool_bytes + member.block_bytes:
             pool = format_size(member.pool_bytes)
             raise ApiError(400, f"{budget} is more than the pool of '{name}', {pool}; 100% is the most", param="budget")
-        member.engine.check_available()
+        _check_there(member)
         budget_bytes = min(budget_bytes, member.pool_bytes)
         if not dry_run:  # now: it holds when the engine reads it, long before what is recalled is home, if ever
             member.remember_budget(budget_bytes)
@@ -184,7 +194,7 @@ class NodeLending:
         member = self._member(name)
         if member.coordinator is None:
             raise ApiError(409, f"model '{name}' {member.why_not_lend}", param="model", code="cannot_lend")
-        member.engine.check_available()
+        _check_there(member)
         state = await member.coordinator.show(with_extents=True)
         return PoolView(
             model=name,
@@ -194,6 +204,24 @@ class NodeLending:
             lends=[_extents(link, name, lends=True) for link in state.lends],
             borrows=[_extents(link, name, lends=False) for link in state.borrows],
         )
+
+    async def lend_all(self, name: str) -> None:
+        """Have a model lend its whole pool, as far as anybody borrows; until it is started again, or told otherwise."""
+        await self._lend_up_to(name, self._member(name).pool_bytes)
+
+    async def lend_as_before(self, name: str) -> None:
+        """Have a model lend what its budget allows; wait until what it lends beyond that is home, if that comes."""
+        await self._lend_up_to(name, self._member(name).budget_bytes())
+
+    async def recall_all(self, name: str) -> None:
+        """Take home what a model lends, if its borrowers answer."""
+        await self._lend_up_to(name, 0)
+
+    async def _lend_up_to(self, name: str, budget_bytes: int) -> None:
+        member = self._member(name)
+        if member.why_not_lend is None and member.coordinator is not None and member.engine.engine is not None:
+            with suppress(ApiError):
+                await member.coordinator.set_budget(budget_bytes, dry_run=False)
 
     async def observe(self, metrics: LendingMetrics, only_model: str | None) -> None:
         """Ask the coordinators for what `metrics` shows, of all models or one; who does not answer is left out."""
@@ -205,7 +233,7 @@ class NodeLending:
         error, state = None, None
         try:
             if member.coordinator is not None:
-                member.engine.check_available()
+                _check_there(member)
                 state = await member.coordinator.show(with_extents=False)
         except ApiError as unavailable:
             error = unavailable.message
@@ -234,9 +262,16 @@ class NodeLending:
         return self._members[name]
 
 
+def _check_there(member: LendingMember) -> None:
+    """Raise `ApiError` 503 unless the model has a process, be it one that sleeps."""
+    if member.engine.engine is None:
+        raise member.engine.status.refusal(member.name)
+
+
 async def _scraped(member: LendingMember) -> LendingState | None:
     assert member.coordinator is not None
-    if not member.engine.state.serves:
+    engine = member.engine
+    if engine.engine is None or engine.state in (EngineState.NOT_RESPONDING, EngineState.STOPPED):
         return None
     try:
         return await member.coordinator.show(with_extents=False, timeout_s=_SCRAPE_TIMEOUT_S)

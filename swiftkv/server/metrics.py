@@ -14,6 +14,7 @@ from swiftkv.engine.messages import STEP_TIME_TERMS, EngineStats, Ready
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
+from swiftkv.server.metric_filters import SomeModels
 from swiftkv.server.responses import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
 from swiftkv.server.tier_metrics import TierMetrics
@@ -48,6 +49,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.scrape_pace = ScrapePace()
+        self._hidden: set[str] = set()
         self.num_requests_running = self._gauge("vllm:num_requests_running", "Requests in the running batch")
         self.num_requests_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled")
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
@@ -143,11 +145,19 @@ class GatewayMetrics:
 
     def render(self, only_model: str | None = None) -> bytes:
         """Return the text that Prometheus scrapes, for every model or for one."""
-        if only_model is None:
+        if only_model is None and not self._hidden:
             return generate_latest(self.registry)
-        only = CollectorRegistry()
-        only.register(_OneModel(self.registry, only_model))
-        return generate_latest(only)
+        some = CollectorRegistry()
+        hidden = self._hidden
+        some.register(SomeModels(self.registry, lambda m: m not in hidden if only_model is None else m == only_model))
+        return generate_latest(some)
+
+    def hide_model(self, name: str) -> None:
+        """Leave out a model that was removed. Its counters go on if one of the same name is added."""
+        self._hidden.add(name)
+
+    def show_model(self, name: str) -> None:
+        self._hidden.discard(name)
 
     def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self.registry)
@@ -381,16 +391,3 @@ class _Limits(Collector):
         refused.add_metric(("max_connections",), limits.num_refused_connections)
         refused.add_metric(("max_bodies",), limits.num_refused_bodies)
         yield refused
-
-
-class _OneModel(Collector):
-    """The metrics of one model in a registry."""
-
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._registry = registry
-        self._model = model
-
-    def collect(self) -> Iterable[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [sample for sample in metric.samples if sample.labels.get("model_name") == self._model]
-            yield metric

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftkv.server.client import EngineClient
+from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.reasoning import ReasoningParser
 from swiftkv.server.responses import EngineView, ModelCard
 from swiftkv.server.sampling_defaults import SamplingDefaults
+from swiftkv.server.sleep import Sleeper
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
@@ -47,6 +49,7 @@ class ModelHandle:
     vocab_size: int
     tokenizer: Tokenizer
     client: EngineClient
+    sleeper: Sleeper
     policy: ClientPolicy = ClientPolicy()
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
@@ -59,9 +62,17 @@ class ModelHandle:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     templates: TemplateRenderer | None = None
     """The node's one, for chat templates that requests bring; `None`: they may bring none."""
+    auto_wake: bool = False
+    """Whether a request wakes the model, if it is asleep."""
 
     def card(self) -> ModelCard:
-        return ModelCard(self.name, self.created, self.root, self.max_model_len)
+        return ModelCard(self.name, self.created, self.root, self.max_model_len, state=str(self.client.state))
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request would be served now, or after a wait that it begins."""
+        state = self.client.state
+        return state.serves or (self.auto_wake and state is EngineState.ASLEEP)
 
 
 class ModelTable:
@@ -69,6 +80,16 @@ class ModelTable:
 
     def __init__(self, models: Mapping[str, ModelHandle]) -> None:
         self._models = dict(models)
+
+    def add(self, model: ModelHandle) -> None:
+        self._models[model.name] = model
+
+    def remove(self, name: str) -> None:
+        del self._models[name]
+
+    def only(self, name: str | None) -> ModelTable:
+        """Return these models, or the named one alone. Raises `ApiError` 404 if it is not there."""
+        return self if name is None else ModelTable({name: self.get(name)})
 
     @property
     def names(self) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from swiftkv.config import BUDGET_FORMS
@@ -254,6 +254,12 @@ class BudgetBody(Body):
             }
         ),
     ]
+
+
+class ModelSection(Body):
+    """A model's section of the node's file; what it may hold is in docs/configuration.md."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class BatchBody(Body):

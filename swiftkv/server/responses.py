@@ -180,6 +180,8 @@ class ModelCard(Struct):
     created: int
     root: str
     max_model_len: int
+    state: str
+    """The state of the model's engine."""
     object: Literal["model"] = "model"
     owned_by: str = "swiftkv"
     parent: None = None
@@ -243,6 +245,15 @@ class Health(Struct):
     status: Literal["ok"] = "ok"
 
 
+class Loading(Struct):
+    """The weights that an engine has loaded, of all that it needs."""
+
+    loaded_bytes: int
+    total_bytes: int
+    left_s: float | None
+    """Seconds that the rest is expected to take; null: nothing can be said yet."""
+
+
 class EngineView(Struct):
     state: str
     why: str | None
@@ -258,6 +269,8 @@ class EngineView(Struct):
     pid: int | None
     storage: Literal["ok", "degraded"] | None = None
     """The state of the storage tier, which is degraded while it is left alone; null: there is none."""
+    loading: Loading | None = None
+    """The progress of an engine that loads its weights; null for any other."""
 
 
 class Readiness(Struct):
@@ -329,6 +342,20 @@ class ModelStart(Struct):
 
     model: str
     state: str
+
+
+class ModelChange(Struct):
+    """A model that was put to sleep, woken, added or removed; `state` is that of its engine now, or `removed`."""
+
+    model: str
+    state: str
+    took_s: float
+
+
+class Sleeping(Struct):
+    """vLLM's answer to the question whether a model sleeps."""
+
+    is_sleeping: bool
 
 
 class BudgetChange(Struct):
@@ -421,8 +448,8 @@ class NodeOverview(Struct):
 DOCUMENTED = (
     Completion, ChatCompletion, ResponseObject, MessageObject, TokenCount, ModelCard, ModelList, Tokenized, Detokenized,
     Health, Readiness, NotReady, Version, ErrorResponse, AnthropicError, LendingOverview, BudgetChange, PoolView,
-    NodeOverview, RenderedPrompt, Loads, ModelStart, StoredFile, StoredFileList, FileDeleted, OfflineBatch,
-    OfflineBatchList,
+    NodeOverview, RenderedPrompt, Loads, ModelStart, ModelChange, Sleeping, StoredFile,
+    StoredFileList, FileDeleted, OfflineBatch, OfflineBatchList,
 )  # fmt: skip
 
 

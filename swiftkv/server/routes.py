@@ -167,6 +167,8 @@ async def _generate(
 ) -> Response:
     record: RequestRecord = request.state.record
     record.model = model.name
+    if model.auto_wake and not model.client.state.is_there:
+        await unless_gone(request, model.sleeper.wake_for_request())
     check(model, body)
     wanted_s = target_ttft_s(request.headers)
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))

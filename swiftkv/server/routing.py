@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from datetime import UTC, datetime
 from typing import Annotated
 from uuid import uuid4
@@ -27,7 +28,7 @@ _SHORTEST_S = 0.5
 
 def routing_router(models: ModelTable) -> APIRouter:
     router = APIRouter()
-    throughputs = {model.name: _Throughput() for model in models.all()}
+    throughputs: defaultdict[str, _Throughput] = defaultdict(_Throughput)
 
     @router.get("/v1/loads", responses=documented("Loads"))
     async def loads(request: Request) -> Response:

@@ -54,7 +54,8 @@ def planned(tmp_path: Path, models: list[dict[str, Any]], **node: Any) -> tuple[
 
 
 def compiled(config: Config, plans: tuple[SizedPlan, ...]) -> tuple[EngineConfig, ...]:
-    return compile_engines(config, plans, lending_transports(config, plans), Path("/run/ipc"))
+    numbers = {plan.name: number for number, plan in enumerate(plans)}
+    return compile_engines(config, plans, lending_transports(config, plans), Path("/run/ipc"), numbers)
 
 
 def specs(tmp_path: Path, models: list[dict[str, Any]] = MODELS, **node: Any) -> dict[str, LendingSpec | None]:

@@ -29,9 +29,13 @@ from swiftkv.engine.messages import (
     Ready,
     RequestError,
     Shutdown,
+    Sleep,
+    Slept,
     StepOutput,
     ToEngine,
     TokenLogprobs,
+    Wake,
+    Woken,
     pack_prompt_logprobs,
 )
 
@@ -62,6 +66,7 @@ class EchoEngine:
         self.admitted: list[tuple[int, int]] = []
         self.seen: list[list[int]] = []
         self.taken = 0
+        self.incarnation = incarnation
         self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, 1 << 20, BLOCK_SIZE, [], incarnation))
 
     def send(self, message: object) -> None:
@@ -94,6 +99,10 @@ class EchoEngine:
                     self.sequences.pop(request_id, None)
                 if not self.sequences:
                     self.send(StepOutput(b"", b"", b"", stats=self.stats(), messages_taken=self.taken))
+            case Sleep():
+                self.send(Slept(self.incarnation))
+            case Wake():
+                self.send(Woken(self.incarnation))
             case Shutdown():
                 return False
         return True

@@ -16,7 +16,7 @@ import httpx
 import openai
 import uvicorn
 import uvloop
-from echo_coordinator import BLOCK_BYTES, POOL_BYTES
+from echo_coordinator import BLOCK_BYTES, FIRST_BUDGET_BYTES, POOL_BYTES
 from fastapi import FastAPI
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -28,9 +28,11 @@ from swiftkv.server.batches.runner import BatchRunner
 from swiftkv.server.batches.storage import Storage, StorageLimits
 from swiftkv.server.batches.store import Store
 from swiftkv.server.client import EngineClient
+from swiftkv.server.errors import ApiError
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.models import ClientPolicy, ModelTable
+from swiftkv.server.sleep import Sleeper
 from swiftkv.server.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -62,6 +64,16 @@ def train_tokenizer(path: Path, tags: Sequence[str] = (), template: str = TEMPLA
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
+
+
+class FixedModels:
+    """Changes no model: there is no supervisor."""
+
+    async def add(self, section: object) -> str:
+        raise ApiError(409, "this gateway takes no models")
+
+    async def remove(self, name: str, timeout_s: float, *, now: bool) -> None:
+        raise ApiError(409, f"this gateway keeps '{name}'")
 
 
 @dataclass
@@ -151,8 +163,9 @@ def start_gateway(
 ) -> tuple[Gateway, Callable[[], None]]:
     """A gateway with the models ``chat`` (own port too) and ``code``; the second item stops it.
 
-    Unless ``lending`` is off, ``code`` lends to ``chat``, as far as their echo engines say. With ``state`` there are
-    files and batches, and each model has 16 slots for these. ``habits`` are further fields of both `ModelHandle`s.
+    ``chat`` wakes for requests, ``code`` does not. Unless ``lending`` is off, ``code`` lends to ``chat``, as far as
+    their echo engines say. With ``state`` there are files and batches, and each model has 16 slots for these.
+    ``habits`` are further fields of both `ModelHandle`s.
     """
     settings = settings or ServerSettings()
     policy = policy or ClientPolicy()
@@ -166,29 +179,71 @@ def start_gateway(
     receiving: list[asyncio.Task[NoReturn]] = []
     running: list[tuple[Storage, BatchRunner, asyncio.Task[None]]] = []
     lendings: list[NodeLending] = []
+    resting: list[asyncio.Task[None]] = []
     budgets: dict[str, list[int]] = {"chat": [], "code": []}
 
     async def build() -> Gateway:
-        handles: dict[str, ModelHandle] = {}
+        clients: dict[str, EngineClient] = {}
         members = []
         for name in ("chat", "code"):
             addresses = [f"ipc://{directory}/{name}.{end}" for end in ("requests", "outputs")]
             client = EngineClient(name, *addresses, metrics.for_model(name), max_in_flight=600)
             client.start()
             receiving.append(loop.create_task(client.receive()))
-            handles[name] = ModelHandle(
-                name, f"/models/{name}", max_model_len, VOCAB_SIZE, tokenizer, client, policy, **habits
-            )
+            clients[name] = client
             coordinator = CoordinatorClient(name, f"ipc://{directory}/{name}.leases") if lending else None
             if coordinator is not None:
                 receiving.append(loop.create_task(coordinator.receive()))
             role, why_not = ("master", "is a master") if name == "chat" else ("worker", None)
             why_not = why_not if lending else "lends and borrows nothing: node.lending is off"
             members.append(
-                LendingMember(name, role, POOL_BYTES, BLOCK_BYTES, why_not, client, coordinator, budgets[name].append)
+                LendingMember(
+                    name,
+                    role,
+                    POOL_BYTES,
+                    BLOCK_BYTES,
+                    why_not,
+                    client,
+                    coordinator,
+                    budgets[name].append,
+                    lambda name=name: [FIRST_BUDGET_BYTES, *budgets[name]][-1],
+                )
             )
         node_lending = NodeLending(members, lending, "shm")
         lendings.append(node_lending)
+        engines = {
+            name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
+            for name, client in clients.items()
+        }
+
+        async def rest(name: str) -> None:
+            """End the engine of a model that sleeps, if it has not ended, and start it when somebody wakes it."""
+            if clients[name].engine is None:
+                return
+            engines[name].stop()
+            clients[name].engine_down("ended with code 0")
+
+            async def come_back() -> None:
+                await clients[name].until_wanted()
+                engines[name].start()
+
+            resting.append(loop.create_task(come_back()))
+
+        handles = {
+            name: ModelHandle(
+                name,
+                f"/models/{name}",
+                max_model_len,
+                VOCAB_SIZE,
+                tokenizer,
+                client,
+                Sleeper(client, node_lending, lambda name=name: rest(name)),
+                policy,
+                auto_wake=name == "chat",
+                **habits,
+            )
+            for name, client in clients.items()
+        }
         storage = None
         if state is not None:
             storage = await Storage.open(state, storage_limits or StorageLimits())
@@ -197,7 +252,7 @@ def start_gateway(
             running.append((storage, runner, loop.create_task(runner.run())))
         port_settings = replace(settings, storage=storage)
         apps = [
-            create_app(handles, port_settings, metrics, node_lending),
+            create_app(ModelTable(handles), port_settings, metrics, node_lending, FixedModels()),
             create_model_app(handles["chat"], port_settings, metrics, node_lending),
         ]
         urls = []
@@ -207,11 +262,6 @@ def start_gateway(
             servers.append(server)
             serving.append(loop.create_task(server.serve(sockets=[listener])))
             urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        clients = {name: handle.client for name, handle in handles.items()}
-        engines = {
-            name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
-            for name, client in clients.items()
-        }
         keys = settings.api_key, settings.admin_key
         return Gateway(loop, *urls, clients, engines, metrics, apps, *keys, handles, budgets, storage)
 
@@ -227,9 +277,9 @@ def start_gateway(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
-        for task in receiving:
+        for task in [*receiving, *resting]:
             task.cancel()
-        await asyncio.gather(*receiving, return_exceptions=True)
+        await asyncio.gather(*receiving, *resting, return_exceptions=True)
         for storage, _, _ in running:
             await storage.close()
         for node_lending in lendings:

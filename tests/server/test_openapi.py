@@ -48,7 +48,12 @@ def url_and_options(request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_pa
     settings = ServerSettings()
     key = os.environ.get("SWIFTKV_TEST_ADMIN_KEY", settings.admin_key)
     options = {
-        "/admin of the node's port": ["--include-path-regex=^/admin", f"--header=Authorization: Bearer {key}"],
+        # A model that is put to sleep answers 503 to everything else.
+        "/admin of the node's port": [
+            "--include-path-regex=^/admin",
+            "--exclude-path-regex=/sleep$",
+            f"--header=Authorization: Bearer {key}",
+        ],
         # The framework's Allow header names the methods of the first route at a path alone.
         "files and batches": [
             "--include-path-regex=^/v1/(files|batches)",

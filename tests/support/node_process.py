@@ -131,7 +131,7 @@ class NodeProcess:
         content = answer.json()
         views: dict[str, dict[str, Any]] = content["engines"]
         assert content["models"] == {name: view["state"] for name, view in views.items()}
-        assert answer.status_code == (200 if set(content["models"].values()) <= {"ready", "slow"} else 503)
+        assert answer.status_code == (200 if set(content["models"].values()) <= {"ready", "slow", "asleep"} else 503)
         return views
 
     def assert_nothing_left(self) -> None:

@@ -75,6 +75,7 @@ class BatchRunner:
         self._engine_deaths: dict[tuple[int, int], int] = {}
         self._retry_at_s: dict[str, float] = {}
         self._may_have_strangers = True
+        self._names = models.names  # when strangers were last looked for
         self._is_stopping = False
         self._tell_at_s = 0.0
 
@@ -153,7 +154,10 @@ class BatchRunner:
             places = min(self._places(model), _MAX_TAKEN)
             if places:
                 self._start(await self._take((model.name,), True, places))
-        if self._may_have_strangers:  # lines for models that this node does not serve: each gets its error
+        if (
+            self._may_have_strangers or self._names != self._models.names
+        ):  # lines for models that this node does not serve: each gets its error
+            self._names = self._models.names
             strangers = await self._take(tuple(self._models.names), False, _MAX_TAKEN)
             self._may_have_strangers = bool(strangers)
             self._start(strangers)
@@ -229,6 +233,8 @@ class BatchRunner:
         """Note that a line was refused for now; return `False` if engines died too often while it ran."""
         line = running.line
         self._retry_at_s[line.model] = time.monotonic() + max(error.retry_after_s, _PASSING_RETRY_S)
+        if line.model not in self._models.names:  # it was removed
+            return False
         if running.generation is not None and not self._models.get(line.model).client.state.is_there:
             key = line.batch, line.number
             self._engine_deaths[key] = self._engine_deaths.get(key, 0) + 1

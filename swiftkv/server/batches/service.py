@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
-from swiftkv.config import Config
+from swiftkv.config import Config, ModelConfig
 from swiftkv.server.batches.room import Room
 from swiftkv.server.batches.runner import BatchRunner
 from swiftkv.server.batches.storage import Storage, StorageLimits
 from swiftkv.server.metrics import GatewayMetrics
-from swiftkv.server.models import ModelHandle, ModelTable
+from swiftkv.server.models import ModelTable
 
 
 class BatchService:
     """Storage and runner together. `run` it until `stop`, then `close` it."""
 
     @classmethod
-    async def open(
-        cls, directory: Path, config: Config, handles: Sequence[ModelHandle], metrics: GatewayMetrics
-    ) -> BatchService:
-        """Raises `ConfigError` if what is in the directory cannot be read."""
+    async def open(cls, directory: Path, config: Config, models: ModelTable, metrics: GatewayMetrics) -> BatchService:
+        """Begin to serve `models`, which may change. Raises `ConfigError` if the directory cannot be read."""
         settings = config.node.batches
         limits = StorageLimits(
             max_file_bytes=settings.max_file,
@@ -30,14 +27,21 @@ class BatchService:
             max_requests=settings.max_requests,
         )
         rooms = {model.name: Room.of(model.max_num_seqs, settings.max_in_flight) for model in config.models}
-        models = ModelTable({handle.name: handle for handle in handles})
         storage = await Storage.open(directory, limits)
-        return cls(storage, BatchRunner(storage, models, rooms, metrics))
+        return cls(storage, BatchRunner(storage, models, rooms, metrics), rooms, settings.max_in_flight)
 
-    def __init__(self, storage: Storage, runner: BatchRunner) -> None:
+    def __init__(
+        self, storage: Storage, runner: BatchRunner, rooms: dict[str, Room], max_in_flight: int | None
+    ) -> None:
         self.storage = storage
+        self._rooms = rooms
+        self._max_in_flight = max_in_flight
         self._runner = runner
         self._ended = asyncio.Event()
+
+    def add(self, model: ModelConfig) -> None:
+        """Make room for a model that is about to serve; one that has gone leaves its room to its next namesake."""
+        self._rooms[model.name] = Room.of(model.max_num_seqs, self._max_in_flight)
 
     async def run(self) -> None:
         """Work on batches until `stop`."""

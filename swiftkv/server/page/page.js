@@ -189,7 +189,7 @@ class Card {
     const { engine, figures, lending } = model;
     const state = this.element.querySelector(".state");
     state.textContent = `${lending.role}, ${engine.state}${engine.why ? `: ${engine.why}` : ""}`;
-    state.classList.toggle("bad", !["ready", "slow"].includes(engine.state));
+    state.classList.toggle("bad", !["ready", "slow", "asleep"].includes(engine.state));
     const recalls = Object.entries(lending.recalls ?? {}).map(([reason, count]) => `${count} ${reason}`);
     this.list([
       ["running, waiting", figures ? `${figures.running}, ${figures.waiting}` : "–"],

@@ -1,0 +1,50 @@
+"""The weights of an engine that sleeps: given up, and loaded again beside its step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from swiftkv.engine.runner import ModelRunner
+from swiftkv.errors import CheckpointError, ConfigError, LoadError
+from swiftkv.models.decoder import Decoder
+
+
+class SleepingWeights:
+    """Gives up the weights of a runner and brings them back; for the engine's thread.
+
+    While they are loaded, the step loop goes on: it lends, and gives back what others recall.
+    """
+
+    def __init__(self, runner: ModelRunner, wake_engine: Callable[[], None]) -> None:
+        """`wake_engine` is called in another thread when weights have been loaded, or could not be."""
+        self._runner = runner
+        self._wake_engine = wake_engine
+        self._loaded: Future[Decoder] | None = None
+
+    def give_up(self) -> None:
+        self._runner.drop_weights()
+
+    def load(self) -> None:
+        """Begin to load them."""
+        assert self._loaded is None
+        thread = ThreadPoolExecutor(1, "load weights", initializer=torch.set_num_threads, initargs=(1,))
+        self._loaded = thread.submit(self._runner.load_weights)
+        self._loaded.add_done_callback(lambda _: self._wake_engine())
+        thread.shutdown(wait=False)
+
+    def take(self) -> bool:
+        """Have the runner use weights that were loaded since the last call, if any; return whether there were.
+
+        Raises `LoadError` if they could not be loaded.
+        """
+        if self._loaded is None or not self._loaded.done():
+            return False
+        loaded, self._loaded = self._loaded, None
+        try:
+            self._runner.use(loaded.result())
+        except (CheckpointError, ConfigError, OSError) as error:
+            raise LoadError(error) from error
+        return True

@@ -1,0 +1,149 @@
+"""Adds models to a node that runs, and removes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from swiftkv.config import Config
+from swiftkv.devices import check_devices
+from swiftkv.errors import ConfigError, SwiftkvError
+from swiftkv.fleet import Fleet, Member
+from swiftkv.handles import load_handles
+from swiftkv.planning.models import ModelPlan
+from swiftkv.ports import Ports
+from swiftkv.server.engine_state import EngineState
+from swiftkv.server.errors import ApiError
+from swiftkv.server.grammars import GrammarChecker
+from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.templates import TemplateRenderer
+from swiftkv.sockets import listen_on
+from swiftkv.tasks import Tasks
+
+if TYPE_CHECKING:
+    from swiftkv.server.batches.service import BatchService
+    from swiftkv.server.models import ModelTable
+
+_BUSY_RETRY_S = 1.0
+
+
+class RunningModels:
+    """The models of a node that runs, and the tasks that keep their engines running. One change is made at a time."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        table: ModelTable,
+        *,
+        ports: Ports,
+        tasks: Tasks,
+        grammars: GrammarChecker,
+        templates: TemplateRenderer,
+        metrics: GatewayMetrics,
+        batches: BatchService | None,
+        keepers: dict[str, asyncio.Task[None]],
+        say: Callable[[str], None],
+    ) -> None:
+        """`table` has the models that clients may name; `keepers` has, by model, the task that restarts its engine."""
+        self._fleet = fleet
+        self._table = table
+        self._ports = ports
+        self._tasks = tasks
+        self._grammars = grammars
+        self._templates = templates
+        self._metrics = metrics
+        self._batches = batches
+        self._say = say
+        self._keepers = keepers
+        self._changing = asyncio.Lock()
+
+    async def add(self, section: object) -> str:
+        """Start a model, and return its name when it serves. If that fails, the node is as it was.
+
+        Raises:
+            ApiError: 400 for a mistake in the section and for a model that does not load, 409 while models change.
+        """
+        async with self._one_at_a_time():
+            with contextlib.ExitStack() as stack:
+                try:
+                    config, plan = await asyncio.to_thread(self._check, section)
+                    port = config.models[-1].endpoint
+                    listening = None
+                    if port is not None:
+                        listening = stack.enter_context(listen_on(config.node.host, port.port, "endpoint.port"))
+                    member = self._fleet.add(config, plan)
+                except ConfigError as error:
+                    raise ApiError(400, str(error), code="invalid_model") from None
+                await self._come_up(member)
+                stack.pop_all()  # the port stays open from here on
+            handle = self._table.get(plan.name)
+            if listening is not None:
+                self._ports.serve_model(listening, handle)
+            self._say(f"{plan.name}: added")
+            return plan.name
+
+    async def remove(self, name: str, timeout_s: float, *, now: bool) -> None:
+        """End a model, when its requests in flight have ended; `timeout_s` and `now` are as those of `Sleeper.sleep`.
+
+        What it lends is recalled before.
+
+        Raises:
+            ApiError: 404 for no such model, 409 for one that has requests in flight for too long, for the only model,
+                and while models change.
+        """
+        async with self._one_at_a_time():
+            handle = self._table.get(name)
+            if len(self._table.names) == 1:
+                raise ApiError(409, f"'{name}' is the only model of this node", param="model", code="only_model")
+            state = handle.client.state
+            if state.is_there or state is EngineState.ASLEEP:
+                await handle.sleeper.sleep(2, timeout_s, now=now)
+            self._table.remove(name)
+            handle.client.status.drain()  # before anybody can wake it
+            await self._ports.close_model(name)
+            await self._end(self._fleet.members[name])
+            self._say(f"{name}: removed")
+
+    def _check(self, section: object) -> tuple[Config, ModelPlan]:
+        """Return the configuration with one more model, and its plan. Raises `ConfigError`."""
+        config, plan = self._fleet.plan(section)
+        check_devices(config)
+        return config, plan
+
+    async def _come_up(self, member: Member) -> None:
+        """Start a model that was added, and let clients name it. Raises `ApiError` 400 if it does not load."""
+        name = member.plan.name
+        member.client.start()
+        try:
+            await member.supervisor.start()
+            self._keepers[name] = self._tasks.start(member.supervisor.keep_running(), f"the supervisor of {name}")
+            [handle] = await asyncio.to_thread(
+                load_handles, self._fleet.config, [member], self._grammars, self._templates
+            )
+        except (SwiftkvError, OSError) as error:
+            await self._end(member)
+            raise ApiError(400, str(error), code="load_failed") from None
+        self._metrics.show_model(name)
+        if self._batches is not None:
+            self._batches.add(member.config)
+        self._table.add(handle)
+
+    async def _end(self, member: Member) -> None:
+        """End the process of a model that nobody uses any more, and forget the model."""
+        name = member.plan.name
+        member.client.status.drain()
+        if keeper := self._keepers.pop(name, None):
+            await self._tasks.end(keeper)
+        await member.supervisor.stop()
+        self._fleet.remove(name)
+        self._metrics.hide_model(name)
+
+    @contextlib.asynccontextmanager
+    async def _one_at_a_time(self) -> AsyncIterator[None]:
+        """Raise `ApiError` 409 where another change is being made."""
+        if self._changing.locked():
+            raise ApiError(409, "another model is being added or removed", code="busy", retry_after_s=_BUSY_RETRY_S)
+        async with self._changing:
+            yield

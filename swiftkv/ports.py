@@ -1,0 +1,85 @@
+"""The HTTP servers of a node: one for its own port, and one for each model that has a port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from swiftkv.server.http_protocol import http_config
+from swiftkv.server.lending import NodeLending
+from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.sockets import BACKLOG
+from swiftkv.tasks import Tasks
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from swiftkv.server.admin import ModelChanges
+    from swiftkv.server.app import ServerSettings
+    from swiftkv.server.models import ModelHandle, ModelTable
+
+_CLOSE_TIMEOUT_S = 5
+_ACCEPTS_PER_ROUND = 16
+"""Connections to a port that one round of the event loop takes: it takes one from each descriptor of the socket."""
+
+
+class Ports:
+    """Serves HTTP on sockets that listen. What a port needs is imported when the first is served: it takes a while."""
+
+    def __init__(self, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending, tasks: Tasks) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._lending = lending
+        self._tasks = tasks
+        self._serving: dict[str, tuple[_HttpServer, asyncio.Task[None]]] = {}  # by model, the node's under ""
+
+    def serve_node(self, listening: socket.socket, table: ModelTable, changes: ModelChanges) -> None:
+        from swiftkv.server.app import create_app
+
+        self._serve("", listening, create_app(table, self._settings, self._metrics, self._lending, changes))
+
+    def serve_model(self, listening: socket.socket, model: ModelHandle) -> None:
+        from swiftkv.server.app import create_model_app
+
+        self._serve(model.name, listening, create_model_app(model, self._settings, self._metrics, self._lending))
+
+    async def close_model(self, name: str) -> None:
+        """Close the port of a model, if it has one."""
+        if name in self._serving:
+            await self._close([name])
+
+    async def close(self) -> None:
+        await self._close(list(self._serving))
+
+    def _serve(self, name: str, listening: socket.socket, app: FastAPI) -> None:
+        limits = self._settings.limits
+        descriptors = [listening, *(listening.dup() for _ in range(_ACCEPTS_PER_ROUND - 1))]
+        server = _HttpServer(http_config(app, limits, backlog=BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S))
+        port = listening.getsockname()[1]
+        serving = self._tasks.start(server.serve_until_told(descriptors), f"the HTTP server of port {port}")
+        self._serving[name] = server, serving
+
+    async def _close(self, names: list[str]) -> None:
+        closing = [self._serving.pop(name) for name in names]
+        for server, _ in closing:
+            server.should_exit = True
+        await asyncio.gather(*(task for _, task in closing), return_exceptions=True)
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals are the node's business."""
+
+    async def serve_until_told(self, sockets: list[socket.socket]) -> None:
+        """Serve until `should_exit` is set. Raises `RuntimeError` if uvicorn ends earlier."""
+        await self.serve(sockets)
+        if not self.should_exit:
+            raise RuntimeError("uvicorn ended on its own")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,35 @@
+"""How far an engine is with loading its weights, from looks at its progress page."""
+
+from __future__ import annotations
+
+import time
+
+from swiftkv.server.engine_state import EngineState
+from swiftkv.server.responses import Loading
+
+_LOADS = (EngineState.STARTING, EngineState.RESTARTING, EngineState.WAKING)
+
+
+class LoadMeter:
+    """Counts the bytes of one engine's weights, and expects the rest to come as fast."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._loaded_bytes = 0
+        self._begun_s = 0.0  # monotonic: when there were none for the last time
+
+    def observe(self, loaded_bytes: int) -> None:
+        """Take over what the page says."""
+        if loaded_bytes == 0 or loaded_bytes < self._loaded_bytes:
+            self._begun_s = time.monotonic()
+        self._loaded_bytes = loaded_bytes
+
+    def view(self, state: EngineState) -> Loading | None:
+        """Return what `/ready` shows; `None` for an engine that does not load."""
+        if state not in _LOADS:
+            return None
+        loaded_bytes = min(self._loaded_bytes, self._total_bytes)
+        left_s = None
+        if loaded_bytes:
+            left_s = (time.monotonic() - self._begun_s) * (self._total_bytes - loaded_bytes) / loaded_bytes
+        return Loading(loaded_bytes, self._total_bytes, left_s)

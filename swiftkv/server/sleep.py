@@ -1,0 +1,136 @@
+"""Puts a model to sleep, and wakes it: by whoever asks for that, and by requests for a model that wakes for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from swiftkv.server.client import EngineClient
+from swiftkv.server.engine_state import EngineState
+from swiftkv.server.errors import ApiError
+from swiftkv.server.lending import NodeLending
+
+_BUSY_RETRY_S = 1.0
+
+
+class Sleeper:
+    """The sleep of one model.
+
+    At level 1 the engine gives up its weights, and its process goes on: it keeps its pool, which it lends as far as
+    anybody borrows, and what it has borrowed itself. At level 2 what it lends is recalled, and the process ends.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        lending: NodeLending,
+        end_engine: Callable[[], Awaitable[None]],
+        *,
+        can_stay: bool = True,
+    ) -> None:
+        """`end_engine` returns when the process is gone. `can_stay`: level 1 is possible."""
+        self._client = client
+        self._lending = lending
+        self._end_engine = end_engine
+        self._can_stay = can_stay
+        self._changing = asyncio.Lock()
+        self._waking: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Task[None] | None = None
+        self._num_waiting = 0  # requests
+
+    async def sleep(self, level: int, timeout_s: float, *, now: bool = False) -> None:
+        """Put the model to sleep, once requests in flight have ended.
+
+        If they have not within `timeout_s`, the model stays awake; with `now` they are aborted at once. A model that
+        sleeps at level 1 may be put to sleep at level 2; else one that sleeps goes on doing so.
+
+        Raises:
+            ApiError: 409 for a model that is not there, is just falling asleep or waking, or has requests in flight
+                for too long; 400 for a level that it does not have.
+        """
+        name, status = self._client.name, self._client.status
+        if level == 1 and not self._can_stay:
+            raise ApiError(400, f"model '{name}' has several ranks, and sleeps at level 2 only", param="level")
+        if self._changing.locked():
+            raise self._refused(f"is {status.state}; try again when it is not", retry_after_s=_BUSY_RETRY_S)
+        async with self._changing:
+            if status.state is EngineState.ASLEEP:
+                if level == 2:
+                    await self._end()
+                return
+            if not status.go_to_sleep():
+                raise self._refused(f"is {status.state}, and only one that serves can be put to sleep")
+            try:
+                await self._empty(timeout_s, now)
+                if level == 1:
+                    self._client.sleep_engine()
+                else:
+                    await self._end()
+            except (ApiError, asyncio.CancelledError):
+                status.stay_awake()
+                raise
+            await status.until_not(EngineState.SLEEPING)
+            if level == 1:
+                await self._lending.lend_all(name)
+
+    async def wake(self) -> None:
+        """Return when the model, if it was asleep, serves. One task wakes it for all who ask.
+
+        Raises:
+            ApiError: 503 if it does not serve.
+        """
+        if self._waking is None:
+            self._waking = asyncio.create_task(self._wake(), name=f"wake {self._client.name}")
+            self._waking.add_done_callback(self._woken)
+        await asyncio.shield(self._waking)
+        self._client.check_available()
+
+    async def wake_for_request(self) -> None:
+        """Do as `wake` does, for one of the requests that wait for it.
+
+        Raises:
+            ApiError: 429 if as many wait as the model may have in flight, 503 if it does not serve.
+        """
+        client = self._client
+        if self._num_waiting >= client.max_in_flight:
+            client.metrics.count_refused("max_num_queued_reqs")
+            message = f"model '{client.name}' is waking up, and {self._num_waiting} requests wait for it already"
+            raise ApiError(429, message, code="queue_full", retry_after_s=client.status.retry_after_s)
+        self._num_waiting += 1
+        try:
+            await self.wake()
+        finally:
+            self._num_waiting -= 1
+
+    async def _wake(self) -> None:
+        async with self._changing:
+            status = self._client.status
+            if status.state is EngineState.ASLEEP:
+                self._client.wake()
+                self._restoring = asyncio.create_task(self._lending.lend_as_before(self._client.name))
+            await status.until_not(EngineState.WAKING)
+
+    def _woken(self, waking: asyncio.Task[None]) -> None:
+        self._waking = None
+
+    async def _empty(self, timeout_s: float, now: bool) -> None:
+        """Wait until nothing is in flight, or with `now` see to it. Raises `ApiError` 409 if it takes too long."""
+        if now:
+            self._client.abort_all()
+            timeout_s = max(timeout_s, 1.0)
+        if not await self._client.until_idle(timeout_s):
+            raise self._refused(
+                f"has {self._client.num_in_flight} sequences in flight after {timeout_s:g} s, and stays awake; wait "
+                "longer, or abort them: now=true (swiftkv models sleep --now)",
+                code="in_flight",
+                retry_after_s=_BUSY_RETRY_S,
+            )
+
+    async def _end(self) -> None:
+        """Take home what is lent, and end the process."""
+        await self._lending.recall_all(self._client.name)
+        await self._end_engine()
+
+    def _refused(self, reason: str, *, code: str = "not_ready", retry_after_s: float = 0) -> ApiError:
+        message = f"model '{self._client.name}' {reason}"
+        return ApiError(409, message, param="model", code=code, retry_after_s=retry_after_s)

@@ -1,0 +1,161 @@
+"""Models that are added to a real node and removed from it, while others go on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from swiftkv.cli import app
+from tests.support.completions import complete, streaming
+from tests.support.node_process import (
+    DEADLINE_S,
+    MAX_MODEL_LEN,
+    NodeProcess,
+    remove,
+    short_temporary_directory,
+    small_models,
+    wait_for,
+)
+
+
+@pytest.fixture(scope="module")
+def node(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    directory = tmp_path_factory.mktemp("models")
+    config = {"node": {"port": 0, "state_dir": str(directory / "state")}, "models": small_models(checkpoint, "steady")}
+    with NodeProcess(config, directory, short_temporary_directory()) as node:
+        yield node
+        node.process.send_signal(signal.SIGTERM)
+        assert node.process.wait(DEADLINE_S) == 0
+        node.assert_nothing_left()
+    remove(node.temporary)
+
+
+def admin(node: NodeProcess, method: str, path: str, body: object = None) -> httpx.Response:
+    url = f"{node.url}/admin/{path}"
+    return httpx.request(method, url, json=body, headers=node.admin_headers(), timeout=DEADLINE_S)
+
+
+def add(node: NodeProcess, section: dict[str, Any]) -> httpx.Response:
+    return admin(node, "POST", "models", section)
+
+
+def greedy(node: NodeProcess, model: str) -> object:
+    body = {"prompt": "def", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    answer = httpx.post(f"{node.url}/models/{model}/v1/completions", json=body, timeout=DEADLINE_S)
+    return answer.json()["choices"][0]["text"]
+
+
+def traces(node: NodeProcess) -> tuple[list[str], set[str]]:
+    """Return what a model leaves in the node's directory, and the engines that run."""
+    return sorted(path.name for path in node.temporary.rglob("*")), set(node.engines())
+
+
+@pytest.mark.parametrize("num_times", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_model_comes_and_goes_and_others_do_not_notice(
+    node: NodeProcess, checkpoint: Path, tmp_path: Path, num_times: int
+) -> None:
+    before = traces(node)
+    [section] = small_models(checkpoint, "guest")
+    section["endpoint"] = {"port": 0}
+    (tmp_path / "guest.yaml").write_text(yaml.safe_dump(section))
+    answers = []
+    with streaming(node, "steady", max_tokens=MAX_MODEL_LEN - 100) as stream:
+        for _ in range(num_times):
+            added = CliRunner().invoke(app, ["models", "add", str(tmp_path / "guest.yaml"), "--url", node.url])
+            assert added.stdout.startswith("guest is ready after "), added.stderr
+            assert node.ready() == {"steady": "ready", "guest": "ready"}
+            answers.append(greedy(node, "guest"))
+            listed = httpx.get(f"{node.url}/v1/models").json()["data"]
+            assert [card["id"] for card in listed] == ["steady", "guest"]
+            assert 'model_name="guest"' in httpx.get(f"{node.url}/metrics").text
+            assert "guest" in str(httpx.get(f"{node.url}/openapi.json").json())
+            assert httpx.get(f"{node.url}/models/guest/ready").status_code == 200
+            gone = CliRunner().invoke(app, ["models", "remove", "guest", "--url", node.url])
+            assert gone.stdout.startswith("guest is removed after "), gone.stderr
+            assert node.ready() == {"steady": "ready"}
+            assert complete(node, "guest").status_code == 404
+            assert httpx.get(f"{node.url}/models/guest/metrics").status_code == 404
+            assert 'model_name="guest"' not in httpx.get(f"{node.url}/metrics").text
+            assert traces(node) == before
+        assert next(stream.events)["choices"]
+    assert answers == [greedy(node, "steady")] * num_times
+
+
+@pytest.mark.slow
+def test_removal_waits_for_requests_in_flight_or_aborts_them(node: NodeProcess, checkpoint: Path) -> None:
+    [section] = small_models(checkpoint, "guest")
+    assert add(node, section).status_code == 201
+    with streaming(node, "guest", max_tokens=MAX_MODEL_LEN - 100) as stream:
+        kept = admin(node, "DELETE", "models/guest?timeout=50ms")
+        assert (kept.status_code, kept.json()["error"]["code"]) == (409, "in_flight")
+        assert complete(node, "guest").status_code == 200
+        removed = admin(node, "DELETE", "models/guest?now=true")
+        assert (removed.status_code, removed.json()["state"]) == (200, "removed")
+        *_, last = stream.events
+        assert "error" in last
+    assert complete(node, "guest").status_code == 404
+
+
+@pytest.mark.slow
+def test_a_model_whose_engine_was_killed_can_be_removed(node: NodeProcess, checkpoint: Path) -> None:
+    [section] = small_models(checkpoint, "guest")
+    assert add(node, section).status_code == 201
+    dead = node.engines()["guest"]
+    dead.send_signal(signal.SIGKILL)
+    wait_for("the engine to be gone", lambda: node.ready()["guest"] == "restarting")
+    assert admin(node, "DELETE", "models/guest").status_code == 200  # while it waits for its restart
+    assert set(node.engines()) == {"steady"}
+    assert node.ready() == {"steady": "ready"}
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        ({"name": "steady"}, "invalid_model", "'steady' is taken by models[0].name"),
+        ({"naem": "x"}, "invalid_model", "naem: unknown key; did you mean name?"),
+        ({"kv_cache": {"memory": "64KiB"}, "max_model_len": 4096}, "invalid_model", "kv_cache.memory: 64KiB holds"),
+        ({"path": "/does/not/exist"}, "invalid_model", "path: "),
+        ({"endpoint": {"port": "taken"}}, "invalid_model", "endpoint.port: "),
+        ({"device": "cuda:7", "dtype": "bfloat16"}, "invalid_model", "device"),
+    ],
+)
+def test_a_model_that_cannot_be_leaves_the_node_as_it_was(
+    node: NodeProcess, checkpoint: Path, change: dict[str, Any], code: str, says: str
+) -> None:
+    before = traces(node)
+    if change.get("endpoint") == {"port": "taken"}:
+        change = {"endpoint": {"port": int(node.url.rpartition(":")[2])}}
+    [section] = small_models(checkpoint, "guest")
+    refused = add(node, section | change)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == code
+    assert says in refused.json()["error"]["message"]
+    assert traces(node) == before
+    assert node.ready() == {"steady": "ready"}
+
+
+def test_a_model_that_does_not_load_leaves_the_node_as_it_was(
+    node: NodeProcess, tmp_path: Path, checkpoint: Path
+) -> None:
+    before = traces(node)
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: None if file.suffix == ".json" else 4096])
+    [section] = small_models(tmp_path, "guest")
+    refused = add(node, section)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "load_failed")
+    assert "before it served" in refused.json()["error"]["message"]
+    assert traces(node) == before
+    assert node.ready() == {"steady": "ready"}
+    assert complete(node, "steady").status_code == 200
+
+
+def test_the_only_model_stays(node: NodeProcess) -> None:
+    assert admin(node, "DELETE", "models/steady").json()["error"]["code"] == "only_model"
+    assert admin(node, "DELETE", "models/nobody").status_code == 404

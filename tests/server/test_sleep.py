@@ -1,0 +1,165 @@
+"""Models that sleep, as clients and administrators see them; the engine is an echo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from echo_coordinator import FIRST_BUDGET_BYTES, POOL_BYTES
+from echo_gateway import Gateway, start_gateway
+
+from swiftkv.server.engine_state import EngineState
+from swiftkv.server.tokenizer import Tokenizer
+from tests.support.node_process import wait_for
+
+
+@pytest.fixture
+def own_gateway(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    """Its steps take 10 ms."""
+    gateway, stop = start_gateway(tmp_path, tokenizer, step_ms=10)
+    yield gateway
+    stop()
+
+
+def admin(gateway: Gateway, path: str) -> httpx.Response:
+    with gateway.admin() as http:
+        return http.post(f"/admin/models/{path}")
+
+
+def complete(gateway: Gateway, model: str) -> httpx.Response:
+    with gateway.http() as http:
+        return http.post("/v1/completions", json={"model": model, "prompt": "one two three", "max_tokens": 4})
+
+
+def state(gateway: Gateway, model: str) -> EngineState:
+    return gateway.clients[model].state
+
+
+@contextmanager
+def streaming(gateway: Gateway, model: str, max_tokens: int) -> Iterator[Iterator[str]]:
+    body = {"model": model, "prompt": "one two three", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    with gateway.http() as http, http.stream("POST", "/v1/completions", json=body, timeout=60) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def lending(gateway: Gateway) -> dict[str, Any]:
+    with gateway.admin() as http:
+        (code,) = (m for m in http.get("/admin/lending").json()["models"] if m["model"] == "code")
+    return dict(code)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_that_sleeps_says_so_and_answers_as_before_when_it_is_awake(gateway: Gateway, level: int) -> None:
+    before = complete(gateway, "code").json()["choices"]
+    slept = admin(gateway, f"code/sleep?level={level}").json()
+    assert (slept["model"], slept["state"]) == ("code", "asleep")
+    refused = complete(gateway, "code")
+    assert refused.status_code == 503
+    assert int(refused.headers["Retry-After"]) > 0
+    assert refused.json()["error"]["code"] == "model_asleep"
+    assert refused.json()["error"]["message"] == (
+        "model 'code' is asleep until somebody wakes it: swiftkv models wake code"
+    )
+    assert complete(gateway, "chat").status_code == 200
+    with gateway.admin() as http:
+        ready = http.get("/ready")
+        assert (ready.status_code, ready.json()["models"]) == (200, {"chat": "ready", "code": "asleep"})
+        assert ready.json()["engines"]["code"]["why"] == "was put to sleep"
+        assert (ready.json()["engines"]["code"]["pid"] is None) == (level == 2)
+        assert http.get("/models/code/ready").status_code == 503
+        assert http.get("/v1/models/code").json()["state"] == "asleep"
+        assert http.get("/admin/models/code/is_sleeping").json() == {"is_sleeping": True}
+        assert 'swiftkv:engine_state{model_name="code",state="asleep"} 1.0' in http.get("/metrics").text
+        assert admin(gateway, f"code/sleep?level={level}").status_code == 200  # again: nothing is left to do
+        woken = http.post("/admin/models/code/wake_up")
+        assert (woken.status_code, woken.json()["state"]) == (200, "ready")
+        assert http.post("/admin/models/code/wake").json()["state"] == "ready"
+        assert http.get("/admin/models/code/is_sleeping").json() == {"is_sleeping": False}
+    assert complete(gateway, "code").json()["choices"] == before
+
+
+def test_asleep_at_level_1_it_lends_its_whole_pool_and_at_level_2_none(gateway: Gateway) -> None:
+    assert lending(gateway)["budget_bytes"] == FIRST_BUDGET_BYTES
+    admin(gateway, "code/sleep")
+    asleep = lending(gateway)
+    assert (asleep["error"], asleep["budget_bytes"], asleep["lent_bytes"]) == (None, POOL_BYTES, POOL_BYTES)
+    admin(gateway, "code/wake")
+    wait_for("the budget of before", lambda: lending(gateway)["lent_bytes"] == FIRST_BUDGET_BYTES)
+    assert not gateway.budgets["code"]  # nobody changed what holds while it is awake
+    admin(gateway, "code/sleep")
+    assert admin(gateway, "code/sleep?level=2").json()["state"] == "asleep"
+    assert "is asleep" in lending(gateway)["error"]
+    admin(gateway, "code/wake")
+    assert lending(gateway)["lent_bytes"] == FIRST_BUDGET_BYTES
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_request_wakes_a_model_that_wakes_for_requests(gateway: Gateway, level: int) -> None:
+    before = complete(gateway, "chat").json()["choices"]
+    assert admin(gateway, f"chat/sleep?level={level}").json()["state"] == "asleep"
+    with gateway.http() as http:
+        assert http.get("/models/chat/ready").status_code == 200
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: complete(gateway, "chat"), range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert all(answer.json()["choices"] == before for answer in answers)
+
+
+def test_sleep_waits_for_requests_in_flight_and_gives_up_or_aborts_them(own_gateway: Gateway) -> None:
+    with streaming(own_gateway, "code", max_tokens=3000) as events:
+        kept = admin(own_gateway, "code/sleep?timeout=50ms")
+        assert (kept.status_code, kept.json()["error"]["code"]) == (409, "in_flight")
+        assert "has 1 sequences in flight after 0.05 s, and stays awake" in kept.json()["error"]["message"]
+        assert state(own_gateway, "code") is EngineState.READY
+        assert complete(own_gateway, "code").status_code == 200
+        assert admin(own_gateway, "code/sleep?now=true").json()["state"] == "asleep"
+        assert "model 'code' is going to sleep" in list(events)[-2]
+    admin(own_gateway, "code/wake")
+    with streaming(own_gateway, "code", max_tokens=200) as events, ThreadPoolExecutor(1) as other:
+        sleeping = other.submit(admin, own_gateway, "code/sleep")
+        wait_for("the model to fall asleep", lambda: state(own_gateway, "code") is EngineState.SLEEPING)
+        assert "is going to sleep" in complete(own_gateway, "code").json()["error"]["message"]
+        busy = admin(own_gateway, "code/sleep")
+        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "not_ready")
+        assert list(events)[-1] == "data: [DONE]"
+        assert sleeping.result().json()["state"] == "asleep"
+
+
+def test_an_engine_that_is_killed_in_its_sleep_leaves_the_model_asleep(own_gateway: Gateway) -> None:
+    admin(own_gateway, "code/sleep")
+    own_gateway.engines["code"].stop()
+    own_gateway.call(lambda: own_gateway.clients["code"].engine_down("was killed by SIGKILL"))
+    assert state(own_gateway, "code") is EngineState.ASLEEP
+    assert complete(own_gateway, "code").json()["error"]["code"] == "model_asleep"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("nobody/sleep", 404, "no model 'nobody'"),
+        ("code/sleep?level=3", 400, ""),
+        ("code/sleep?timeout=soon", 400, ""),
+        ("code/sleep?now=yes", 400, ""),
+        ("nobody/wake", 404, "no model 'nobody'"),
+    ],
+)
+def test_what_cannot_be_is_refused(gateway: Gateway, path: str, status: int, says: str) -> None:
+    answer = admin(gateway, path)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
+    assert state(gateway, "code") is EngineState.READY
+
+
+def test_a_model_that_is_down_cannot_be_put_to_sleep(own_gateway: Gateway) -> None:
+    own_gateway.call(lambda: own_gateway.clients["code"].engine_down("ended with code 3", state=EngineState.DOWN))
+    answer = admin(own_gateway, "code/sleep")
+    assert answer.status_code == 409
+    assert "is down, and only one that serves" in answer.json()["error"]["message"]
+    assert admin(own_gateway, "code/wake").status_code == 503
