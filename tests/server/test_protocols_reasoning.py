@@ -10,7 +10,7 @@ import pytest
 from echo_gateway import Gateway, start_gateway, train_tokenizer
 
 from swiftkv.server.messages_api.body import MessagesBody
-from swiftkv.server.reasoning import choose_reasoning
+from swiftkv.server.reasoning_parsers import choose_reasoning
 from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.hermes import HermesParser
