@@ -22,7 +22,9 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 def sampling(gateway: Gateway, defaults: SamplingDefaults, body: ChatBody | CompletionBody) -> SamplingParams:
     known = gateway.models["chat"]
-    model = ModelHandle("chat", "", MAX_MODEL_LEN, known.vocab_size, known.tokenizer, known.client, defaults=defaults)
+    model = ModelHandle(
+        "chat", "", MAX_MODEL_LEN, known.vocab_size, known.tokenizer, known.client, known.sleeper, defaults=defaults
+    )
     return sequence_requests(model, body, [[1, 2, 3]])[0].sampling
 
 

@@ -87,12 +87,13 @@ def test_a_model_that_sleeps_says_so_and_answers_as_before_when_it_is_awake(gate
 
 def test_asleep_at_level_1_it_lends_its_whole_pool_and_at_level_2_none(gateway: Gateway) -> None:
     assert lending(gateway)["budget_bytes"] == FIRST_BUDGET_BYTES
+    changes = list(gateway.budgets["code"])
     admin(gateway, "code/sleep")
     asleep = lending(gateway)
     assert (asleep["error"], asleep["budget_bytes"], asleep["lent_bytes"]) == (None, POOL_BYTES, POOL_BYTES)
     admin(gateway, "code/wake")
     wait_for("the budget of before", lambda: lending(gateway)["lent_bytes"] == FIRST_BUDGET_BYTES)
-    assert not gateway.budgets["code"]  # nobody changed what holds while it is awake
+    assert gateway.budgets["code"] == changes  # nobody changed what holds while it is awake
     admin(gateway, "code/sleep")
     assert admin(gateway, "code/sleep?level=2").json()["state"] == "asleep"
     assert "is asleep" in lending(gateway)["error"]
