@@ -244,7 +244,7 @@ def test_an_answer_that_does_not_reason_is_held_from_its_first_token(
 
 
 def test_an_answer_does_not_end_in_its_reasoning(engine: EngineProcess, read: Callable[[Answer], str]) -> None:
-    """Unless that is allowed: where a call of a tool takes the place of what the grammar holds."""
+    """It may where a call of a tool takes the place of what the grammar holds."""
     eager, end = {EOS: 100.0, 301: 50.0}, 301
     ended, called = engine.wait(
         [
