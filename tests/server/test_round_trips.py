@@ -20,6 +20,7 @@ from swiftkv.engine.messages import ReasoningMarks
 from swiftkv.server.choices import Choice, Delta, StopRules
 from swiftkv.server.detokenizer import StopStrings
 from swiftkv.server.generation import SequenceOutput
+from swiftkv.server.passages import CallPassage, Passages, TextPassage, ThoughtPassage, content
 from swiftkv.server.reasoning_parsers import choose_reasoning
 from swiftkv.server.responses import ToolCallDelta
 from swiftkv.server.templating import Templating
@@ -28,6 +29,7 @@ from swiftkv.server.tool_parsers import choose_parser
 from swiftkv.server.tool_parsers.base import ToolFunction
 from swiftkv.server.tools import ToolUse
 
+KINDS = (TextPassage, ThoughtPassage)
 CHATML_BEGIN = "{% if tools %}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
 CHATML_END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
@@ -179,11 +181,22 @@ def parse(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]]) -> D
     shows = parser is not None and parser.shows_special_tokens
     rules = StopRules(StopStrings([]), skip_special_tokens=not shows)
     choice = Choice(0, prompt, tokenizer, rules, tools, sections)
-    total = Delta(0)
+    total, passages = Delta(0), Passages()
     for number, piece in enumerate(pieces):
         finish_reason = "abort" if number == len(pieces) - 1 else None
-        total.append(choice.push(SequenceOutput(0, piece, finish_reason=finish_reason)))
+        delta = choice.push(SequenceOutput(0, piece, finish_reason=finish_reason))
+        list(passages.take(delta))
+        total.append(delta)
+    check_passages(passages, total)
     return total
+
+
+def check_passages(passages: Passages, total: Delta) -> None:
+    """The passages of other protocols say what a chat's answer says, and calls are whole."""
+    joined = {kind: "".join(content(each) for each in passages.all if isinstance(each, kind)) for kind in KINDS}
+    assert joined == {TextPassage: total.text, ThoughtPassage: total.reasoning}
+    calls = [(each.name, json.loads(content(each) or "{}")) for each in passages.all if isinstance(each, CallPassage)]
+    assert calls == calls_of(total.calls)
 
 
 def calls_of(parts: Sequence[ToolCallDelta]) -> list[tuple[str, Any]]:
