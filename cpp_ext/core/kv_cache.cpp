@@ -320,7 +320,7 @@ void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_
         ensure(num_blocks <= static_cast<int>(held.entries.size()), "a block that is committed is held");
     for (int i = table.num_committed; i < num_blocks; ++i) {
         const NodeId node = index_.find_or_insert(keys[i]);
-        const BlockText text = text_of(tokens, root, keys, i);
+        const BlockText text = events_.is_on() ? text_of(tokens, root, keys, i) : BlockText{};
         for (int g = 0; g < num_groups(); ++g) adopt(g, table.groups[g].entries[i], node, text);
         offer_committed(node, keys[i]);
     }

@@ -264,7 +264,12 @@ class KvCache {
     void lose_link(LinkOfGroup lost) noexcept;
     void let_go(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node, const BlockText& text);
-    void point_to(NodeId node, int group, BlockId block, const BlockText& text = {});
+    // The one place where the block of a node changes.
+    void point_to(NodeId node, int group, BlockId block, const BlockText& text = {}) {
+        if (events_.is_on()) tell(node, group, block, text);
+        index_.set_block(node, group, block);
+    }
+    void tell(NodeId node, int group, BlockId next, const BlockText& text);
     BlockText text_of(std::span<const TokenId> tokens, const BlockKey& root, std::span<const BlockKey> keys,
                       int index) const;
     void tell_loaded(int group, BlockId block, bool is_loaded);

@@ -3,15 +3,13 @@
 
 namespace swiftkv {
 
-// The one place where the block of a node changes.
-void KvCache::point_to(NodeId node, int g, BlockId block, const BlockText& text) {
+// The node is about to get another block.
+void KvCache::tell(NodeId node, int g, BlockId next, const BlockText& text) {
     const BlockId before = index_.block(node, g);
-    index_.set_block(node, g, block);
-    if (!events_.is_on()) return;
     const BlockPool& pool = groups_[g].pool;
     const auto is_told = [&](BlockId b) { return b != kNone && pool.state(b) != BlockState::kLoading; };
     if (is_told(before)) events_.removed(index_.key(node), g, pool.place(before));
-    if (is_told(block)) events_.stored(index_.key(node), g, pool.place(block), text);
+    if (is_told(next)) events_.stored(index_.key(node), g, pool.place(next), text);
 }
 
 BlockText KvCache::text_of(std::span<const TokenId> tokens, const BlockKey& root, std::span<const BlockKey> keys,

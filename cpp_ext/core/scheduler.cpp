@@ -216,7 +216,7 @@ void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
         const int num_blocks = r.num_computed / limits_.block_size;
         refusal_.note_commit(r, num_blocks);
         const int num_before = r.table.num_committed;
-        cache_.commit(r.table, r.keys, num_blocks, r.tokens, r.root_key);
+        if (num_blocks > num_before) cache_.commit(r.table, r.keys, num_blocks, r.tokens, r.root_key);
         policy_.for_each_boundary(r, num_before, num_blocks,
                                   [&](int length, Worth worth) { cache_.keep_boundary(r.keys, length, worth); });
     }
