@@ -30,6 +30,8 @@ class GroupSpec:
     """One KV group: its layers, its blocks, and its sliding window in tokens (0: full attention).
 
     `layer_block_bytes` and `base_offset_bytes` (of the group's first block in the pool) are for the offsets of copies.
+    With `blocks_per_extent` all groups have their blocks in extents of one pool, each of one group at a time:
+    `num_blocks` is then the most that the group can have.
     """
 
     num_layers: Final[int]
@@ -37,7 +39,13 @@ class GroupSpec:
     window: Final[int]
 
     def __init__(
-        self, num_layers: int, num_blocks: int, window: int = 0, layer_block_bytes: int = 0, base_offset_bytes: int = 0
+        self,
+        num_layers: int,
+        num_blocks: int,
+        window: int = 0,
+        layer_block_bytes: int = 0,
+        base_offset_bytes: int = 0,
+        blocks_per_extent: int = 0,
     ) -> None: ...
 
 class Link:
@@ -64,10 +72,10 @@ class Link:
     ) -> None: ...
 
 class GroupStats:
-    """Blocks of one KV group by state: free + used + cached + lent + in_flight + staging + loading = total.
+    """Blocks of one KV group by state; free + used + cached + lent + in_flight + staging + loading + elsewhere = total.
 
-    `staging` blocks are the layer-stream cache, which has `staging_layer_blocks` to stage in; `borrowed_*` lie in
-    extents of others.
+    Those `elsewhere` are in extents of other groups, or of none. `staging` blocks are the layer-stream cache, which has
+    `staging_layer_blocks` to stage in; `borrowed_*` lie in extents of others.
     """
 
     free: Final[int]
@@ -77,6 +85,7 @@ class GroupStats:
     in_flight: Final[int]
     staging: Final[int]
     loading: Final[int]
+    elsewhere: Final[int]
     total: Final[int]
     borrowed_free: Final[int]
     borrowed_used: Final[int]
@@ -160,7 +169,7 @@ class StepTime:
 class StepPlan:
     """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive.
 
-    Where blocks are borrowed, a plan may have no token at all and only copies.
+    Where blocks are borrowed, or groups share extents, a plan may have no token at all and only copies.
     """
 
     @property
@@ -209,6 +218,9 @@ class StepPlan:
     @property
     def table_starts(self) -> list[Int32Array]:
         """Per group [S+1]"""
+    @property
+    def local_moves(self) -> Int32Array:
+        """[M, 3] group, block, new place: whole blocks to copy within the pool before anything else, one by one"""
     @property
     def logits_rows(self) -> Int32Array:
         """[R] rows of T whose successor is to be sampled: the last known one of a sequence, and each of its draft"""

@@ -117,6 +117,10 @@ void bind_plan(nb::module_& m) {
                                                                                    self);
         },
         "group"_a, "kind"_a, "buffer"_a = 0);
+    plan.def_prop_ro("local_moves", [](nb::handle_t<StepPlan> self) {
+        std::vector<int32_t>& rows = nb::cast<StepPlan&>(self).local_moves;
+        return nb::ndarray<nb::numpy, int32_t, nb::shape<-1, 3>, nb::c_contig>(rows.data(), {rows.size() / 3, 3}, self);
+    });
     def_array(plan, "logits_rows", &StepPlan::logits_rows);
     def_array(plan, "logits_seqs", &StepPlan::logits_seqs);
     plan.def_ro("has_unknown_tokens", &StepPlan::has_unknown_tokens);
@@ -143,6 +147,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("in_flight", &GroupStats::in_flight)
         .def_ro("staging", &GroupStats::staging)
         .def_ro("loading", &GroupStats::loading)
+        .def_ro("elsewhere", &GroupStats::elsewhere)
         .def_ro("total", &GroupStats::total)
         .def_ro("borrowed_free", &GroupStats::borrowed_free)
         .def_ro("borrowed_used", &GroupStats::borrowed_used)
@@ -183,10 +188,12 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "__init__",
             [](GroupSpec* self, int num_layers, int num_blocks, int window, int64_t layer_block_bytes,
-               int64_t base_offset_bytes) {
-                new (self) GroupSpec{num_layers, num_blocks, window, layer_block_bytes, base_offset_bytes};
+               int64_t base_offset_bytes, int blocks_per_extent) {
+                new (self)
+                    GroupSpec{num_layers, num_blocks, window, layer_block_bytes, base_offset_bytes, blocks_per_extent};
             },
-            "num_layers"_a, "num_blocks"_a, "window"_a = 0, "layer_block_bytes"_a = 0, "base_offset_bytes"_a = 0)
+            "num_layers"_a, "num_blocks"_a, "window"_a = 0, "layer_block_bytes"_a = 0, "base_offset_bytes"_a = 0,
+            "blocks_per_extent"_a = 0)
         .def_ro("num_layers", &GroupSpec::num_layers)
         .def_ro("num_blocks", &GroupSpec::num_blocks)
         .def_ro("window", &GroupSpec::window);

@@ -24,11 +24,14 @@ std::array<BlockId, kNumPlaces> ends_of_places(int num_local, const std::vector<
 
 }  // namespace
 
-BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links)
+BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links,
+                     Tenancy tenancy)
     : num_local_(num_local),
       ends_(ends_of_places(num_local, borrow_links)),
       num_ids_(ends_.back()),
-      records_(num_ids_ + kNumPlaces * kNumWorths) {
+      records_(num_ids_ + kNumPlaces * kNumWorths),
+      tenancy_(tenancy),
+      house_extents_(tenancy.house ? tenancy.house->num_extents() : 0) {
     for (int i = 0; i < kNumPlaces; ++i) {
         const Place place = static_cast<Place>(i);
         const int size = ends_[i] - first_of(place);
@@ -56,7 +59,7 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
                                  {}});
         first += link.num_extents * link.blocks_per_extent;
     }
-    for (BlockId b = 0; b < num_local; ++b) move_to(b, BlockState::kFree);
+    for (BlockId b = 0; b < num_local && !tenancy_.house; ++b) move_to(b, BlockState::kFree);
 }
 
 // The one place where a block changes its state, and with it every list and count.
@@ -69,11 +72,12 @@ void BlockPool::move_to(BlockId block, BlockState state) {
     if (where == 0) count_extents(block, moved.state, -1);
     --counts_[where][static_cast<int>(moved.state)];
 
-    moved.state = state;
+    const BlockState before = std::exchange(moved.state, state);
     ++counts_[where][static_cast<int>(state)];
     if (where == 0) count_extents(block, state, +1);
     if (state == BlockState::kFree) free_[where].insert(block - first_of(static_cast<Place>(where)));
     if (state == BlockState::kCached) link_newest(block);
+    if (where == 0 && tenancy_.house) count_in_house(block, before, state);
 }
 
 void BlockPool::count_extents(BlockId local, BlockState state, int by) {
@@ -92,10 +96,14 @@ void BlockPool::count_extents(BlockId local, BlockState state, int by) {
 BlockId BlockPool::take(Place where) {
     const int lowest = free_[static_cast<int>(where)].lowest();
     if (lowest < 0) return kNone;
-    const BlockId block = lowest + first_of(where);
-    move_to(block, BlockState::kUsed);
-    records_[block].refs = 1;
-    return block;
+    return take(lowest + first_of(where));
+}
+
+BlockId BlockPool::take(BlockId free) {
+    ensure(state(free) == BlockState::kFree, "what is taken is free");
+    move_to(free, BlockState::kUsed);
+    records_[free].refs = 1;
+    return free;
 }
 
 void BlockPool::add_ref(BlockId block) {
@@ -138,6 +146,7 @@ void BlockPool::settle() {
         if (records_[block].busy_until > num_settled_) return false;
         records_[block].busy_until = 0;
         if (state(block) == BlockState::kInFlight) rest(block);
+        num_room_changes_ += tenancy_.house != nullptr;  // it may move again
         return true;
     });
 }
@@ -195,7 +204,7 @@ BlockId BlockPool::oldest_cached_below(Place where) const {
 }
 
 void BlockPool::link_newest(BlockId block) {
-    records_[block].cached_at = ++num_cachings_;
+    records_[block].cached_at = tenancy_.house ? tenancy_.house->tick() : ++num_cachings_;
     link_before(sentinel(place(block), records_[block].worth), block);
 }
 

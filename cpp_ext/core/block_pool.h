@@ -8,12 +8,13 @@
 
 #include "../common/extents.h"
 #include "free_set.h"
+#include "house.h"
 #include "types.h"
 
 namespace swiftkv {
 
 enum class BlockState : uint8_t {
-    kAbsent,    // borrowed: its extent is not held
+    kAbsent,    // its extent is not held: it is its lender's, or of a local block another group's or nobody's
     kFree,      // nobody needs its bytes
     kUsed,      // running requests hold references to it (it may be in the prefix index too)
     kCached,    // in the prefix index, and no request holds it; evicted by worth, then in least-recently-used order
@@ -25,11 +26,19 @@ enum class BlockState : uint8_t {
 };
 inline constexpr int kNumBlockStates = 9;
 
-// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + staging + loading =
-// total. Extents come and go in O(blocks per extent), whatever the size of the pool.
+// The part of one KV group in a house. `house` is null where the group has all of its local blocks to itself.
+struct Tenancy {
+    House* house = nullptr;
+    int group = 0;
+    int blocks_per_extent = 0;
+};
+
+// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + staging + loading +
+// absent = total. Extents come and go in O(blocks per extent), whatever the size of the pool.
 class BlockPool {
   public:
-    BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links);
+    BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links,
+              Tenancy tenancy = {});
 
     int num_local() const { return num_local_; }
     int num_ids() const { return num_ids_; }
@@ -71,6 +80,7 @@ class BlockPool {
 
     // Returns the lowest free block, used from now on by one holder; kNone if no block is free.
     BlockId take(Place place);
+    BlockId take(BlockId free);
     // A cached block becomes used again; a used one gains a holder.
     void add_ref(BlockId block);
     // The last holder leaves a block cached (or leaving) if the prefix index knows it, else free.
@@ -84,6 +94,7 @@ class BlockPool {
     void settle();
     // Whether the step planned last brings a block that has holders.
     bool is_moving(BlockId used) const { return record(used).busy_until == num_begun_; }
+    bool is_busy(BlockId block) const { return record(block).busy_until > 0; }
     // The prefix index forgets a block that may be in any state in which it had a node.
     void forget(BlockId block);
     // `to`, just taken, replaces `from` in the index and for its holders, after a copy in the step that is being
@@ -102,6 +113,22 @@ class BlockPool {
     BlockId oldest_cached(Place place) const;
     // The same of all places further down together.
     BlockId oldest_cached_below(Place place) const;
+
+    // ---- a house: local extents that groups share ----
+    // The extent is this group's from now on, and all of its blocks are free. Some of them must be taken before the
+    // next call that frees a block: an extent whose blocks are all free goes back.
+    void enter(ExtentId extent);
+    // The extents that hold nothing but free and cached blocks.
+    int num_open() const { return num_open_; }
+    // Of the open extents the one that holds nothing newer than others do, in the order of eviction: returns the last
+    // of its cached blocks to go. kNone if no extent is open.
+    BlockId last_of_oldest_open() const;
+    // The lowest free block, and the cached one that is evicted first, of extents that something pins, but that one.
+    BlockId free_beside_used(ExtentId extent) const;
+    BlockId oldest_cached_beside_used(ExtentId extent) const;
+    ExtentId house_extent(BlockId local) const { return local / tenancy_.blocks_per_extent; }
+    int house_extent_blocks() const { return tenancy_.blocks_per_extent; }
+    uint32_t cached_at(BlockId block) const { return record(block).cached_at; }
 
     // ---- loading ----
     // Returns the lowest free local block, loading from now on; kNone if no local block is free.
@@ -173,6 +200,10 @@ class BlockPool {
         FreeSet clean;                            // extents all of whose blocks are free
         std::vector<bool> is_lent;                // per extent; another link may lend the same blocks
     };
+    struct HouseExtent {
+        int num_pinned = 0, num_cached = 0;  // blocks that are neither absent nor free nor cached; cached ones
+        bool is_held = false;
+    };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kLost };
     struct BorrowLink {
         Link link;
@@ -192,6 +223,11 @@ class BlockPool {
     void rest(BlockId block);     // nobody holds it any more
     void release(BlockId block);  // to free, or to absent if its extent is leaving
     void count_extents(BlockId local, BlockState state, int by);
+    bool is_beside_used(BlockId local, ExtentId not_in) const {
+        return house_extent(local) != not_in && house_extents_[house_extent(local)].num_pinned > 0;
+    }
+    void count_in_house(BlockId local, BlockState before, BlockState after);
+    void leave(ExtentId extent);
     void link_newest(BlockId block);
     void link_before(BlockId newer, BlockId block);
     void unlink(BlockId block);
@@ -210,6 +246,7 @@ class BlockPool {
     void check_cached_lists() const;
     void check_lend_link(const LendLink& lend) const;
     void check_borrow_links() const;
+    void check_house() const;
     void check_busy() const;
 
     int num_local_;
@@ -221,7 +258,10 @@ class BlockPool {
     std::vector<BlockId> busy_;
     int64_t num_room_changes_ = 0;
     int64_t num_begun_ = 0, num_settled_ = 0;  // steps
-    uint32_t num_cachings_ = 0;                // the clock of `cached_at`, which may wrap
+    uint32_t num_cachings_ = 0;                // the clock of `cached_at`, which may wrap, where there is no house
+    Tenancy tenancy_;
+    std::vector<HouseExtent> house_extents_;
+    int num_open_ = 0;
     std::vector<LendLink> lend_links_;
     std::vector<BorrowLink> borrow_links_;
     int num_held_blocks_ = 0;

@@ -1,11 +1,75 @@
 // The part of the pool whose blocks come and go by the extent.
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 #include "../common/check.h"
 #include "block_pool.h"
 
 namespace swiftkv {
+
+// ---- a house ----
+
+// An extent that holds nothing any more goes back to the house.
+void BlockPool::count_in_house(BlockId local, BlockState before, BlockState after) {
+    const auto is_pinned = [](BlockState state) {
+        return state != BlockState::kFree && state != BlockState::kCached && state != BlockState::kAbsent;
+    };
+    HouseExtent& extent = house_extents_[house_extent(local)];
+    const bool was_open = extent.is_held && extent.num_pinned == 0;
+    extent.num_pinned += is_pinned(after) - is_pinned(before);
+    extent.num_cached += (after == BlockState::kCached) - (before == BlockState::kCached);
+    num_open_ += (extent.is_held && extent.num_pinned == 0) - was_open;
+    const bool is_freed = after == BlockState::kFree && before != BlockState::kAbsent;
+    if (is_freed && extent.num_pinned + extent.num_cached == 0) leave(house_extent(local));
+}
+
+void BlockPool::enter(ExtentId extent) {
+    HouseExtent& entered = house_extents_[extent];
+    ensure(!entered.is_held, "an extent that a group enters was not its own");
+    entered.is_held = true;
+    ++num_open_;
+    const BlockId first = extent * house_extent_blocks();
+    for (BlockId b = first; b < first + house_extent_blocks(); ++b) move_to(b, BlockState::kFree);
+}
+
+void BlockPool::leave(ExtentId extent) {
+    const BlockId first = extent * house_extent_blocks();
+    for (BlockId b = first; b < first + house_extent_blocks(); ++b) move_to(b, BlockState::kAbsent);
+    house_extents_[extent].is_held = false;
+    --num_open_;
+    tenancy_.house->give_back(tenancy_.group, extent);
+}
+
+BlockId BlockPool::free_beside_used(ExtentId extent) const {
+    const FreeSet& free = free_[static_cast<int>(Place::kLocal)];
+    BlockId found = kNone;
+    for (BlockId b = free.highest_below(num_local_); b != kNone; b = free.highest_below(b))
+        if (is_beside_used(b, extent)) found = b;
+    return found;
+}
+
+BlockId BlockPool::oldest_cached_beside_used(ExtentId extent) const {
+    for (int worth = 0; worth < kNumWorths; ++worth) {
+        const BlockId end = sentinel(Place::kLocal, static_cast<Worth>(worth));
+        for (BlockId b = records_[end].newer; b != end; b = records_[b].newer)
+            if (is_beside_used(b, extent)) return b;
+    }
+    return kNone;
+}
+
+BlockId BlockPool::last_of_oldest_open() const {
+    if (num_open_ == 0) return kNone;
+    std::unordered_map<ExtentId, int> num_seen;
+    for (int worth = 0; worth < kNumWorths; ++worth) {
+        const BlockId end = sentinel(Place::kLocal, static_cast<Worth>(worth));
+        for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {
+            const HouseExtent& extent = house_extents_[house_extent(b)];
+            if (extent.num_pinned == 0 && ++num_seen[house_extent(b)] == extent.num_cached) return b;
+        }
+    }
+    return kNone;
+}
 
 // ---- lending ----
 

@@ -13,6 +13,7 @@ void BlockPool::check(const std::vector<int>& refs) const {
     check_cached_lists();
     for (const LendLink& lend : lend_links_) check_lend_link(lend);
     check_borrow_links();
+    if (tenancy_.house) check_house();
     check_busy();
 }
 
@@ -46,7 +47,7 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
                 check_that(record.node == kNone, "a block that is neither used nor cached has no node");
                 check_that(record.worth == Worth::kNone, "a block that is neither used nor cached is worth nothing");
         }
-        check_that(!is_local || record.state != BlockState::kAbsent, "a local block is present");
+        check_that(!is_local || tenancy_.house || record.state != BlockState::kAbsent, "a local block is present");
         check_that(is_local || (record.state != BlockState::kLent && record.state != BlockState::kStaging),
                    "borrowed blocks are not lent on, nor staged in");
         check_that(is_local || !is_leaving(b) || record.state != BlockState::kFree,
@@ -105,6 +106,27 @@ void BlockPool::check_borrow_links() const {
     check_that(held == num_held_blocks_ && draining == num_draining_, "held and leaving blocks are counted");
 }
 
+void BlockPool::check_house() const {
+    int open = 0;
+    for (ExtentId extent = 0; extent < tenancy_.house->num_extents(); ++extent) {
+        int free = 0, cached = 0, absent = 0;
+        for (int i = 0; i < house_extent_blocks(); ++i) {
+            const BlockState s = state(extent * house_extent_blocks() + i);
+            free += s == BlockState::kFree;
+            cached += s == BlockState::kCached;
+            absent += s == BlockState::kAbsent;
+        }
+        const int pinned = house_extent_blocks() - free - cached - absent;
+        const HouseExtent& counted = house_extents_[extent];
+        check_that(pinned == counted.num_pinned && cached == counted.num_cached, "the extents of a house are counted");
+        check_that(absent == (counted.is_held ? 0 : house_extent_blocks()), "an extent is one group's, whole");
+        check_that(free < house_extent_blocks(), "an extent that holds nothing is nobody's");
+        check_that(counted.is_held == (tenancy_.house->owner(extent) == tenancy_.group), "the house knows the owner");
+        open += counted.is_held && pinned == 0;
+    }
+    check_that(open == num_open_, "open extents are counted");
+}
+
 void BlockPool::check_busy() const {
     int num_busy = 0;
     for (BlockId b = 0; b < num_ids(); ++b) num_busy += records_[b].busy_until > 0;
@@ -135,7 +157,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
                 if (entry != kNoBlock) ++refs[block_of(g, entry)];
         group.pool.check(refs);
         const GroupStats s = stats()[g];
-        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging + s.loading == s.total,
+        check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging + s.loading + s.elsewhere == s.total,
                    "the pool equation");
         check_that(s.staging == static_cast<int>(group.staging.size()), "staging blocks are listed");
         for (BlockId block : group.staging)
@@ -143,6 +165,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
     }
     for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
 
+    if (house_) house_->check();
     index_.check();
     std::vector<int> indexed(groups_.size(), 0);
     index_.for_each([&](NodeId node) {

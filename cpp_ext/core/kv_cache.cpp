@@ -50,7 +50,10 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
       offers_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
     for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
         const GroupSpec& spec = groups[g];
-        BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g));
+        if (spec.blocks_per_extent > 0 && !house_)
+            house_ = std::make_unique<House>(spec.num_blocks / spec.blocks_per_extent);
+        BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g),
+                       {house_.get(), g, spec.blocks_per_extent});
         const int num_tail = spec.window == 0 ? 0 : tail_blocks(spec, block_size);
         groups_.push_back({spec, num_tail, std::move(pool), {}});
         has_full_attention_ |= spec.window == 0;
@@ -143,22 +146,13 @@ int KvCache::count_borrowed(const BlockTable& table) const {
     return count;
 }
 
-// The blocks that a table lacks of a group so that tokens up to `chunk_end` can be written; below 0: it has more.
-int KvCache::missing(const BlockTable& table, int g, int chunk_end, int prompt_end) const {
-    const int end = groups_[g].spec.window == 0 ? prompt_end : chunk_end;
-    return ceil_div(end, block_size_) - static_cast<int>(table.groups[g].entries.size());
-}
-
-int KvCache::short_group(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
-    for (int g = 0; g < num_groups(); ++g) {
-        const int needed = missing(table, g, chunk_end, prompt_end);
-        if ((needed > 0 || overdraft(g) > 0) && available(g) < std::max(0, needed) + spare + overdraft(g)) return g;
-    }
-    return kNone;
-}
-
 bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare) {
     if (short_group(table, chunk_end, prompt_end, spare) != kNone) return false;
+    std::vector<int> wanted;
+    if (house_) {
+        wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
+        enter_missing(wanted_blocks(table, chunk_end, prompt_end, 0), wanted);
+    }
     for (int g = 0; g < num_groups(); ++g) {
         const int needed = missing(table, g, chunk_end, prompt_end);
         if (needed <= 0) continue;
@@ -169,64 +163,19 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
             ensure(block != kNone, "there are as many blocks as were counted");
             entries[old_size + i] = entry_of(g, block);
         };
+        if (house_) {
+            for (int i = 0; i < needed; ++i, --wanted[g]) {
+                free_one(g, wanted);
+                put(i, groups_[g].pool.take(Place::kLocal));
+            }
+            continue;
+        }
         // Borrowed ones first: moving cached blocks out of the local pool would take them.
         const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
         for (int i = num_local; i < needed; ++i) put(i, take_below(g, Place::kLocal));
         for (int i = 0; i < num_local; ++i) put(i, take_local(g));
     }
     return true;
-}
-
-int KvCache::window_room_end(const BlockTable& table, int chunk_end, int spare) const {
-    int num_blocks = ceil_div(chunk_end, block_size_);
-    for (int g = 0; g < num_groups(); ++g) {
-        if (groups_[g].spec.window == 0) continue;
-        const int room = std::max(0, available(g) - spare - overdraft(g));
-        num_blocks = std::min(num_blocks, static_cast<int>(table.groups[g].entries.size()) + room);
-    }
-    return std::min(chunk_end, num_blocks * block_size_);
-}
-
-int KvCache::capacity(const BlockTable& table) const {
-    const auto smaller = [](const BlockTable::Group& a, const BlockTable::Group& b) {
-        return a.entries.size() < b.entries.size();
-    };
-    const auto smallest = std::min_element(table.groups.begin(), table.groups.end(), smaller);
-    return static_cast<int>(smallest->entries.size()) * block_size_;
-}
-
-bool KvCache::has_free(const BlockTable& table, int num_tokens, int spare) const {
-    for (int g = 0; g < num_groups(); ++g) {
-        const int missing = ceil_div(num_tokens, block_size_) - static_cast<int>(table.groups[g].entries.size());
-        if (missing > 0 && groups_[g].pool.num_free(Place::kLocal) < missing + spare) return false;
-    }
-    return true;
-}
-
-int64_t KvCache::room_version(int group) const {
-    // All of them only grow, so their sum changes whenever one does.
-    int64_t version = group == kNone || groups_[group].spec.window > 0 ? num_window_losses_ : 0;
-    for (int g = 0; g < num_groups(); ++g)
-        if (group == kNone || group == g) version += groups_[g].pool.num_room_changes() + groups_[g].num_unfreshed;
-    return version;
-}
-
-int KvCache::available(int g) const {
-    return groups_[g].pool.available(Place::kLocal) + available_staged(g);
-}
-
-// A borrowed block is of use only while there is a layer block to stage it in.
-int KvCache::available_staged(int g) const {
-    return std::clamp(num_unstaged(g), 0, groups_[g].pool.available_below(Place::kLocal));
-}
-
-int KvCache::num_unstaged(int g) const {
-    return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);
-}
-
-// Borrowed blocks in use that cannot be staged: as many must move in.
-int KvCache::overdraft(int g) const {
-    return can_borrow() ? std::max(0, -num_unstaged(g)) : 0;
 }
 
 // A local block is free afterwards, unless none is free or cached.
@@ -329,10 +278,14 @@ void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_
 
 std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
     const auto has_room = [](const Group& group) { return group.pool.num_free(Place::kLocal) > 0; };
-    if (index_.find(key) != kNone || !std::all_of(groups_.begin(), groups_.end(), has_room)) return {};
+    std::vector<int> wanted(groups_.size(), 1);
+    const bool is_room = house_ ? has_free_extents(wanted) : std::all_of(groups_.begin(), groups_.end(), has_room);
+    if (index_.find(key) != kNone || !is_room) return {};
     const NodeId node = index_.find_or_insert(key);
     std::vector<BlockId> blocks;
     for (int g = 0; g < num_groups(); ++g) {
+        if (house_) free_one(g, wanted);
+        --wanted[g];
         blocks.push_back(groups_[g].pool.start_loading());
         groups_[g].pool.set_node(blocks[g], node);
         // Somebody is going to want it, or it would not be loaded.
@@ -390,6 +343,7 @@ std::vector<GroupStats> KvCache::stats() const {
                          .in_flight = local(BlockState::kInFlight),
                          .staging = local(BlockState::kStaging),
                          .loading = local(BlockState::kLoading),
+                         .elsewhere = local(BlockState::kAbsent),
                          .total = groups_[g].spec.num_blocks,
                          .borrowed_free = borrowed(BlockState::kFree),
                          .borrowed_used = borrowed(BlockState::kUsed),

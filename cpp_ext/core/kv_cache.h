@@ -1,12 +1,14 @@
 // The KV blocks of one engine: a pool per KV group, the prefix index over them, and the tables of the running requests.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "block_pool.h"
 #include "boundaries.h"
+#include "house.h"
 #include "kv_events.h"
 #include "offers.h"
 #include "prefix_index.h"
@@ -73,6 +75,12 @@ struct LoadedBlock {
     BlockId block;
 };
 
+// A whole local block that a step copies to another place in the pool, before anything else.
+struct LocalMove {
+    int group;
+    BlockId from, to;
+};
+
 class KvCache {
   public:
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
@@ -82,6 +90,7 @@ class KvCache {
     const GroupSpec& spec(int group) const { return groups_[group].spec; }
     int block_size() const { return block_size_; }
     bool has_windows() const { return has_windows_; }
+    bool shares_extents() const { return house_ != nullptr; }
     bool can_borrow() const { return !borrow_links_.empty(); }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 
@@ -99,8 +108,13 @@ class KvCache {
     // borrowed ones, and moves cached blocks out of their way.
     bool extend(BlockTable& table, int chunk_end, int prompt_end, int spare);
     // The end of the longest chunk, of one that ends at `chunk_end`, for which extend() finds room in the
-    // sliding-window groups.
-    int window_room_end(const BlockTable& table, int chunk_end, int spare) const;
+    // sliding-window groups, and in groups that share extents with them.
+    int window_room_end(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    // Lets extend() find the room that it lacks where groups share extents, if that is only because a few used blocks
+    // keep extents from changing hands: these blocks move to where others of their group are free or cached. False:
+    // that does not help. `tables`: of all requests that hold blocks.
+    bool compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
+                 std::span<BlockTable* const> tables);
     // The tokens that a table's blocks have room for in every group.
     int capacity(const BlockTable& table) const;
     // Whether free local blocks suffice for `num_tokens` tokens of a table, and `spare` more are left in every group.
@@ -213,6 +227,8 @@ class KvCache {
     const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
     const std::vector<BlockMove>& moves_across(int group) const { return groups_[group].moves_across; }
     bool has_copies() const;
+    // Moves within the pool that the last step planned makes before anything else, in this order.
+    const std::vector<LocalMove>& local_moves() const { return local_moves_; }
 
     std::vector<GroupStats> stats() const;
     const BlockPool& pool(int group) const { return groups_[group].pool; }
@@ -241,6 +257,19 @@ class KvCache {
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     void set_worths(std::span<const NodeId> nodes);
     int available(int group) const;
+    // ---- a house: extents that groups share; in kv_cache_house.cpp ----
+    std::vector<int> wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    int missing_extents(std::span<const int> wanted) const;
+    int spare_extents(std::span<const int> wanted, bool is_compacted) const;
+    bool has_free_extents(std::span<const int> wanted) const;
+    int cheapest_donor(int group, std::span<const int> wanted) const;
+    bool goes_before(int group, BlockId cached, int other_group, BlockId other) const;
+    void enter_missing(std::span<const int> needed, std::span<const int> wanted);
+    void free_one(int group, std::span<const int> wanted);
+    void empty_oldest(int group);
+    void empty(int group, ExtentId extent);
+    std::pair<int, ExtentId> extent_to_compact(std::span<const int> wanted) const;
+    void move_out(int group, ExtentId extent, std::span<BlockTable* const> tables);
     int missing(const BlockTable& table, int group, int chunk_end, int prompt_end) const;
     int first_of_match(int group, int length) const;
     int available_staged(int group) const;
@@ -278,7 +307,8 @@ class KvCache {
     void offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
     bool can_store(int group, BlockId block) const;
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
-    void load_into(LoadingBlock& load, const BlockKey& key);
+    bool has_room_to_load(std::span<const int> wanted, bool may_evict) const;
+    void load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted);
     int64_t local_offset_bytes(int group, BlockId local) const;
     bool is_local(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }
     BlockId block_of(int group, int32_t entry) const {
@@ -291,7 +321,9 @@ class KvCache {
     void check_boundaries() const;
 
     int block_size_;
+    std::unique_ptr<House> house_;  // null: every group has its blocks to itself
     std::vector<Group> groups_;
+    std::vector<LocalMove> local_moves_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false, has_windows_ = false;
     int64_t num_window_losses_ = 0;  // matches that may have become shorter, and need fewer blocks of a window

@@ -67,6 +67,7 @@ void KvCache::retire(BlockTable& table) {
 
 void KvCache::begin_step() {
     ++num_steps_;
+    local_moves_.clear();  // those of the step before are in its plan
     for (Group& group : groups_) group.pool.begin_step();
 }
 
@@ -99,6 +100,8 @@ void KvCache::settle_failed() {
         for (const BlockCopy& copy : groups_[g].spills) forget(copy.borrowed);
         for (const BlockCopy& copy : groups_[g].moves_in) forget(copy.local);
         for (const BlockMove& move : groups_[g].moves_across) forget(move.to);
+        for (const LocalMove& move : local_moves_)
+            if (move.group == g) forget(move.to);
     }
     settle();
 }

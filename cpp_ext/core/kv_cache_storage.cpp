@@ -135,14 +135,12 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
             }
         }
     }
-    bool has_room = true;
-    for (int g = 0; g < num_groups(); ++g) {
-        const BlockPool& pool = groups_[g].pool;
-        const int room = may_evict ? pool.available(Place::kLocal) : pool.num_free(Place::kLocal);
-        has_room &= needed[g] == 0 || room >= needed[g] + spare;
-    }
+    std::vector<int> wanted = needed;
+    for (int& count : wanted) count += count > 0 ? spare : 0;
+    const bool has_room = has_room_to_load(wanted, may_evict);
     if (has_room) {
-        for (LoadingBlock& load : loading) load_into(load, keys[load.index]);
+        if (house_) enter_missing(needed, wanted);
+        for (LoadingBlock& load : loading) load_into(load, keys[load.index], wanted);
         if (has_windows_ && !loading.empty()) keep_boundary(keys, length, Worth::kKept);
     }
     for (auto it = held.rbegin(); it != held.rend(); ++it) groups_[it->first].pool.drop_ref(it->second);
@@ -150,9 +148,25 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
     return loading;
 }
 
-void KvCache::load_into(LoadingBlock& load, const BlockKey& key) {
+bool KvCache::has_room_to_load(std::span<const int> wanted, bool may_evict) const {
+    if (house_) return may_evict ? spare_extents(wanted, false) >= 0 : has_free_extents(wanted);
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        const int room = may_evict ? pool.available(Place::kLocal) : pool.num_free(Place::kLocal);
+        if (wanted[g] > 0 && room < wanted[g]) return false;
+    }
+    return true;
+}
+
+// `wanted`: as in kv_cache_house.cpp; less this block afterwards.
+void KvCache::load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted) {
     BlockPool& pool = groups_[load.group].pool;
-    if (pool.num_free(Place::kLocal) == 0) evict(load.group, pool.oldest_cached(Place::kLocal));
+    if (house_) {
+        free_one(load.group, wanted);
+    } else if (pool.num_free(Place::kLocal) == 0) {
+        evict(load.group, pool.oldest_cached(Place::kLocal));
+    }
+    --wanted[load.group];
     load.block = pool.start_loading();
     load.offset_bytes = local_offset_bytes(load.group, load.block);
     const NodeId node = index_.find_or_insert(key);

@@ -53,6 +53,7 @@ struct StepPlan {
     std::vector<RequestId> preempted_request_ids;  // [P]
     int num_stream_buffers = 0;                    // 0: nothing is streamed in this step
     std::vector<GroupCopies> copies;               // per group
+    std::vector<int32_t> local_moves;              // [M, 3] group, block, its new place: before anything else, in order
 };
 
 // kDropped: the request goes on, but what it needed was lost during the step: it is computed again.

@@ -21,6 +21,9 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
         plan->new_arrivals_s.push_back(r->arrival_s);
     }
     plan->preempted_request_ids = std::move(preempted);
+    for (const auto& [group, from, to] : cache_.local_moves())
+        plan->local_moves.insert(plan->local_moves.end(), {group, from, to});
+    plan->work.num_copies += static_cast<double>(cache_.local_moves().size());
     plan->copies.resize(cache_.num_groups());
     if (cache_.can_borrow()) {
         write_streams(*plan, rows);

@@ -117,7 +117,7 @@ int Policy::draft_length(const Request& r, int most) const {
 
 int Policy::fitting_chunk(const Request& r, int wanted, int spare) const {
     if (!splits_prompts() || !cache_.has_windows()) return wanted;
-    return cache_.window_room_end(r.table, r.num_planned() + wanted, spare) - r.num_planned();
+    return cache_.window_room_end(r.table, r.num_planned() + wanted, r.num_tokens(), spare) - r.num_planned();
 }
 
 }  // namespace swiftkv

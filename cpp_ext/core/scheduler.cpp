@@ -75,8 +75,8 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     return plan_step(now_s);
 }
 
-// A step copies blocks while its layers run, so the next one must not be planned before they have arrived. Extents are
-// attached and taken away only while no step is in progress.
+// A step copies blocks while its layers run, or before, so the next one must not be planned before they have arrived.
+// Extents are attached and taken away only while no step is in progress.
 bool Scheduler::can_plan_ahead() const {
     return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_staging();
 }
@@ -96,7 +96,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     if (!must_commit_) step.add_drafts();
     cache_.forget_idle_moves();
 
-    if (!step.is_empty() || cache_.has_copies()) return open(step);
+    if (!step.is_empty() || cache_.has_copies() || !cache_.local_moves().empty()) return open(step);
     // There is nothing to do: it is as if no step had begun.
     if (open_.empty()) {
         cache_.settle();
@@ -142,7 +142,8 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
         r.is_in_step = false;
         if (cache_.can_borrow()) row.arrivals = cache_.arrivals(r.table, ceil_div(r.num_planned(), limits_.block_size));
     }
-    open_.push_back({std::move(step.rows()), cache_.has_copies(), plan->work});
+    const bool has_copies = cache_.has_copies() || !cache_.local_moves().empty();
+    open_.push_back({std::move(step.rows()), has_copies, plan->work});
     return plan;
 }
 

@@ -56,7 +56,7 @@ void Scheduler::lose(int borrow_link) {
 
 std::vector<BlockId> Scheduler::begin_loading(const BlockKey& key) {
     const std::lock_guard lock(mutex_);
-    return cache_.begin_loading(key);
+    return is_step_copying() ? std::vector<BlockId>{} : cache_.begin_loading(key);
 }
 
 void Scheduler::end_loading(std::span<const BlockId> blocks, bool is_loaded) {

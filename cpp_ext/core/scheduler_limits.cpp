@@ -82,6 +82,27 @@ void check_borrow_link(const Link& link, const std::vector<GroupSpec>& groups) {
             "a borrow link needs base_offset_bytes >= 0 and an end that an int64 holds");
 }
 
+// Groups that share extents all do, and neither lend nor borrow.
+void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits, bool has_links) {
+    const GroupSpec& first = groups[0];
+    int64_t num_needed = 0;
+    for (const GroupSpec& spec : groups) {
+        require((spec.blocks_per_extent > 0) == (first.blocks_per_extent > 0) && spec.blocks_per_extent >= 0,
+                "blocks_per_extent must be positive in every KV group, or 0 in every KV group");
+        if (spec.blocks_per_extent == 0) continue;
+        require(spec.num_blocks % spec.blocks_per_extent == 0 &&
+                    spec.num_blocks / spec.blocks_per_extent == first.num_blocks / first.blocks_per_extent,
+                "KV groups that share extents must have equally many of them");
+        num_needed += limits.extents_for_one_sequence(spec);
+    }
+    if (first.blocks_per_extent == 0) return;
+    require(!has_links, "KV groups that share extents can neither lend nor borrow");
+    const int num_extents = first.num_blocks / first.blocks_per_extent;
+    require(num_needed <= num_extents, "the pool has " + std::to_string(num_extents) + " extents; one sequence of " +
+                                           "max_model_len " + std::to_string(limits.max_model_len) + " needs " +
+                                           std::to_string(num_needed));
+}
+
 // Blocks and nodes are numbered with int32.
 void check_count_of_blocks(const std::vector<GroupSpec>& groups, const std::vector<Link>& borrow_links) {
     int64_t total = 0;
@@ -107,6 +128,7 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
         check_borrow_link(link, groups);
     }
     check_count_of_blocks(groups, borrow_links);
+    check_house(groups, limits, !lend_links.empty() || !borrow_links.empty());
     for (size_t g = 0; g < groups.size(); ++g) {
         const int needed = limits.blocks_for_one_sequence(groups[g]);
         const int64_t most = blocks_with_lending(groups[g], static_cast<int>(g), borrow_links);
@@ -119,6 +141,10 @@ int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
     const int whole = ceil_div(max_model_len, block_size);
     if (spec.window == 0 || !enable_chunked_prefill) return whole;
     return std::min(whole, tail_blocks(spec, block_size) + 2);
+}
+
+int SchedulerLimits::extents_for_one_sequence(const GroupSpec& spec) const {
+    return ceil_div(blocks_for_one_sequence(spec), spec.blocks_per_extent) + (spec.blocks_per_extent > 1);
 }
 
 int SchedulerLimits::most_blocks_of_one_sequence(const GroupSpec& spec) const {

@@ -34,6 +34,9 @@ struct SchedulerLimits {
     // The blocks with which one sequence of max_model_len tokens gets to its end. In a sliding-window group that is its
     // tail, a block more, and one for what is computed: chunks shrink to what fits.
     int blocks_for_one_sequence(const GroupSpec& spec) const;
+    // The extents that it needs for them where groups share extents; one more than would hold them, where there is a
+    // part of another.
+    int extents_for_one_sequence(const GroupSpec& spec) const;
     // The most blocks that one sequence holds, for which no chunk need shrink.
     int most_blocks_of_one_sequence(const GroupSpec& spec) const;
 };

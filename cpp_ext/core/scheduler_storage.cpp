@@ -85,7 +85,7 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks) {
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
     if (num_blocks < 0 || num_blocks > static_cast<int>(keys.size()))
         throw std::invalid_argument("num_blocks: the request has " + std::to_string(keys.size()) + " keys");
-    if (is_step_copying()) return {};  // it reads blocks that leave the pool, and are free already
+    if (is_step_copying()) return {};  // it reads blocks that leave their places, which are free already
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
     std::vector<LoadingBlock> loading =

@@ -98,9 +98,13 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     }
     const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
     const int spare = policy_.spare_blocks(roster_.running());
-    const int n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget, work_, limit_s_), spare);
+    int n = 0;
     // The whole prompt must fit, whatever part of it this step computes.
-    if (n <= 0 || n > token_budget || !cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare)) {
+    const auto has_room = [&] {
+        n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget, work_, limit_s_), spare);
+        return n > 0 && n <= token_budget && cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare);
+    };
+    if (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room())) {
         const int chunk_end = r.num_computed + std::max(n, 1);
         const int short_group =
             n > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), spare);
@@ -132,12 +136,22 @@ int StepBuilder::make_room(Request& r, int num_tokens) {
     while (true) {
         const int fitting = policy_.fitting_chunk(r, num_tokens, 0);
         if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, r.num_tokens(), 0)) return fitting;
+        if (compact(r, num_tokens, 0)) continue;
         Request& victim = policy_.victim(roster_.running());
         must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
         if (victim.num_scheduled > 0) return 0;
         roster_.preempt(victim);
         if (&victim == &r) return 0;
     }
+}
+
+// Makes room for the least part of a request that a step can compute, if moving used blocks about does.
+bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
+    if (!cache_.shares_extents()) return false;
+    std::vector<BlockTable*> tables = roster_.running_tables();
+    if (std::find(tables.begin(), tables.end(), &r.table) == tables.end()) tables.push_back(&r.table);
+    const int least = policy_.splits_prompts() ? 1 : num_tokens;
+    return cache_.compact(r.table, r.num_planned() + least, r.num_tokens(), spare, tables);
 }
 
 void StepBuilder::add(Request& r, int num_tokens) {

@@ -60,6 +60,7 @@ class StepBuilder {
     bool is_stuck(Request& request) const;
     bool admit(Request& request, int token_budget);
     int make_room(Request& request, int num_tokens);
+    bool compact(Request& request, int num_tokens, int spare);
     void add(Request& request, int num_tokens);
     bool is_full() const { return budget_left_ <= 0; }
     // Whether there is neither room nor time for more of a prompt.

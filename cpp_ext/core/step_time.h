@@ -12,7 +12,7 @@ struct StepWork {
     double prompt_pairs = 0;    // of a token that is computed and one that it looks back on, in rows of several tokens
     double decode_context = 0;  // tokens that rows of one token look back on
     double num_rows = 0;
-    double num_copies = 0;  // blocks that are copied to or from a lower place
+    double num_copies = 0;  // blocks that are copied, to or from a lower place or within the pool
 
     // Adds a row of `num_tokens` tokens behind the first `begin` of its sequence.
     void add_row(int begin, int num_tokens);

@@ -54,6 +54,9 @@ struct GroupSpec {
     int window;                     // in tokens, the query's own included; 0: full attention
     int64_t layer_block_bytes = 0;  // for the offsets of copies; 0 where nothing is borrowed
     int64_t base_offset_bytes = 0;  // of the group's first block in the pool
+    // Of an extent of the pool that the groups share: they have equally many extents. 0: the group has its blocks to
+    // itself.
+    int blocks_per_extent = 0;
 };
 
 // The extents that one KV group of this engine may lend to one of another, or borrow from it.
@@ -68,7 +71,9 @@ struct Link {
 
 // Local blocks by state, whose sum is `total`; then borrowed ones.
 struct GroupStats {
-    int free, used, cached, lent, in_flight, staging, loading, total;
+    int free, used, cached, lent, in_flight, staging, loading;
+    int elsewhere;  // in extents of other groups, or of none
+    int total;
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
     int staging_layer_blocks;  // that borrowed blocks can be staged in
 };

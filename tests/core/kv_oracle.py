@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from naive_scheduler import NaiveScheduler, Setup
+from naive_scheduler import NaivePlan, NaiveScheduler, Setup
 
 from swiftkv import _core
 
 RUNNING, STOP, LENGTH, ABORTED, DROPPED, BROKEN, REJECTED = range(7)
+
+Cell = tuple[int, int, int]  # a place for the KV of a token, or for a part of it
+Bytes = tuple[int, int]  # the KV group, and the number of a prefix
 
 
 class Prefixes:
@@ -115,10 +119,12 @@ class Engine:
         self.setup = setup
         self.scheduler = setup.scheduler()
         self.naive = NaiveScheduler(setup)
+        self.foretellers = [] if setup.blocks_per_extent else [self.naive]
         self.prefixes = Prefixes()
         self.requests: dict[int, Request] = {}
         self.finished: dict[int, Finished] = {}
-        self.bytes: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> prefix number
+        self.bytes: dict[Cell, Bytes] = {}
+        self.num_moves = 0
         self.computed_tokens: list[int] = []  # of each step
         self.plans: list[_core.StepPlan] = []  # in progress, the oldest first
         self.drafts: list[dict[int, list[int]]] = []  # of each of them, what its rows end with, by request id
@@ -153,18 +159,19 @@ class Engine:
             arrival_s=self.now_s,
             deadline_s=deadline_s,
         )
-        self.naive.add(
-            request_id,
-            prompt,
-            max_tokens,
-            min_tokens,
-            stop or [],
-            namespace,
-            skip_prefix_match,
-            priority,
-            self.now_s,
-            deadline_s,
-        )
+        for naive in self.foretellers:
+            naive.add(
+                request_id,
+                prompt,
+                max_tokens,
+                min_tokens,
+                stop or [],
+                namespace,
+                skip_prefix_match,
+                priority,
+                self.now_s,
+                deadline_s,
+            )
         self.requests[request_id] = Request(
             prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority
         )
@@ -172,7 +179,8 @@ class Engine:
     def abort(self, *request_ids: int) -> None:
         self.scheduler.abort(np.array(request_ids, np.uint64))
         for request_id in request_ids:
-            self.naive.abort(request_id)
+            for naive in self.foretellers:
+                naive.abort(request_id)
             self.requests.pop(request_id, None)
             self.slots.pop(request_id, None)
 
@@ -184,7 +192,8 @@ class Engine:
             tokens.append(sampled_behind(tokens))
         draft = tokens[len(request.tokens) :] + wrong
         self.scheduler.set_draft(request_id, np.array(draft, np.int32))
-        self.naive.set_draft(request_id, draft)
+        for naive in self.foretellers:
+            naive.set_draft(request_id, draft)
         request.draft = draft
 
     def begin_loading(self, namespace: bytes, tokens: list[int]) -> None:
@@ -193,7 +202,8 @@ class Engine:
         key = _core.block_keys(namespace, np.array(tokens, np.int32), size)[-32:]
         blocks = self.scheduler.begin_loading(key).tolist()
         load, prefix = self.num_loads, (namespace, *tokens)
-        assert bool(blocks) == self.naive.begin_loading(load, prefix)
+        for naive in self.foretellers:
+            assert bool(blocks) == naive.begin_loading(load, prefix)
         if blocks:
             self.loads[load] = Load(blocks, prefix, self.prefixes.of(namespace, tokens)[-size:])
             self.num_loads += 1
@@ -201,21 +211,17 @@ class Engine:
     def end_loading(self, load: int, is_loaded: bool) -> None:
         ended = self.loads.pop(load)
         for g, block in enumerate(ended.blocks):
-            for offset, number in enumerate(ended.numbers):
-                self.bytes[g, block, offset] = number if is_loaded else -1
+            self.fill(g, block, ended.numbers if is_loaded else [-1] * self.setup.block_size)
         self.scheduler.end_loading(np.array(ended.blocks, np.int32), is_loaded)
-        self.naive.end_loading(load, ended.prefix, is_loaded)
+        for naive in self.foretellers:
+            naive.end_loading(load, ended.prefix, is_loaded)
 
     def schedule(self) -> _core.StepPlan | None:
         plan = self.scheduler.schedule(self.now_s)
-        expected = self.naive.schedule(self.now_s)
-        assert (plan is None) == (not expected.rows)
+        for naive in self.foretellers:
+            self._compare(plan, naive.schedule(self.now_s))
         if plan is not None:
             rows = rows_of(plan)
-            assert [(r.request_id, r.begin, r.end - r.begin) for r in rows] == expected.rows
-            new = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True)
-            assert list(new) == expected.new
-            assert plan.preempted_request_ids.tolist() == expected.preempted
             self._note_admissions(plan)
             self._check_budget(rows)
             for row in rows:
@@ -224,6 +230,46 @@ class Engine:
             self.plans.append(plan)
             self.drafts.append({i: self.requests[i].draft[: count - 1] for i, count in samples.items()})
         return plan
+
+    def _compare(self, plan: _core.StepPlan | None, expected: NaivePlan) -> None:
+        assert (plan is None) == (not expected.rows)
+        if plan is not None:
+            assert [(r.request_id, r.begin, r.end - r.begin) for r in rows_of(plan)] == expected.rows
+            new = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True)
+            assert list(new) == expected.new
+            assert plan.preempted_request_ids.tolist() == expected.preempted
+
+    def cells(self, group: int, block: int, offset: int) -> list[Cell]:
+        """Return where a token's KV lies: a large block takes as many cells of an extent as small ones do."""
+        if not self.setup.blocks_per_extent:
+            return [(group, block, offset)]
+        size = self.setup.blocks_per_extent[group]
+        num_cells = math.lcm(*self.setup.blocks_per_extent) // size
+        extent, within = divmod(block, size)
+        return [(extent, within * num_cells + i, offset) for i in range(num_cells)]
+
+    def fill(self, group: int, block: int, numbers: Sequence[int]) -> None:
+        """Write a whole block; -1 stands for bytes that nobody may read."""
+        for offset, number in enumerate(numbers):
+            self.bytes.update(dict.fromkeys(self.cells(group, block, offset), (group, number)))
+
+    def numbers(self, group: int, block: int) -> list[int]:
+        """Return what lies in a whole block, which its group has written."""
+        numbers = []
+        for offset in range(self.setup.block_size):
+            [(owner, number)] = {self.bytes[cell] for cell in self.cells(group, block, offset)}
+            assert owner == group
+            numbers.append(number)
+        return numbers
+
+    def _move(self, plan: _core.StepPlan) -> None:
+        for group, block, place in plan.local_moves.tolist():
+            self.num_moves += 1
+            for offset in range(self.setup.block_size):
+                cells = zip(self.cells(group, block, offset), self.cells(group, place, offset), strict=True)
+                for source, target in cells:
+                    # Whoever reads a block where it was is found out, also before somebody else writes there.
+                    self.bytes[target] = self.bytes.pop(source, (group, -1))
 
     def _note_admissions(self, plan: _core.StepPlan) -> None:
         for request_id in plan.preempted_request_ids.tolist():
@@ -238,13 +284,14 @@ class Engine:
             request.cached = cached
 
     def _run(self, plan: _core.StepPlan, drafts: dict[int, list[int]]) -> None:
+        self._move(plan)
         rows = rows_of(plan)
         ids = [row.request_id for row in rows]
         assert len(set(ids)) == len(ids)
         assert len({row.slot for row in rows}) == len(rows)
         self.computed_tokens.append(len(plan.token_ids))
         logits = list(zip(plan.logits_rows.tolist(), plan.logits_seqs.tolist(), strict=True))
-        written: dict[tuple[int, int, int], int] = {}
+        written: dict[Cell, Bytes] = {}
         at = 0
         for s, row in enumerate(rows):
             n = row.end - row.begin
@@ -287,17 +334,16 @@ class Engine:
         assert 0 <= row.slot < self.setup.max_num_seqs
         request.computed = row.end
 
-    def _spoil(self, row: Row, written: dict[tuple[int, int, int], int]) -> None:
+    def _spoil(self, row: Row, written: dict[Cell, Bytes]) -> None:
         """Overwrite the KV of a request that has ended, in places where nothing else is written in this step."""
         for g, ((num_layers, _, _), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
             for position in range(row.begin, row.end):
-                place = (g, table[position // self.setup.block_size] // num_layers, position % self.setup.block_size)
-                assert place not in written, "two requests write to one place"
-                written[place] = -1
+                block = table[position // self.setup.block_size] // num_layers
+                for cell in self.cells(g, block, position % self.setup.block_size):
+                    assert cell not in written, "two requests write to one place"
+                    written[cell] = (g, -1)
 
-    def _read_and_write(
-        self, request: Request, row: Row, tokens: list[int], written: dict[tuple[int, int, int], int]
-    ) -> None:
+    def _read_and_write(self, request: Request, row: Row, tokens: list[int], written: dict[Cell, Bytes]) -> None:
         size = self.setup.block_size
         prefix = self.prefixes.of(request.namespace, tokens[: row.end])
         for g, ((num_layers, num_blocks, window), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
@@ -311,13 +357,14 @@ class Engine:
                 assert entry >= 0
                 assert entry % num_layers == 0
                 assert entry // num_layers < num_blocks
-                place = (g, entry // num_layers, position % size)
-                if position < row.begin:
-                    assert self.bytes.get(place) == prefix[position], "a block table points at another prefix's bytes"
-                    assert place not in written, "read while written"
-                else:
-                    assert place not in written, "two requests write to one place"
-                    written[place] = prefix[position]
+                for cell in self.cells(g, entry // num_layers, position % size):
+                    if position < row.begin:
+                        expected = (g, prefix[position])
+                        assert self.bytes.get(cell) == expected, "a block table points at another prefix's bytes"
+                        assert cell not in written, "read while written"
+                    else:
+                        assert cell not in written, "two requests write to one place"
+                        written[cell] = (g, prefix[position])
 
     def commit(self, choose: dict[int, int] | None = None, broken: int = -1) -> _core.StepResult:
         """Commit the oldest step.
@@ -336,7 +383,8 @@ class Engine:
         sampled = [token for tokens in by_request.values() for token in tokens]
         self.last_tokens.update(zip(plan.row_slots[plan.logits_seqs].tolist(), sampled, strict=True))
         result = self.scheduler.commit(np.array(sampled, np.int32))
-        self.naive.commit(by_request)
+        for naive in self.foretellers:
+            naive.commit(by_request)
         assert result.request_ids.tolist() == ids
         assert result.token_ids.tolist() == sampled
         reasons = [reason for i, tokens in by_request.items() for reason in self._append_all(i, tokens, drafts[i])]
@@ -416,24 +464,29 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
-        self.naive.reset_prefix_cache()
+        for naive in self.foretellers:
+            naive.reset_prefix_cache()
 
     def check(self) -> None:
         self.scheduler.check_invariants()
         stats = self.scheduler.stats()
         assert stats.num_running + stats.num_waiting == len(self.requests)
         # A preempted request keeps its slot until a plan names it: there is none while all that could run is loading.
-        assert stats.num_running == len(self.slots) - len(self.naive.preempted)
-        assert stats.num_preemptions_total == self.naive.num_preemptions
-        for g, (_, num_blocks, _), naive in zip(stats.groups, self.setup.groups, self.naive.pools, strict=True):
+        assert stats.num_running <= len(self.slots)
+        for g, (_, num_blocks, _) in zip(stats.groups, self.setup.groups, strict=True):
             assert g.total == num_blocks
-            assert g.free + g.used + g.cached + g.lent + g.in_flight + g.loading == g.total
-            assert min(g.free, g.used, g.cached, g.in_flight) >= 0
+            assert g.free + g.used + g.cached + g.lent + g.in_flight + g.loading + g.elsewhere == g.total
+            assert min(g.free, g.used, g.cached, g.in_flight, g.elsewhere) >= 0
             assert g.lent == 0
+            assert g.elsewhere == 0 or self.setup.blocks_per_extent
             assert g.in_flight == 0 or self.plans
-            assert g.cached == len(naive.evictable())
-            assert g.in_flight == naive.num_in_flight()
-            assert g.free == naive.num_free()
-            assert g.loading == naive.num_loading()
+        for naive in self.foretellers:
+            assert stats.num_running == len(self.slots) - len(naive.preempted)
+            assert stats.num_preemptions_total == naive.num_preemptions
+            for g, pool in zip(stats.groups, naive.pools, strict=True):
+                assert g.cached == len(pool.evictable())
+                assert g.in_flight == pool.num_in_flight()
+                assert g.free == pool.num_free()
+                assert g.loading == pool.num_loading()
         if not self.requests:
             assert all(g.used == 0 for g in stats.groups)

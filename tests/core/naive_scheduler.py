@@ -34,10 +34,17 @@ class Setup:
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int = 1
     scheduling_policy: SchedulingPolicy = "priority"
+    # Of each group, where they share extents: then the plans are not foretold.
+    blocks_per_extent: tuple[int, ...] = ()
+
+    @property
+    def num_extents(self) -> int:
+        return self.groups[0][1] // self.blocks_per_extent[0]
 
     def scheduler(self) -> _core.Scheduler:
+        sizes = self.blocks_per_extent or [0] * len(self.groups)
         return _core.Scheduler(
-            [_core.GroupSpec(*group) for group in self.groups],
+            [_core.GroupSpec(*g, blocks_per_extent=n) for g, n in zip(self.groups, sizes, strict=True)],
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

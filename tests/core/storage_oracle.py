@@ -18,16 +18,6 @@ from swiftkv._core import GroupSpec, Link, Scheduler
 KEY_BYTES = 32
 
 
-class NoForesight:
-    """Stands where `kv_oracle` has a scheduler of its own to compare with."""
-
-    def add(self, *arguments: object) -> None: ...
-    def abort(self, request_id: int) -> None: ...
-    def commit(self, tokens: object) -> None: ...
-    def set_draft(self, request_id: int, tokens: object) -> None: ...
-    def reset_prefix_cache(self) -> None: ...
-
-
 @dataclass(eq=False)
 class Transfer:
     """Blocks that are being read for a request, in order: (index, group, block)."""
@@ -52,9 +42,10 @@ class StorageEngine(Engine):
 
     def __init__(self, setup: Setup, write_policy: str = "write_through", num_lent_extents: int = 0) -> None:
         super().__init__(setup)
-        self.naive = NoForesight()  # type: ignore[assignment]
+        self.foretellers = []
         # A layer block has one byte, so that an offset is the number of a layer block.
-        specs = [GroupSpec(layers, blocks, window, 1, 0) for layers, blocks, window in setup.groups]
+        sizes = setup.blocks_per_extent or [0] * len(setup.groups)
+        specs = [GroupSpec(*group, 1, 0, size) for group, size in zip(setup.groups, sizes, strict=True)]
         self.scheduler = Scheduler(
             specs,
             block_size=setup.block_size,
@@ -108,7 +99,7 @@ class StorageEngine(Engine):
         assert len(groups) <= max_blocks
         for i, (group, offset) in enumerate(zip(groups.tolist(), offsets.tolist(), strict=True)):
             block = offset // self.setup.groups[group][0]
-            numbers = [self.bytes[group, block, slot] for slot in range(self.setup.block_size)]
+            numbers = self.numbers(group, block)
             key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
             assert self.storage.setdefault((key, group), numbers) == numbers, "one key names different bytes"
         return len(groups)
@@ -128,7 +119,7 @@ class StorageEngine(Engine):
         length = self.scheduler.loadable(request_id, stored.astype(np.uint8).ravel(), max_blocks)
         max_blocks = min(max_blocks, *self._local_room())
         assert length == naive_usable((resident | stored)[:max_blocks], self.windows, self.setup.block_size)
-        assert length >= min(num_usable, max_blocks)
+        assert length >= num_usable or num_usable > max_blocks  # a shorter prefix may lack the tail of its end
         loading = zip(*(array.tolist() for array in self.scheduler.begin_load(request_id, length)), strict=True)
         blocks = []
         for index, group, block, offset in loading:
@@ -153,10 +144,10 @@ class StorageEngine(Engine):
     def read(self, transfer: Transfer, num_blocks: int, is_loaded: bool = True) -> None:
         """Storage has read the next blocks, or did not."""
         part, transfer.blocks = transfer.blocks[:num_blocks], transfer.blocks[num_blocks:]
+        is_loaded &= all((transfer.keys[index], group) in self.storage for index, group, _ in part)  # it may forget
         for index, group, block in part:
             numbers = self.storage.get((transfer.keys[index], group), [-1] * self.setup.block_size)
-            for slot, number in enumerate(numbers):
-                self.bytes[group, block, slot] = number if is_loaded else -1
+            self.fill(group, block, numbers if is_loaded else [-1] * self.setup.block_size)
         groups, blocks = (np.array([block[i] for block in part], np.int32) for i in (1, 2))
         self.scheduler.end_load(groups, blocks, is_loaded)
         if not transfer.blocks:
@@ -168,15 +159,13 @@ class StorageEngine(Engine):
         self.scheduler.forget_loading(groups, blocks)
         transfer.is_forgotten = True
         for _, group, block in transfer.blocks:
-            for slot in range(self.setup.block_size):
-                self.bytes[group, block, slot] = -1
+            self.fill(group, block, [-1] * self.setup.block_size)
 
     def lend(self, max_extents: int) -> None:
         self.lent += (extents := self.scheduler.lend(0, max_extents).tolist())
         for extent in extents:
             for block in (2 * extent, 2 * extent + 1):
-                for slot in range(self.setup.block_size):
-                    self.bytes[0, block, slot] = -1
+                self.fill(0, block, [-1] * self.setup.block_size)
 
     def take_back(self) -> None:
         extents, self.lent = self.lent, []

@@ -42,6 +42,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 BOUNDARIES, CACHE_KEEP = "core/boundaries.cpp", "core/kv_cache_keep.cpp"
 POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
 CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
+CACHE_ROOM, CACHE_HOUSE = "core/kv_cache_room.cpp", "core/kv_cache_house.cpp"
 SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
@@ -150,7 +151,7 @@ MUTANTS = [
     ),
     one(
         "a chunk takes the blocks that others want next",
-        CACHE,
+        CACHE_ROOM,
         "std::max(0, available(g) - spare - overdraft(g));",
         "std::max(0, available(g) - overdraft(g));",
     ),
@@ -160,6 +161,77 @@ MUTANTS = [
         "return has_free || pool.worth(oldest) <= pool.worth(cached);",
         "return true;",
     ),
+    # Groups that share extents.
+    one(
+        "an extent stays with a group that does not need it",
+        POOL_EXTENTS,
+        "if (is_freed && extent.num_pinned + extent.num_cached == 0) leave(house_extent(local));",
+        "",
+    ),
+    one(
+        "an extent goes back while it holds what is cached",
+        POOL_EXTENTS,
+        "if (is_freed && extent.num_pinned + extent.num_cached == 0)",
+        "if (is_freed && extent.num_pinned == 0)",
+    ),
+    one(
+        "extents are counted for two groups",
+        CACHE_HOUSE,
+        "house_->num_free() - missing_extents(wanted);",
+        "house_->num_free();",
+    ),
+    one(
+        "a group gives up what it is about to take",
+        CACHE_HOUSE,
+        "pool.available(Place::kLocal) - wanted[h] < pool.house_extent_blocks()",
+        "false",
+    ),
+    one(
+        "a group takes an extent that another lacks",
+        CACHE_HOUSE,
+        "(own == kNone ? 0 : missing_extents(wanted))",
+        "0",
+    ),
+    one(
+        "the newest goes before the oldest of another group",
+        CACHE_HOUSE,
+        "cached_at(other)) < 0;",
+        "cached_at(other)) > 0;",
+    ),
+    one(
+        "a group empties its own extents alone",
+        CACHE_HOUSE,
+        "if (donor != kNone && goes_before(donor,",
+        "if (false && goes_before(donor,",
+    ),
+    one("used blocks keep their extents", CACHE_HOUSE, "if (spare_extents(wanted, true) < 0 ||", "if (true ||"),
+    one(
+        "a block that moves is looked for where it was",
+        CACHE_HOUSE,
+        "moved.emplace(entry_of(g, from), entry_of(g, to));",
+        "",
+    ),
+    one(
+        "the prefix index does not know where a block has moved",
+        CACHE_HOUSE,
+        "if (const NodeId node = pool.node(from); node != kNone) index_.set_block(node, g, to);",
+        "",
+    ),
+    one("a block that has moved is not copied", CACHE_HOUSE, "local_moves_.push_back({g, from, to});", ""),
+    one("a move is made again in the step after", CACHE_RELEASE, "local_moves_.clear();", ""),
+    one(
+        "a step is planned beside moves",
+        SCHEDULER,
+        "cache_.has_copies() || !cache_.local_moves().empty();",
+        "cache_.has_copies();",
+    ),
+    one(
+        "a block is loaded to where another has not left",
+        LENDING,
+        "return is_step_copying() ? std::vector<BlockId>{} : cache_.begin_loading(key);",
+        "return cache_.begin_loading(key);",
+    ),
+    one("a step that failed has moved blocks", CACHE_RELEASE, "if (move.group == g) forget(move.to);", ""),
     one("what the step after uses is let go at once", CACHE_RELEASE, "if (num_steps_ > 1) {", "if (false) {"),
     one(
         "a loading block is read", CACHE, "== BlockState::kLoading) return true;", "== BlockState::kLoading) continue;"
@@ -175,7 +247,7 @@ MUTANTS = [
     one("two blocks have one node", CACHE, "            pool.forget(known);\n", ""),
     one(
         "blocks are borrowed that cannot be staged",
-        CACHE,
+        CACHE_ROOM,
         "return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);",
         "return num_staging_layer_blocks(g);",
     ),
@@ -333,7 +405,13 @@ MUTANTS = [
         "a refusal outlives extents that come home", POOL_EXTENTS, "] = false;\n    ++num_room_changes_;", "] = false;"
     ),
     one("a refusal outlives a block that the prompt needs", SCHEDULER, "refusal_.note_commit(r, num_blocks);", ""),
-    one("room of one group helps another", CACHE, "if (group == kNone || group == g) version", "version"),
+    one("room of one group helps another", CACHE_ROOM, "if (group == kNone || group == g) version", "version"),
+    one(
+        "a refusal outlives a shorter match",
+        CACHE_ROOM,
+        "int64_t version = group == kNone || groups_[group].spec.window > 0 ? num_window_losses_ : 0;",
+        "int64_t version = 0;",
+    ),
     one(
         "a refusal outlives a step with less room",
         REFUSAL,

@@ -28,6 +28,7 @@ TESTS = {
             "admission_order",
             "refusal",
             "bindings",
+            "house",
             "lending_states",
             "lending_random",
             "scheduler_states",

@@ -1,0 +1,30 @@
+#include "house.h"
+
+#include "../common/check.h"
+
+namespace swiftkv {
+
+House::House(int num_extents) : owners_(num_extents, kNone), free_(num_extents) {
+    for (ExtentId extent = 0; extent < num_extents; ++extent) free_.insert(extent);
+}
+
+ExtentId House::take(int group) {
+    const ExtentId extent = free_.lowest();
+    ensure(extent >= 0, "an extent that is taken was nobody's");
+    free_.erase(extent);
+    owners_[extent] = group;
+    return extent;
+}
+
+void House::give_back(int group, ExtentId extent) {
+    ensure(owners_[extent] == group, "who gives an extent back had it");
+    owners_[extent] = kNone;
+    free_.insert(extent);
+}
+
+void House::check() const {
+    for (ExtentId extent = 0; extent < num_extents(); ++extent)
+        check_that(free_.contains(extent) == (owners_[extent] == kNone), "extents without an owner are listed");
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,200 @@
+// The part of the cache that hands extents of the pool from one KV group to another.
+//
+// `wanted` is, per group, the blocks that it is about to take and those that must stay available beside them; 0 for a
+// group that takes none.
+#include <algorithm>
+#include <climits>
+#include <unordered_map>
+#include <utility>
+
+#include "../common/check.h"
+#include "kv_cache.h"
+
+namespace swiftkv {
+
+std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
+    std::vector<int> wanted;
+    for (int g = 0; g < num_groups(); ++g) {
+        const int needed = missing(table, g, chunk_end, prompt_end);
+        wanted.push_back(needed > 0 ? needed + spare : 0);
+    }
+    return wanted;
+}
+
+// The extents that groups lack which have fewer blocks available than are wanted.
+int KvCache::missing_extents(std::span<const int> wanted) const {
+    int extents = 0;
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        extents += ceil_div(std::max(0, wanted[g] - pool.available(Place::kLocal)), pool.house_extent_blocks());
+    }
+    return extents;
+}
+
+// The extents that are left when every group has what is wanted; below 0: as many are missing. Groups that have more
+// than they want give up extents that nothing pins, or, if `is_compacted`, as many as the blocks that are too many
+// fill.
+int KvCache::spare_extents(std::span<const int> wanted, bool is_compacted) const {
+    int extents = house_->num_free() - missing_extents(wanted);
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        const int full = std::max(0, pool.available(Place::kLocal) - wanted[g]) / pool.house_extent_blocks();
+        extents += is_compacted ? full : std::min(pool.num_open(), full);
+    }
+    return extents;
+}
+
+// Whether there is what is wanted without evicting anything.
+bool KvCache::has_free_extents(std::span<const int> wanted) const {
+    int extents = house_->num_free();
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        const int lacking = std::max(0, wanted[g] - pool.num_free(Place::kLocal));
+        extents -= ceil_div(lacking, pool.house_extent_blocks());
+    }
+    return extents >= 0;
+}
+
+// Whether one cached block is evicted before another of whichever group. A full-attention block is as good as a tail:
+// whatever was used least recently goes first, and with it what it made worth something.
+bool KvCache::goes_before(int g, BlockId cached, int other_group, BlockId other) const {
+    const auto rank = [&](int group, BlockId block) {
+        return groups_[group].spec.window == 0 ? Worth::kKept : groups_[group].pool.worth(block);
+    };
+    if (rank(g, cached) != rank(other_group, other)) return rank(g, cached) < rank(other_group, other);
+    return static_cast<int32_t>(groups_[g].pool.cached_at(cached) - groups_[other_group].pool.cached_at(other)) < 0;
+}
+
+// Another group that can give up an extent and have what it wants: that whose extent loses least, newest block compared
+// with newest. kNone: there is none.
+int KvCache::cheapest_donor(int g, std::span<const int> wanted) const {
+    int cheapest = kNone;
+    BlockId last_of_cheapest = kNone;
+    for (int h = 0; h < num_groups(); ++h) {
+        const BlockPool& pool = groups_[h].pool;
+        if (h == g || pool.available(Place::kLocal) - wanted[h] < pool.house_extent_blocks()) continue;
+        const BlockId last = pool.last_of_oldest_open();
+        if (last == kNone || (cheapest != kNone && goes_before(cheapest, last_of_cheapest, h, last))) continue;
+        cheapest = h;
+        last_of_cheapest = last;
+    }
+    return cheapest;
+}
+
+// Gives every group the extents without which it lacks some of the blocks that are needed. This comes before any of
+// them is taken: a block that is taken may keep its extent from changing hands.
+void KvCache::enter_missing(std::span<const int> needed, std::span<const int> wanted) {
+    for (int g = 0; g < num_groups();) {
+        if (groups_[g].pool.available(Place::kLocal) >= needed[g]) {
+            ++g;
+            continue;
+        }
+        if (house_->num_free() == 0) {
+            const int donor = cheapest_donor(g, wanted);
+            ensure(donor != kNone, "there are as many extents as were counted");
+            empty_oldest(donor);
+        }
+        groups_[g].pool.enter(house_->take(g));
+        g = 0;  // a full-attention block that went took others along, whose extents may have gone back to the house
+    }
+}
+
+// A local block of the group is free afterwards, of those that are counted as wanted. An extent that another group
+// lacks stays away from one that can do with what it evicts of its own.
+void KvCache::free_one(int g, std::span<const int> wanted) {
+    BlockPool& pool = groups_[g].pool;
+    if (pool.num_free(Place::kLocal) > 0) return;
+    const BlockId own = pool.oldest_cached(Place::kLocal);
+    if (house_->num_free() > (own == kNone ? 0 : missing_extents(wanted))) {
+        pool.enter(house_->take(g));
+        return;
+    }
+    ensure(own != kNone, "there is as much room as was counted");
+    const int donor = cheapest_donor(g, wanted);
+    if (donor != kNone && goes_before(donor, groups_[donor].pool.last_of_oldest_open(), g, own)) {
+        empty_oldest(donor);
+    } else {
+        evict(g, own);
+    }
+    // What was evicted may have been the last block of an extent of ours, too, which has gone back to the house for
+    // that.
+    if (pool.num_free(Place::kLocal) == 0) pool.enter(house_->take(g));
+}
+
+// Evicts all that is cached in the oldest extent that nothing pins, so that it goes back to the house.
+void KvCache::empty_oldest(int g) {
+    const BlockPool& pool = groups_[g].pool;
+    empty(g, pool.house_extent(pool.last_of_oldest_open()));
+}
+
+void KvCache::empty(int g, ExtentId extent) {
+    const BlockPool& pool = groups_[g].pool;
+    const BlockId first = extent * pool.house_extent_blocks();
+    for (BlockId b = first; b < first + pool.house_extent_blocks(); ++b)
+        if (pool.state(b) == BlockState::kCached) evict(g, b);
+    ensure(house_->owner(extent) == kNone, "an extent that is emptied is nobody's");
+}
+
+// ---- compaction ----
+
+bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
+                      std::span<BlockTable* const> tables) {
+    if (!house_) return false;
+    const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
+    if (spare_extents(wanted, true) < 0 || spare_extents(wanted, false) >= 0) return false;
+    while (spare_extents(wanted, false) < 0) {
+        const auto [g, extent] = extent_to_compact(wanted);
+        if (g == kNone) return false;
+        move_out(g, extent, tables);
+    }
+    return true;
+}
+
+// The extent with the fewest used blocks, of a group that has more blocks to give up than its open extents hold. Blocks
+// that are in flight, loading or just moved stay where they are. kNone: there is none.
+std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted) const {
+    std::pair<int, ExtentId> found{kNone, kNone};
+    int fewest = INT_MAX;
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        const int left = pool.available(Place::kLocal) - wanted[g], size = pool.house_extent_blocks();
+        if (left / size <= pool.num_open()) continue;
+        for (ExtentId extent = 0; extent < house_->num_extents(); ++extent) {
+            if (house_->owner(extent) != g) continue;
+            int num_used = 0, num_fixed = 0;
+            for (BlockId b = extent * size; b < (extent + 1) * size; ++b) {
+                num_used += pool.state(b) == BlockState::kUsed;
+                num_fixed += pool.is_busy(b) || pool.state(b) == BlockState::kLoading;
+            }
+            if (num_fixed > 0 || num_used == 0 || num_used >= fewest) continue;
+            fewest = num_used;
+            found = {g, extent};
+        }
+    }
+    return found;
+}
+
+// Moves the used blocks of an extent to other extents that used blocks keep, where there is room for
+// as many as extent_to_compact() has seen, and empties it.
+void KvCache::move_out(int g, ExtentId extent, std::span<BlockTable* const> tables) {
+    BlockPool& pool = groups_[g].pool;
+    const BlockId first = extent * pool.house_extent_blocks();
+    std::unordered_map<int32_t, int32_t> moved;  // by entry
+    for (BlockId from = first; from < first + pool.house_extent_blocks(); ++from) {
+        if (pool.state(from) != BlockState::kUsed) continue;
+        if (pool.free_beside_used(extent) == kNone) evict(g, pool.oldest_cached_beside_used(extent));
+        const BlockId to = pool.take(pool.free_beside_used(extent));
+        // Not point_to(): the index has the same block as before, in the same place.
+        if (const NodeId node = pool.node(from); node != kNone) index_.set_block(node, g, to);
+        pool.replace(from, to);
+        local_moves_.push_back({g, from, to});
+        moved.emplace(entry_of(g, from), entry_of(g, to));
+    }
+    for (BlockTable* table : tables) {
+        for (int32_t& entry : table->groups[g].entries)
+            if (const auto found = moved.find(entry); found != moved.end()) entry = found->second;
+    }
+    if (house_->owner(extent) == g) empty(g, extent);
+}
+
+}  // namespace swiftkv
