@@ -24,7 +24,7 @@ GATEWAY = "gateway"
 DEMO_CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_KEPT_STATES = ("free", "used", "cached", "lent", "in_flight", "staging")
+_KEPT_STATES = ("free", "used", "cached", "lent", "in_flight", "staging", "elsewhere")
 _BUSY_STATES = ("used", "in_flight", "borrowed_used", "borrowed_in_flight")
 _POLL_S = 0.1
 

@@ -81,6 +81,7 @@ def _engine_config(
         max_long_partial_prefills=model.max_long_partial_prefills,
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
+        shares_extents=plan.shares_extents,
         lending=lending,
         storage=_tier_spec(config, model),
         kv_events=_kv_events_spec(model),

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out
+from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out, pool_bytes_of
 from swiftkv.cache.pool import Pool, region_view
 from swiftkv.errors import NoRoomError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
 
 
 class CudaPool:
-    """One allocation in device memory, with the regions of all KV groups side by side, as in `cache.pool.Pool`."""
+    """One allocation in device memory, with the regions of all KV groups as in `cache.pool.Pool`."""
 
-    def __init__(self, groups: Sequence[tuple[KVGroup, int]], device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[KVGroup, int]], device: torch.device, shares_extents: bool = False
+    ) -> None:
         """Allocate zeros for `groups`, (group, number of blocks). Raises `NoRoomError` where they do not fit."""
-        self.regions: tuple[GroupRegion, ...] = lay_out(groups)
-        self.nbytes = sum(region.nbytes for region in self.regions)
+        self.regions: tuple[GroupRegion, ...] = lay_out(groups, shares_extents)
+        self.nbytes = pool_bytes_of(self.regions)
         torch.cuda.empty_cache()  # loading the weights needed more for a moment
         try:
             self._memory = DeviceMemory(self.nbytes, device)
@@ -42,6 +44,10 @@ class CudaPool:
         return self._memory.ipc_handle()
 
 
-def allocate_pool(groups: Sequence[tuple[KVGroup, int]], device: torch.device, name: str = "pool") -> Pool | CudaPool:
+def allocate_pool(
+    groups: Sequence[tuple[KVGroup, int]], device: torch.device, name: str = "pool", shares_extents: bool = False
+) -> Pool | CudaPool:
     """Allocate the pool of an engine that runs on `device`. Raises `NoRoomError` or `OSError` without room."""
-    return CudaPool(groups, device) if device.type == "cuda" else Pool(groups, name)
+    if device.type == "cuda":
+        return CudaPool(groups, device, shares_extents)
+    return Pool(groups, name, shares_extents)

@@ -121,18 +121,24 @@ class GroupRegion:
         return self.num_blocks * self.group.block_bytes
 
 
-def lay_out(groups: Sequence[tuple[KVGroup, int]]) -> tuple[GroupRegion, ...]:
+def lay_out(groups: Sequence[tuple[KVGroup, int]], shares_extents: bool = False) -> tuple[GroupRegion, ...]:
     """Return the regions of a pool of `groups`, (group, number of blocks): one after the other, without gaps.
 
-    Every pool is laid out by this, on the CPU and on GPUs, and so is what borrowers are told of a lender's.
+    Groups that share extents have one region, each in blocks of its own. Every pool is laid out by this, on the CPU and
+    on GPUs, and so is what borrowers are told of a lender's.
     """
     regions = []
     offset_bytes = 0
     for group, num_blocks in groups:
         assert num_blocks > 0
         regions.append(GroupRegion(group, num_blocks, offset_bytes))
-        offset_bytes += regions[-1].nbytes
+        offset_bytes += 0 if shares_extents else regions[-1].nbytes
     return tuple(regions)
+
+
+def pool_bytes_of(regions: Sequence[GroupRegion]) -> int:
+    """Return the size of the pool that has these regions."""
+    return max(region.base_offset_bytes + region.nbytes for region in regions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out
+from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out, pool_bytes_of
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
 _PREFAULT_SLICE_BYTES = 4 << 20
@@ -26,20 +26,20 @@ def region_view(pool: torch.Tensor, region: GroupRegion) -> torch.Tensor:
 
 
 class Pool:
-    """One flat allocation that other processes can map, with the regions of all KV groups side by side.
+    """One flat allocation that other processes can map, with the regions of all KV groups.
 
     The memory has no name in any file system: another process of the same user maps it by a copy of our file
     descriptor, and the kernel frees it when the last process that maps it ends, however it ends. Its size is sealed,
     for a peer that touches what was cut off would be killed by SIGBUS.
     """
 
-    def __init__(self, groups: Sequence[tuple[KVGroup, int]], name: str = "pool") -> None:
-        """`groups` are (group, number of blocks). `name` shows in `/proc/<pid>/maps`.
+    def __init__(self, groups: Sequence[tuple[KVGroup, int]], name: str = "pool", shares_extents: bool = False) -> None:
+        """`groups` are (group, number of blocks), laid out as `lay_out` does. `name` shows in `/proc/<pid>/maps`.
 
         Raises `OSError` if the address space cannot be had.
         """
-        self.regions: tuple[GroupRegion, ...] = lay_out(groups)
-        self.nbytes = sum(region.nbytes for region in self.regions)
+        self.regions: tuple[GroupRegion, ...] = lay_out(groups, shares_extents)
+        self.nbytes = pool_bytes_of(self.regions)
         self.fd = os.memfd_create(f"swiftkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.nbytes)

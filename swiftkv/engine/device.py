@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from swiftkv.cache.geometry import blocks_for_tokens, pool_bytes_for_tokens, windows_at_once
+from swiftkv.cache.division import divide
+from swiftkv.cache.geometry import blocks_for_tokens
 from swiftkv.engine.memory import GRAPH_BYTES, kv_bytes_on_device, measure_use
 from swiftkv.engine.token_counts import token_counts
 from swiftkv.kernels.block_table import staged
@@ -47,8 +48,13 @@ def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_
     # What lenders have may hold a part of the longest sequence; the runner looks at that.
     wanted_tokens = config.block_size if config.lending is not None else config.max_model_len
     device_bytes = torch.cuda.get_device_properties(device).total_memory
-    num_windows = windows_at_once(config.max_num_seqs, config.enable_chunked_prefill)
-    minimum_bytes = pool_bytes_for_tokens(wanted_tokens, model.kv_groups, num_windows)
+    division = divide(
+        model.kv_groups,
+        max_num_seqs=config.max_num_seqs,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        shares_extents=config.shares_extents,
+    )
+    minimum_bytes = division.pool_bytes_for_tokens(wanted_tokens)
     kv_bytes = kv_bytes_on_device(config.memory, device_bytes, use, minimum_bytes)
     log.info("%s: %s + KV %.2f GiB of %.2f GiB", device, use, kv_bytes / 2**30, device_bytes / 2**30)
     return kv_bytes

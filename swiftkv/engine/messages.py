@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from swiftkv.histogram import Histogram
-from swiftkv.lease.messages import LendingSpec
+from swiftkv.lease.messages import GroupBlocks, LendingSpec
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.tier.messages import TierSpec, TierStats
 from swiftkv.units import PoolMemory
@@ -91,6 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
+    shares_extents: bool = False  # KV groups share one pool, if their blocks have an extent in common
     lending: LendingSpec | None = None  # None: lends and borrows nothing
     storage: TierSpec | None = None  # None: what the pool forgets is gone
     kv_events: KVEventsSpec | None = None  # None: nobody is told what the prefix cache has
@@ -222,6 +223,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
     tier: TierStats | None = None  # None: no storage
+    groups: list[GroupBlocks] = []  # blocks of each KV group by state
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):

@@ -35,7 +35,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.step import EngineStep
 from swiftkv.errors import EngineError
 from swiftkv.master.layer_stream import CopyKind
-from swiftkv.models.batch import Int32Array, StepArrays
+from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended
 from swiftkv.transport.base import Int64Array
 
@@ -56,6 +56,7 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
     context_lens: bytearray
     block_tables: list[bytearray]  # by KV group
     table_starts: list[bytearray]
+    local_moves: bytearray
 
 
 class LogitRows(msgspec.Struct, tag="logits", array_like=True, frozen=True):
@@ -73,7 +74,7 @@ Order = Step | LogitRows | End
 
 @dataclass(frozen=True, slots=True)
 class ReceivedStep:
-    """The `EngineStep` of a `Step`. Ranks do not borrow: there is one block table per group, and nothing to copy."""
+    """The `EngineStep` of a `Step`. Ranks do not borrow: there is one block table per group, and no peer to copy to."""
 
     token_ids: Int32Array
     positions: Int32Array
@@ -81,6 +82,7 @@ class ReceivedStep:
     context_lens: Int32Array
     block_tables: Sequence[Int32Array]
     table_starts: Sequence[Int32Array]
+    local_moves: Int32Array  # [M, 3]
 
     @property
     def has_unknown_tokens(self) -> bool:
@@ -102,7 +104,7 @@ class ReceivedStep:
         return np.empty((0, 5), np.int64)
 
 
-def pack_step(step: StepArrays) -> Step:
+def pack_step(step: EngineStep) -> Step:
     assert len(step.stream_tables) == 1
     return Step(
         _pack(step.token_ids),
@@ -111,6 +113,7 @@ def pack_step(step: StepArrays) -> Step:
         _pack(step.context_lens),
         [_pack(table) for table in step.stream_tables[0]],
         [_pack(starts) for starts in step.table_starts],
+        _pack(step.local_moves),
     )
 
 
@@ -123,6 +126,7 @@ def unpack_step(step: Step) -> ReceivedStep:
         _unpack(step.context_lens),
         [_unpack(table) for table in step.block_tables],
         [_unpack(starts) for starts in step.table_starts],
+        _unpack(step.local_moves).reshape(-1, 3),
     )
 
 

@@ -16,15 +16,8 @@ import torch
 
 from swiftkv._core import GroupSpec
 from swiftkv.cache.cuda_pool import allocate_pool
-from swiftkv.cache.geometry import (
-    KVGroup,
-    blocks_for_tokens,
-    blocks_in_pool,
-    pool_bytes_for_tokens,
-    sequence_blocks,
-    split_pool,
-    windows_at_once,
-)
+from swiftkv.cache.division import PoolDivision, SharedExtents, divide
+from swiftkv.cache.geometry import KVGroup, blocks_for_tokens, split_pool
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.memory import kv_bytes_on_host
@@ -32,8 +25,9 @@ from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.step import EngineStep
 from swiftkv.errors import ConfigError, NoRoomError
 from swiftkv.kernels.host_copies import upload
+from swiftkv.lease.messages import LinkGeometry
 from swiftkv.master.layer_stream import LayerStream
-from swiftkv.models.batch import ModelInput, fill_in_sampled
+from swiftkv.models.batch import Int32Array, ModelInput, fill_in_sampled
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.parallel import ALONE, Communicator
@@ -59,8 +53,14 @@ class ModelRunner:
         path = Path(config.path)
         model_config = read_config(path)
         groups = model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
+        division = divide(
+            groups,
+            max_num_seqs=config.max_num_seqs,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            shares_extents=config.shares_extents,
+        )
         if isinstance(config.memory, PoolBytes):
-            _check_room(config, groups, config.memory.num_bytes)
+            _check_room(config, division, config.memory.num_bytes)
         self.vocab_size = model_config.vocab_size
         self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
@@ -85,16 +85,27 @@ class ModelRunner:
                 with torch.inference_mode():
                     kv_bytes = size_pool(config, self._model, self.device, self.vocab_size)
                     kv_bytes = int(communicator.all_gather(torch.tensor([kv_bytes], device=self.device)).min())
-                _check_room(config, groups, kv_bytes)
+                _check_room(config, division, kv_bytes)
             else:
                 kv_bytes = kv_bytes_on_host(config.memory)
-        num_windows = windows_at_once(config.max_num_seqs, config.enable_chunked_prefill)
-        group_blocks = blocks_in_pool(kv_bytes, groups, num_windows)
-        self.num_blocks = sequence_blocks(group_blocks, groups)
-        self.pool = allocate_pool(list(zip(groups, group_blocks, strict=True)), self.device, config.name)
+        group_blocks = division.group_blocks(kv_bytes)
+        self.num_blocks = division.sequence_blocks(group_blocks)
+        self.pool = allocate_pool(
+            list(zip(groups, group_blocks, strict=True)),
+            self.device,
+            config.name,
+            shares_extents=isinstance(division, SharedExtents),
+        )
         self.group_specs = [
-            GroupSpec(g.num_layers, region.num_blocks, g.window, g.layer_block_bytes, region.base_offset_bytes)
-            for g, region in zip(groups, self.pool.regions, strict=True)
+            GroupSpec(
+                num_layers=group.num_layers,
+                num_blocks=region.num_blocks,
+                window=group.window,
+                layer_block_bytes=group.layer_block_bytes,
+                base_offset_bytes=region.base_offset_bytes,
+                blocks_per_extent=division.blocks_per_extent(i),
+            )
+            for i, (group, region) in enumerate(zip(groups, self.pool.regions, strict=True))
         ]
         self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
         self.decode_graphs = self._capture_graphs()
@@ -175,8 +186,10 @@ class ModelRunner:
         """
         if plan.has_unknown_tokens and self._communicator.size > 1:  # only rank 0 samples
             self.last_token_ids.copy_(self._communicator.all_gather(self.last_token_ids)[0])
-        if self.layer_stream is not None and not len(plan.token_ids):
-            self.layer_stream.run_copies_only(plan)
+        self._move_blocks(plan.local_moves)
+        if not len(plan.token_ids):
+            if self.layer_stream is not None:
+                self.layer_stream.run_copies_only(plan)
             return torch.empty(0, 0, device=self.device)
         if self.decode_graphs is not None:
             hidden = self.decode_graphs.run(plan)
@@ -190,6 +203,16 @@ class ModelRunner:
             return self._model.forward(batch, self._regions)
         with self.layer_stream.step(plan) as stream:
             return self._model.forward(batch, self._regions, stream)
+
+    def _move_blocks(self, moves: Int32Array) -> None:
+        """Copy whole blocks within the pool, in order: one may come to where another has been.
+
+        On a GPU the copies are on the stream of the steps: behind the step before, which may write to what moves, and
+        before the layers of this one.
+        """
+        for group, block, place in moves.tolist():
+            blocks = self.pool.region_tensor(group)
+            blocks[place].copy_(blocks[block])
 
     def fence(self) -> Fence:
         """Mark all that was asked for so far, to wait for it."""
@@ -229,21 +252,32 @@ def _out_of_memory_is_no_room(device: torch.device) -> Iterator[None]:
         raise NoRoomError(f"device: {device} has no room for the weights and the largest step: {reason}") from error
 
 
-def _check_room(config: EngineConfig, groups: Sequence[KVGroup], kv_bytes: int) -> None:
+def _check_room(config: EngineConfig, division: PoolDivision, kv_bytes: int) -> None:
     """Raise `ConfigError` unless a sequence of `max_model_len` fits in the pool and in all that lenders have.
 
     It does not matter how much they lend now.
     """
-    num_windows = windows_at_once(config.max_num_seqs, config.enable_chunked_prefill)
-    group_blocks = blocks_in_pool(kv_bytes, groups, num_windows)
-    links = [link for peer in (config.lending.lenders if config.lending else []) for link in peer.links]
-    for i, group in enumerate(groups):
-        borrowed = [link.num_extents * link.meu_m for link in links if link.borrower_group == i]
+    if _has_room(config, division, kv_bytes):
+        return
+    needed_bytes = division.pool_bytes_for_tokens(config.max_model_len)
+    raise ConfigError(
+        f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs {needed_bytes} bytes, "
+        f"not {kv_bytes}" + (", and all that could be lent to it is not enough" if _borrow_links(config) else "")
+    )
+
+
+def _has_room(config: EngineConfig, division: PoolDivision, kv_bytes: int) -> bool:
+    if isinstance(division, SharedExtents):
+        return kv_bytes >= division.pool_bytes_for_tokens(config.max_model_len)
+    group_blocks = division.group_blocks(kv_bytes)
+    for i, group in enumerate(division.groups):
+        borrowed = [link.num_extents * link.meu_m for link in _borrow_links(config) if link.borrower_group == i]
         room = sum(split_pool(group_blocks[i] * group.num_layers, borrowed, group.num_layers))
         whole = blocks_for_tokens(config.max_model_len, config.block_size)
         if room < (group.blocks_to_run(config.max_model_len) if config.enable_chunked_prefill else whole):
-            needed_bytes = pool_bytes_for_tokens(config.max_model_len, groups, num_windows)
-            raise ConfigError(
-                f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs {needed_bytes} bytes, "
-                f"not {kv_bytes}" + (", and all that could be lent to it is not enough" if links else "")
-            )
+            return False
+    return True
+
+
+def _borrow_links(config: EngineConfig) -> list[LinkGeometry]:
+    return [link for peer in (config.lending.lenders if config.lending else []) for link in peer.links]

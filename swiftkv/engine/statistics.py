@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from swiftkv._core import Scheduler
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from swiftkv._core import GroupStats, Scheduler
 from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineConfig, EngineStats
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import Tier
 from swiftkv.histogram import Histogram
+from swiftkv.lease.messages import GroupBlocks
 
 
 class EngineStatistics:
@@ -35,13 +41,16 @@ class EngineStatistics:
         graphs = self._runner.decode_graphs
         num_local = sum(group.used + group.cached for group in stats.groups)
         num_borrowed = sum(group.borrowed_used + group.borrowed_cached for group in stats.groups)
+        count = partial(_count_blocks, stats.groups)
+        num_blocks = _pool_blocks(stats.groups)
+        num_taken = count(lambda group: group.total - group.elsewhere - group.free)
         return EngineStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
-            num_blocks=sum(group.total for group in stats.groups),
-            num_free_blocks=sum(group.free for group in stats.groups),
-            num_used_blocks=sum(group.used for group in stats.groups),
-            num_cached_blocks=sum(group.cached for group in stats.groups),
+            num_blocks=num_blocks,
+            num_free_blocks=num_blocks - num_taken,
+            num_used_blocks=count(lambda group: group.used),
+            num_cached_blocks=count(lambda group: group.cached),
             num_preemptions_total=stats.num_preemptions_total,
             prefix_query_tokens_total=stats.prefix_query_tokens_total,
             prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
@@ -62,6 +71,7 @@ class EngineStatistics:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             expert_load_factors=self._runner.expert_loads.factors(),
             tier=self._tier.stats(),
+            groups=[msgspec.convert(group, GroupBlocks, from_attributes=True) for group in stats.groups],
         )
 
     def _count_streamed(self) -> None:
@@ -73,3 +83,20 @@ class EngineStatistics:
             self._load.add(step.load_s)
             self._store.add(step.store_s)
             self._exposed.add(step.exposed_s)
+
+
+def _shares_extents(groups: Sequence[GroupStats]) -> bool:
+    """Tell whether KV groups share extents: no two of them can have all."""
+    return any(group.elsewhere for group in groups)
+
+
+def _pool_blocks(groups: Sequence[GroupStats]) -> int:
+    """Return the blocks of the pool; the smallest ones that it could have, where groups share extents."""
+    return max(group.total for group in groups) if _shares_extents(groups) else sum(group.total for group in groups)
+
+
+def _count_blocks(groups: Sequence[GroupStats], of_group: Callable[[GroupStats], int]) -> int:
+    """Add up blocks of all groups; where these share extents, a large block counts as the small ones that it takes."""
+    if not _shares_extents(groups):
+        return sum(map(of_group, groups))
+    return sum(of_group(group) * _pool_blocks(groups) // group.total for group in groups)

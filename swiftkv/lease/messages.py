@@ -180,9 +180,9 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GroupBlocks(msgspec.Struct, frozen=True):
-    """Blocks of one KV group: free + used + cached + lent + in_flight + staging + loading = total.
+    """Blocks of one KV group: free + used + cached + lent + in_flight + staging + loading + elsewhere = total.
 
-    Borrowed ones are beside.
+    Those `elsewhere` are in extents of other groups, or of none. Borrowed ones are beside.
     """
 
     free: int
@@ -192,6 +192,7 @@ class GroupBlocks(msgspec.Struct, frozen=True):
     in_flight: int
     staging: int
     loading: int
+    elsewhere: int
     total: int
     borrowed_free: int
     borrowed_used: int

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from swiftkv.cache.division import SharedExtents
 from swiftkv.cache.geometry import Extent, extent_between, sequence_blocks, split_pool
 from swiftkv.planning.models import ModelPlan, SizedPlan
 
@@ -84,6 +85,10 @@ class BorrowerRoom:
     @property
     def sequence_tokens(self) -> int:
         """The tokens of the longest sequence that the memory allows."""
+        division = self.borrower.division
+        if isinstance(division, SharedExtents):
+            is_bound = division.bounds_sequences(self.borrower.group_blocks)
+            return self.borrower.pool_tokens if is_bound else self.borrower.max_context_len
         bounding = [i for i in range(len(self.borrower.groups)) if self._bounds_sequences(i)]
         if not bounding:
             return self.borrower.max_context_len
@@ -107,6 +112,8 @@ class BorrowerRoom:
 
         They are more than `sequence_tokens` where the layer-stream cache limits one sequence.
         """
+        if isinstance(self.borrower.division, SharedExtents):
+            return self.borrower.pool_tokens
         groups = range(len(self.borrower.groups))
         counts = [self.split(group)[1] + self.borrowed_blocks(group) for group in groups]
         return self.borrower.block_size * sequence_blocks(counts, self.borrower.groups)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
-from swiftkv.cache.geometry import KVGroup, blocks_in_pool, pool_bytes_for_tokens, sequence_blocks, windows_at_once
+from swiftkv.cache.division import PoolDivision, divide
+from swiftkv.cache.geometry import KVGroup
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
@@ -36,6 +36,17 @@ class ModelPlan:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     storage: StorageOptions | None = None  # None: there is no storage tier
+    max_num_seqs: int = 64
+    shares_extents: bool = False  # KV groups share one pool, if their blocks have an extent in common
+
+    @property
+    def division(self) -> PoolDivision:
+        return divide(
+            self.groups,
+            max_num_seqs=self.max_num_seqs,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            shares_extents=self.shares_extents,
+        )
 
     @property
     def on_gpu(self) -> bool:
@@ -89,12 +100,12 @@ class ModelPlan:
 class SizedPlan(ModelPlan):
     """The plan of a model whose pool is configured in bytes, so that its size is known before it starts."""
 
-    group_blocks: tuple[int, ...]  # in each group
+    group_blocks: tuple[int, ...]  # in each group; the most that it can have, where groups share extents
 
     @property
     def num_blocks(self) -> int:
         """The blocks in which whole sequences lie."""
-        return sequence_blocks(self.group_blocks, self.groups)
+        return self.division.sequence_blocks(self.group_blocks)
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
@@ -103,7 +114,7 @@ class SizedPlan(ModelPlan):
     @property
     def pool_bytes(self) -> int:
         """The bytes that are mapped, at most what the YAML allows."""
-        return sum(self.group_bytes)
+        return self.division.pool_bytes(self.group_blocks)
 
     @property
     def pool_tokens(self) -> int:
@@ -156,6 +167,9 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         max_num_batched_tokens=model.max_num_batched_tokens,
         enable_chunked_prefill=model.enable_chunked_prefill,
         storage=(None if storage is None else parse_storage(storage.backend, "tiers.storage", config.directory)),
+        max_num_seqs=model.max_num_seqs,
+        # The one place that decides: what is lent, or stages what is borrowed, is of one group for good.
+        shares_extents=model.role != "master" and model.lending is None,
     )
     if isinstance(memory, DeviceShare):
         return plan
@@ -167,20 +181,18 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
 
 
 def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes) -> SizedPlan:
-    num_windows = windows_at_once(model.max_num_seqs, model.enable_chunked_prefill)
-    group_blocks = blocks_in_pool(memory.num_bytes, plan.groups, num_windows)
-    if min(group_blocks) == 0:
-        raise pool_too_small(model, plan.groups, 0)
+    group_blocks = plan.division.group_blocks(memory.num_bytes)
+    if min(group_blocks) == 0 or plan.division.sequence_blocks(group_blocks) == 0:
+        raise pool_too_small(model, plan.division, 0)
     return SizedPlan(
         **{field.name: getattr(plan, field.name) for field in fields(ModelPlan)}, group_blocks=group_blocks
     )
 
 
-def pool_too_small(model: ModelConfig, groups: Sequence[KVGroup], pool_tokens: int) -> ConfigError:
+def pool_too_small(model: ModelConfig, division: PoolDivision, pool_tokens: int) -> ConfigError:
     """Return the mistake of a pool that holds `pool_tokens`, too few for one sequence."""
     wanted = model.max_model_len or model.kv_cache.block_size
-    num_windows = windows_at_once(model.max_num_seqs, model.enable_chunked_prefill)
-    needed = pool_bytes_for_tokens(wanted, groups, num_windows)
+    needed = division.pool_bytes_for_tokens(wanted)
     return ConfigError(
         f"kv_cache.memory: {model.kv_cache.memory} holds {pool_tokens} tokens, one sequence of "
         f"{wanted} needs {needed} bytes ({format_size(needed)}); raise it or lower max_model_len"

@@ -59,7 +59,7 @@ def _with_max_model_len(plan: SizedPlan, model: ModelConfig, room: BorrowerRoom)
     if asked is None or asked <= room.sequence_tokens:
         return replace(plan, max_model_len=asked or room.longest_context)
     if not room.lent_bytes:
-        raise pool_too_small(model, plan.groups, plan.pool_tokens)
+        raise pool_too_small(model, plan.division, plan.pool_tokens)
     lenders = ", ".join(dict.fromkeys(pair.lender.name for pair in room.pairs if pair.num_extents))
     raise ConfigError(
         f"max_model_len: {asked} is more than the {room.sequence_tokens} tokens that fit: kv_cache.memory holds "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from swiftkv.cache.division import SharedExtents
 from swiftkv.config import Config
 from swiftkv.planning.lending import BorrowerRoom, LendingPair
 from swiftkv.planning.models import ModelPlan, SizedPlan
@@ -42,6 +43,7 @@ def model_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "block_size": plan.block_size,
         "num_blocks": plan.num_blocks if isinstance(plan, SizedPlan) else 0,
         "group_blocks": list(plan.group_blocks) if isinstance(plan, SizedPlan) else [],
+        "shared_extent_bytes": plan.division.extent_bytes if isinstance(plan.division, SharedExtents) else None,
         "block_bytes": plan.block_bytes,
         "bytes_per_token": plan.bytes_per_token,
         "sequence_bytes_at_rest": list(plan.bytes_at_rest),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from swiftkv.cache.division import SharedExtents
 from swiftkv.config import Config
 from swiftkv.planning.lending import BorrowerRoom, LendingPair
 from swiftkv.planning.models import ModelPlan, SizedPlan
@@ -58,6 +59,7 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "blocks": [_once_known(p, _blocks) for p in plans],
         "block": [format_size(p.block_bytes) for p in plans],
         "layer block": [_of_groups([group.layer_block_bytes for group in p.groups]) for p in plans],
+        **({"extent": [_extent(p) for p in plans]} if any(_extent(p) != "-" for p in plans) else {}),
         "layers": [" + ".join(str(group.num_layers) for group in p.groups) for p in plans],
         "KV per token": [format_size(p.bytes_per_token) for p in plans],
         "tokens cached": [_once_known(p, lambda p: f"{p.pool_tokens:,}") for p in plans],
@@ -80,7 +82,13 @@ def _of_groups(group_bytes: Sequence[int]) -> str:
 
 
 def _blocks(plan: SizedPlan) -> str:
-    return " + ".join(f"{count:,}" for count in plan.group_blocks) + f" of {plan.block_size} tokens"
+    shares = isinstance(plan.division, SharedExtents)
+    return (" or " if shares else " + ").join(f"{n:,}" for n in plan.group_blocks) + f" of {plan.block_size} tokens"
+
+
+def _extent(plan: ModelPlan) -> str:
+    """Return the size of the extents that a model's KV groups hand to each other."""
+    return format_size(plan.division.extent_bytes) if isinstance(plan.division, SharedExtents) else "-"
 
 
 def _storage(plan: ModelPlan) -> str:

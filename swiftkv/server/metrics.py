@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from swiftkv.engine.messages import STEP_TIME_TERMS, EngineStats, Ready
+from swiftkv.server.block_metrics import BlockMetrics
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
@@ -101,6 +102,8 @@ class GatewayMetrics:
         self.registry.register(self.layer_stream)
         self.cache_configs = _CacheConfigs()
         self.registry.register(self.cache_configs)
+        self.blocks = BlockMetrics()
+        self.registry.register(self.blocks)
         self.tiers = TierMetrics()
         self.registry.register(self.tiers)
         self.lending = LendingMetrics()
@@ -204,6 +207,7 @@ class ModelMetrics:
         self._refused = metrics.requests_refused
         self._layer_stream = metrics.layer_stream
         self._cache_configs = metrics.cache_configs
+        self._blocks = metrics.blocks
         self._tiers = metrics.tiers
         self._restarts = metrics.engine_restarts
         # The engine reports totals since it started; a restarted engine counts from zero again.
@@ -236,6 +240,7 @@ class ModelMetrics:
             self._step_time.labels(self._name, term).set(seconds)
         self._prefill_rate.set(stats.prefill_tokens_per_s or 0.0)
         self._layer_stream.observe(self._name, stats)
+        self._blocks.observe(self._name, stats.groups)
         self._tiers.observe(self._name, stats.tier)
         hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
         storage_hits = 0 if stats.tier is None else stats.tier.hit_tokens_total
@@ -280,6 +285,7 @@ class ModelMetrics:
         running = (self.engine_up, self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage)
         for gauge in (*running, *self._kv_tokens.values()):
             gauge.set(0)
+        self._blocks.observe(self._name, ())
 
     def observe_finished(self, request: FinishedRequest) -> None:
         self._success[request.reason].inc()

@@ -66,8 +66,8 @@ def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: SchedulingPolicy
     """Return the scheduler that the model's engine would have, without lending; `policy` replaces the file's."""
     return Scheduler(
         [
-            GroupSpec(group.num_layers, num_blocks, group.window)
-            for group, num_blocks in zip(plan.groups, plan.group_blocks, strict=True)
+            GroupSpec(group.num_layers, num_blocks, group.window, blocks_per_extent=plan.division.blocks_per_extent(i))
+            for i, (group, num_blocks) in enumerate(zip(plan.groups, plan.group_blocks, strict=True))
         ],
         block_size=plan.block_size,
         max_num_seqs=model.max_num_seqs,

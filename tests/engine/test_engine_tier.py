@@ -113,11 +113,15 @@ def test_a_killed_engine_leaves_what_it_wrote(checkpoints: dict[str, Path], tmp_
     assert tokens(second) == tokens(first)
 
 
-def test_what_leaves_the_pool_comes_back(checkpoint: Path, tmp_path: Path) -> None:
-    """The pool has not room for three of these prompts."""
+@pytest.mark.parametrize(
+    ("arch", "shares_extents", "num_kib"), [("llama", False, 768), ("gemma3", False, 704), ("gemma3", True, 384)]
+)
+def test_what_leaves_the_pool_comes_back(
+    checkpoints: dict[str, Path], tmp_path: Path, arch: str, shares_extents: bool, num_kib: int
+) -> None:
+    """The pool has not room for three of these prompts: 48 blocks of full attention, or of both kinds together."""
     spec = storage(file_backend(tmp_path / "kv"))
-    small_bytes = {"llama": 768 << 10, "gemma3": 704 << 10}[checkpoint.name]  # 48 blocks of full attention
-    with engine(checkpoint, kv_bytes=small_bytes, storage=spec) as client:
+    with engine(checkpoints[arch], kv_bytes=num_kib << 10, storage=spec, shares_extents=shares_extents) as client:
         found = [client.generate([p])[0] for p in (*PROMPTS, prompt(400, 3), *PROMPTS)]
         stats = client.wait_for_rest()
     assert tokens(found[:2]) == tokens(found[3:])

@@ -209,11 +209,13 @@ def test_a_model_that_cannot_be_loaded_is_told_by_every_rank_that_lives_to(check
 def test_a_step_arrives_as_it_was_sent() -> None:
     generator = np.random.default_rng(0)
     arrays = [generator.integers(-5, 1000, n).astype(np.int32) for n in (7, 7, 4, 3, 0, 9, 4, 1)]
-    step = ReceivedStep(*arrays[:4], arrays[4:6], arrays[6:])
+    moves = generator.integers(0, 1000, (2, 3), np.int32)
+    step = ReceivedStep(*arrays[:4], arrays[4:6], arrays[6:], moves)
     received = unpack_step(pack_step(step))
     for ours, theirs in zip(arrays, flat(received), strict=True):
         assert theirs.flags.writeable  # as torch wants it
         np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(moves, received.local_moves)
 
 
 def flat(step: ReceivedStep) -> list[np.ndarray]:

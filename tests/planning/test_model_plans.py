@@ -129,6 +129,24 @@ def test_ranks_that_cannot_divide_the_model_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_hybrid_shares_its_pool_unless_it_lends_or_borrows(tmp_path: Path) -> None:
+    """Windows of 64 tokens take a tail of 4 blocks, and 2 more to run; a block has a layer, or two in the window's."""
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    hybrid = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "layer_types": layer_types}
+    make(tmp_path / "tiny", {**hybrid, "use_sliding_window": True, "sliding_window": 64})
+    extent_bytes = 2 * TINY_BLOCK_BYTES // 3
+    text = f"path: tiny, max_num_seqs: 2, kv_cache: {{memory: {20 * extent_bytes + 1}}}"
+    shared = plan(tmp_path, text)
+    assert shared.division.blocks_per_extent(0) == 2
+    assert (shared.group_blocks, shared.pool_bytes) == ((40, 20), 20 * extent_bytes)
+    assert shared.max_model_len == (20 - 6 - 1) * 2 * 16  # an extent of full blocks may be filled in part
+    assert model_as_dict(shared)["shared_extent_bytes"] == extent_bytes
+    for divided in (plan(tmp_path, f"{text}, role: master"), plan(tmp_path, f"{text}, lending: {{budget: 0}}")):
+        assert divided.division.blocks_per_extent(0) == 0
+        assert sum(divided.group_bytes) == divided.pool_bytes <= shared.pool_bytes
+        assert model_as_dict(divided)["shared_extent_bytes"] is None
+
+
 def test_the_machine_readable_plan_is_json(tmp_path: Path) -> None:
     make(tmp_path / "tiny", LLAMA)
     as_json = json.loads(json.dumps(model_as_dict(plan(tmp_path, "path: tiny, kv_cache: {memory: 1MiB}"))))

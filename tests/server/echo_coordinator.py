@@ -91,7 +91,7 @@ class EchoCoordinator:
         )
         lent_blocks = 2 * count if self.lends else 0
         borrowed = (0, 0, 0, 0) if self.lends else (46, 30, 20, 0)  # free, used, cached, in flight
-        blocks = GroupBlocks(128 - lent_blocks, 0, 0, lent_blocks, 0, 0, 0, 128, *borrowed, 0)
+        blocks = GroupBlocks(128 - lent_blocks, 0, 0, lent_blocks, 0, 0, 0, 0, 128, *borrowed, 0)
         return LendingState(
             request_id=request_id,
             name=self.name,

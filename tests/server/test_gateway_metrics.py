@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats, Ready
 from swiftkv.histogram import Histogram
+from swiftkv.lease.messages import GroupBlocks
 from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 
@@ -164,6 +165,19 @@ def test_where_kv_lies_and_what_streaming_it_takes() -> None:
     assert not families["swiftkv:layer_stream_store_seconds"].samples
     model.engine_went_down()
     assert metrics.registry.get_sample_value("swiftkv:kv_tier_tokens", {"model_name": "m", "tier": "peer"}) == 0
+
+
+def test_blocks_are_told_by_group_and_state() -> None:
+    metrics = GatewayMetrics()
+    model = metrics.for_model("m")
+    groups = [GroupBlocks(1, 2, 3, 0, 4, 0, 5, 6, 21, 0, 0, 0, 0, 0), GroupBlocks(*[0] * 7, 7, 7, 0, 0, 0, 0, 0)]
+    model.observe_engine(EngineStats(*[0] * 12, groups=groups))
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render("m").decode())}
+    blocks = {(s.labels["group"], s.labels["state"]): s.value for s in families["swiftkv:kv_blocks"].samples}
+    assert [blocks["0", state] for state in ("free", "used", "cached", "in_flight", "loading")] == [1, 2, 3, 4, 5]
+    assert [blocks[group, "elsewhere"] for group in "01"] == [6, 7]
+    model.engine_went_down()
+    assert "swiftkv:kv_blocks{" not in metrics.render().decode()
 
 
 @pytest.mark.parametrize("path", ["/health", "/version", "/ready"])

@@ -18,7 +18,7 @@ LINKS = (0, 3)
 
 @dataclass(frozen=True, slots=True)
 class StreamedStep:
-    """`StepArrays` and `StepCopies` of one KV group."""
+    """`EngineStep` of one KV group."""
 
     token_ids: Int32Array
     positions: Int32Array
@@ -38,6 +38,10 @@ class StreamedStep:
     @property
     def has_copies(self) -> bool:
         return any(self.runs.values())
+
+    @property
+    def local_moves(self) -> Int32Array:
+        return np.empty((0, 3), np.int32)
 
     def copies(self, group: int, kind: str, buffer: int) -> Int64Array:
         assert group == 0

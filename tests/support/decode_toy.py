@@ -44,6 +44,10 @@ class Step:
     def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
         return (self.block_tables,)
 
+    @property
+    def local_moves(self) -> Int32Array:
+        return np.empty((0, 3), np.int32)
+
     def copies(self, group: int, kind: str, buffer: int) -> Int64Array:
         return np.empty((0, 5), np.int64)
 

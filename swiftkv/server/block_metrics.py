@@ -1,0 +1,34 @@
+"""The blocks of engines' pools, by KV group and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from swiftkv.lease.messages import GroupBlocks
+
+STATES = ("free", "used", "cached", "lent", "in_flight", "staging", "loading", "elsewhere")
+
+
+class BlockMetrics(Collector):
+    """Gauges of engines' blocks, as last reported; there are none of an engine that is down."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Sequence[GroupBlocks]] = {}
+
+    def observe(self, model: str, groups: Sequence[GroupBlocks]) -> None:
+        self._groups[model] = groups
+
+    def collect(self) -> Iterable[Metric]:
+        blocks = GaugeMetricFamily(
+            "swiftkv:kv_blocks",
+            "Blocks in the engine's own pool by KV group and state; those elsewhere are in memory of other groups",
+            labels=("model_name", "group", "state"),
+        )
+        for model, groups in self._groups.items():
+            for number, group in enumerate(groups):
+                for state in STATES:
+                    blocks.add_metric((model, str(number), state), getattr(group, state))
+        return [blocks]
