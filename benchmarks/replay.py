@@ -7,7 +7,8 @@ token. So answers are in no cache. The model is a hybrid of MiMo-V2.5-Pro's shap
 128 tokens. A budget is the bytes of so many tokens of a dense twin, whose 70 layers see everything. Columns:
 
 - dense: the twin
-- ours: the hybrid, its pool divided as `blocks_in_pool` does
+- ours: the hybrid, its groups sharing one pool
+- regions: the hybrid, its pool divided as `blocks_in_pool` does
 - share: the hybrid, its window group getting that part of the bytes; each in a table of its own, and the best
 - interval: ours, with that `retention_interval`
 - every tail, latest tail, undivided: rules of `replay_rules.py`, which are no part of the core, in a pool that is not
@@ -39,7 +40,8 @@ from watched_node import plain_table
 
 from swiftkv import _core
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
-from swiftkv.cache.geometry import KVGroup, blocks_in_pool, windows_at_once
+from swiftkv.cache.division import OwnRegions, PoolDivision, SharedExtents
+from swiftkv.cache.geometry import KVGroup, windows_at_once
 
 BUDGETS_M = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 SHARES = (0.02, 0.05, 0.10, 0.12, 0.20, 0.30, 0.50)
@@ -112,10 +114,13 @@ class Replay:
     def num_tokens(self) -> int:
         return sum(arrival.input_tokens for arrival in self.arrivals)
 
-    def run(self, groups: Sequence[KVGroup], blocks: Sequence[int], interval: int | None = None) -> Outcome:
+    def run(self, division: PoolDivision, blocks: Sequence[int], interval: int | None = None) -> Outcome:
         begin_s = time.monotonic()
         scheduler = _core.Scheduler(
-            [_core.GroupSpec(g.num_layers, count, g.window) for g, count in zip(groups, blocks, strict=True)],
+            [
+                _core.GroupSpec(g.num_layers, blocks[i], g.window, blocks_per_extent=division.blocks_per_extent(i))
+                for i, g in enumerate(division.groups)
+            ],
             block_size=self.block_size,
             max_num_seqs=_MAX_NUM_SEQS,
             max_num_batched_tokens=self.chunk,
@@ -160,7 +165,7 @@ class Replay:
     def endless(self) -> Outcome:
         ids = {block for arrival in self.arrivals for block in arrival.blocks}
         enough = len(ids) * BLOCK_TOKENS // self.block_size
-        return self.run([dense_twin(self.block_size)], [enough])
+        return self.run(OwnRegions((dense_twin(self.block_size),), None), [enough])
 
 
 def replay_budget(
@@ -169,10 +174,17 @@ def replay_budget(
     """Return the columns of one budget."""
     groups, twin = hybrid(replay.block_size), dense_twin(replay.block_size)
     pool_bytes = budget_tokens * twin.bytes_per_token
-    ours = blocks_in_pool(pool_bytes, groups, windows_at_once(_MAX_NUM_SEQS, enable_chunked_prefill=True))
-    outcomes = {"dense": replay.run([twin], blocks_in_pool(pool_bytes, [twin])), "ours": replay.run(groups, ours)}
-    outcomes |= {f"share {share:g}": replay.run(groups, divide(pool_bytes, groups, share)) for share in shares}
-    outcomes |= {f"interval {interval:,}": replay.run(groups, ours, interval) for interval in intervals}
+    dense = OwnRegions((twin,), None)
+    shared = SharedExtents(groups, splits_prompts=True)
+    regions = OwnRegions(groups, windows_at_once(_MAX_NUM_SEQS, enable_chunked_prefill=True))
+    ours = shared.group_blocks(pool_bytes)
+    outcomes = {
+        "dense": replay.run(dense, dense.group_blocks(pool_bytes)),
+        "ours": replay.run(shared, ours),
+        "regions": replay.run(regions, regions.group_blocks(pool_bytes)),
+    }
+    outcomes |= {f"share {share:g}": replay.run(regions, divide(pool_bytes, groups, share)) for share in shares}
+    outcomes |= {f"interval {interval:,}": replay.run(shared, ours, interval) for interval in intervals}
     return outcomes if replay.has_rest else outcomes | replay.run_rules(pool_bytes)  # which know nothing of the rest
 
 
@@ -199,6 +211,7 @@ def row_of(budget_m: float, outcomes: dict[str, Outcome], endless: Outcome) -> l
         f"{budget_m:g}M",
         f"{dense:.3f}",
         f"{ours:.3f}",
+        f"{outcomes['regions'].hit_rate:.3f}",
         f"{best.hit_rate:.3f} ({share})",
         *(f"{outcome.hit_rate:.3f}" for outcome in of_kind(outcomes, "interval ").values()),
         *(f"{outcomes[name].hit_rate:.3f}" if name in outcomes else "" for name in RULES),
@@ -217,7 +230,7 @@ def shares_row(budget_m: float, outcomes: dict[str, Outcome]) -> list[str]:
 def heads_of(intervals: Sequence[int]) -> list[str]:
     of_intervals = [f"interval {interval:,}" for interval in intervals]
     last = ["endless", "missed / hit", "behind", "ours / dense", "asked for"]
-    return ["budget", "dense", "ours", "best share", *of_intervals, *RULES, *last]
+    return ["budget", "dense", "ours", "regions", "best share", *of_intervals, *RULES, *last]
 
 
 def draw(results: dict[float, dict[str, Outcome]], endless: Outcome, file: Path) -> None:
