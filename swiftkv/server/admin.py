@@ -16,9 +16,9 @@ from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
+from swiftkv.server.node_views import ModelChange, ModelStart, Sleeping
 from swiftkv.server.overview import Overviews
 from swiftkv.server.protocol import BudgetBody, ModelSection, Switch
-from swiftkv.server.responses import ModelChange, ModelStart, Sleeping
 from swiftkv.server.routes import BODY_ERRORS, documented
 from swiftkv.server.streaming import json_response
 from swiftkv.units import parse_duration

@@ -33,9 +33,16 @@ from swiftkv.server.middleware import (
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.node_page import page_router
+from swiftkv.server.node_views import (
+    EngineView,
+    Health,
+    NotReady,
+    Readiness,
+    Version,
+)
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
-from swiftkv.server.responses import EngineView, Health, NotReady, Readiness, Version, openapi_components
+from swiftkv.server.responses import openapi_components
 from swiftkv.server.routes import documented, documented_error, openai_router
 from swiftkv.server.routing import routing_router
 from swiftkv.server.scrape import Scrapes

@@ -38,9 +38,9 @@ from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.in_flight import InFlight
 from swiftkv.server.load_meter import LoadMeter
 from swiftkv.server.metrics import ModelMetrics
+from swiftkv.server.node_views import EngineView
 from swiftkv.server.outbox import Outbox
 from swiftkv.server.queued_prompts import QueuedPrompts
-from swiftkv.server.responses import EngineView
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 

@@ -29,7 +29,7 @@ from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.lending_metrics import LendingMetrics
-from swiftkv.server.responses import (
+from swiftkv.server.node_views import (
     BudgetChange,
     ExtentView,
     LendingOverview,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from swiftkv.server.engine_state import EngineState
-from swiftkv.server.responses import Loading
+from swiftkv.server.node_views import Loading
 
 _LOADS = (EngineState.STARTING, EngineState.RESTARTING, EngineState.WAKING)
 

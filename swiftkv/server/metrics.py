@@ -16,7 +16,7 @@ from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metric_filters import SomeModels
-from swiftkv.server.responses import EngineView, Latency
+from swiftkv.server.node_views import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
 from swiftkv.server.tier_metrics import TierMetrics
 

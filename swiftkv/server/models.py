@@ -11,8 +11,9 @@ from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
+from swiftkv.server.node_views import EngineView
 from swiftkv.server.reasoning import ReasoningParser
-from swiftkv.server.responses import EngineView, ModelCard
+from swiftkv.server.responses import ModelCard
 from swiftkv.server.sampling_defaults import SamplingDefaults
 from swiftkv.server.sleep import Sleeper
 from swiftkv.server.templates import TemplateRenderer

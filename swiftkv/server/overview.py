@@ -10,7 +10,13 @@ from swiftkv import __version__
 from swiftkv.engine.messages import EngineStats
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.models import ModelHandle, ModelTable
-from swiftkv.server.responses import Figures, LendingOverview, ModelLending, ModelOverview, NodeOverview
+from swiftkv.server.node_views import (
+    Figures,
+    LendingOverview,
+    ModelLending,
+    ModelOverview,
+    NodeOverview,
+)
 from swiftkv.server.scrape import ScrapePace, Scrapes
 
 _PART_OF_TIME = 0.02
