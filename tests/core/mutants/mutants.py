@@ -231,7 +231,6 @@ MUTANTS = [
         "return is_step_copying() ? std::vector<BlockId>{} : cache_.begin_loading(key);",
         "return cache_.begin_loading(key);",
     ),
-    one("a step that failed has moved blocks", CACHE_RELEASE, "if (move.group == g) forget(move.to);", "(void)move;"),
     one("what the step after uses is let go at once", CACHE_RELEASE, "if (num_steps_ > 1) {", "if (false) {"),
     one(
         "a loading block is read", CACHE, "== BlockState::kLoading) return true;", "== BlockState::kLoading) continue;"
