@@ -68,7 +68,10 @@ void BlockPool::move_to(BlockId block, BlockState state) {
     if (moved.state == state) return;
     const int where = static_cast<int>(place(block));
     if (moved.state == BlockState::kFree) free_[where].erase(block - first_of(static_cast<Place>(where)));
-    if (moved.state == BlockState::kCached) unlink(block);
+    if (moved.state == BlockState::kCached) {
+        if (last_of_oldest_open_ != kNone && block != oldest_cached(Place::kLocal)) last_of_oldest_open_ = kNone;
+        unlink(block);
+    }
     if (where == 0) count_extents(block, moved.state, -1);
     --counts_[where][static_cast<int>(moved.state)];
 
@@ -220,6 +223,7 @@ void BlockPool::set_worth(BlockId block, Worth worth) {
     Record& changed = record(block);
     const Worth before = std::exchange(changed.worth, worth);
     if (changed.state != BlockState::kCached || worth == before) return;
+    last_of_oldest_open_ = kNone;
     unlink(block);
     const BlockId end = sentinel(place(block), worth);
     link_before(worth < before ? records_[end].newer : end, block);

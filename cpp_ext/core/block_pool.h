@@ -228,6 +228,10 @@ class BlockPool {
     }
     void count_in_house(BlockId local, BlockState before, BlockState after);
     void leave(ExtentId extent);
+    BlockId find_last_of_oldest_open() const;
+    bool is_in_oldest_open(BlockId local) const {
+        return last_of_oldest_open_ != kNone && house_extent(local) == house_extent(last_of_oldest_open_);
+    }
     void link_newest(BlockId block);
     void link_before(BlockId newer, BlockId block);
     void unlink(BlockId block);
@@ -262,6 +266,7 @@ class BlockPool {
     Tenancy tenancy_;
     std::vector<HouseExtent> house_extents_;
     int num_open_ = 0;
+    mutable BlockId last_of_oldest_open_ = kNone;  // kNone: it is not known
     std::vector<LendLink> lend_links_;
     std::vector<BorrowLink> borrow_links_;
     int num_held_blocks_ = 0;

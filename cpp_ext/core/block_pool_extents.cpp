@@ -1,6 +1,5 @@
 // The part of the pool whose blocks come and go by the extent.
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 #include "../common/check.h"
@@ -19,7 +18,9 @@ void BlockPool::count_in_house(BlockId local, BlockState before, BlockState afte
     const bool was_open = extent.is_held && extent.num_pinned == 0;
     extent.num_pinned += is_pinned(after) - is_pinned(before);
     extent.num_cached += (after == BlockState::kCached) - (before == BlockState::kCached);
-    num_open_ += (extent.is_held && extent.num_pinned == 0) - was_open;
+    const bool is_open = extent.is_held && extent.num_pinned == 0;
+    num_open_ += is_open - was_open;
+    if ((is_open && !was_open) || is_in_oldest_open(local)) last_of_oldest_open_ = kNone;
     const bool is_freed = after == BlockState::kFree && before != BlockState::kAbsent;
     if (is_freed && extent.num_pinned + extent.num_cached == 0) leave(house_extent(local));
 }
@@ -58,9 +59,15 @@ BlockId BlockPool::oldest_cached_beside_used(ExtentId extent) const {
     return kNone;
 }
 
+// While requests make room for themselves, the same extent is asked for at every block. It is the oldest until its own
+// blocks change, another opens, or a block that is not the next to go is taken out of the order.
 BlockId BlockPool::last_of_oldest_open() const {
-    if (num_open_ == 0) return kNone;
-    std::unordered_map<ExtentId, int> num_seen;
+    if (last_of_oldest_open_ == kNone && num_open_ > 0) last_of_oldest_open_ = find_last_of_oldest_open();
+    return last_of_oldest_open_;
+}
+
+BlockId BlockPool::find_last_of_oldest_open() const {
+    std::vector<int> num_seen(house_extents_.size());
     for (int worth = 0; worth < kNumWorths; ++worth) {
         const BlockId end = sentinel(Place::kLocal, static_cast<Worth>(worth));
         for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {

@@ -125,6 +125,8 @@ void BlockPool::check_house() const {
         open += counted.is_held && pinned == 0;
     }
     check_that(open == num_open_, "open extents are counted");
+    if (last_of_oldest_open_ != kNone)
+        check_that(last_of_oldest_open_ == find_last_of_oldest_open(), "the oldest open extent is the one remembered");
 }
 
 void BlockPool::check_busy() const {
