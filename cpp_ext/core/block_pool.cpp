@@ -122,6 +122,15 @@ void BlockPool::drop_ref(BlockId block) {
     if (--held.refs == 0) rest(block);
 }
 
+void BlockPool::undo_ref(BlockId block) {
+    const Record before = record(block);
+    drop_ref(block);
+    if (before.refs > 1 || state(block) != BlockState::kCached) return;
+    unlink(block);
+    records_[block].cached_at = before.cached_at;
+    link_before(before.newer, block);
+}
+
 void BlockPool::rest(BlockId block) {
     ++num_room_changes_;
     if (records_[block].busy_until > 0) {

@@ -144,6 +144,8 @@ class KvCache {
     // Lets go of the blocks behind the first `num_tokens` tokens: what was written there does not count.
     void trim(BlockTable& table, int num_tokens);
     void release(BlockTable& table);
+    // Undoes acquire_prefix() for a request that finds no room: to be looked at is not to be used.
+    void put_back(BlockTable& table);
     // release() while steps may still use the blocks: nothing else happens to them before these settle.
     void retire(BlockTable& table);
     // A step is being planned. Steps settle in the order in which they were planned; one that has copies settles before

@@ -47,6 +47,16 @@ void KvCache::release(BlockTable& table) {
     table = make_table();
 }
 
+void KvCache::put_back(BlockTable& table) {
+    if (house_) return release(table);  // others may have moved to make room
+    for (int g = 0; g < num_groups(); ++g) {
+        BlockTable::Group& held = table.groups[g];
+        for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i)
+            groups_[g].pool.undo_ref(block_of(g, held.entries[i]));
+    }
+    table = make_table();
+}
+
 void KvCache::retire(BlockTable& table) {
     for (int g = 0; g < num_groups(); ++g) {
         BlockTable::Group& held = table.groups[g];

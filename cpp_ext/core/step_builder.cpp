@@ -108,7 +108,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         const int chunk_end = r.num_computed + std::max(n, 1);
         const int short_group =
             n > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), spare);
-        cache_.release(r.table);
+        cache_.put_back(r.table);
         r.num_computed = 0;
         refusal_.note(r, num_running, token_budget, short_group);
         return false;

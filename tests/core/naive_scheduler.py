@@ -566,6 +566,7 @@ class NaiveScheduler:
     def admit(self, request: NaiveRequest, budget: int) -> bool:
         size = self.setup.block_size
         length = self.match(request)
+        orders = [{worth: list(order) for worth, order in pool.lru.items()} for pool in self.pools]
         for g, (pool, first) in enumerate(zip(self.pools, self.first_blocks(length), strict=True)):
             request.tables[g] = [None] * first + [request.prefix((i + 1) * size) for i in range(first, length)]
             for prefix in request.tables[g][first:]:
@@ -578,6 +579,8 @@ class NaiveScheduler:
         n = 0 if n > budget else self.fit(request, n, spare=len(self.running))
         if n == 0:
             self.release(request)
+            for pool, order in zip(self.pools, orders, strict=True):
+                pool.lru = order  # to be looked at is not to be used
             return False
         self.waiting.remove(request)
         request.expected = 0
