@@ -74,6 +74,7 @@ class EngineClient:
         )
         self.answers: dict[int, Answer] = {}
         self.stats: EngineStats | None = None
+        self.is_stale = False  # the statistics: a request has ended since
         self.taken: list[int] = []  # messages, as the engine counted them
         self._ids = count(1)
         self._context = zmq.Context()
@@ -127,7 +128,7 @@ class EngineClient:
 
     def wait_for_rest(self) -> EngineStats:
         """Receive until the engine says that it has nothing to do, and return its statistics."""
-        while self.stats is None or self.stats.num_running or self.stats.num_waiting:
+        while self.stats is None or self.is_stale or self.stats.num_running or self.stats.num_waiting:
             self.take_one()
         return self.stats
 
@@ -138,6 +139,8 @@ class EngineClient:
             return
         assert isinstance(message, StepOutput)
         self.stats = message.stats or self.stats
+        # An engine at rest says so anew, also one that rested while a grammar was compiled.
+        self.is_stale = message.stats is None and (self.is_stale or any(message.finish_reasons))
         self.taken.append(message.messages_taken)
         for request_id, cached_tokens in message.admitted:
             assert self.answers[request_id].cached_tokens is None
