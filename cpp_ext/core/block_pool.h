@@ -123,8 +123,8 @@ class BlockPool {
     void enter(ExtentId extent);
     // The extents that hold nothing but free and cached blocks.
     int num_open() const { return num_open_; }
-    // Of the open extents the one that holds nothing newer than others do, in the order of eviction: returns the last
-    // of its cached blocks to go. kNone if no extent is open.
+    // The oldest open extent is the one whose last cached block is evicted before the last of any other. Returns that
+    // block; kNone if no extent is open.
     BlockId last_of_oldest_open() const;
     // The lowest free block, and the cached one that is evicted first, of extents that something pins, but that one.
     BlockId free_beside_used(ExtentId extent) const;

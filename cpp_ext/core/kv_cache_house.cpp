@@ -184,7 +184,7 @@ void KvCache::move_out(int g, ExtentId extent, std::span<BlockTable* const> tabl
         if (pool.state(from) != BlockState::kUsed) continue;
         if (pool.free_beside_used(extent) == kNone) evict(g, pool.oldest_cached_beside_used(extent));
         const BlockId to = pool.take(pool.free_beside_used(extent));
-        // Not point_to(): the index has the same block as before, in the same place.
+        // This is not point_to(), which tells routers: the index has the same block as before, in the same place.
         if (const NodeId node = pool.node(from); node != kNone) index_.set_block(node, g, to);
         pool.replace(from, to);
         local_moves_.push_back({g, from, to});

@@ -1,4 +1,4 @@
-// What the prefix index has learnt and forgotten, for those who send requests to where their prefix is.
+// A list of what the prefix index has learnt and forgotten, for routers that send requests to where their prefix is.
 #pragma once
 
 #include <cstdint>

@@ -54,8 +54,8 @@ struct GroupSpec {
     int window;                     // in tokens, the query's own included; 0: full attention
     int64_t layer_block_bytes = 0;  // for the offsets of copies; 0 where nothing is borrowed
     int64_t base_offset_bytes = 0;  // of the group's first block in the pool
-    // Of an extent of the pool that the groups share: they have equally many extents. 0: the group has its blocks to
-    // itself.
+    // The group's blocks in an extent of the pool that groups share: each may have every extent. 0: the group has its
+    // blocks to itself.
     int blocks_per_extent = 0;
 };
 

@@ -121,7 +121,7 @@ class EngineStatus:
         """Wait until the state is another one."""
         await self.until(frozenset(EngineState) - {state})
 
-    # What happened.
+    # These calls tell what happened.
 
     def came_up(self) -> None:
         """Note that a process has loaded the model and takes requests."""
@@ -155,7 +155,7 @@ class EngineStatus:
         if self._decided is EngineState.WAKING:
             self._become(self._seen, None)
 
-    # What somebody decided.
+    # These calls tell what somebody decided.
 
     def go_to_sleep(self) -> bool:
         """Take no more requests, to sleep when those in flight have ended. Only an engine that is there can."""
