@@ -11,9 +11,10 @@ they would with ordinary requests, so as many ordinary requests a second are mea
 table has the ratio to them.
 
 Attacker, probes and streams are processes of their own. The attacker runs only when nothing else would (SCHED_IDLE),
-for it would be another machine's load. The engine that streams has one core, all else shares the others; with
---shared-cores the system decides. After an attack that failed, the node is started anew, so that what it left does not
-count against the next.
+for it would be another machine's load; probes and streams run before all others where the system lets them (SCHED_RR,
+as root), for they would be machines of their own. The engine that streams has one core, all else shares the others;
+with --shared-cores the system decides. After an attack that failed, the node is started anew, so that what it left does
+not count against the next.
 
 Asked for: `/health` within 100 ms (P99 50 ms) and always answered; the P99 time between tokens at most 1.2 times the
 calm one; the gateway's memory at most 200 MiB above its start; no stream that fails. `cores`: only the time between

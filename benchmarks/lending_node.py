@@ -143,6 +143,13 @@ class Node:
         answer.raise_for_status()
         return next(entry for entry in answer.json()["models"] if entry["model"] == model)
 
+    def overview(self) -> dict[str, Any]:
+        """Return the view of all models at the moment: GET /admin/overview."""
+        answer = self._http.get(f"{self.url}/admin/overview", headers=self._admin_headers())
+        answer.raise_for_status()
+        view: dict[str, Any] = answer.json()
+        return view
+
     def set_budget(self, worker: str, num_bytes: int) -> dict[str, Any]:
         """Set a budget, and return when recalled memory is home."""
         body = {"budget": f"{num_bytes}B"}

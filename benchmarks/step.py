@@ -19,6 +19,8 @@ import torch
 import zmq
 
 from swiftkv._core import GroupSpec, StepPlan
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.pool import Pool
 from swiftkv.engine.engine import Engine
 from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.messages import AddRequest, EngineConfig, SamplingParams
@@ -38,8 +40,9 @@ class ZeroModel:
     decode_graphs = None
 
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
+        group = KVGroup(layers=tuple(range(28)), num_kv_heads=1, head_dim=16, dtype="bfloat16", block_size=16)
+        self.pool = Pool([(group, num_blocks)])
         self.group_specs = [GroupSpec(28, num_blocks, 0)]
-        self.num_blocks = num_blocks
         self.expert_loads = ExpertLoads({})
         self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int32)
 

@@ -2,13 +2,15 @@
 
     python benchmarks/storage.py file --directory /somewhere/on/a/disk
     python benchmarks/storage.py redis --url unix:///run/redis.sock
+    python benchmarks/storage.py mooncake --url 127.0.0.1:50051
     python benchmarks/storage.py opening --directory /somewhere/on/a/disk
 
 A plain program of files opens, writes or reads with one vector, and closes; of Redis it sends the same commands in
-pipelines of as many bytes. Neither has checksums, names, bounds or an index. The two run in turn; a ratio is ours over
-plain within a round, the median of the rounds. Cold: the kernel was told to forget the files (`POSIX_FADV_DONTNEED`).
-On a machine that others use, `--processor-time` counts the time of our own process instead: how much work a call is,
-not how long it waits for a disk or a server.
+pipelines of as many bytes; of Mooncake it makes the store's own zero-copy calls, in batches of as many bytes, from and
+to registered memory as ours are. None has checksums, names, bounds or an index. The two run in turn; a ratio is ours
+over plain within a round, the median of the rounds. Cold: the kernel was told to forget the files
+(`POSIX_FADV_DONTNEED`). On a machine that others use, `--processor-time` counts the time of our own process instead:
+how much work a call is, not how long it waits for a disk or a server.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from swiftkv.storage.backend import Status, StorageBackend
@@ -43,12 +46,15 @@ class Case:
     block_bytes: int
     num_blocks: int
     clock: Callable[[], float]
+    memory: memoryview = field(init=False)
     sources: list[memoryview] = field(init=False)
     into: list[memoryview] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sources = [memoryview(secrets.token_bytes(self.block_bytes)) for _ in range(self.num_blocks)]
-        self.into = [memoryview(bytearray(self.block_bytes)) for _ in range(self.num_blocks)]
+        num_bytes = self.block_bytes * self.num_blocks
+        self.memory = memoryview(bytearray(secrets.token_bytes(num_bytes)) + bytearray(num_bytes))
+        blocks = [self.memory[i * self.block_bytes :][: self.block_bytes] for i in range(2 * self.num_blocks)]
+        self.sources, self.into = blocks[: self.num_blocks], blocks[self.num_blocks :]
 
     def keys(self) -> list[bytes]:
         """Return keys that were never used."""
@@ -105,6 +111,31 @@ class PlainRedis:
                 buffer[:] = value
 
 
+class PlainMooncake:
+    """The zero-copy calls of Mooncake's own client."""
+
+    def __init__(self, address: str) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self.client = MooncakeDistributedStore()
+        assert self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", address) == 0
+
+    def register(self, memory: memoryview) -> None:
+        assert self.client.register_buffer(address_of(memory), len(memory)) == 0
+
+    def put(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
+        names, places, sizes = [key.hex() for key in keys], list(map(address_of, sources)), list(map(len, sources))
+        assert not any(self.client.batch_put_from(names, places, sizes))
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        names, places, sizes = [key.hex() for key in keys], list(map(address_of, into)), list(map(len, into))
+        assert self.client.batch_get_into(names, places, sizes) == sizes
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
 class Ours:
     """A backend, of which everything has to succeed."""
 
@@ -127,7 +158,9 @@ def timed(case: Case, depth: int, move: Callable[[range], None]) -> float:
         return case.block_bytes * case.num_blocks / (case.clock() - begin_s)
 
 
-def measure(side: Ours | Plain | PlainRedis, case: Case, depth: int, directory: Path | None) -> list[float]:
+def measure(
+    side: Ours | Plain | PlainRedis | PlainMooncake, case: Case, depth: int, directory: Path | None
+) -> list[float]:
     """Put new blocks, get them, and get them again after the kernel forgot them; return bytes per second of each."""
     keys = case.keys()
     rates = [timed(case, depth, lambda r: side.put(keys[r.start : r.stop], case.sources[r.start : r.stop]))]
@@ -204,6 +237,27 @@ def compare_redis(
             report(block_bytes, depth, [ours for ours, _ in results], [theirs for _, theirs in results])
 
 
+def compare_mooncake(
+    address: str, sizes: Sequence[int], depths: Sequence[int], rounds: int, round_bytes: int, clock: Callable[[], float]
+) -> None:
+    """Measure the Mooncake backend, whose store must have room for two rounds."""
+    for block_bytes in sizes:
+        case = Case(block_bytes, round_bytes // block_bytes, clock)
+        for depth in depths:
+            raw = {"backend": "mooncake", "master_server_address": address, "timeout": "60s", "max_calls": depth}
+            backend = open_backend(parse_storage(raw, "mooncake", Path.cwd()), FINGERPRINT)
+            plain = PlainMooncake(address)
+            assert backend.capabilities.register is not None
+            for register in (backend.capabilities.register, plain.register):
+                register(case.memory)
+            results = [
+                (measure(Ours(backend), case, depth, None), measure(plain, case, depth, None)) for _ in range(rounds)
+            ]
+            backend.close()
+            plain.client.close()
+            report(block_bytes, depth, [ours for ours, _ in results], [theirs for _, theirs in results])
+
+
 def share_of_checksums(directory: Path, sizes: Sequence[int], round_bytes: int, clock: Callable[[], float]) -> None:
     """Print the part of a plain load plus its checksums that the checksums take, right after each read."""
     for block_bytes in sizes:
@@ -260,9 +314,11 @@ def time_opening(directory: Path, num_blocks: int, clock: Callable[[], float]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["file", "redis", "checksums", "opening"])
+    parser.add_argument("what", choices=["file", "redis", "mooncake", "checksums", "opening"])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--url", default="redis://127.0.0.1:6379/0")
+    parser.add_argument(
+        "--url", default="redis://127.0.0.1:6379/0", help="of Redis, or the address of Mooncake's master"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES")
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 4], metavar="THREADS")
     parser.add_argument("--rounds", type=int, default=5)
@@ -282,6 +338,8 @@ def main() -> None:
     print("| block | threads | call | ours, GB/s | plain, GB/s | ratio |\n| ---: | ---: | --- | ---: | ---: | ---: |")
     if arguments.what == "file":
         compare_files(arguments.directory, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+    elif arguments.what == "mooncake":
+        compare_mooncake(arguments.url, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
     else:
         compare_redis(arguments.url, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
 

@@ -1,12 +1,13 @@
-"""Turn 2 of a long conversation from the pool, from files and computed; and what storage costs without reuse:
+"""Turn 2 of a long conversation from the pool, host memory, files and computed; and what storage costs without reuse:
 
     python benchmarks/tiers.py --history 4096 --rounds 5 --out benchmarks/out/tiers.json
 
-Two nodes serve the same model, one of them with `tiers.storage` in a directory of --storage; whichever is not measured
-is held still. In each round a fresh conversation is computed by the node with storage and continued (local); then its
-engine is killed and, once it is back, continues it again, with the files in the page cache (warm) and without (cold:
-`POSIX_FADV_DONTNEED`). The other node computes a prompt of the same length. `--load` fresh prompts, four at a time,
-then show how much throughput the tier costs.
+Three nodes serve the same model, one of them with `tiers.storage` in a directory of --storage, one with `tiers.host`;
+those that are not measured are held still. In each round a fresh conversation is computed by the node with storage and
+continued (local); then its engine is killed and, once it is back, continues it again, with the files in the page cache
+(warm) and without (cold: `POSIX_FADV_DONTNEED`). The engine with host memory is killed in the same way. The third node
+computes a prompt of the same length. `--load` fresh prompts, four at a time, then show how much throughput the tier
+costs.
 
 Every engine that was started anew first computes --warmup fresh tokens, so that its weights are in memory.
 """
@@ -52,6 +53,7 @@ class Figures:
     local_s: list[float] = field(default_factory=list)
     warm_s: list[float] = field(default_factory=list)
     cold_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
     computed_s: list[float] = field(default_factory=list)
     hit_tokens: list[float] = field(default_factory=list)
     with_tier_per_s: list[float] = field(default_factory=list)
@@ -112,16 +114,31 @@ async def throughput_per_s(node: Node, prompts: list[list[int]]) -> float:
     return len(prompts) * (_LOAD_PROMPT + _LOAD_ANSWER) / (time.monotonic() - began_s)
 
 
-def measure_round(stored: Node, plain: Node, tokens: Tokens, figures: Figures, directory: Path, args: object) -> None:
-    history, warmup = tokens.fresh(args.history), args.warmup  # type: ignore[attr-defined]
-    with only(stored, (plain,)):
+def write_turn(node: Node, history: list[int], more: list[int]) -> list[int]:
+    """Have a node compute a conversation; return its next turn once the blocks are written."""
+    answer = asyncio.run(ask(node.target(NAME), history, 32))
+    wait_until("the blocks to be written", lambda: metric(node, "swiftkv:tier_blocks_to_store") == 0)
+    assert metric(node, "swiftkv:tier_stored_blocks_total") >= len(history) // node.plan(NAME).block_size
+    return [*history, *answer.token_ids, *more]
+
+
+def measure_round(
+    stored: Node, hosted: Node, plain: Node, tokens: Tokens, figures: Figures, directory: Path, args: object
+) -> None:
+    history, more = tokens.fresh(args.history), tokens.fresh(24)  # type: ignore[attr-defined]
+    warmup = args.warmup  # type: ignore[attr-defined]
+    with only(hosted, (stored, plain)):
+        ttft_s(hosted, tokens.fresh(warmup))
+        turn = write_turn(hosted, history, more)
+        restart_engine(hosted)
+        ttft_s(hosted, tokens.fresh(warmup))
+        figures.host_s.append(ttft_s(hosted, turn))
+        wait_until("its report", lambda: metric(hosted, "swiftkv:tier_hit_tokens_total") > 0)
+        assert metric(hosted, "swiftkv:tier_hit_tokens_total") >= len(history)
+    with only(stored, (hosted, plain)):
         ttft_s(stored, tokens.fresh(warmup))
-        answer = asyncio.run(ask(stored.target(NAME), history, 32))
-        turn = [*history, *answer.token_ids, *tokens.fresh(24)]
+        turn = write_turn(stored, history, more)
         figures.local_s.append(ttft_s(stored, turn))
-        num_blocks = len(history) // stored.plan(NAME).block_size
-        wait_until("the blocks to be written", lambda: metric(stored, "swiftkv:tier_blocks_to_store") == 0)
-        assert metric(stored, "swiftkv:tier_stored_blocks_total") >= num_blocks
         for is_cold, to in ((False, figures.warm_s), (True, figures.cold_s)):
             restart_engine(stored)
             ttft_s(stored, tokens.fresh(warmup))
@@ -130,12 +147,12 @@ def measure_round(stored: Node, plain: Node, tokens: Tokens, figures: Figures, d
             to.append(ttft_s(stored, turn))
         wait_until("its report", lambda: metric(stored, "swiftkv:tier_hit_tokens_total") > 0)
         figures.hit_tokens.append(metric(stored, "swiftkv:tier_hit_tokens_total"))
-    with only(plain, (stored,)):
+    with only(plain, (stored, hosted)):
         ttft_s(plain, tokens.fresh(warmup))
         figures.computed_s.append(ttft_s(plain, tokens.fresh(len(turn))))
     load = args.load  # type: ignore[attr-defined]
     for node, per_s in ((stored, figures.with_tier_per_s), (plain, figures.without_tier_per_s)):
-        with only(node, (stored, plain)):
+        with only(node, (stored, hosted, plain)):
             prompts = [tokens.fresh(_LOAD_PROMPT) for _ in range(load)]
             per_s.append(asyncio.run(throughput_per_s(node, prompts)))
 
@@ -147,6 +164,7 @@ def main() -> None:
     options.add_argument("--warmup", type=int, default=512, help="fresh tokens after each start")
     options.add_argument("--load", type=int, default=16, help="prompts for the throughput, 0: none")
     options.add_argument("--memory", default="1GiB", help="of each pool")
+    options.add_argument("--host", default="2GiB", help="size of the host memory")
     options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
     args = options.parse_args()
     figures = Figures()
@@ -159,9 +177,11 @@ def main() -> None:
         stored = Node("storage", restarts, [model(NAME, checkpoint, args.memory, tiers={"storage": storage}, **shape)])
         plain = Node("plain", {}, [model(NAME, checkpoint, args.memory, **shape)])
         tokens = Tokens(args.seed, (300, stored.plan(NAME).vocab_size))
-        with nodes_up(stored, plain):
+        host = {"host": {"size": args.host}}
+        hosted = Node("host", restarts, [model(NAME, checkpoint, args.memory, tiers=host, **shape)])
+        with nodes_up(stored, hosted, plain):
             for number in range(args.rounds):
-                measure_round(stored, plain, tokens, figures, directory, args)
+                measure_round(stored, hosted, plain, tokens, figures, directory, args)
                 say(f"round {number + 1}: {figures}")
             kv_bytes = args.history * stored.plan(NAME).bytes_per_token
     report(figures, kv_bytes)
@@ -173,6 +193,7 @@ def report(figures: Figures, kv_bytes: int) -> None:
     rows = []
     for label, values in (
         ("the pool", figures.local_s),
+        ("host memory", figures.host_s),
         ("files, page cache warm", figures.warm_s),
         ("files, cold", figures.cold_s),
         ("computing it", figures.computed_s),

@@ -5,7 +5,7 @@ ARG PIP_EXTRA_INDEX_URL=
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN python -m venv /opt/swiftkv && /opt/swiftkv/bin/pip install --no-cache-dir ".[redis]"
+RUN python -m venv /opt/swiftkv && /opt/swiftkv/bin/pip install --no-cache-dir ".[redis,otlp]"
 
 FROM python:3.12-slim-bookworm
 RUN useradd --create-home --uid 10001 swiftkv

@@ -1,10 +1,12 @@
 """The work list of one step's attention on a GPU, made on the host from the scheduler's arrays.
 
-Two kinds of work. A sequence with several new tokens is cut into tiles of queries, and where these are too few to fill
-the GPU, because a short prompt follows a long history, each tile into parts of its keys. A sequence with one new token
-is cut into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short ones
-do. All lists are made by the host, once per step and KV group, and reach the device together with the block table in a
-single copy, so nothing here waits for the device, and the grids of the kernels follow from shapes alone.
+Two kinds of work. A sequence with many new tokens is cut into tiles of queries, and where these are too few to fill the
+GPU, because a short prompt follows a long history, each tile into parts of its keys. A sequence with one new token is
+cut into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short ones do. A
+sequence with a few new tokens, such as a token and the draft behind it, is as many sequences of one new token that
+share their entries of the table: a CUDA graph of a decode step holds it, and caches keep what the first of them reads
+for the others. All lists are made by the host, once per step and KV group, and reach the device together with the block
+table in a single copy, so nothing here waits for the device, and the grids of the kernels follow from shapes alone.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ _MIN_SPLIT_TILES = 2  # of keys: below this a split's result costs more to combi
 _MIN_PART_TILES = 4  # of keys, of a tile of queries: its result is as many bytes as a tile of keys and values
 _PART_ROUNDS = 2  # of parts: prompts of different lengths then end at about the same time
 
+MAX_DECODE_TOKENS = 8
+"""New tokens of a sequence up to which each is computed as a sequence of its own. Not measured on a GPU yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -57,7 +62,7 @@ class AttentionBatch:
     positions: Tensor  # [T]
     token_entries: Tensor  # [T], the table entry of the block that the token's KV goes to; NO_BLOCK: nowhere
     query_starts: Tensor  # [S + 1]
-    tiles: Tensor  # [P, TILE_FIELDS], parts of sequences with several new tokens
+    tiles: Tensor  # [P, TILE_FIELDS], parts of sequences with many new tokens
     merges: Tensor  # [M, MERGE_FIELDS], tiles whose keys are in parts
     splits: Tensor  # [N, SPLIT_FIELDS], parts of the keys of sequences with one new token
     split_starts: Tensor  # [S + 1]: the splits of a sequence
@@ -161,19 +166,18 @@ def prepare_batch(
     starts, lengths, entry_starts = query_starts.numpy(), context_lens.numpy(), table_starts.numpy()[:-1]
     token_blocks = np.repeat(entry_starts, np.diff(starts)) + positions.numpy() // spec.block_size
     token_entries = block_table.numpy()[token_blocks]
-    if into is not None:  # the graph's other sequences: one token each, of no context
-        missing = len(into.query_starts) - len(starts)
-        starts = np.append(starts, starts[-1] + np.arange(1, missing + 1, dtype=np.int32))
-        lengths, entry_starts = (np.append(array, np.zeros(missing, np.int32)) for array in (lengths, entry_starts))
+    sequences = _by_token(_Sequences(starts, np.diff(starts), lengths, entry_starts))
+    if into is not None:
+        missing = len(into.query_starts) - len(sequences.query_starts)
+        sequences = _with_absent(sequences, missing)
         token_entries = np.append(token_entries, np.full(missing, NO_BLOCK, np.int32))
-    sequences = _Sequences(starts, np.diff(starts), lengths, entry_starts)
     limits = limits_of(into.buffer.device if into is not None else _device(device))
     splits, split_starts = _splits(spec, decode, sequences, limits)
     tiles, merges = _tiles(spec, prefill, sequences, limits)
     arrays = {
         "positions": positions.numpy(),
         "token_entries": token_entries,
-        "query_starts": starts,
+        "query_starts": sequences.query_starts,
         "tiles": tiles,
         "merges": merges,
         "splits": splits,
@@ -192,8 +196,9 @@ def decode_buffers(
 ) -> AttentionBatch:
     """Allocate for any step of at most `num_seqs` sequences, one new token each, with `num_entries` blocks in all.
 
-    For CUDA graphs: `attention` over it runs the same grid whatever `prepare_batch(..., into=)` wrote there last. Rows
-    of sequences that a step does not have come out as zeros.
+    A sequence of up to `MAX_DECODE_TOKENS` new tokens counts as one for each. For CUDA graphs: `attention` over it runs
+    the same grid whatever `prepare_batch(..., into=)` wrote there last. Rows of sequences that a step does not have
+    come out as zeros.
     """
     limits = limits_of(_device(device))
     prefill, decode = prefill_tiling(spec, limits), decode_tiling(spec, limits)
@@ -221,6 +226,35 @@ class _Sequences:
     num_new: _Int32Array
     context_lens: _Int32Array
     table_starts: _Int32Array
+
+
+def _by_token(sequences: _Sequences) -> _Sequences:
+    """Take sequences with few new tokens apart: each token sees the context up to itself, through the same entries."""
+    is_apart = sequences.num_new <= MAX_DECODE_TOKENS
+    if not (is_apart & (sequences.num_new > 1)).any():
+        return sequences
+    counts = np.where(is_apart, sequences.num_new, 1)
+    of = np.repeat(np.arange(len(counts)), counts)
+    num_new = np.where(is_apart, 1, sequences.num_new)[of].astype(np.int32)
+    not_seen = np.where(is_apart[of], sequences.num_new[of] - 1 - _ranges(counts), 0)
+    return _Sequences(
+        np.append(0, num_new.cumsum()).astype(np.int32),
+        num_new,
+        (sequences.context_lens[of] - not_seen).astype(np.int32),
+        sequences.table_starts[of],
+    )
+
+
+def _with_absent(sequences: _Sequences, count: int) -> _Sequences:
+    """Add `count` sequences of one new token and no context: those of a graph that a step does not have."""
+    starts = sequences.query_starts
+    none = np.zeros(count, np.int32)
+    return _Sequences(
+        np.append(starts, starts[-1] + np.arange(1, count + 1, dtype=np.int32)),
+        np.append(sequences.num_new, none + np.int32(1)),
+        np.append(sequences.context_lens, none),
+        np.append(sequences.table_starts, none),
+    )
 
 
 def _tiles(

@@ -51,8 +51,9 @@ class GroupSpec:
 class Link:
     """The extents that one KV group may lend to one of another engine, or borrow from it.
 
-    `blocks_per_extent` counts this engine's blocks. Of a borrower, `extent_bytes` and `base_offset_bytes` say where
-    extents lie in the lender's pool, and `place` how far down that is.
+    Groups that share extents lend whole ones of these, in the name of the first group. `blocks_per_extent` counts this
+    engine's blocks. Of a borrower, `extent_bytes` and `base_offset_bytes` say where extents lie in the lender's pool,
+    and `place` how far down that is.
     """
 
     group: Final[int]
@@ -94,7 +95,10 @@ class GroupStats:
     staging_layer_blocks: Final[int]
 
 class GroupDemand:
-    """The blocks that requests want of one KV group. Peaks are since `take_demand` was last called."""
+    """The blocks that requests want of one KV group. Peaks are since `take_demand` was last called.
+
+    Of groups that share extents, the first one's is the demand for all, and the others have none.
+    """
 
     total_peak: Final[int]
     longest: Final[int]
@@ -146,6 +150,13 @@ class StepTime:
 
     def __init__(self, coefficients: list[float] = ...) -> None:
         """Predict by these coefficients until steps have been observed."""
+
+    @staticmethod
+    def remembered(coefficients: list[float]) -> StepTime:
+        """Return what predicts as a model that was fitted elsewhere, and goes on from there.
+
+        It counts like a hundred steps of either kind. Raises ValueError unless every step takes some time by them.
+        """
 
     def observe(self, work: StepWork, duration_s: float) -> None:
         """Note how long a step took. One that took no time is ignored."""
@@ -316,14 +327,17 @@ class Scheduler:
         priority: int = 0,
         arrival_s: float = 0.0,
         deadline_s: float = ...,
+        flow: int = 0,
+        flow_weight: float = 1.0,
     ) -> None:
         """Queue a request; `scheduling_policy` says which one goes first.
 
         `namespace` separates caches: model, adapter and salt. With `skip_prefix_match` every position is computed.
         `arrival_s` is the time of arrival, by the clock of `schedule`; `deadline_s` that at which the first token is
-        due, if any.
+        due, if any. Flows, numbered from 0 to 1023, share what is computed by their weights; a weight other than before
+        counts from now on.
         Raises ValueError if the id is known, or the prompt is empty, not shorter than `max_model_len`, or has a token
-        id below 0.
+        id below 0, and for a flow or a weight (0.01 to 100) that cannot be.
         """
 
     def abort(self, request_ids: UInt64Array) -> None:
@@ -400,10 +414,11 @@ class Scheduler:
     def end_loading(self, blocks: Int32Array, is_loaded: bool) -> None:
         """The bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
-    def set_write_policy(self, write_policy: WritePolicy) -> None:
+    def set_write_policy(self, write_policy: WritePolicy | Literal["never"]) -> None:
         """Offer blocks to storage from now on: all that are committed, or those that another request has found.
 
-        Sliding-window groups offer the tails of boundaries that are kept, and nothing else.
+        Sliding-window groups offer the tails of boundaries that are kept, and nothing else. With `write_through` all
+        that is here already is offered, too; `never` takes every offer back.
         """
 
     def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int32Array, Int64Array]:
@@ -429,6 +444,15 @@ class Scheduler:
         """Return the keys of the K blocks that a waiting request could find, which of them are here ([K * groups]), and
         how many of them it could use now.
         """
+
+    def prefill_s(self, begin: int, end: int) -> float | None:
+        """Return the seconds that computing tokens `begin` to `end` of a prompt is expected to take, in its chunks.
+
+        It is computed beside the decodes that run now; `None` before enough steps were measured.
+        """
+
+    def evicted_age_s(self, key: bytes) -> float | None:
+        """Return the seconds since a block was evicted; `None` if it was not, or longer ago than is remembered."""
 
     def loadable(self, request_id: int, is_stored: UInt8Array, max_blocks: int) -> int:
         """Return how many blocks a waiting request could use with those in storage, `is_stored` ([K * groups]), beside
@@ -476,6 +500,9 @@ class Scheduler:
     def stats(self) -> SchedulerStats: ...
     def step_time(self) -> StepTime:
         """Return a copy of what predicts steps, as fitted to the durations that `commit` was told."""
+
+    def remember_step_time(self, coefficients: list[float]) -> None:
+        """Predict steps as another scheduler did. Raises ValueError as `StepTime.remembered` does."""
 
     def check_invariants(self) -> None:
         """Raises RuntimeError, naming the invariant that does not hold. Slow: for tests."""

@@ -142,3 +142,39 @@ def attention(
     spec: AttentionSpec, batch: AttentionBatch, qkv: int, pool: int, layer: int, sinks: int, out: int
 ) -> None:
     """`sinks`: address of float32 [num_heads], or 0."""
+
+SHARE_TABLE_BYTES: int
+SHARE_ACCOUNTS: int
+TURN_NS: int
+CREDIT_NS: int
+ABSENT_NS: int
+LONGEST_WAIT_NS: int
+
+class Shares:
+    """The accounts of engines that share cores, in a table of its own and in anybody's time: see `shares.h`."""
+
+    def __init__(self, num_cores: int) -> None: ...
+    def open(self, slot: int, threads: int, weight: float, max_share: float) -> None:
+        """Raises `ValueError` for a share that makes no sense."""
+    def begin(self, slot: int, now_ns: int) -> None: ...
+    def end(self, slot: int) -> None: ...
+    def charge(self, slot: int, core_ns: int) -> None: ...
+    def ask(self, slot: int, now_ns: int) -> int:
+        """Return 0 if the engine may compute, or the nanoseconds after which it asks again."""
+    def forgive(self, slot: int) -> None: ...
+    def clock_ns(self, slot: int) -> float: ...
+
+class Turns:
+    """The part of this process's engine in the table behind `fd`; its kernels wait for their turns from now on."""
+
+    def __init__(
+        self, fd: int, slot: int, threads: int, weight: float, max_share: float, num_cores: int, num_ranks: int
+    ) -> None:
+        """Raises `ValueError` for a share that makes no sense."""
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def check(self) -> None: ...
+    @property
+    def core_s(self) -> float: ...
+    @property
+    def waited_s(self) -> float: ...

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from swiftkv.admin_key import find_admin_key
+from swiftkv.errors import ConfigError
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 Url = Annotated[str, typer.Option(help="Where the node listens.", envvar="SWIFTKV_URL")]
 AdminKeyEnv = Annotated[
     str,
@@ -21,6 +25,16 @@ AdminKeyEnv = Annotated[
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 _TIMEOUT_S = 90.0
+
+
+@contextmanager
+def mistakes_of_a_file() -> Iterator[None]:
+    """Turn a `ConfigError`, of a file whose content is for the node, into a line on stderr and exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        print(f"swiftkv: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 def admin_key(url: str, admin_key_env: str) -> str | None:

@@ -15,11 +15,13 @@ import typer
 
 from swiftkv import __version__
 from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Url, ask_admin
+from swiftkv.cache_command import cache_app
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.cli_watch import page, top
 from swiftkv.errors import ConfigError, SwiftkvError
 from swiftkv.models_command import models_app
 from swiftkv.policies import SchedulingPolicy
+from swiftkv.storage_command import storage_app
 
 app = typer.Typer(
     name="swiftkv",
@@ -35,6 +37,8 @@ bench_app = typer.Typer(help="Measure a server.", no_args_is_help=True)
 lending_app = typer.Typer(help="See and set what workers lend, while a node runs.", no_args_is_help=True)
 app.add_typer(lending_app, name="lending")
 app.add_typer(models_app, name="models")
+app.add_typer(storage_app, name="storage")
+app.add_typer(cache_app, name="cache")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
 
@@ -260,8 +264,8 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
             console.print(f"\n{name}: the engine {engine['why']}", highlight=False)
         if engine.get("storage") == "degraded":
             console.print(
-                f"\n{name}: its storage is degraded: it failed or was slow, and is left alone for a while; prompts are "
-                "computed meanwhile",
+                f"\n{name}: its storage ({engine['storage_backend']}) is degraded: it failed or was slow, and is left "
+                "alone for a while; prompts are computed meanwhile",
                 highlight=False,
             )
 

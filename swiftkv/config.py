@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError, model_validator
 
+from swiftkv.compute_config import ComputeConfig, WrittenCompute, mistakes_about_shares, read_compute
 from swiftkv.config_fields import (
     COUNT_OR_NULL,
     DURATION,
@@ -32,8 +33,9 @@ from swiftkv.config_fields import (
 from swiftkv.errors import ConfigError
 from swiftkv.kv_events_config import KVEventsConfig, host_of
 from swiftkv.mistakes import describe_mistakes, show
-from swiftkv.policies import SchedulingPolicy
-from swiftkv.tier_config import StorageConfig, TiersConfig, check_backends, why_no_storage
+from swiftkv.policies import SchedulingPolicy, Task
+from swiftkv.tenant_config import TenantConfig, mistakes_about_tenants
+from swiftkv.tier_config import HostConfig, StorageConfig, TiersConfig, check_backends, why_not_below
 from swiftkv.units import (
     Budget,
     PoolBytes,
@@ -49,7 +51,8 @@ _PORT = "a port number from 0 to 65535 (0 takes any free one)"
 BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
 _MIN_KEY_LENGTH = 16
 _LONGEST_NAME = 64
-_CPU_TARGET_TPOT = "250ms"
+_CPU_STEP_LIMIT_S = 0.25
+_DUE_S = 10.0
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -60,6 +63,14 @@ class RestartConfig(Section):
     limit: Annotated[int, Field(ge=0)] = Field(5, description="a number of restarts within the window, at least 0")
     window: Duration = Field(600.0, description=DURATION)
     backoff: Duration = Field(1.0, description=f"{DURATION}; it doubles with every restart in the window")
+
+
+def _read_dimensions(value: object) -> Literal["any"] | tuple[int, ...] | None:
+    if value is None or value == "any":
+        return value
+    if not isinstance(value, list) or not value or not all(type(number) is int and number > 0 for number in value):
+        raise ValueError("not dimensions")
+    return tuple(value)
 
 
 def _read_switch(value: object) -> object:
@@ -93,6 +104,12 @@ class BatchesConfig(Section):
     max_in_flight: Positive | None = Field(None, description=POSITIVE)
 
 
+class OtlpConfig(Section):
+    """Names the collector that traces of requests are sent to."""
+
+    endpoint: str = Field(pattern=r"^https?://[^/]+/.+", description="a URL such as http://localhost:4318/v1/traces")
+
+
 class NodeConfig(Section):
     """The process that owns the ports."""
 
@@ -100,6 +117,9 @@ class NodeConfig(Section):
     port: Port = Field(8000, description=_PORT)
     api_key_env: Variable | None = Field(None, description=VARIABLE)
     admin_key_env: Variable | None = Field(None, description=VARIABLE)
+    tenants: Annotated[tuple[TenantConfig, ...], Field(strict=False)] = Field(
+        (), description="a list of mappings with name and api_key_env"
+    )
     shutdown_timeout: Duration = Field(30.0, description=DURATION)
     allow_unauthenticated: bool = Field(False, description="true or false")
     allowed_hosts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
@@ -113,6 +133,7 @@ class NodeConfig(Section):
     show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
     allow_priority: bool = Field(False, description="true or false")
     request_log: str | None = Field(None, min_length=1, description="a file to append to, or null")
+    otlp: OtlpConfig | None = Field(None, description="a mapping")
     state_dir: str | None = Field(None, min_length=1, description="a directory, or null")
     batches: BatchesConfig = Field(default_factory=BatchesConfig, description="a mapping")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
@@ -134,17 +155,43 @@ class NodeConfig(Section):
         Raises `ConfigError` if it is named but not set, short, or the models' key.
         """
         key = _key_in("admin_key_env", self.admin_key_env)
-        if key is not None and key == self.api_key():
+        others = {self.api_key(): self.api_key_env}
+        others |= {other: tenant.api_key_env for other, tenant in self.tenant_keys().items()}
+        if key is not None and key in others:
             raise ConfigError(
-                f"node.admin_key_env: {self.admin_key_env} holds the same key as {self.api_key_env}, which must not "
+                f"node.admin_key_env: {self.admin_key_env} holds the same key as {others[key]}, which must not "
                 "open /admin; set another"
             )
         return key
 
+    @property
+    def key_variables(self) -> tuple[str, ...]:
+        """The environment variables that hold the keys of the OpenAI routes."""
+        own = () if self.api_key_env is None else (self.api_key_env,)
+        return (*own, *(tenant.api_key_env for tenant in self.tenants))
+
+    def tenant_keys(self) -> dict[str, TenantConfig]:
+        """Return the tenants by their keys, which are in the environment.
+
+        Raises `ConfigError` for a key that is not set, or short, or another tenant's.
+        """
+        tenants: dict[str, TenantConfig] = {}
+        for i, tenant in enumerate(self.tenants):
+            option = f"tenants[{i}].api_key_env"
+            key = _key_in(option, tenant.api_key_env)
+            assert key is not None
+            if key in tenants:
+                raise ConfigError(
+                    f"node.{option}: {tenant.api_key_env} holds the same key as {tenants[key].api_key_env}; give each "
+                    "tenant its own"
+                )
+            tenants[key] = tenant
+        return tenants
+
     def check_access(self) -> None:
         """Raises `ConfigError` if the keys are not right, or if others can reach the node and it has none."""
         self.admin_key()
-        if self.api_key() is None and not self.is_loopback and not self.allow_unauthenticated:
+        if not self.key_variables and not self.is_loopback and not self.allow_unauthenticated:
             raise ConfigError(
                 f"node.host: {self.host} can be reached from other machines, and the node has no API key; name the "
                 "environment variable that holds one in node.api_key_env, or let everybody in with "
@@ -162,7 +209,7 @@ class NodeConfig(Section):
 
         A browser that is misled about a name sends no key, so where a key is asked for, the name may be any.
         """
-        is_keyless = self.api_key_env is None and self.is_loopback
+        is_keyless = not self.key_variables and self.is_loopback
         return self.allowed_hosts if is_keyless or self.allowed_hosts else None
 
 
@@ -181,7 +228,7 @@ def _key_in(option: str, variable: str | None) -> str | None:
     if not key:
         raise ConfigError(
             f"node.{option}: the environment variable {variable} is not set; "
-            f"export {variable}=… first, or write null for no key"
+            f"export {variable}=… first{'' if option.startswith('tenants') else ', or write null for no key'}"
         )
     if len(key) < _MIN_KEY_LENGTH:
         raise ConfigError(
@@ -223,6 +270,10 @@ class ModelConfig(Section):
     )
     path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
     revision: str | None = Field(None, min_length=1, description="a branch, a tag or a commit of the hub, or null")
+    task: Task = Field("generate", description="generate, embed or score")
+    matryoshka_dimensions: Annotated[Literal["any"] | tuple[int, ...] | None, PlainValidator(_read_dimensions)] = Field(
+        None, description="any, a list of integers of at least 1, or null"
+    )
     role: Literal["master", "worker"] = Field("worker", description="master or worker")
     device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = Field(1, description="an integer from 1 to 8")
@@ -234,7 +285,7 @@ class ModelConfig(Section):
     scheduling_policy: SchedulingPolicy = Field("hrrn", description="fcfs, priority, spf, hrrn or deadline")
     max_num_queued_reqs: Positive = Field(1024, description=POSITIVE)
     max_num_queued_tokens: Positive | None = Field(None, description=COUNT_OR_NULL)
-    target_ttft: Duration = Field(10.0, description=DURATION)
+    target_ttft: Limit = Field(None, description=LIMIT)
     target_tpot: Limit = Field(None, description=LIMIT)
     long_prefill_token_threshold: Positive | None = Field(None, description=COUNT_OR_NULL)
     max_num_partial_prefills: Positive | None = Field(None, description=COUNT_OR_NULL)
@@ -255,6 +306,9 @@ class ModelConfig(Section):
     auto_wake: bool = Field(False, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
+    compute: Annotated[ComputeConfig | None, BeforeValidator(read_compute)] = Field(
+        None, description="off or a mapping"
+    )
     tiers: TiersConfig | None = Field(None, description="a mapping")
     kv_events_config: KVEventsConfig = Field(default_factory=KVEventsConfig, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")
@@ -268,13 +322,19 @@ class ModelConfig(Section):
         kv_cache = value.get("kv_cache", {})
         return {**value, "kv_cache": {"block_size": 64} | kv_cache} if isinstance(kv_cache, dict) else value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bounded_steps_on_cpus(cls, value: object) -> object:
-        """On the CPU a full step of prompts takes seconds, and no answer goes on meanwhile; on a GPU, milliseconds."""
-        if not isinstance(value, dict) or value.get("device", "cpu") != "cpu":
-            return value
-        return {"target_tpot": _CPU_TARGET_TPOT} | value
+    @property
+    def step_limit_s(self) -> float | None:
+        """The longest step beside answers: `target_tpot`, or what is usual where the file does not say.
+
+        On the CPU a full step of prompts takes seconds, and no answer goes on meanwhile; on a GPU, milliseconds.
+        """
+        is_usual = self.device == "cpu" and "target_tpot" not in self.model_fields_set
+        return _CPU_STEP_LIMIT_S if is_usual else self.target_tpot
+
+    @property
+    def due_s(self) -> float:
+        """When the first token is due of requests that do not say, for `scheduling_policy: deadline`."""
+        return self.target_ttft or _DUE_S
 
     @property
     def last_gpu(self) -> int:
@@ -297,6 +357,10 @@ class Config(Section):
     def storage_of(self, model: ModelConfig) -> StorageConfig | None:
         """Return the storage tier of a model: its own, or the node's."""
         return (model.tiers or self.node.tiers).storage
+
+    def host_of(self, model: ModelConfig) -> HostConfig | None:
+        """Return the host memory of a model: its own, or the node's."""
+        return (model.tiers or self.node.tiers).host
 
     def with_model(self, section: object) -> Config:
         """Return this configuration with one more model, checked like those of a file.
@@ -348,15 +412,22 @@ class Config(Section):
                     f"models[{i}].{key}: with tensor_parallel_size {model.tensor_parallel_size} a model neither lends "
                     "nor borrows in this version; make it a worker without lending, or write tensor_parallel_size: 1"
                 )
+            if model.matryoshka_dimensions is not None and model.task != "embed":
+                mistakes.append(f"models[{i}].matryoshka_dimensions: only a model with task: embed has embeddings")
             mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
-            why_not = why_no_storage(model.device, model.tensor_parallel_size, model.enable_prefix_caching)
-            mistakes += [f"models[{i}].tiers.storage: {why}" for why in why_not if self.storage_of(model) is not None]
+            for tier, section in (("host", self.host_of(model)), ("storage", self.storage_of(model))):
+                if section is not None:
+                    why_not = why_not_below(tier, model.device, model.tensor_parallel_size, model.enable_prefix_caching)
+                    mistakes += [f"models[{i}].tiers.{tier}: {why}" for why in why_not]
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(
                     f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
                     f"({model.max_num_seqs}), each of which needs a token per step; raise it or lower max_num_seqs"
                 )
         mistakes += self._mistakes_about_events()
+        mistakes += mistakes_about_tenants(self.node.tenants, self.node.api_key_env)
+        written = [WrittenCompute(m.device, m.compute, "compute" in m.model_fields_set) for m in self.models]
+        mistakes += mistakes_about_shares(written)
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self

@@ -21,7 +21,7 @@ from rich.console import Console
 from swiftkv.admin_key import find_admin_key
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import ConfigError, EngineError
-from swiftkv.tier_config import why_no_storage
+from swiftkv.tier_config import why_not_below
 
 try:
     import openai
@@ -57,7 +57,7 @@ class Node:
             raise ConfigError("port: the demo must know where to talk to; write a port number instead of 0")
         self._config = config
         self.url = f"http://{config.node.host}:{config.node.port}"
-        self._api_key = config.node.api_key() or "none"
+        self._api_key = config.node.api_key() or next(iter(config.node.tenant_keys()), "none")
 
     def base_url(self, model: ModelConfig) -> str:
         if model.endpoint is not None:
@@ -124,7 +124,9 @@ def write_storing_config(path: Path, model: ModelConfig, directory: Path) -> Pat
 
     Return where the file is; `None` if that model cannot have storage, or there is no file.
     """
-    if path.is_dir() or any(why_no_storage(model.device, model.tensor_parallel_size, model.enable_prefix_caching)):
+    if path.is_dir() or any(
+        why_not_below("storage", model.device, model.tensor_parallel_size, model.enable_prefix_caching)
+    ):
         return None
     raw = yaml.safe_load(path.read_text())
     for section in raw["models"]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftkv.machine_memory import allowed_memory_bytes, machine_memory_bytes
 from swiftkv.processes import WANTED_OPEN_FILES
 from swiftkv.sockets import LONGEST_TMPDIR
 from swiftkv.transport.topology import OLDEST_CAPABILITY, read_topology
@@ -77,10 +78,9 @@ def _quota(root: Path) -> float | None:
 
 
 def _memory(root: Path) -> Finding:
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(root / "sys/fs/cgroup/memory.max")
-    if limit.isdigit() and int(limit) < total_bytes:
-        found = f"{format_size(int(limit))}, of the machine's {format_size(total_bytes)}"
+    total_bytes, allowed_bytes = machine_memory_bytes(), allowed_memory_bytes(root)
+    if allowed_bytes < total_bytes:
+        found = f"{format_size(allowed_bytes)}, of the machine's {format_size(total_bytes)}"
         return Finding("memory", found, "pools and weights of all models must fit: `swiftkv plan FILE` adds them up")
     return Finding("memory", format_size(total_bytes))
 

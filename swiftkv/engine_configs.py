@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from swiftkv.cache.division import SharedExtents
 from swiftkv.cache.geometry import lay_out
 from swiftkv.config import Config, LendingConfig, ModelConfig
 from swiftkv.engine.messages import EngineConfig, KVEventsSpec
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.planning.lending import LendingPair, lending_pairs
 from swiftkv.planning.models import ModelPlan
-from swiftkv.tier.messages import TierSpec
+from swiftkv.tier.messages import TierSpec, tier_spec
 from swiftkv.transport.topology import TransportChoice
 
 _WITHOUT_WATCHDOG_S = 3600.0  # waits within a step have an end all the same
@@ -62,7 +63,9 @@ def _engine_config(
         requests_address=f"{address}.requests",
         outputs_address=f"{address}.outputs",
         memory=plan.memory,
-        enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1,  # sums of ranks are not captured
+        task=model.task,
+        # Sums of ranks are not captured, and pooled requests have no decodes.
+        enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1 or model.task != "generate",
         # On the CPU the host computes itself: there is nothing that it could plan beside.
         async_scheduling=model.device != "cpu" if model.async_scheduling is None else model.async_scheduling,
         max_model_len=plan.max_model_len,
@@ -74,8 +77,8 @@ def _engine_config(
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         scheduling_policy=model.scheduling_policy,
-        target_ttft_s=model.target_ttft,
-        target_tpot_s=model.target_tpot,
+        target_ttft_s=model.due_s,
+        target_tpot_s=model.step_limit_s,
         long_prefill_token_threshold=model.long_prefill_token_threshold,
         max_num_partial_prefills=model.max_num_partial_prefills,
         max_long_partial_prefills=model.max_long_partial_prefills,
@@ -93,18 +96,9 @@ def _engine_config(
 
 def _tier_spec(config: Config, model: ModelConfig) -> TierSpec | None:
     storage = config.storage_of(model)
-    if storage is None:
-        return None
-    return TierSpec(
-        backend=storage.backend,
-        directory=str(config.directory),
-        write_policy=storage.write_policy,
-        prefetch_policy=storage.prefetch_policy,
-        prefetch_threshold=storage.prefetch_threshold,
-        prefetch_timeout_base_s=storage.prefetch_timeout_base,
-        prefetch_timeout_per_ki_token_s=storage.prefetch_timeout_per_ki_token,
-        queue_bytes=storage.queue,
-    )
+    if storage is not None:
+        return tier_spec(storage, config.directory)
+    return None if config.host_of(model) is None else TierSpec(None, str(config.directory))
 
 
 def _kv_events_spec(model: ModelConfig) -> KVEventsSpec | None:
@@ -181,13 +175,16 @@ def why_not_lend(config: Config, plan: ModelPlan, lending: LendingSpec | None) -
 
 def link_geometry(pair: LendingPair) -> LinkGeometry:
     """Return what both ends of a link are told, so that they find the same bytes."""
-    regions = lay_out(list(zip(pair.lender.groups, pair.lender.group_blocks, strict=True)))
+    plan = pair.lender
+    shares_extents = isinstance(plan.division, SharedExtents)
+    regions = lay_out(list(zip(plan.groups, plan.group_blocks, strict=True)), shares_extents)
     return LinkGeometry(
         lender_group=pair.lender_group,
         borrower_group=pair.borrower_group,
-        meu_w=pair.extent.meu_w,
+        meu_w=pair.meu_w,
         meu_m=pair.extent.meu_m,
         extent_bytes=pair.extent.num_bytes,
         num_extents=pair.pool_extents,
         lender_base_offset_bytes=regions[pair.lender_group].base_offset_bytes,
+        borrower_group_bytes=pair.borrower.group_bytes[pair.borrower_group],
     )

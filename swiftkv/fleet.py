@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+import msgspec
 
 from swiftkv.config import Config, ModelConfig
-from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine.messages import EngineConfig, ShareSpec
 from swiftkv.engine_configs import compile_engines, why_not_lend
+from swiftkv.host_tiers import HostTiers, check_host_memory
+from swiftkv.learnt import LearntStepTimes, fingerprint
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_one_more
+from swiftkv.planning.replacement import check_replacement
 from swiftkv.planning.transports import lending_transports
 from swiftkv.server.client import EngineClient
+from swiftkv.server.forecast import ForecastLimits
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
-from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.metrics import GatewayMetrics, ModelMetrics
+from swiftkv.server.outlook import Outlook
 from swiftkv.server.sleep import Sleeper
+from swiftkv.server.storage_changes import StorageChanges
+from swiftkv.shares import ShareTable
 from swiftkv.supervisor import EngineSupervisor
+from swiftkv.tier_config import why_not_below
+
+_KEEP_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,8 @@ class Member:
     coordinator: CoordinatorClient | None  # None: it has no part in lending
     supervisor: EngineSupervisor
     sleeper: Sleeper
+    storage: StorageChanges
+    shape: str  # names what decides how long the engine's steps take
 
 
 class Fleet:
@@ -48,21 +64,29 @@ class Fleet:
         ipc: Path,
         metrics: GatewayMetrics,
         say: Callable[[str], None],
+        state: Path | None = None,
     ) -> None:
-        """`ipc` is the directory of the node's sockets; `say` tells something to whoever started the node."""
+        """`ipc` is the directory of the node's sockets; `say` tells something to whoever started the node.
+
+        `state` keeps what engines learn about the time of their steps.
+        """
         self.config = config
         self.transports = lending_transports(config, plans)
         self.members: dict[str, Member] = {}
         self._ipc = ipc
         self._metrics = metrics
         self._say = say
+        self._learnt = LearntStepTimes(state)
         self._environment = engine_environment(config)
+        self._shares = ShareTable.create()
+        self._accounts: dict[str, int] = {}  # in that table, by model
+        self._host_tiers = HostTiers()
         self._numbers = {plan.name: number for number, plan in enumerate(plans)}
         kinds = sorted({choice.kind for choice in self.transports.values()})
         self.lending = NodeLending([], config.node.lending.enabled, ", ".join(kinds) or config.node.lending.transport)
         engines = compile_engines(config, plans, self.transports, ipc, self._numbers)
         for model, plan, engine in zip(config.models, plans, engines, strict=True):
-            self._make(model, plan, engine)
+            self._make(model, plan, self._host_tiers.equip(plan, engine, plans))
         self._link()
 
     @property
@@ -75,7 +99,14 @@ class Fleet:
         Raises `ConfigError` that has one line per mistake.
         """
         config = self.config.with_model(section)
-        return config, plan_one_more(config, self.plans)
+        plan = plan_one_more(config, self.plans)
+        check_host_memory([*self.plans, plan])
+        return config, plan
+
+    def check_files(self, name: str) -> None:
+        """Raise `ConfigError` unless a model could be started again with the files that are there now."""
+        member = self.members[name]
+        check_replacement(member.config, self.config, member.plan)
 
     def add(self, config: Config, plan: ModelPlan) -> Member:
         """Make the last model of `config`, which `plan` returned with its plan."""
@@ -83,6 +114,7 @@ class Fleet:
         self._numbers.setdefault(plan.name, len(self._numbers))
         self.transports = lending_transports(config, plans) | self.transports  # those that are in use stay
         *others, engine = compile_engines(config, plans, self.transports, self._ipc, self._numbers)
+        engine = self._host_tiers.equip(plan, engine, plans)
         self.config = config
         for known, other in zip(self.members.values(), others, strict=True):
             if known.coordinator is not None and other.lending is not None:
@@ -96,32 +128,58 @@ class Fleet:
         member = self.members.pop(name)
         self.config = self.config.without_model(name)
         self.lending.remove(name)
+        if name in self._accounts:
+            self._shares.give_back(self._accounts.pop(name))
         self._link()
         if member.coordinator is not None:
             member.coordinator.close()
         member.client.close()
+        self._host_tiers.release(name)
         for left in self._ipc.glob(f"{self._numbers[name]}.*"):
             left.unlink(missing_ok=True)
+
+    async def keep_learning(self) -> NoReturn:
+        """Keep what engines learn, once a minute."""
+        while True:
+            await asyncio.sleep(_KEEP_EVERY_S)
+            await self.keep_learnt()
+
+    async def keep_learnt(self) -> None:
+        """Keep what the engines have learnt about the time of their steps, for those that are started after them."""
+        for member in self.members.values():
+            if member.client.stats is not None:
+                self._learnt.note(member.shape, member.client.stats.step_time_s)
+        await self._learnt.save()
 
     def close(self) -> None:
         """Give every socket back; the supervisors have stopped."""
         for name in list(self.members):
             self.remove(name)
+        self._shares.close()
 
     def _make(self, model: ModelConfig, plan: ModelPlan, engine: EngineConfig) -> Member:
+        metrics = self._metrics.for_model(plan.name)
+        engine = msgspec.structs.replace(engine, share=self._share_of(model))
         client = EngineClient(
             plan.name,
             engine.requests_address,
             engine.outputs_address,
-            self._metrics.for_model(plan.name),
+            metrics,
             max_in_flight=model.max_num_queued_reqs,
-            max_queued_tokens=model.max_num_queued_tokens,
+            outlook=_outlook(model, metrics),
             weight_bytes=plan.weight_bytes,
         )
         lending = engine.lending
         coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
+        shape = fingerprint(engine)
         supervisor = EngineSupervisor(
-            engine, client, coordinator, node=self.config.node, say=self._say, environment=self._environment
+            engine,
+            client,
+            coordinator,
+            node=self.config.node,
+            say=self._say,
+            environment=self._environment,
+            step_time_s=lambda: self._learnt.of(shape),
         )
         self.lending.add(
             LendingMember(
@@ -138,9 +196,31 @@ class Fleet:
         )
         sleeper = Sleeper(client, self.lending, supervisor.put_to_rest, can_stay=model.tensor_parallel_size == 1)
         lenders = () if lending is None else tuple(peer.name for peer in lending.lenders)
-        member = Member(model, plan, lenders, client, coordinator, supervisor, sleeper)
+        why_not = why_not_below("storage", model.device, model.tensor_parallel_size, model.enable_prefix_caching)
+        storage = StorageChanges(
+            plan.name,
+            client.storage,
+            spec=supervisor.storage,
+            remember=supervisor.set_storage,
+            directory=self.config.directory,
+            why_not=next(why_not, None),
+        )
+        member = Member(model, plan, lenders, client, coordinator, supervisor, sleeper, storage, shape)
         self.members[plan.name] = member
         return member
+
+    def _share_of(self, model: ModelConfig) -> ShareSpec | None:
+        """Return a new account for a model that shares the cores with others, `None` for any other.
+
+        Where there are more models than accounts, the last ones take no turns.
+        """
+        if model.compute is None or model.device != "cpu":
+            return None
+        account = self._shares.take_account()
+        if account is None:
+            return None
+        self._accounts[model.name] = account
+        return ShareSpec(self._shares.fd, account, model.compute.weight, model.compute.max_share)
 
     def _link(self) -> None:
         """Tell each supervisor which others its engine may have to wait for."""
@@ -149,12 +229,30 @@ class Fleet:
             member.supervisor.lenders = [lender.supervisor for lender in there]
 
 
+def _outlook(model: ModelConfig, metrics: ModelMetrics) -> Outlook:
+    limits = ForecastLimits(
+        policy=model.scheduling_policy,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        block_size=model.kv_cache.block_size,
+        step_limit_s=model.step_limit_s,
+        due_s=model.due_s,
+    )
+    return Outlook(
+        model.name,
+        metrics,
+        limits,
+        max_queued_tokens=model.max_num_queued_tokens,
+        caches_prefixes=model.enable_prefix_caching,
+    )
+
+
 def engine_environment(config: Config) -> dict[str, str]:
     """Return this process's environment without the keys, for which engines have no use, and with CUDA's settings.
 
     GPUs are numbered as NVML numbers them, and torch's allocator may move what it holds, so that nothing is left over
     between allocations of different sizes; pools are not allocated by torch.
     """
-    keys = {config.node.api_key_env, config.node.admin_key_env}
+    keys = {*config.node.key_variables, config.node.admin_key_env}
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return settings | {name: value for name, value in os.environ.items() if name not in keys}

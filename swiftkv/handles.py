@@ -18,9 +18,12 @@ def load_handles(
     config: Config, members: Sequence[Member], grammars: GrammarChecker, templates: TemplateRenderer
 ) -> list[ModelHandle]:
     """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
+    from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
     from swiftkv.server.models import ClientPolicy, ModelHandle
+    from swiftkv.server.pooling.template import ScoreTemplate
     from swiftkv.server.reasoning_parsers import choose_reasoning
     from swiftkv.server.sampling_defaults import sampling_defaults
+    from swiftkv.server.targets import Targets
     from swiftkv.server.tokenizer import Tokenizer
     from swiftkv.server.tool_parsers import choose_parser
 
@@ -28,9 +31,8 @@ def load_handles(
     handles = []
     for member in members:
         model, plan = member.config, member.plan
-        tokenizer = Tokenizer.from_pretrained(
-            plan.checkpoint.directory, split_special_tokens=model.split_special_tokens
-        )
+        directory = plan.checkpoint.directory
+        tokenizer = Tokenizer.from_pretrained(directory, split_special_tokens=model.split_special_tokens)
         handles.append(
             ModelHandle(
                 name=plan.name,
@@ -41,13 +43,19 @@ def load_handles(
                 tokenizer=tokenizer,
                 client=member.client,
                 sleeper=member.sleeper,
+                storage=member.storage,
                 policy=policy,
                 grammars=grammars,
                 auto_wake=model.auto_wake,
+                targets=Targets(model.target_ttft, model.target_tpot),
                 tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
                 reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
                 templates=templates if model.trust_request_chat_template else None,
-                defaults=sampling_defaults(model.generation_config, plan.checkpoint.directory, config.directory),
+                defaults=sampling_defaults(model.generation_config, directory, config.directory),
+                embedding=(
+                    read_embedding_recipe(directory, model.matryoshka_dimensions) if model.task == "embed" else None
+                ),
+                scoring=(ScoreTemplate(tokenizer, read_score_recipe(directory)) if model.task == "score" else None),
             )
         )
     return handles

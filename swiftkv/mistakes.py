@@ -52,7 +52,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 def _description_at(location: Sequence[int | str], root: type[BaseModel]) -> str:
     if isinstance(location[-1], int):
-        return "a mapping with the keys of a model"
+        return "a mapping with the keys of a " + str(location[-2]).removesuffix("s")
     field = _section_at(location[:-1], root).model_fields[location[-1]]
     section = _section_of(field.annotation)
     description = field.description or "right"

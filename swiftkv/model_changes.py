@@ -24,7 +24,7 @@ from swiftkv.tasks import Tasks
 
 if TYPE_CHECKING:
     from swiftkv.server.batches.service import BatchService
-    from swiftkv.server.models import ModelTable
+    from swiftkv.server.models import ModelHandle, ModelTable
 
 _BUSY_RETRY_S = 1.0
 
@@ -105,6 +105,32 @@ class RunningModels:
             await self._ports.close_model(name)
             await self._end(self._fleet.members[name])
             self._say(f"{name}: removed")
+
+    async def reload(self, name: str, timeout_s: float, *, now: bool) -> None:
+        """Serve a model from the files that are in its directory now; `timeout_s` and `now` are as those of `remove`.
+
+        They are checked before the engine ends that serves: where that finds a mistake, the node is as it was.
+
+        Raises:
+            ApiError: 400 for files that cannot take the place of the old ones, 404 for no such model, 409 for one that
+                does not serve or has requests in flight for too long, and while models change; 503 if it does not load.
+        """
+        async with self._one_at_a_time():
+            handle, member = self._table.get(name), self._fleet.members[name]
+            try:
+                [renewed] = await asyncio.to_thread(self._renewed, member)
+            except (SwiftkvError, OSError) as error:
+                raise ApiError(400, str(error), code="invalid_model") from None
+            await handle.sleeper.sleep(2, timeout_s, now=now)
+            await handle.sleeper.wake()
+            self._table.add(renewed)
+            self._ports.renew(renewed)
+            self._say(f"{name}: loaded anew")
+
+    def _renewed(self, member: Member) -> list[ModelHandle]:
+        """Return the handle of a model with the files that are there now. Raises `SwiftkvError` if they do not do."""
+        self._fleet.check_files(member.plan.name)
+        return load_handles(self._fleet.config, [member], self._grammars, self._templates)
 
     def _check(self, section: object) -> tuple[Config, ModelPlan]:
         """Return the configuration with one more model, and its plan. Raises `ConfigError`."""

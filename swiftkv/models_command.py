@@ -1,19 +1,25 @@
-"""`swiftkv models`: add models to a running node, remove them, put them to sleep and wake them."""
+"""`swiftkv models`: add models to a running node, remove them, load them anew, put them to sleep and wake them."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Url, ask_admin
+from swiftkv.admin_client import (
+    DEFAULT_ADMIN_KEY_ENV,
+    DEFAULT_URL,
+    AdminKeyEnv,
+    Model,
+    Url,
+    ask_admin,
+    mistakes_of_a_file,
+)
 
 models_app = typer.Typer(help="Steer the models of a node while it runs.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 Timeout = Annotated[str, typer.Option(help="How long to wait for requests in flight: 500ms, 60s, 2m.")]
 Now = Annotated[bool, typer.Option("--now", help="Abort requests in flight.")]
 
@@ -44,14 +50,14 @@ def models_sleep(
     """Put MODEL to sleep when its requests in flight have ended: its memory is for others until it is woken."""
     path = f"{_path(model)}/sleep?level={level}&{_patience(timeout, now)}"
     change = ask_admin("POST", url, path, admin_key_env, timeout_s=None)
-    print(f"{model} is {change['state']} after {change['took_s']:.1f} s")
+    _tell(model, change)
 
 
 @models_app.command("wake", epilog="Example: `swiftkv models wake code`")
 def models_wake(model: Model, url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV) -> None:
     """Wake MODEL, and return when it serves."""
     change = ask_admin("POST", url, f"{_path(model)}/wake", admin_key_env, timeout_s=None)
-    print(f"{model} is {change['state']} after {change['took_s']:.1f} s")
+    _tell(model, change)
 
 
 @models_app.command(
@@ -70,15 +76,11 @@ def models_add(
 ) -> None:
     """Start the model of FILE in a running node, and return when it serves. If that fails, the node is as it was."""
     from swiftkv.config import read_model
-    from swiftkv.errors import ConfigError
 
-    try:
+    with mistakes_of_a_file():
         section = read_model(file)
-    except ConfigError as error:
-        print(f"swiftkv: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
     change = ask_admin("POST", url, "models", admin_key_env, section, timeout_s=None)
-    print(f"{change['model']} is {change['state']} after {change['took_s']:.1f} s")
+    _tell(change["model"], change)
 
 
 @models_app.command("remove", epilog="Example: `swiftkv models remove code --timeout 5m`")
@@ -92,6 +94,24 @@ def models_remove(
     """End MODEL when its requests in flight have ended and what it lends is home; the node forgets it."""
     change = ask_admin("DELETE", url, f"{_path(model)}?{_patience(timeout, now)}", admin_key_env, timeout_s=None)
     print(f"{model} is removed after {change['took_s']:.1f} s")
+
+
+@models_app.command("reload", epilog="Example: `swiftkv models reload code --timeout 5m`")
+def models_reload(
+    model: Model,
+    timeout: Timeout = "30s",
+    now: Now = False,
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+) -> None:
+    """Serve MODEL from the files that are in its directory now, and return when it serves."""
+    path = f"{_path(model)}/reload?{_patience(timeout, now)}"
+    change = ask_admin("POST", url, path, admin_key_env, timeout_s=None)
+    _tell(model, change)
+
+
+def _tell(model: str, change: dict[str, Any]) -> None:
+    print(f"{model} is {change['state']} after {change['took_s']:.1f} s")
 
 
 def _patience(timeout: str, now: bool) -> str:

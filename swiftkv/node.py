@@ -23,26 +23,36 @@ from swiftkv.config import Config
 from swiftkv.devices import check_devices
 from swiftkv.fleet import Fleet, Member
 from swiftkv.handles import load_handles
+from swiftkv.host_tiers import check_host_memory
 from swiftkv.latency import prefer_latency
 from swiftkv.model_changes import RunningModels
 from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.planning.models import ModelPlan
+from swiftkv.policies import Task
 from swiftkv.ports import Ports
 from swiftkv.processes import allow_open_files, share_one_heap
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.otlp import OtlpSink, open_sink
 from swiftkv.server.request_log import RequestLog, open_request_log
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.sockets import ipc_directory, listen
 from swiftkv.state import state_directory
 from swiftkv.tasks import Tasks
+from swiftkv.tenant_config import TenantConfig
 from swiftkv.units import format_size
 
 if TYPE_CHECKING:
     from swiftkv.server.batches.service import BatchService
     from swiftkv.server.models import ModelHandle, ModelTable
 
+_EXAMPLES: dict[Task, tuple[str, str]] = {
+    "generate": ("chat/completions", '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64'),
+    "embed": ("embeddings", '"input": "Hello"'),
+    "score": ("rerank", '"query": "Hello", "documents": ["Good morning"]'),
+}
+"""For a model of each task, a route and a body without the model, to paste."""
 _RESERVED_FILES = 256  # for all that is not a client's connection
 
 
@@ -56,18 +66,35 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     open_standard_descriptors()
     config.node.check_access()
     check_devices(config)
+    check_host_memory(plans)
     open_files = allow_open_files()
     limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
     _run_without_triton()
 
     async def serve(
-        keys: NodeKeys, sockets: Sequence[socket.socket], ipc: Path, log: RequestLog | None, state: Path | None
+        keys: NodeKeys,
+        sockets: Sequence[socket.socket],
+        ipc: Path,
+        log: RequestLog | None,
+        traces: OtlpSink | None,
+        state: Path | None,
     ) -> None:
-        node = Node(config, plans, keys=keys, limits=limits, sockets=sockets, ipc=ipc, request_log=log, state=state)
+        node = Node(
+            config,
+            plans,
+            keys=keys,
+            limits=limits,
+            sockets=sockets,
+            ipc=ipc,
+            request_log=log,
+            trace_sink=traces,
+            state=state,
+        )
         await node.run()
 
     with (
         open_request_log(config.node.request_log) as request_log,
+        open_sink(None if config.node.otlp is None else config.node.otlp.endpoint) as traces,
         listen(config) as sockets,
         ipc_directory() as ipc,
         _admin_key(config, sockets[0]) as (admin_key, key_file),
@@ -78,9 +105,11 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         if key_file is not None:
             say(f"the key of /admin is in {key_file}")
-        if why_no_state is not None:
-            say(f"there are no files and batches: {why_no_state}")
-        runner.run(serve(NodeKeys(config.node.api_key(), admin_key), sockets, ipc, request_log, state))
+        why_none = "this version does not divide them between tenants" if config.node.tenants else why_no_state
+        if why_none is not None:
+            say(f"there are no files and batches: {why_none}")
+        keys = NodeKeys(config.node.api_key(), admin_key, config.node.tenant_keys())
+        runner.run(serve(keys, sockets, ipc, request_log, traces, state))
 
 
 @contextmanager
@@ -95,10 +124,11 @@ def _admin_key(config: Config, listening: socket.socket) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True, slots=True)
 class NodeKeys:
-    """The keys of the models' routes (`None` lets everybody in) and of `/admin`."""
+    """The keys of the models' routes and of `/admin`. Without `api` and `tenants`, by their keys, everybody gets in."""
 
     api: str | None = field(repr=False)
     admin: str = field(repr=False)
+    tenants: dict[str, TenantConfig] = field(repr=False)
 
 
 class Node:
@@ -114,6 +144,7 @@ class Node:
         sockets: Sequence[socket.socket],
         ipc: Path,
         request_log: RequestLog | None,
+        trace_sink: OtlpSink | None,
         state: Path | None,
     ) -> None:
         """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop.
@@ -125,13 +156,17 @@ class Node:
         self._limits = limits
         self._sockets = sockets
         self._request_log = request_log
+        self._trace_sink = trace_sink
         self._state = state
         self._batches: BatchService | None = None
         self._grammars = GrammarChecker()
         self._templates = TemplateRenderer()
         self._metrics = GatewayMetrics()
         self._metrics.watch(limits)
-        self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=say)
+        if trace_sink is not None:
+            self._metrics.registry.register(trace_sink)
+        kept = state if config.node.state_dir is not None else None  # a directory that nobody named goes when empty
+        self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=say, state=kept)
         self._tasks = Tasks()
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: what keeps its engine running
         self._ports: Ports | None = None
@@ -151,6 +186,7 @@ class Node:
             if self._batches is not None:
                 await self._batches.stop()
             await self._drain()
+            await self._fleet.keep_learnt()
         finally:
             if self._ports is not None:
                 await self._ports.close()
@@ -210,6 +246,7 @@ class Node:
         finally:
             for engine in engines:
                 engine.cancel()
+        self._tasks.start(self._fleet.keep_learning(), "what engines have learnt")
         prefer_latency()
         gc.collect()
         gc.freeze()  # what was imported stays; a collection that walks it all would hold up every stream
@@ -229,18 +266,21 @@ class Node:
         """Open the ports."""
         from swiftkv.server.app import ServerSettings
         from swiftkv.server.models import ModelTable
+        from swiftkv.server.tenants import senders_by_key
 
         table = ModelTable({handle.name: handle for handle in handles})
-        if self._state is not None:
+        if self._state is not None and not self._config.node.tenants:
             self._batches = await self._open_batches(table, self._state)
         node = self._config.node
         settings = ServerSettings(
             api_key=self._keys.api,
+            tenants=senders_by_key(self._keys.tenants),
             max_body_bytes=node.max_body,
             admin_key=self._keys.admin,
             allowed_hosts=node.checked_hosts,
             limits=self._limits,
             request_log=self._request_log,
+            trace_sink=self._trace_sink,
             storage=None if self._batches is None else self._batches.storage,
         )
         ports = self._ports = Ports(settings, self._metrics, self._fleet.lending, self._tasks)
@@ -289,15 +329,15 @@ class Node:
         ports = [listening.getsockname()[1] for listening in self._sockets]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.node.host, self._config.node.host)
         node_url = f"http://{host}:{ports.pop(0)}"
-        key = f' -H "Authorization: Bearer ${self._config.node.api_key_env}"' if self._keys.api else ""
+        variables = self._config.node.key_variables
+        key = f' -H "Authorization: Bearer ${variables[0]}"' if variables else ""
         lines = []
         for model in self._config.models:
             url = f"http://{host}:{ports.pop(0)}/v1" if model.endpoint else f"{node_url}/models/{model.name}/v1"
-            body = (
-                f'{{"messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 64, "model": "{model.name}"}}'
-            )
+            path, fields = _EXAMPLES[model.task]
+            body = f'{{{fields}, "model": "{model.name}"}}'
             lines += [f"{model.name}: {url}"]
-            lines += [f"  curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"]
+            lines += [f"  curl {url}/{path}{key} -H 'Content-Type: application/json' -d '{body}'"]
         lines += [f"all models: {node_url}/v1 (Ctrl-C stops)", f"to watch them: swiftkv page --url {node_url}"]
         say("\n".join(lines))
 

@@ -1,9 +1,11 @@
-"""The names of policies, as the YAML file and the core write them."""
+"""The names of policies and tasks, as the YAML file and the core write them."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+Task = Literal["generate", "embed", "score"]
+ServiceTier = Literal["priority", "default", "flex", "batch"]
 SchedulingPolicy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 WritePolicy = Literal["write_through", "write_through_selective"]
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]

@@ -36,6 +36,7 @@ class Ports:
         self._metrics = metrics
         self._lending = lending
         self._tasks = tasks
+        self._tables: dict[str, ModelTable] = {}  # of models that have a port
         self._serving: dict[str, tuple[_HttpServer, asyncio.Task[None]]] = {}  # by model, the node's under ""
 
     def serve_node(self, listening: socket.socket, table: ModelTable, changes: ModelChanges) -> None:
@@ -45,12 +46,21 @@ class Ports:
 
     def serve_model(self, listening: socket.socket, model: ModelHandle) -> None:
         from swiftkv.server.app import create_model_app
+        from swiftkv.server.models import ModelTable
 
-        self._serve(model.name, listening, create_model_app(model, self._settings, self._metrics, self._lending))
+        table = self._tables[model.name] = ModelTable({model.name: model})
+        app = create_model_app(table, model.name, self._settings, self._metrics, self._lending)
+        self._serve(model.name, listening, app)
+
+    def renew(self, model: ModelHandle) -> None:
+        """Let a model's own port, if it has one, serve what the model is now."""
+        if model.name in self._tables:
+            self._tables[model.name].add(model)
 
     async def close_model(self, name: str) -> None:
         """Close the port of a model, if it has one."""
         if name in self._serving:
+            del self._tables[name]
             await self._close([name])
 
     async def close(self) -> None:

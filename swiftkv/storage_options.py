@@ -83,6 +83,29 @@ class RedisOptions(_Options):
         return password
 
 
+class MooncakeOptions(_Options):
+    """A Mooncake Store, by the names that Mooncake has for its settings."""
+
+    backend: ClassVar[str] = "mooncake"
+
+    master_server_address: str = Field(
+        pattern=r"^([\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$|^(etcd|redis|k8s)://",
+        description="HOST:PORT of a mooncake_master, or etcd://, redis:// or k8s:// where several elect one",
+    )
+    metadata_server: str = Field(
+        "P2PHANDSHAKE", min_length=1, description="P2PHANDSHAKE, or the address of a metadata server"
+    )
+    local_hostname: str = Field(
+        "127.0.0.1", min_length=1, description="the name or address of this machine, as the others reach it"
+    )
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="tcp or rdma")
+    device_name: str = Field("", description="the RDMA devices, with commas between them; empty: all")
+    global_segment_size: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = Field(0, description=SIZE)
+    prefix: str = Field("swiftkv:", max_length=64, description="a text of at most 64 characters")
+    timeout: _Time = Field(1.0, description=DURATION)
+    max_calls: _MaxCalls = Field(4, description="an integer from 1 to 64")
+
+
 class DynamicOptions(_Options):
     """A class of the user's that keeps bytes: `swiftkv.storage.backend.Medium`."""
 
@@ -119,12 +142,14 @@ class FaultOptions(_Options):
     truncate: _Share = Field(0.0, description=_SHARE)
     hang: _Share = Field(0.0, description=_SHARE)
     hang_time: _Time = Field(60.0, description=DURATION)
+    bandwidth: Size | None = Field(None, description=f"the bytes that it moves in a second: {SIZE}")
 
 
-StorageOptions = FileOptions | RedisOptions | DynamicOptions | SglangOptions | FaultOptions
+StorageOptions = FileOptions | RedisOptions | MooncakeOptions | DynamicOptions | SglangOptions | FaultOptions
 
 _BACKENDS: Mapping[str, type[StorageOptions]] = {
-    options.backend: options for options in (FileOptions, RedisOptions, DynamicOptions, SglangOptions, FaultOptions)
+    options.backend: options
+    for options in (FileOptions, RedisOptions, MooncakeOptions, DynamicOptions, SglangOptions, FaultOptions)
 }
 
 
@@ -142,7 +167,7 @@ def parse_storage(raw: object, key: str, directory: Path) -> StorageOptions:
         raise ConfigError(f"{key}: {show(raw)} is not a mapping with the key backend ({', '.join(_BACKENDS)})")
     given = dict(raw)
     if "config" in given:
-        given = _read_options(given.pop("config"), f"{key}.config", directory) | given
+        given = read_options(given.pop("config"), f"{key}.config", directory) | given
     name = given.pop("backend", "file")
     if not isinstance(name, str) or name not in _BACKENDS:
         raise ConfigError(f"{key}.backend: {show(name)} is not one of {', '.join(_BACKENDS)}")
@@ -163,7 +188,7 @@ def inner_options(options: FaultOptions, key: str = "storage") -> StorageOptions
     return parse_storage(options.inner, f"{key}.inner", options._directory)
 
 
-def _read_options(path: object, key: str, directory: Path) -> dict[str, Any]:
+def read_options(path: object, key: str, directory: Path) -> dict[str, Any]:
     """Return what a JSON, TOML or YAML file holds. Raises `ConfigError`."""
     wanted = "the path of a .json, .toml, .yaml or .yml file"
     if not isinstance(path, str):

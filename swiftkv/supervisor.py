@@ -26,6 +26,7 @@ from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.lending import CoordinatorClient
+from swiftkv.tier.messages import TierSpec
 from swiftkv.watch import EngineWatch
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,12 @@ class EngineSupervisor:
         node: NodeConfig,
         say: Callable[[str], None],
         environment: Mapping[str, str],
+        step_time_s: Callable[[], list[float]] = list,
     ) -> None:
-        """`environment` is all that the engine inherits of this process's."""
+        """`environment` is all that the engine inherits of this process's.
+
+        `step_time_s` returns what engines of this model have learnt about the time of their steps.
+        """
         self.lenders: list[EngineSupervisor] = []
         """Those of the engines that this one borrows from."""
         self._config = config
@@ -68,6 +73,7 @@ class EngineSupervisor:
         self._coordinator = coordinator
         self._node = node
         self._say = say
+        self._step_time_s = step_time_s
         self._restarts_s: deque[float] = deque()  # when, on the monotonic clock, within the window
         self._process: Process | None = None
         self._watch: EngineWatch | None = None
@@ -166,6 +172,14 @@ class EngineSupervisor:
         lending = msgspec.structs.replace(self._config.lending, budget_bytes=budget_bytes)
         self._config = msgspec.structs.replace(self._config, lending=lending)
 
+    def storage(self) -> TierSpec | None:
+        """Return the storage that the engine is started with."""
+        return self._config.storage
+
+    def set_storage(self, storage: TierSpec | None) -> None:
+        """Start an engine that has this storage from now on."""
+        self._config = msgspec.structs.replace(self._config, storage=storage)
+
     async def stop(self) -> None:
         """End the process, and return once it is gone; without one, do nothing.
 
@@ -189,7 +203,9 @@ class EngineSupervisor:
 
     async def _spawn(self) -> asyncio.Task[_End]:
         """Start a process. The task returns how it ended, when nothing of it is left. Raises `EngineError`."""
-        config = msgspec.structs.replace(self._config, incarnation=secrets.randbits(63))
+        config = msgspec.structs.replace(
+            self._config, incarnation=secrets.randbits(63), step_time_s=self._step_time_s()
+        )
         page = ProgressPage.create()
         config = msgspec.structs.replace(config, progress_fd=page.fd)
         self._client.expect(config.incarnation)
@@ -201,7 +217,7 @@ class EngineSupervisor:
                 stdin=PIPE,
                 stdout=sys.stderr,
                 start_new_session=True,
-                pass_fds=(page.fd,),
+                pass_fds=(page.fd, *config.inherited_fds),
                 env=self._environment,
             )
         except OSError as error:  # no memory or no process to be had

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from swiftkv.config_fields import DURATION, SIZE, Duration, Section, Size
 from swiftkv.policies import PrefetchPolicy, WritePolicy
@@ -31,7 +31,29 @@ class StorageConfig(Section):
         return dict(self.model_extra or {})
 
 
-def _read_storage(value: object) -> object:
+class HostConfig(Section):
+    """Host memory below the pool, which engines with equal weights share: so many bytes from each rank."""
+
+    size: Size | None = Field(None, description=SIZE)
+    ratio: Annotated[float, Field(gt=0.0, strict=False)] | None = Field(
+        None, description="the size as a multiple of the pool's, such as 2.0"
+    )
+
+    @model_validator(mode="after")
+    def _check_amount(self) -> HostConfig:
+        if (self.size is None) == (self.ratio is None):
+            raise ValueError("either of the two")
+        return self
+
+    def bytes_for(self, pool_bytes: int) -> int:
+        """Return the bytes that a rank with a pool of `pool_bytes` brings."""
+        if self.size is not None:
+            return self.size
+        assert self.ratio is not None
+        return int(self.ratio * pool_bytes)
+
+
+def _read_off(value: object) -> object:
     """PyYAML reads off as a boolean unless it is quoted."""
     return None if value is False or value == "off" else value
 
@@ -39,7 +61,10 @@ def _read_storage(value: object) -> object:
 class TiersConfig(Section):
     """The places below the pool of a model."""
 
-    storage: Annotated[StorageConfig | None, BeforeValidator(_read_storage)] = Field(
+    host: Annotated[HostConfig | None, BeforeValidator(_read_off)] = Field(
+        None, description="off, or a mapping with either size or ratio, such as {ratio: 2.0} or {size: 8GiB}"
+    )
+    storage: Annotated[StorageConfig | None, BeforeValidator(_read_off)] = Field(
         None, description="off, or a mapping such as {backend: file, path: kv, size: 20GiB}"
     )
 
@@ -51,9 +76,9 @@ def check_backends(sections: Mapping[str, TiersConfig | None], file: Path) -> No
             parse_storage(tiers.storage.backend, f"{where}.tiers.storage", file.resolve().parent)
 
 
-def why_no_storage(device: str, tensor_parallel_size: int, enable_prefix_caching: bool) -> Iterator[str]:
-    """Yield the reasons why a model cannot have a storage tier, and what would be right."""
-    otherwise = "or tiers: {storage: off} for this model"
+def why_not_below(tier: str, device: str, tensor_parallel_size: int, enable_prefix_caching: bool) -> Iterator[str]:
+    """Yield the reasons why a model cannot have a `tier` (host, storage) below its pool, and what would be right."""
+    otherwise = f"or tiers: {{{tier}: off}} for this model"
     if device != "cpu":
         yield f"KV on a GPU ({device}) is not stored in this version; write device: cpu, {otherwise}"
     if tensor_parallel_size > 1:

@@ -20,7 +20,7 @@ def overview_table(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("", "state"):
         table.add_column(heading)
-    for heading in ("run", "wait", "tok/s", "prompt/s", "first", "between", "cached", "borrowed"):
+    for heading in ("run", "wait", "cores", "tok/s", "prompt/s", "first", "between", "cached", "borrowed"):
         table.add_column(heading, justify="right")
     pools = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     seconds = now["time_s"] - before["time_s"] if before else 0.0
@@ -39,11 +39,12 @@ def _cells(model: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: flo
     words = [model["model"], model["engine"]["state"]]
     borrowed = format_size(borrowed_bytes) if borrowed_bytes else "-"
     if figures is None:
-        return [*words, *["-"] * 7, borrowed]
+        return [*words, *["-"] * 8, borrowed]
     return [
         *words,
         f"{figures['running']:,}",
         f"{figures['waiting']:,}",
+        _cores(model, old, seconds),
         _rate(model, old, "generation_tokens_total", seconds),
         _rate(model, old, "prompt_tokens_total", seconds),
         _mean_wait(model, old, "first_token"),
@@ -51,6 +52,14 @@ def _cells(model: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: flo
         _hit_part(figures),
         borrowed,
     ]
+
+
+def _cores(model: Mapping[str, Any], old: Mapping[str, Any] | None, seconds: float) -> str:
+    """Return the cores that a model's engine has taken on average."""
+    figures = model["figures"]
+    if old is None or old["figures"] is None or figures["core_s_total"] is None or seconds <= 0:
+        return "-"
+    return f"{max(0.0, figures['core_s_total'] - old['figures']['core_s_total']) / seconds:.1f}"
 
 
 def _rate(model: Mapping[str, Any], old: Mapping[str, Any] | None, key: str, seconds: float) -> str:

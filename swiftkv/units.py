@@ -53,6 +53,13 @@ def _parse_percentage(text: str) -> Fraction:
     return part
 
 
+def parse_part(value: object) -> float:
+    """Return 0.75 from `75%`. Raises `ValueError`, also beyond 100 %."""
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return float(_parse_percentage(value))
+
+
 class PoolBytes(msgspec.Struct, frozen=True, tag="bytes"):
     """A pool of a number of bytes, on each rank."""
 

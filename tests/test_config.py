@@ -62,6 +62,19 @@ MISTAKES = [
         "node: {lending: {transport: tcp}}\n" + ONE_MODEL % "",
         "node.lending.transport: 'tcp' is not auto, shm, peer or p2p",
     ),
+    (
+        "node: {otlp: {endpoint: localhost:4318}}\n" + ONE_MODEL % "",
+        "node.otlp.endpoint: 'localhost:4318' is not a URL such as http://localhost:4318/v1/traces",
+    ),
+    (ONE_MODEL % ", task: chat", "models[0].task: 'chat' is not generate, embed or score"),
+    (
+        ONE_MODEL % ", task: embed, matryoshka_dimensions: [0]",
+        "models[0].matryoshka_dimensions: [0] is not any, a list of integers of at least 1, or null",
+    ),
+    (
+        ONE_MODEL % ", matryoshka_dimensions: any",
+        "models[0].matryoshka_dimensions: only a model with task: embed has embeddings",
+    ),
     ("node: {lending: {stream_buffers: 3}}\n" + ONE_MODEL % "", "node.lending.stream_buffers: 3 is not 1 or 2"),
     (
         "node: {lending: {max_programs: 0}}\n" + ONE_MODEL % "",
@@ -265,7 +278,7 @@ def test_blocks_are_larger_on_gpus_unless_the_file_says_otherwise() -> None:
 
 def test_steps_are_bounded_on_the_cpu_unless_the_file_says_otherwise() -> None:
     def target_tpot(**keys: object) -> float | None:
-        return parse_config({"models": [{"name": "a", "path": "x", **keys}]}).models[0].target_tpot
+        return parse_config({"models": [{"name": "a", "path": "x", **keys}]}).models[0].step_limit_s
 
     assert target_tpot() == target_tpot(device="cpu") == 0.25
     assert target_tpot(device="cuda:0") is target_tpot(target_tpot="off") is None

@@ -26,7 +26,7 @@ def one_model(tiers: str, options: str = "") -> str:
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        (one_model("{disk: {}}"), "models[0].tiers.disk: unknown key; known here: storage"),
+        (one_model("{disk: {}}"), "models[0].tiers.disk: unknown key; known here: host, storage"),
         (
             one_model("{storage: {backend: tape}}"),
             "models[0].tiers.storage.backend: 'tape' is not one of",
@@ -59,6 +59,22 @@ def one_model(tiers: str, options: str = "") -> str:
         (
             one_model(file(), ", device: 'cuda:0'"),
             "models[0].tiers.storage: KV on a GPU (cuda:0) is not stored in this version",
+        ),
+        (one_model("{host: {}}"), "models[0].tiers.host: {} is not off, or a mapping with either size or ratio"),
+        (
+            one_model("{host: {size: 1GiB, ratio: 2.0}}"),
+            "models[0].tiers.host: {'ratio': 2.0, 'size': '1GiB'} is not off, or a mapping with either",
+        ),
+        (one_model("{host: {ratio: 0}}"), "models[0].tiers.host.ratio: 0 is not the size as a multiple of the pool's"),
+        (one_model("{host: 8GiB}"), "models[0].tiers.host: '8GiB' is not off, or a mapping with either"),
+        (
+            one_model("{host: {ratio: 2.0}}", ", device: 'cuda:0'"),
+            "models[0].tiers.host: KV on a GPU (cuda:0) is not stored in this version; write device: cpu, or tiers: "
+            "{host: off} for this model",
+        ),
+        (
+            one_model("{host: {ratio: 2}}", ", tensor_parallel_size: 2"),
+            "models[0].tiers.host: with tensor_parallel_size 2 KV is not stored in this version",
         ),
         (
             "node: {tiers: {storage: {path: kv}}}\nmodels: [{name: chat, path: somewhere}]",
@@ -95,3 +111,15 @@ def test_models_have_the_nodes_storage_unless_they_have_theirs(tmp_path: Path) -
 def test_without_the_section_there_is_no_storage(tmp_path: Path) -> None:
     config = load(tmp_path, "models: [{name: chat, path: somewhere}]")
     assert config.storage_of(config.models[0]) is None
+
+
+def test_host_memory_may_stand_alone_and_for_all_models(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "node: {tiers: {host: {ratio: 2.0}}}\n"
+        "models:\n- {name: a, path: m}\n- {name: b, path: m, tiers: {host: off}}\n"
+        "- {name: c, path: m, tiers: {host: {size: 8GiB}}}",
+    )
+    sizes = [host and host.bytes_for(1000) for host in map(config.host_of, config.models)]
+    assert sizes == [2000, None, 8 << 30]
+    assert [config.storage_of(model) for model in config.models] == [None] * 3

@@ -9,7 +9,9 @@ namespace swiftkv {
 namespace {
 
 // By arrival.
-class Fifo : public AdmissionOrder {};
+class Fifo : public AdmissionOrder {
+    double urgency(const Request& r, double) const override { return -static_cast<double>(r.arrival); }
+};
 
 class ShortestFirst : public AdmissionOrder {
     double rank(const Request& r) const override { return r.num_left(); }

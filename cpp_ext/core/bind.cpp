@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -250,7 +251,7 @@ void bind_scheduler(nb::module_& m) {
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,
                Input<TokenId> stop_token_ids, nb::bytes cache_namespace, bool skip_prefix_match, int64_t priority,
-               double arrival_s, double deadline_s) {
+               double arrival_s, double deadline_s, int flow, double flow_weight) {
                 const NewRequest request{.id = request_id,
                                          .prompt = span_of(prompt),
                                          .max_tokens = max_tokens,
@@ -260,13 +261,15 @@ void bind_scheduler(nb::module_& m) {
                                          .skip_prefix_match = skip_prefix_match,
                                          .priority = priority,
                                          .arrival_s = arrival_s,
-                                         .deadline_s = deadline_s};
+                                         .deadline_s = deadline_s,
+                                         .flow = flow,
+                                         .flow_weight = flow_weight};
                 nb::gil_scoped_release released;
                 self.add_request(request);
             },
             "request_id"_a, "prompt"_a, "max_tokens"_a, "min_tokens"_a, "stop_token_ids"_a, "namespace"_a,
             "skip_prefix_match"_a, "priority"_a = 0, "arrival_s"_a = 0.0,
-            "deadline_s"_a = std::numeric_limits<double>::infinity())
+            "deadline_s"_a = std::numeric_limits<double>::infinity(), "flow"_a = 0, "flow_weight"_a = 1.0)
         .def(
             "abort",
             [](Scheduler& self, Input<RequestId> ids) {
@@ -324,6 +327,7 @@ void bind_scheduler(nb::module_& m) {
             "blocks"_a.noconvert(), "is_loaded"_a)
         .def("stats", &Scheduler::stats, unlocked)
         .def("step_time", &Scheduler::step_time, unlocked)
+        .def("remember_step_time", &Scheduler::remember_step_time, "coefficients"_a, unlocked)
         .def("check_invariants", &Scheduler::check_invariants, unlocked)
         .def("reset_prefix_cache", &Scheduler::reset_prefix_cache, unlocked);
     bind_storage(scheduler);

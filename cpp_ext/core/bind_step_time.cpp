@@ -20,6 +20,7 @@ void bind_step_time(nb::module_& m) {
     nb::class_<StepTime>(m, "StepTime")
         .def(nb::init<>())
         .def(nb::init<const StepTime::Terms&>(), "coefficients"_a)
+        .def_static("remembered", &StepTime::remembered, "coefficients"_a)
         .def("observe", &StepTime::observe, "work"_a, "duration_s"_a)
         .def("predict", &StepTime::predict, "work"_a)
         .def("longest_chunk", &StepTime::longest_chunk, "work"_a, "begin"_a, "limit_s"_a)

@@ -1,7 +1,9 @@
 #include "bind_storage.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -16,7 +18,8 @@ namespace {
 WritePolicy write_policy_named(const std::string& name) {
     if (name == "write_through") return WritePolicy::kWriteThrough;
     if (name == "write_through_selective") return WritePolicy::kWriteThroughSelective;
-    throw std::invalid_argument("write_policy: it is write_through or write_through_selective, not " + name);
+    if (name == "never") return WritePolicy::kNever;
+    throw std::invalid_argument("write_policy: it is write_through, write_through_selective or never, not " + name);
 }
 
 nb::bytes bytes_of(const std::vector<BlockKey>& keys) {
@@ -41,6 +44,13 @@ nb::tuple take_offers(Scheduler& self, int max_blocks) {
 nb::tuple look_up(Scheduler& self, RequestId request_id) {
     Scheduler::Lookup found = without_gil([&] { return self.look_up(request_id); });
     return nb::make_tuple(bytes_of(found.keys), to_array(std::move(found.is_resident)), found.num_usable);
+}
+
+std::optional<double> evicted_age_s(const Scheduler& self, const nb::bytes& key) {
+    BlockKey named;
+    if (key.size() != sizeof named) throw std::invalid_argument("key: it has 32 bytes");
+    std::memcpy(named.data(), key.c_str(), sizeof named);
+    return without_gil([&] { return self.evicted_age_s(named); });
 }
 
 nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks) {
@@ -77,9 +87,11 @@ void bind_storage(nb::class_<Scheduler>& scheduler) {
         .def("end_copying", &Scheduler::end_copying, unlocked)
         .def("num_offers", &Scheduler::num_offers, unlocked)
         .def("num_dropped_offers", &Scheduler::num_dropped_offers, unlocked)
+        .def("evicted_age_s", &evicted_age_s, "key"_a)
         .def("hold", &Scheduler::hold, "request_id"_a, unlocked)
         .def("let_go", &Scheduler::let_go, "request_id"_a, unlocked)
         .def("look_up", &look_up, "request_id"_a)
+        .def("prefill_s", &Scheduler::prefill_s, "begin"_a, "end"_a, unlocked)
         .def(
             "loadable",
             [](Scheduler& self, RequestId request_id, Input<uint8_t> is_stored, int max_blocks) {

@@ -123,6 +123,9 @@ class BlockPool {
     void enter(ExtentId extent);
     // The extents that hold nothing but free and cached blocks.
     int num_open() const { return num_open_; }
+    bool is_open(ExtentId extent) const {
+        return house_extents_[extent].is_held && house_extents_[extent].num_pinned == 0;
+    }
     // The oldest open extent is the one whose last cached block is evicted before the last of any other. Returns that
     // block; kNone if no extent is open.
     BlockId last_of_oldest_open() const;
@@ -156,6 +159,7 @@ class BlockPool {
         return extent * lend_links_[lend_link].link.blocks_per_extent;
     }
     int blocks_per_extent(int lend_link) const { return lend_links_[lend_link].link.blocks_per_extent; }
+    int num_lend_extents(int lend_link) const { return lend_links_[lend_link].link.num_extents; }
 
     // ---- borrowing: extents of others' pools ----
     // These throw std::invalid_argument unless borrow() may have these extents, and recall().

@@ -15,12 +15,12 @@ void BlockPool::count_in_house(BlockId local, BlockState before, BlockState afte
         return state != BlockState::kFree && state != BlockState::kCached && state != BlockState::kAbsent;
     };
     HouseExtent& extent = house_extents_[house_extent(local)];
-    const bool was_open = extent.is_held && extent.num_pinned == 0;
+    const bool was_open = is_open(house_extent(local));
     extent.num_pinned += is_pinned(after) - is_pinned(before);
     extent.num_cached += (after == BlockState::kCached) - (before == BlockState::kCached);
-    const bool is_open = extent.is_held && extent.num_pinned == 0;
-    num_open_ += is_open - was_open;
-    if ((is_open && !was_open) || is_in_oldest_open(local)) last_of_oldest_open_ = kNone;
+    const bool opens = is_open(house_extent(local)) && !was_open;
+    num_open_ += is_open(house_extent(local)) - was_open;
+    if (opens || is_in_oldest_open(local)) last_of_oldest_open_ = kNone;
     const bool is_freed = after == BlockState::kFree && before != BlockState::kAbsent;
     if (is_freed && extent.num_pinned + extent.num_cached == 0) leave(house_extent(local));
 }

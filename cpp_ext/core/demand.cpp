@@ -8,6 +8,14 @@ namespace swiftkv {
 Demand::Demand(const KvCache& cache, const SchedulerLimits& limits)
     : cache_(cache), limits_(limits), waiting_blocks_(cache.num_groups()), peaks_(cache.num_groups()) {}
 
+template <class NumBlocks>
+int Demand::lendable_blocks(int g, NumBlocks&& num_blocks) const {
+    if (!cache_.shares_extents()) return num_blocks(g);
+    int num_extents = 0;
+    for (int h = 0; g == 0 && h < cache_.num_groups(); ++h) num_extents += extents_for(cache_.spec(h), num_blocks(h));
+    return num_extents * cache_.spec(g).blocks_per_extent;
+}
+
 void Demand::add_waiting(const Request& r) {
     for (int g = 0; g < cache_.num_groups(); ++g) waiting_blocks_[g] += blocks_wanted(r, g);
 }
@@ -21,7 +29,10 @@ void Demand::note(int num_running) {
 }
 
 void Demand::note_length(const Request& r) {
-    for (int g = 0; g < cache_.num_groups(); ++g) peaks_[g].longest = std::max(peaks_[g].longest, blocks_wanted(r, g));
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const int wanted = lendable_blocks(g, [&](int h) { return blocks_wanted(r, h); });
+        peaks_[g].longest = std::max(peaks_[g].longest, wanted);
+    }
 }
 
 std::vector<GroupDemand> Demand::take(int num_running) {
@@ -42,11 +53,13 @@ int Demand::blocks_wanted(const Request& r, int g) const {
 }
 
 GroupDemand Demand::of_group(int g, int num_running) const {
-    const BlockPool& pool = cache_.pool(g);
-    const auto local = [&](BlockState state) { return pool.count(Place::kLocal, state); };
-    const int used = local(BlockState::kUsed) + local(BlockState::kInFlight);
-    const int total = used + waiting_blocks_[g] + num_running;
-    const int capacity = pool.num_local() - local(BlockState::kLent) + pool.num_held();
+    const int total = lendable_blocks(g, [&](int h) {
+        const BlockPool& pool = cache_.pool(h);
+        const int used =
+            pool.count(Place::kLocal, BlockState::kUsed) + pool.count(Place::kLocal, BlockState::kInFlight);
+        return used + waiting_blocks_[h] + num_running;
+    });
+    const int capacity = cache_.num_home_blocks(g) + cache_.pool(g).num_held();
     return {.total_peak = std::max(peaks_[g].total_peak, total),
             .longest = peaks_[g].longest,
             .total_now = total,

@@ -11,7 +11,8 @@
 
 namespace swiftkv {
 
-// Counts, per KV group, the blocks that running and waiting requests want of the local pool.
+// Counts, per KV group, the blocks that running and waiting requests want of the local pool. Groups that share extents
+// lend as one: the demand of the first is that of all, in its blocks, and the others have none.
 class Demand {
   public:
     Demand(const KvCache& cache, const SchedulerLimits& limits);
@@ -35,6 +36,9 @@ class Demand {
   private:
     // The blocks that a request holds at the end of the tokens it has, and the one that it then grows into.
     int blocks_wanted(const Request& request, int group) const;
+    // Returns the blocks that a lender counts as a group's if each group wants num_blocks(group).
+    template <class NumBlocks>
+    int lendable_blocks(int group, NumBlocks&& num_blocks) const;
     GroupDemand of_group(int group, int num_running) const;
 
     const KvCache& cache_;

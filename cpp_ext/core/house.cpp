@@ -10,10 +10,15 @@ House::House(int num_extents) : owners_(num_extents, kNone), free_(num_extents) 
 
 ExtentId House::take(int group) {
     const ExtentId extent = free_.lowest();
-    ensure(extent >= 0, "an extent that is taken was nobody's");
+    ensure(extent >= 0, "there is an extent to take");
+    take(group, extent);
+    return extent;
+}
+
+void House::take(int group, ExtentId extent) {
+    ensure(owners_[extent] == kNone, "an extent that is taken was nobody's");
     free_.erase(extent);
     owners_[extent] = group;
-    return extent;
 }
 
 void House::give_back(int group, ExtentId extent) {

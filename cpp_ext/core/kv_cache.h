@@ -2,12 +2,14 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "block_pool.h"
 #include "boundaries.h"
+#include "evictions.h"
 #include "house.h"
 #include "kv_events.h"
 #include "offers.h"
@@ -159,8 +161,20 @@ class KvCache {
     // Frees every cached block, and forgets what is loading.
     void reset();
 
-    // Whether one sequence could have so many blocks of a group now if it were alone.
-    bool could_hold(int group, int num_blocks) const;
+    // Whether one sequence could have so many blocks, num_blocks(group) of each group, now if it were alone.
+    template <class NumBlocks>
+    bool could_hold(NumBlocks&& num_blocks) const {
+        int num_extents = 0;
+        for (int g = 0; g < num_groups(); ++g) {
+            if (house_) num_extents += extents_for(spec(g), num_blocks(g));
+            if (!house_ && num_blocks(g) > most_of_one_sequence(g)) return false;
+        }
+        return !house_ || num_extents <= num_home_extents();
+    }
+    // The group's local blocks that are not lent; of groups that share extents those that it could have.
+    int num_home_blocks(int group) const;
+    // Returns how many of the extents that groups share are not lent.
+    int num_home_extents() const { return num_home_blocks(0) / groups_[0].spec.blocks_per_extent; }
     // These make the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time, as far
     // as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain: they need the
     // same room.
@@ -196,7 +210,7 @@ class KvCache {
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
     // ---- storage ----
-    void set_write_policy(WritePolicy policy) { offers_.set_policy(policy); }
+    void set_write_policy(WritePolicy policy);
     // Up to so many blocks that are to be written to storage.
     std::vector<StoredBlock> take_offers(int max_blocks);
     const Offers& offers() const { return offers_; }
@@ -216,6 +230,9 @@ class KvCache {
     void forget_loading(std::span<const LoadedBlock> blocks);
     // The bytes of blocks that were loading have come, or never will.
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
+
+    // Since when a block is gone that was evicted; none if it was not, or longer ago than is remembered.
+    std::optional<double> evicted_age_s(const BlockKey& key) const { return evictions_.age_s(key); }
 
     // ---- events ----
     KvEventLog& events() { return events_; }
@@ -272,12 +289,20 @@ class KvCache {
     void empty(int group, ExtentId extent);
     std::pair<int, ExtentId> extent_to_compact(std::span<const int> wanted) const;
     void move_out(int group, ExtentId extent, std::span<BlockTable* const> tables);
+    struct Cached {
+        int group;
+        BlockId block;
+    };
+    std::optional<Cached> last_to_go(ExtentId first, int num_extents) const;
+    std::vector<int> lendable_of_house(int lend_link, int max_extents, bool or_cached) const;
+    void claim(int group, BlockId first, int num_blocks);
     int missing(const BlockTable& table, int group, int chunk_end, int prompt_end) const;
     int first_of_match(int group, int length) const;
     int available_staged(int group) const;
     int num_unstaged(int group) const;  // blocks that could be staged beside those in use; below 0: as many cannot
     int overdraft(int group) const;
     int staging_target(int group) const;
+    int most_of_one_sequence(int group) const;
     // All of these return kNone, or false, with nothing changed, if there is no room.
     bool make_local_room(int group);
     BlockId take_local(int group);
@@ -333,6 +358,7 @@ class KvCache {
     Boundaries boundaries_;
     Offers offers_;
     KvEventLog events_;
+    Evictions evictions_;
     int num_steps_ = 0;         // begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix
 };

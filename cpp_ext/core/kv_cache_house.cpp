@@ -1,4 +1,4 @@
-// The part of the cache that hands extents of the pool from one KV group to another.
+// The part of the cache that hands extents of the pool from one KV group to another, and to peers.
 //
 // `wanted` is, per group, the blocks that it is about to take and those that must stay available beside them; 0 for a
 // group that takes none.
@@ -133,6 +133,58 @@ void KvCache::empty(int g, ExtentId extent) {
     for (BlockId b = first; b < first + pool.house_extent_blocks(); ++b)
         if (pool.state(b) == BlockState::kCached) evict(g, b);
     ensure(house_->owner(extent) == kNone, "an extent that is emptied is nobody's");
+}
+
+// ---- lending ----
+
+// Returns the block that is evicted last of all that is cached in extents which follow each other; kNone if nothing is
+// cached there, nullopt if something there is neither cached nor free.
+std::optional<KvCache::Cached> KvCache::last_to_go(ExtentId first, int num_extents) const {
+    Cached last{kNone, kNone};
+    for (ExtentId extent = first; extent < first + num_extents; ++extent) {
+        const int g = house_->owner(extent);
+        if (g == kNone) continue;
+        const BlockPool& pool = groups_[g].pool;
+        if (!pool.is_open(extent)) return std::nullopt;
+        const BlockId begin = extent * pool.house_extent_blocks();
+        for (BlockId b = begin; b < begin + pool.house_extent_blocks(); ++b) {
+            if (pool.state(b) != BlockState::kCached) continue;
+            if (last.group == kNone || goes_before(last.group, last.block, g, b)) last = {g, b};
+        }
+    }
+    return last;
+}
+
+// Returns up to `max_extents` of a link that could be lent: such as are nobody's, highest first, then if `or_cached`
+// such as hold nothing but free and cached blocks of whichever group, in the order in which these are evicted.
+std::vector<int> KvCache::lendable_of_house(int lend_link, int max_extents, bool or_cached) const {
+    const auto [g, link] = lend_links_[lend_link];
+    const BlockPool& pool = groups_[g].pool;
+    const int size = pool.blocks_per_extent(link) / pool.house_extent_blocks();
+    std::vector<int> found;
+    std::vector<std::pair<Cached, int>> others;
+    for (int extent = pool.num_lend_extents(link); extent-- > 0 && static_cast<int>(found.size()) < max_extents;) {
+        const std::optional<Cached> last = last_to_go(extent * size, size);
+        if (last && last->group == kNone) found.push_back(extent);
+        if (last && last->group != kNone) others.emplace_back(*last, extent);
+    }
+    if (!or_cached) return found;
+    std::sort(others.begin(), others.end(), [&](const auto& a, const auto& b) {
+        return goes_before(a.first.group, a.first.block, b.first.group, b.first.block);
+    });
+    for (const auto& [last, extent] : others)
+        if (static_cast<int>(found.size()) < max_extents) found.push_back(extent);
+    return found;
+}
+
+// The extents of these blocks, which nothing pins, are the group's afterwards, and empty.
+void KvCache::claim(int g, BlockId first, int num_blocks) {
+    const int size = groups_[g].pool.house_extent_blocks();
+    for (ExtentId extent = first / size; extent < (first + num_blocks) / size; ++extent) {
+        if (const int owner = house_->owner(extent); owner != kNone) empty(owner, extent);
+        house_->take(g, extent);
+        groups_[g].pool.enter(extent);
+    }
 }
 
 // ---- compaction ----

@@ -13,11 +13,18 @@ namespace swiftkv {
 
 // ---- layer-stream cache ----
 
-bool KvCache::could_hold(int g, int num_blocks) const {
+int KvCache::num_home_blocks(int g) const {
+    // Groups that share extents lend in the name of the first, and all of them lack what is lent.
+    const Group& lender = groups_[house_ ? 0 : g];
+    const int num_home = lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);
+    return house_ ? num_home / lender.spec.blocks_per_extent * groups_[g].spec.blocks_per_extent : num_home;
+}
+
+// The most blocks of a group that a sequence could have now if it were alone.
+int KvCache::most_of_one_sequence(int g) const {
     const Group& group = groups_[g];
-    const int regular = group.spec.num_blocks - group.pool.count(Place::kLocal, BlockState::kLent) - staging_target(g);
     const int streamed = std::min(group.pool.num_held(), staging_target(g) * group.spec.num_layers);
-    return num_blocks <= regular + streamed;
+    return num_home_blocks(g) - staging_target(g) + streamed;
 }
 
 int KvCache::staging_target(int g) const {
@@ -89,9 +96,11 @@ std::vector<int> KvCache::lend(int lend_link, int max_extents, bool or_cached) {
     const auto [g, link] = find_link(lend_links_, lend_link, "lend");
     BlockPool& pool = groups_[g].pool;
     if (max_extents < 0) throw std::invalid_argument("max_extents must not be negative");
-    const std::vector<int> extents = pool.lendable(link, max_extents, or_cached);
+    const std::vector<int> extents =
+        house_ ? lendable_of_house(lend_link, max_extents, or_cached) : pool.lendable(link, max_extents, or_cached);
     for (int extent : extents) {
         const BlockId first = pool.first_block(link, extent);
+        if (house_) claim(g, first, pool.blocks_per_extent(link));
         for (BlockId b = first; b < first + pool.blocks_per_extent(link); ++b)
             if (pool.state(b) == BlockState::kCached) evict(g, b);
         pool.lend(link, extent);

@@ -13,6 +13,21 @@ namespace swiftkv {
 
 // ---- down ----
 
+// Storage that comes late is offered what is here: all but the blocks of windows that no boundary keeps.
+void KvCache::set_write_policy(WritePolicy policy) {
+    offers_.set_policy(policy);
+    if (policy != WritePolicy::kWriteThrough) return;
+    index_.for_each([&](NodeId node) {
+        for (int g = 0; g < num_groups(); ++g) {
+            const BlockPool& pool = groups_[g].pool;
+            const BlockId block = index_.block(node, g);
+            if (block == kNone || pool.state(block) == BlockState::kLoading) continue;
+            if (groups_[g].spec.window == 0 || pool.worth(block) == Worth::kKept)
+                offers_.add(node, g, index_.key(node));
+        }
+    });
+}
+
 void KvCache::offer_committed(NodeId node, const BlockKey& key) {
     if (offers_.policy() != WritePolicy::kWriteThrough) return;
     for (int g = 0; g < num_groups(); ++g)
@@ -98,10 +113,7 @@ int KvCache::usable_length(std::span<const uint8_t> is_there) const {
 
 int KvCache::local_room(std::span<const BlockKey> keys) const {
     std::vector<int> room;
-    for (int g = 0; g < num_groups(); ++g) {
-        const BlockPool& pool = groups_[g].pool;
-        room.push_back(pool.num_local() - pool.count(Place::kLocal, BlockState::kLent) - staging_target(g));
-    }
+    for (int g = 0; g < num_groups(); ++g) room.push_back(num_home_blocks(g) - staging_target(g));
     int length = 0;
     index_.find_each(keys, [&](size_t i, NodeId node) {
         for (int g = 0; g < num_groups(); ++g) {

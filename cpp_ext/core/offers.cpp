@@ -4,6 +4,13 @@
 
 namespace swiftkv {
 
+void Offers::set_policy(WritePolicy policy) {
+    policy_ = policy;
+    if (policy != WritePolicy::kNever) return;
+    waiting_.clear();
+    is_marked_.clear();
+}
+
 void Offers::add(NodeId node, int group, const BlockKey& key) {
     if (!mark(node, group)) return;
     if (static_cast<int>(waiting_.size()) == max_waiting_) {

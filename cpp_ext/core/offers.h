@@ -27,7 +27,8 @@ class Offers {
     // `max_waiting`: beyond that the oldest offers are dropped.
     Offers(int num_groups, int max_waiting) : num_groups_(num_groups), max_waiting_(max_waiting) {}
 
-    void set_policy(WritePolicy policy) { policy_ = policy; }
+    // kNever forgets what was offered and stored: storage that comes later is another one.
+    void set_policy(WritePolicy policy);
     WritePolicy policy() const { return policy_; }
     // Offers a block of a node, unless that was done.
     void add(NodeId node, int group, const BlockKey& key);

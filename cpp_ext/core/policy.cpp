@@ -38,11 +38,8 @@ bool Policy::holds_up_others(const Request& r, double now_s) const {
 }
 
 bool Policy::could_hold(const Request& r) const {
-    for (int g = 0; g < cache_.num_groups(); ++g) {
-        const int whole = ceil_div(r.num_tokens(), limits_.block_size);
-        if (!cache_.could_hold(g, std::min(whole, limits_.blocks_for_one_sequence(cache_.spec(g))))) return false;
-    }
-    return true;
+    const int whole = ceil_div(r.num_tokens(), limits_.block_size);
+    return cache_.could_hold([&](int g) { return std::min(whole, limits_.blocks_for_one_sequence(cache_.spec(g))); });
 }
 
 bool Policy::is_oversized(const Request& r) const {
@@ -89,15 +86,38 @@ int Policy::timely_chunk(const Request& r, const StepWork& work, double limit_s)
 
 std::optional<double> Policy::prefill_tokens_per_s(Running running) const {
     if (!step_time_.is_known()) return {};
+    StepWork work = decodes_of(running);
+    const int chunk = chunk_beside(work, 0);
+    work.add_row(0, chunk);
+    return chunk / step_time_.predict(work);
+}
+
+std::optional<double> Policy::prefill_s(int begin, int end, Running running) const {
+    if (!step_time_.is_known()) return {};
+    const StepWork decodes = decodes_of(running);
+    double sum_s = 0;
+    while (begin < end) {
+        const int chunk = splits_prompts() ? std::min(end - begin, chunk_beside(decodes, begin)) : end - begin;
+        StepWork work = decodes;
+        work.add_row(begin, chunk);
+        sum_s += step_time_.predict(work);
+        begin += chunk;
+    }
+    return sum_s;
+}
+
+StepWork Policy::decodes_of(Running running) {
     StepWork work;
     for (const Request* r : running)
         if (!r->is_prompt_in_part()) work.add_row(r->num_tokens() - 1, 1);
-    const double limit_s = time_limit_s(work);
-    const int most = std::max(1, token_budget() - static_cast<int>(work.num_rows));
-    const int longest = std::isinf(limit_s) ? most : step_time_.longest_chunk(work, 0, limit_s);
-    const int chunk = std::min(most, std::max(limits_.block_size, longest));
-    work.add_row(0, chunk);
-    return chunk / step_time_.predict(work);
+    return work;
+}
+
+int Policy::chunk_beside(const StepWork& decodes, int begin) const {
+    const double limit_s = time_limit_s(decodes);
+    const int most = std::max(1, token_budget() - static_cast<int>(decodes.num_rows));
+    const int longest = std::isinf(limit_s) ? most : step_time_.longest_chunk(decodes, begin, limit_s);
+    return std::min(most, std::max(limits_.block_size, longest));
 }
 
 int Policy::first_chunk(const Request& r, int budget, const StepWork& work, double limit_s) const {

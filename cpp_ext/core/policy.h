@@ -60,6 +60,9 @@ class Policy {
     int next_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
     // How fast prompts are expected to be computed beside those that run; nothing before it can be known.
     std::optional<double> prefill_tokens_per_s(Running running) const;
+    // The seconds that tokens `begin` to `end` of a prompt are expected to take beside those that run; nothing as
+    // above.
+    std::optional<double> prefill_s(int begin, int end, Running running) const;
     // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft
     // follows what is known.
     int draft_length(const Request& request, int most) const;
@@ -83,6 +86,9 @@ class Policy {
   private:
     bool is_long(int num_left) const;
     int timely_chunk(const Request& request, const StepWork& work, double limit_s) const;
+    static StepWork decodes_of(Running running);
+    // The tokens of a prompt, behind its first `begin`, that are expected to fit into a step with `decodes`.
+    int chunk_beside(const StepWork& decodes, int begin) const;
 
     const KvCache& cache_;
     const SchedulerLimits& limits_;

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "fair_share.h"
+
 namespace swiftkv {
 
 bool are_tokens(std::span<const TokenId> ids) {
@@ -21,6 +23,11 @@ void check_request(const NewRequest& n, const SchedulerLimits& limits) {
     if (!are_tokens(n.prompt)) throw std::invalid_argument(name + " has a prompt with a token id below 0");
     if (n.max_tokens < 1) throw std::invalid_argument(name + " has max_tokens < 1");
     if (n.min_tokens < 0) throw std::invalid_argument(name + " has min_tokens < 0");
+    if (n.flow < 0 || n.flow >= FairShare::kMaxFlows)
+        throw std::invalid_argument(name + " has a flow that is not from 0 to " +
+                                    std::to_string(FairShare::kMaxFlows - 1));
+    if (!(n.flow_weight >= FairShare::kMinWeight && n.flow_weight <= FairShare::kMaxWeight))
+        throw std::invalid_argument(name + " has a flow_weight that is not from 0.01 to 100");
 }
 
 std::unique_ptr<Request> make_request(const NewRequest& n, const SchedulerLimits& limits) {
@@ -30,6 +37,7 @@ std::unique_ptr<Request> make_request(const NewRequest& n, const SchedulerLimits
         .priority = limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority,
         .arrival_s = n.arrival_s,
         .deadline_s = n.deadline_s,
+        .flow = n.flow,
         .prompt_len = prompt_len,
         .last_len = prompt_len + std::min(n.max_tokens, limits.max_model_len - prompt_len),
         .min_tokens = n.min_tokens,

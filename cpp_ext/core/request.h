@@ -26,6 +26,8 @@ struct NewRequest {
     int64_t priority;
     double arrival_s = 0;                                         // by the clock of schedule()
     double deadline_s = std::numeric_limits<double>::infinity();  // of its first token, by the same clock
+    int flow = 0;                                                 // whose share it takes, below FairShare::kMaxFlows
+    double flow_weight = 1;
 };
 
 struct Request {
@@ -34,6 +36,7 @@ struct Request {
     uint64_t arrival = 0;  // its number
     double arrival_s;
     double deadline_s;
+    int flow;
     int prompt_len;
     int last_len;  // the number of tokens at which it has reached a limit
     int min_tokens;

@@ -7,8 +7,8 @@
 
 namespace swiftkv {
 
-Roster::Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, int max_num_seqs)
-    : cache_(cache), demand_(demand), waiting_(cache, order) {
+Roster::Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, FairShare& shares, int max_num_seqs)
+    : cache_(cache), demand_(demand), waiting_(cache, order, shares) {
     for (int slot = max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
     std::make_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
 }

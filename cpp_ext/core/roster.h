@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "demand.h"
+#include "fair_share.h"
 #include "kv_cache.h"
 #include "policy.h"
 #include "request.h"
@@ -17,7 +18,7 @@ namespace swiftkv {
 // Keeps every request either waiting, without blocks, or running, in a row slot of its own.
 class Roster {
   public:
-    Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, int max_num_seqs);
+    Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, FairShare& shares, int max_num_seqs);
 
     const WaitingQueue& waiting() const { return waiting_; }
     // Looks up again what the prefix cache has of those that may be next.

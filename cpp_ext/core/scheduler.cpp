@@ -20,7 +20,8 @@ Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std:
              borrow_links),
       demand_(cache_, limits_),
       order_(make_order(limits.policy)),
-      roster_(cache_, demand_, *order_, limits.max_num_seqs),
+      shares_(limits.max_num_batched_tokens),
+      roster_(cache_, demand_, *order_, shares_, limits.max_num_seqs),
       policy_(cache_, limits_, step_time_),
       refusal_(cache_),
       writer_(cache_, limits_) {}
@@ -32,6 +33,7 @@ void Scheduler::add_request(const NewRequest& request) {
     if (roster_.find(request.id))
         throw std::invalid_argument("request " + std::to_string(request.id) + " is already known");
     check_request(request, limits_);
+    shares_.know(request.flow, request.flow_weight);
     roster_.add(make_request(request, limits_));
     note_demand();
 }
@@ -85,7 +87,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     ensure(!is_copying_, "storage has copied what it took before a step is planned");
     must_commit_ = false;
     cache_.begin_step();  // blocks that are let go from here on are in flight until this step is committed
-    StepBuilder step(cache_, roster_, policy_, *order_, refusal_, now_s);
+    StepBuilder step(cache_, roster_, policy_, *order_, shares_, refusal_, now_s);
 
     settle_lending();  // extents that were recalled are emptied, and the layer-stream cache follows what is borrowed
     cache_.forget_idle_moves();  // those of blocks that have been let go since
@@ -200,6 +202,7 @@ void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled,
         reason = sampled[i] < 0 ? FinishReason::kBroken : r.append(sampled[i], limits_);
         tell(sampled[i], reason);
     }
+    shares_.charge_answer(r.flow, static_cast<int>(i));
     const int num_rejected = static_cast<int>(sampled.size() - i);
     for (; i < sampled.size(); ++i) tell(sampled[i], FinishReason::kRejected);
     result.counts.push_back(reason != FinishReason::kBroken);
@@ -283,6 +286,12 @@ SchedulerStats Scheduler::stats() const {
 StepTime Scheduler::step_time() const {
     const std::lock_guard lock(mutex_);
     return step_time_;
+}
+
+void Scheduler::remember_step_time(const StepTime::Terms& coefficients) {
+    const StepTime remembered = StepTime::remembered(coefficients);
+    const std::lock_guard lock(mutex_);
+    step_time_ = remembered;
 }
 
 void Scheduler::reset_prefix_cache() {

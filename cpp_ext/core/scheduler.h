@@ -4,11 +4,13 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "admission_order.h"
 #include "demand.h"
+#include "fair_share.h"
 #include "kv_cache.h"
 #include "plan.h"
 #include "plan_writer.h"
@@ -98,6 +100,10 @@ class Scheduler {
         int num_usable;  // of the keys, now
     };
     Lookup look_up(RequestId id) const;
+    // The seconds that computing tokens `begin` to `end` of a prompt is expected to take; nothing before it is known.
+    std::optional<double> prefill_s(int begin, int end) const;
+    // Does what KvCache::evicted_age_s does.
+    std::optional<double> evicted_age_s(const BlockKey& key) const;
     // How many of its keys the request could use if storage gave these blocks, [keys][groups], beside those here: no
     // more than `max_blocks`, and than the local pool can hold. Throws std::invalid_argument if `is_stored` has another
     // size than look_up() said.
@@ -118,6 +124,8 @@ class Scheduler {
 
     SchedulerStats stats() const;
     StepTime step_time() const;  // as fitted to the steps so far
+    // Predicts steps as another scheduler did. Throws std::invalid_argument as StepTime::remembered does.
+    void remember_step_time(const StepTime::Terms& coefficients);
     void check_invariants() const;
     void reset_prefix_cache();
 
@@ -157,6 +165,7 @@ class Scheduler {
     KvCache cache_;
     Demand demand_;
     const std::unique_ptr<const AdmissionOrder> order_;
+    FairShare shares_;
     Roster roster_;
     StepTime step_time_;
     Policy policy_;

@@ -23,6 +23,7 @@ void Scheduler::settle_lending() {
 std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
     const std::lock_guard lock(mutex_);
     if (is_copying_) return {};  // what storage is to have must not be evicted before it is copied
+    if (cache_.shares_extents() && is_step_copying()) return {};  // what has moved is still read where it was
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     return cache_.lend(lend_link, max_extents, !cache_.can_borrow() || open_.empty());
 }

@@ -62,8 +62,11 @@ void check_link(const Link& link, const std::vector<GroupSpec>& groups) {
 }
 
 void check_lend_link(const Link& link, const std::vector<GroupSpec>& groups) {
-    require(blocks_of(link) <= groups[link.group].num_blocks,
-            "a lend link has more extents than its group has blocks for");
+    const GroupSpec& spec = groups[link.group];
+    require(blocks_of(link) <= spec.num_blocks, "a lend link has more extents than its group has blocks for");
+    if (spec.blocks_per_extent == 0) return;
+    require(link.group == 0 && link.blocks_per_extent % spec.blocks_per_extent == 0,
+            "KV groups that share extents lend whole ones, in the name of the first group");
 }
 
 void check_borrow_link(const Link& link, const std::vector<GroupSpec>& groups) {
@@ -82,8 +85,8 @@ void check_borrow_link(const Link& link, const std::vector<GroupSpec>& groups) {
             "a borrow link needs base_offset_bytes >= 0 and an end that an int64 holds");
 }
 
-// Groups that share extents all do, and neither lend nor borrow.
-void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits, bool has_links) {
+// Groups that share extents all do, and do not borrow.
+void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits, bool borrows) {
     const GroupSpec& first = groups[0];
     int64_t num_needed = 0;
     for (const GroupSpec& spec : groups) {
@@ -96,7 +99,7 @@ void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
         num_needed += limits.extents_for_one_sequence(spec);
     }
     if (first.blocks_per_extent == 0) return;
-    require(!has_links, "KV groups that share extents can neither lend nor borrow");
+    require(!borrows, "KV groups that share extents cannot borrow");
     const int num_extents = first.num_blocks / first.blocks_per_extent;
     require(num_needed <= num_extents, "the pool has " + std::to_string(num_extents) + " extents; one sequence of " +
                                            "max_model_len " + std::to_string(limits.max_model_len) + " needs " +
@@ -119,6 +122,7 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
     check_sizes(limits);
     const auto name = [](size_t g) { return "KV group " + std::to_string(g); };
     for (size_t g = 0; g < groups.size(); ++g) check_group(groups[g], name(g));
+    check_house(groups, limits, !borrow_links.empty());
     for (const Link& link : lend_links) {
         check_link(link, groups);
         check_lend_link(link, groups);
@@ -128,7 +132,6 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
         check_borrow_link(link, groups);
     }
     check_count_of_blocks(groups, borrow_links);
-    check_house(groups, limits, !lend_links.empty() || !borrow_links.empty());
     for (size_t g = 0; g < groups.size(); ++g) {
         const int needed = limits.blocks_for_one_sequence(groups[g]);
         const int64_t most = blocks_with_lending(groups[g], static_cast<int>(g), borrow_links);
@@ -144,7 +147,7 @@ int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
 }
 
 int SchedulerLimits::extents_for_one_sequence(const GroupSpec& spec) const {
-    return ceil_div(blocks_for_one_sequence(spec), spec.blocks_per_extent) + (spec.blocks_per_extent > 1);
+    return extents_for(spec, blocks_for_one_sequence(spec));
 }
 
 int SchedulerLimits::most_blocks_of_one_sequence(const GroupSpec& spec) const {

@@ -63,6 +63,16 @@ Scheduler::Lookup Scheduler::look_up(RequestId id) const {
     return {{keys.begin(), keys.end()}, std::move(is_resident), num_usable};
 }
 
+std::optional<double> Scheduler::prefill_s(int begin, int end) const {
+    const std::lock_guard lock(mutex_);
+    return policy_.prefill_s(begin, end, roster_.running());
+}
+
+std::optional<double> Scheduler::evicted_age_s(const BlockKey& key) const {
+    const std::lock_guard lock(mutex_);
+    return cache_.evicted_age_s(key);
+}
+
 int Scheduler::loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const {
     const std::lock_guard lock(mutex_);
     const Request* request = roster_.find(id);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
+#include <utility>
 
 #include "../common/check.h"
 
@@ -35,7 +37,30 @@ std::vector<Request*> StepBuilder::prompts_in_part() const {
     if (order_.interrupts_prompts())
         std::sort(prompts.begin(), prompts.end(),
                   [&](const Request* a, const Request* b) { return order_.goes_before(*a, *b, now_s_); });
+    if (order_.interrupts_prompts() && shares_.is_shared()) put_back_past_share(prompts);
     return prompts;
+}
+
+// Behind the others of their priority, as if they waited.
+void StepBuilder::put_back_past_share(std::vector<Request*>& prompts) const {
+    std::map<int64_t, int64_t> least;  // of the counters, by priority
+    for (const Request* r : prompts) {
+        int64_t& counter = least.try_emplace(r->priority, shares_.counter(r->flow)).first->second;
+        counter = std::min(counter, shares_.counter(r->flow));
+    }
+    const auto place = [&](const Request* r) {
+        return std::pair(r->priority, shares_.is_past_counter(r->flow, least.at(r->priority)));
+    };
+    std::stable_sort(prompts.begin(), prompts.end(),
+                     [&](const Request* a, const Request* b) { return place(a) < place(b); });
+}
+
+bool StepBuilder::goes_before(const Request& waiting, const Request& prompt) const {
+    if (shares_.is_shared() && waiting.priority == prompt.priority) {
+        if (shares_.is_past(prompt.flow, waiting.flow)) return true;
+        if (shares_.is_past(waiting.flow, prompt.flow)) return false;
+    }
+    return order_.goes_before(waiting, prompt, now_s_);
 }
 
 void StepBuilder::schedule_prefills() {
@@ -51,13 +76,16 @@ template <class MayGo>
 void StepBuilder::admit_while(MayGo may_go) {
     WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
     int num_refused = 0;
+    const Request* refused = nullptr;  // the first
     for (int i = 0; i < policy_.max_looks() && !is_closed() && roster_.has_free_slot(); ++i) {
         Request* r = waiting.next();
         if (!r || !may_go(*r)) return;
+        if (refused && shares_.is_past(r->flow, refused->flow)) return;
         if (!policy_.may_begin(*r, roster_.running()) || policy_.is_prefix_coming(*r, roster_.running())) continue;
         if (is_stuck(*r) || admit(*r, budget_left_)) continue;
         if (++num_refused == policy_.max_refusals()) return;
         if (num_refused > 1) continue;
+        refused = r;
         if (r->refused_since_s < 0) r->refused_since_s = now_s_;
         if (policy_.holds_up_others(*r, now_s_)) return;
     }
@@ -67,7 +95,7 @@ void StepBuilder::admit_before_prefills() {
     if (!order_.interrupts_prompts() || roster_.waiting().size() == 0 || !roster_.has_free_slot()) return;
     const std::vector<Request*> prompts = prompts_in_part();
     if (prompts.empty()) return;
-    admit_while([&](const Request& r) { return order_.goes_before(r, *prompts.front(), now_s_); });
+    admit_while([&](const Request& r) { return goes_before(r, *prompts.front()); });
 }
 
 void StepBuilder::admit_waiting() {
@@ -124,6 +152,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         r.num_cached = r.num_computed;
         r.num_cached_borrowed = borrowed_hits * block_size;
         r.num_window_missed = (found.num_known - found.length) * block_size;
+        shares_.charge_prompt(r.flow, r.num_remaining());
         admitted_.push_back(&r);
     }
     add(r, n);

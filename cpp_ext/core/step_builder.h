@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "admission_order.h"
+#include "fair_share.h"
 #include "kv_cache.h"
 #include "policy.h"
 #include "refusal.h"
@@ -19,12 +20,13 @@ namespace swiftkv {
 // Fills one step as the policy decides, and gets blocks for its tokens. It lives as long as one schedule() call.
 class StepBuilder {
   public:
-    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, const AdmissionOrder& order, Refusal& refusal,
-                double now_s)
+    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, const AdmissionOrder& order, FairShare& shares,
+                Refusal& refusal, double now_s)
         : cache_(cache),
           roster_(roster),
           policy_(policy),
           order_(order),
+          shares_(shares),
           refusal_(refusal),
           now_s_(now_s),
           budget_left_(policy.token_budget()) {}
@@ -37,9 +39,9 @@ class StepBuilder {
     void admit_before_prefills();
     // Goes on with prompts that are computed in part.
     void schedule_prefills();
-    // Admits waiting requests in order. One that waits for blocks holds up those behind it for a while. One that waits
-    // for another's prefix lets others by, and so does one for which there would not be room if it were alone: until
-    // more is lent.
+    // Admits waiting requests in order. One that waits for blocks holds up those behind it for a while, and those whose
+    // flow is past its share until it is admitted. One that waits for another's prefix lets others by, and so does one
+    // for which there would not be room if it were alone: until more is lent.
     void admit_waiting();
 
     // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
@@ -57,6 +59,8 @@ class StepBuilder {
     template <class MayGo>
     void admit_while(MayGo may_go);
     std::vector<Request*> prompts_in_part() const;
+    void put_back_past_share(std::vector<Request*>& prompts) const;
+    bool goes_before(const Request& waiting, const Request& prompt) const;
     bool is_stuck(Request& request) const;
     bool admit(Request& request, int token_budget);
     int make_room(Request& request, int num_tokens);
@@ -70,6 +74,7 @@ class StepBuilder {
     Roster& roster_;
     const Policy& policy_;
     const AdmissionOrder& order_;
+    FairShare& shares_;
     Refusal& refusal_;
     const double now_s_;
     int budget_left_;  // tokens

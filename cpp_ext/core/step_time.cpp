@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 namespace swiftkv {
 
@@ -61,6 +62,27 @@ void StepTime::Sums::add(const Terms& terms, double duration_s) {
         for (int j = 0; j <= i; ++j) products[i][j] = kRetention * products[i][j] + scaled[i] * scaled[j];
         moments[i] = kRetention * moments[i] + scaled[i];
     }
+}
+
+StepTime StepTime::remembered(const Terms& coefficients) {
+    const auto is_sound = [](double c) { return c >= 0 && std::isfinite(c); };
+    if (!std::all_of(coefficients.begin(), coefficients.end(), is_sound) || coefficients[0] + coefficients[5] <= 0)
+        throw std::invalid_argument("a step takes some time, and no part of it less than none");
+    StepTime step_time(coefficients);
+    const auto remember = [&](int num_answers, int context, int begin, int chunk, int num_copies) {
+        StepWork work;
+        for (int i = 0; i < num_answers; ++i) work.add_row(context, 1);
+        if (chunk > 0) work.add_row(begin, chunk);
+        work.num_copies = num_copies;
+        (chunk > 0 ? step_time.prompts_ : step_time.decodes_).add(terms_of(work), step_time.predict(work));
+    };
+    for (const int num_answers : {1, 2, 4, 8, 16, 64}) {
+        for (const int context : {50, 500, 5000}) {
+            for (const int num_copies : {0, 0, 0, 0, 8}) remember(num_answers, context, 0, 0, num_copies);
+            for (const int chunk : {32, 128, 512, 2048}) remember(num_answers - 1, context, context, chunk, 0);
+        }
+    }
+    return step_time;
 }
 
 void StepTime::observe(const StepWork& work, double duration_s) {

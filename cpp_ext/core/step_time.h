@@ -31,6 +31,10 @@ class StepTime {
     // Predicts by these coefficients until it has observed steps.
     explicit StepTime(const Terms& coefficients) : coefficients_(coefficients) {}
 
+    // Returns what predicts as a model that was fitted elsewhere, and goes on from there: it counts like a hundred
+    // steps of either kind, of usual sizes. Throws std::invalid_argument unless every step takes some time by them.
+    static StepTime remembered(const Terms& coefficients);
+
     // Notes how long a step took. One that took no time is ignored.
     void observe(const StepWork& work, double duration_s);
     // Whether enough steps of either kind have been measured to predict one.

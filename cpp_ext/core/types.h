@@ -59,7 +59,8 @@ struct GroupSpec {
     int blocks_per_extent = 0;
 };
 
-// The extents that one KV group of this engine may lend to one of another, or borrow from it.
+// The extents that one KV group of this engine may lend to one of another, or borrow from it. Groups that share extents
+// lend whole ones of these, in the name of the first group.
 struct Link {
     int group;
     int num_extents;
@@ -81,6 +82,12 @@ struct GroupStats {
 // Divides a >= 0 by b > 0, without a sum that overflows.
 inline int ceil_div(int a, int b) {
     return a / b + (a % b != 0);
+}
+
+// The extents of a pool that groups share in which one finds so many blocks, whatever part of an extent others of its
+// blocks take.
+inline int extents_for(const GroupSpec& spec, int num_blocks) {
+    return num_blocks == 0 ? 0 : ceil_div(num_blocks, spec.blocks_per_extent) + (spec.blocks_per_extent > 1);
 }
 
 // The blocks that a token at the begin of a block looks back on, itself not counted: the tail of a boundary.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
+#include <optional>
 #include <tuple>
 
 #include "../common/check.h"
@@ -11,6 +13,7 @@ namespace swiftkv {
 namespace {
 
 constexpr int kMaxMoves = 64;  // of one refresh: when a prefix is cached, all may move that have it
+constexpr int kBeforeAll = std::numeric_limits<int>::min(), kBehindAll = std::numeric_limits<int>::max();
 
 }  // namespace
 
@@ -18,7 +21,22 @@ bool WaitingQueue::Earlier::operator()(const Request* a, const Request* b) const
     return std::tie(a->rank, a->arrival) < std::tie(b->rank, b->arrival);
 }
 
+// A flow none of whose requests waits is idle. It is compared with those that wait; where nobody does, with the one
+// that did last.
+void WaitingQueue::begin_waiting(const Request& r) {
+    std::optional<int64_t> least;
+    auto it = lanes_.lower_bound({r.priority, kBeforeAll, kBeforeAll});
+    while (it != lanes_.end() && std::get<0>(it->first) == r.priority) {
+        const int flow = std::get<1>(it->first);
+        if (flow == r.flow) return;
+        least = std::min(least.value_or(shares_.counter(flow)), shares_.counter(flow));
+        it = lanes_.upper_bound({r.priority, flow, kBehindAll});
+    }
+    shares_.begin_waiting(r.flow, least.value_or(shares_.counter(last_flow_)));
+}
+
 void WaitingQueue::add(Request& r) {
+    if (shares_.is_shared()) begin_waiting(r);
     r.num_expected = 0;
     look_up(r);
     insert(r);
@@ -27,6 +45,7 @@ void WaitingQueue::add(Request& r) {
 
 void WaitingQueue::remove(Request& r) {
     erase(r);
+    last_flow_ = r.flow;
     r.num_expected = 0;
     --size_;
 }
@@ -34,17 +53,17 @@ void WaitingQueue::remove(Request& r) {
 void WaitingQueue::insert(Request& r) {
     r.lane = order_.lane(r);
     r.rank = order_.rank(r);
-    lanes_[{r.priority, r.lane}].insert(&r);
+    lanes_[{r.priority, r.flow, r.lane}].insert(&r);
 }
 
 void WaitingQueue::erase(Request& r) {
-    const auto found = lanes_.find({r.priority, r.lane});
+    const auto found = lanes_.find({r.priority, r.flow, r.lane});
     ensure(found != lanes_.end() && found->second.erase(&r) == 1, "a request that stops waiting waited");
     if (found->second.empty()) lanes_.erase(found);
 }
 
 bool WaitingQueue::contains(Request& r) const {
-    const auto found = lanes_.find({r.priority, r.lane});
+    const auto found = lanes_.find({r.priority, r.flow, r.lane});
     return found != lanes_.end() && found->second.count(&r) > 0;
 }
 
@@ -60,8 +79,9 @@ bool WaitingQueue::look_up(Request& r) const {
 void WaitingQueue::refresh() {
     if (!order_.is_by_length() || lanes_.empty()) return;
     std::vector<Key> keys;
-    const int64_t priority = lanes_.begin()->first.first;
-    for (auto it = lanes_.begin(); it != lanes_.end() && it->first.first == priority; ++it) keys.push_back(it->first);
+    const int64_t priority = std::get<0>(lanes_.begin()->first);
+    for (auto it = lanes_.begin(); it != lanes_.end() && std::get<0>(it->first) == priority; ++it)
+        keys.push_back(it->first);
     int num_moves = 0;
     for (const Key& key : keys) {
         while (num_moves < kMaxMoves) {
@@ -77,7 +97,7 @@ void WaitingQueue::refresh() {
 }
 
 Request* WaitingQueue::behind(Request& r) const {
-    const Lane& lane = lanes_.at({r.priority, r.lane});
+    const Lane& lane = lanes_.at({r.priority, r.flow, r.lane});
     const auto next = std::next(lane.find(&r));
     return next == lane.end() ? nullptr : *next;
 }
@@ -89,11 +109,10 @@ std::vector<Request*> WaitingQueue::all() const {
 }
 
 void WaitingQueue::Cursor::open_next_priority() {
-    auto it = queue_.lanes_.upper_bound(passed_);
+    auto it = queue_.lanes_.upper_bound({passed_priority_, kBehindAll, kBehindAll});
     if (it == queue_.lanes_.end()) return;
-    const int64_t priority = it->first.first;
-    passed_ = {priority, std::numeric_limits<int>::max()};
-    for (; it != queue_.lanes_.end() && it->first.first == priority; ++it) {
+    passed_priority_ = std::get<0>(it->first);
+    for (; it != queue_.lanes_.end() && std::get<0>(it->first) == passed_priority_; ++it) {
         Request* first = *it->second.begin();
         heads_.push_back({queue_.order_.urgency(*first, now_s_), first});
     }
@@ -105,11 +124,24 @@ bool WaitingQueue::Cursor::goes_before(const Head& a, const Head& b) const {
            std::tuple(b.request->num_left(), b.request->arrival);
 }
 
+int64_t WaitingQueue::Cursor::least_counter() const {
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const Head& head : heads_) least = std::min(least, queue_.shares_.counter(head.request->flow));
+    return least;
+}
+
 Request* WaitingQueue::Cursor::next() {
     if (heads_.empty()) open_next_priority();
     if (heads_.empty()) return nullptr;
-    const auto best =
-        std::min_element(heads_.begin(), heads_.end(), [&](const Head& a, const Head& b) { return goes_before(a, b); });
+    const bool is_shared = queue_.shares_.is_shared();
+    const int64_t least = is_shared ? least_counter() : 0;
+    const auto is_past = [&](const Head& head) {
+        return is_shared && queue_.shares_.is_past_counter(head.request->flow, least);
+    };
+    const auto best = std::min_element(heads_.begin(), heads_.end(), [&](const Head& a, const Head& b) {
+        const bool is_past_a = is_past(a), is_past_b = is_past(b);
+        return is_past_a == is_past_b ? goes_before(a, b) : is_past_b;
+    });
     Request* found = best->request;
     if (Request* next = queue_.behind(*found)) {
         *best = {queue_.order_.urgency(*next, now_s_), next};
@@ -124,7 +156,7 @@ void WaitingQueue::check() const {
     for (const auto& [key, lane] : lanes_) {
         check_that(!lane.empty(), "a lane has requests");
         for (const Request* r : lane) {
-            check_that(key == Key(r->priority, order_.lane(*r)) && r->rank == order_.rank(*r),
+            check_that(key == Key(r->priority, r->flow, order_.lane(*r)) && r->rank == order_.rank(*r),
                        "a waiting request is in its lane");
             ++count;
         }

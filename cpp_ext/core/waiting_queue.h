@@ -4,20 +4,22 @@
 #include <limits>
 #include <map>
 #include <set>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "admission_order.h"
+#include "fair_share.h"
 #include "kv_cache.h"
 #include "request.h"
 
 namespace swiftkv {
 
-// Keeps requests in lanes, as the order has them. To find the next one costs as much as there are lanes of its
-// priority, however many requests wait.
+// Keeps the requests of each flow in lanes, as the order has them. To find the next one costs as much as there are
+// lanes of its priority, however many requests wait.
 class WaitingQueue {
   public:
-    // Goes through the requests of a queue in order. Those that it has passed may leave the queue meanwhile.
+    // Goes through the requests of a queue in order: by priority, then those of flows that are past their share behind
+    // the others, then as the order says. Those that it has passed may leave the queue meanwhile, and be charged for.
     class Cursor {
       public:
         Cursor(const WaitingQueue& queue, double now_s) : queue_(queue), now_s_(now_s) {}
@@ -31,15 +33,17 @@ class WaitingQueue {
         };
 
         void open_next_priority();
+        int64_t least_counter() const;
         bool goes_before(const Head& a, const Head& b) const;
 
         const WaitingQueue& queue_;
         const double now_s_;
-        std::pair<int64_t, int> passed_{std::numeric_limits<int64_t>::min(), std::numeric_limits<int>::min()};
+        int64_t passed_priority_ = std::numeric_limits<int64_t>::min();
         std::vector<Head> heads_;  // of one priority's lanes
     };
 
-    WaitingQueue(const KvCache& cache, const AdmissionOrder& order) : cache_(cache), order_(order) {}
+    WaitingQueue(const KvCache& cache, const AdmissionOrder& order, FairShare& shares)
+        : cache_(cache), order_(order), shares_(shares) {}
 
     void add(Request& request);
     void remove(Request& request);
@@ -58,17 +62,20 @@ class WaitingQueue {
         bool operator()(const Request* a, const Request* b) const;
     };
     using Lane = std::set<Request*, Earlier>;
-    using Key = std::pair<int64_t, int>;  // priority, lane
+    using Key = std::tuple<int64_t, int, int>;  // priority, flow, lane
 
     void insert(Request& request);
     void erase(Request& request);
+    void begin_waiting(const Request& request);
     bool look_up(Request& request) const;
     Request* behind(Request& request) const;
 
     const KvCache& cache_;
     const AdmissionOrder& order_;
+    FairShare& shares_;
     std::map<Key, Lane> lanes_;  // none is empty
     size_t size_ = 0;
+    int last_flow_ = 0;  // of which a request left the queue
 };
 
 }  // namespace swiftkv

@@ -11,6 +11,7 @@ namespace swiftkv {
 void bind_gemm(nb::module_& m);       // gemm_bind.cpp
 void bind_attention(nb::module_& m);  // attention_bind.cpp
 void bind_experts(nb::module_& m);    // experts_bind.cpp
+void bind_turns(nb::module_& m);      // turns_bind.cpp
 }  // namespace swiftkv
 
 NB_MODULE(_cpu, m) {
@@ -29,4 +30,5 @@ NB_MODULE(_cpu, m) {
     swiftkv::bind_gemm(m);
     swiftkv::bind_attention(m);
     swiftkv::bind_experts(m);
+    swiftkv::bind_turns(m);
 }

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "turns.h"
+
 namespace swiftkv {
 namespace {
 
@@ -30,6 +32,13 @@ bool spin_until(Ready ready) {
         }
     } while (std::chrono::steady_clock::now() < deadline);
     return false;
+}
+
+void wait_for_turn(Turns& turns, int thread) {
+    if (thread == 0)
+        turns.check_if_contended();
+    else
+        turns.stand_still();
 }
 
 struct Region {
@@ -85,8 +94,10 @@ class ThreadPool {
     // region_ is read after the exchange and never before.
     void take_chunks(int thread) {
         current_thread = thread;
+        Turns* const turns = Turns::in_use();
         uint32_t left = tickets_.load(std::memory_order_acquire);
         while (left != 0) {
+            if (turns != nullptr) wait_for_turn(*turns, thread);
             if (!tickets_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire))
                 continue;
             const Region& region = region_;
@@ -135,6 +146,7 @@ void detail::run_parallel(int64_t n, int64_t grain, RangeBody body, const void* 
     if (current_thread >= 0) return body(context, 0, n, current_thread);
     const int64_t num_chunks = (n + grain - 1) / grain;
     std::lock_guard lock(pool_mutex);
+    if (Turns* const turns = Turns::in_use()) turns->check();
     if (num_chunks == 1 || pool()->num_threads() == 1) {
         current_thread = 0;
         body(context, 0, n, 0);

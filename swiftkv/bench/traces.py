@@ -35,6 +35,8 @@ class Arrival:
     blocks: tuple[int, ...]
     """The identity of each `block_tokens` tokens of the prompt."""
     block_tokens: int = BLOCK_TOKENS
+    flow: int = 0
+    """The share of the engine that it takes; traces do not say."""
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Return token ids, [input_tokens]: each is the id of its block, since prompts are only compared."""

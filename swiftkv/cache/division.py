@@ -33,6 +33,10 @@ class OwnRegions:
         """Return 0: nothing changes hands."""
         return 0
 
+    def lendable(self) -> dict[int, int]:
+        """Return the groups that lend, each with the number of its blocks that are lent together at least."""
+        return dict.fromkeys(range(len(self.groups)), 1)
+
     def pool_bytes(self, group_blocks: Sequence[int]) -> int:
         """Return the size of a pool of so many blocks."""
         return sum(count * group.block_bytes for count, group in zip(group_blocks, self.groups, strict=True))
@@ -72,6 +76,10 @@ class SharedExtents:
 
     def blocks_per_extent(self, group: int) -> int:
         return self.extent_bytes // self.groups[group].block_bytes
+
+    def lendable(self) -> dict[int, int]:
+        """Return the first group, in whose name all lend, with the number of its blocks in an extent."""
+        return {0: self.blocks_per_extent(0)}
 
     def group_blocks(self, pool_bytes: int) -> tuple[int, ...]:
         """Return the most blocks that each group can have of a pool."""

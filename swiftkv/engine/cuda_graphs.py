@@ -2,10 +2,11 @@
 
 A graph is a fixed sequence of kernels over fixed addresses, so there is one per batch size, and a step takes the
 smallest that holds it: its arrays are written into that graph's tensors, the sequences that it lacks are marked as
-absent, and the graph is replayed. Context lengths are data. Steps that copy borrowed KV have graphs of their own, with
+absent, and the graph is replayed. Context lengths are data, and a sequence that brings a few tokens, such as one with
+a draft, is as many sequences that share their blocks. Steps that copy borrowed KV have graphs of their own, with
 the copies between the layers (`master.graph_stream`), for each number of buffers that it may be streamed through. This
 is xLLM's adaptive graph mode (section 4.2) for the one shape that is worth it: steps with prompts in them run eagerly,
-for their kernels are long, as do steps with drafts and those that no graph holds.
+for their kernels are long, as do those that no graph holds.
 
 One graph has all layers. Graphs of single layers, with 2-D copies on copy engines between them, would need some forty
 launches per step and events between them; the host would be busy again while the device works, and no less would have
@@ -21,11 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swiftkv.kernels.host_copies import write
-from swiftkv.kernels.triton_schedule import AttentionBatch, decode_buffers, prepare_batch
+from swiftkv.kernels.triton_schedule import MAX_DECODE_TOKENS, AttentionBatch, decode_buffers, prepare_batch
 from swiftkv.master.layer_stream import buffers_of
 from swiftkv.models.batch import StepArrays, fill_in_sampled
 from swiftkv.models.stream import NO_STREAM, KVStream
@@ -46,24 +48,24 @@ Inputs = TypeVar("Inputs")
 class DecodeModel(Protocol[Inputs]):
     """A model whose decode step can be captured: it runs over tensors that stay where they are."""
 
-    def inputs(self, num_seqs: int, num_entries: int, num_tables: int) -> Inputs:
-        """Tensors for any decode step of at most `num_seqs` sequences with `num_entries` blocks in all; no step yet.
+    def inputs(self, num_tokens: int, num_entries: int, num_tables: int) -> Inputs:
+        """Tensors for any decode step of at most `num_tokens` tokens, with `num_entries` blocks in all; no step yet.
 
         `num_tables`: block tables of the step, for layers take them in turn (`StepArrays.stream_tables`).
         """
 
     def fill(self, step: StepArrays, inputs: Inputs) -> None:
-        """Write a step of one token per sequence. Rows beyond it write no KV. The host does not wait."""
+        """Write a decode step. Rows beyond its tokens write no KV. The host does not wait."""
 
     def run(self, inputs: Inputs, stream: KVStream) -> Tensor:
-        """Hidden states [num_seqs, hidden_size]; the same kernels whatever the tensors hold."""
+        """Hidden states [num_tokens, hidden_size]; the same kernels whatever the tensors hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """Tensors of one batch size, on the device."""
 
-    token_ids: Tensor  # int32 [num_seqs]
+    token_ids: Tensor  # int32 [num_tokens]
     attention: tuple[tuple[AttentionBatch, ...], ...]  # for each layer-stream buffer, for each KV group
 
 
@@ -77,12 +79,12 @@ class DecoderSteps:
         self._regions = tuple(regions)
         self._last_token_ids = last_token_ids
 
-    def inputs(self, num_seqs: int, num_entries: int, num_tables: int) -> DecodeInputs:
+    def inputs(self, num_tokens: int, num_entries: int, num_tables: int) -> DecodeInputs:
         device = self._last_token_ids.device
         return DecodeInputs(
-            torch.zeros(num_seqs, dtype=torch.int32, device=device),
+            torch.zeros(num_tokens, dtype=torch.int32, device=device),
             tuple(
-                tuple(decode_buffers(spec, num_seqs, num_entries, device) for spec in self._model.specs)
+                tuple(decode_buffers(spec, num_tokens, num_entries, device) for spec in self._model.specs)
                 for _ in range(num_tables)
             ),
         )
@@ -128,9 +130,9 @@ def graph_sizes(max_num_seqs: int, max_graphs: int = 64) -> list[int]:
     return ascending
 
 
-def choose_size(sizes: Sequence[int], num_seqs: int) -> int | None:
-    """The smallest of the ascending `sizes` that holds `num_seqs` sequences."""
-    index = bisect.bisect_left(sizes, num_seqs)
+def choose_size(sizes: Sequence[int], num_tokens: int) -> int | None:
+    """The smallest of the ascending `sizes` that holds `num_tokens` new tokens."""
+    index = bisect.bisect_left(sizes, num_tokens)
     return sizes[index] if index < len(sizes) else None
 
 
@@ -211,8 +213,8 @@ class DecodeGraphs(Generic[Inputs]):
 
         Its copies then are in the books of the layer stream. Raises `TransferError` if they name what is not there.
         """
-        num_seqs = len(plan.context_lens)
-        if num_seqs == 0 or len(plan.token_ids) != num_seqs:
+        num_tokens = len(plan.token_ids)
+        if num_tokens == 0 or int(np.diff(plan.query_starts).max()) > MAX_DECODE_TOKENS:
             return None
         variant = self._variants.get(buffers_of(plan) if plan.has_copies else 0)
         hidden = None if variant is None else self._replay(plan, variant)
@@ -220,11 +222,11 @@ class DecodeGraphs(Generic[Inputs]):
             self.misses_total += 1
             return None
         self.hits_total += 1
-        return hidden[:num_seqs]
+        return hidden[:num_tokens]
 
     def _replay(self, plan: EngineStep, variant: _Variant[Inputs]) -> Tensor | None:
         """All rows; None: no graph of the variant holds the step."""
-        size = choose_size(variant.sizes, len(plan.context_lens))
+        size = choose_size(variant.sizes, len(plan.token_ids))
         if size is None or any(len(table) > self._num_entries for table in plan.block_tables):
             return None
         if variant.stream is not None and not variant.stream.fill(plan):

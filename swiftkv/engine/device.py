@@ -71,12 +71,15 @@ def run_largest_step(config: EngineConfig, model: Decoder, device: torch.device)
 
 
 def run_long_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
-    """Run a step of one token and of two after the longest history, to compile its kernels before anybody waits.
+    """Run a step of one token and of a prompt after the longest history, to compile its kernels before anybody waits.
 
     They are those that split keys, which the largest step need not launch.
     """
+    from swiftkv.kernels.triton_schedule import MAX_DECODE_TOKENS
+
     longest = config.max_model_len
-    _run_step(config, model, device, [(longest - new, new) for new in (1, 2) if new <= longest])
+    num_new = (1, MAX_DECODE_TOKENS + 1)  # up to that many tokens would be decoded
+    _run_step(config, model, device, [(longest - new, new) for new in num_new if new <= longest])
 
 
 def _run_step(

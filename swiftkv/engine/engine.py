@@ -18,6 +18,8 @@ import torch
 import zmq
 
 from swiftkv._core import StepPlan, StepResult
+from swiftkv.engine.attachable_tier import AttachableTier
+from swiftkv.engine.cache_records import CacheRecords
 from swiftkv.engine.grammars import Grammars, PendingMasks
 from swiftkv.engine.kv_events import open_kv_events
 from swiftkv.engine.lending import Lending, make_scheduler
@@ -30,6 +32,10 @@ from swiftkv.engine.messages import (
     FINISH_RUNNING,
     Abort,
     AddRequest,
+    AttachStorage,
+    CacheCommand,
+    CacheReport,
+    DetachStorage,
     EngineConfig,
     EngineStats,
     FromEngine,
@@ -38,17 +44,20 @@ from swiftkv.engine.messages import (
     Sleep,
     Slept,
     StepOutput,
+    StepTrace,
     ToEngine,
     TokenLogprobs,
     Wake,
     Woken,
     pack_prompt_logprobs,
 )
+from swiftkv.engine.pooler import Pooler, pooled_by_request
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.engine.sampler import PendingSample, Sampled, open_sampler
+from swiftkv.engine.sampler import PendingSample, Sampled, TokenSampler, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
-from swiftkv.engine.tier import open_tier
+from swiftkv.engine.tracing import StepTracer
+from swiftkv.engine.turns import open_turns
 from swiftkv.engine.weights import SleepingWeights
 from swiftkv.errors import TransferError
 from swiftkv.progress import PROGRESS
@@ -100,26 +109,33 @@ class Engine:
         self._requests_socket = requests
         self._outputs_socket = outputs
         self._scheduler = make_scheduler(config, runner.group_specs)
-        self._tier = open_tier(config, runner, self._scheduler)
+        self._tier = AttachableTier(config, runner, self._scheduler)
         self._lending = Lending(config, runner, self._scheduler, context)
+        self._turns = open_turns(config, runner.kernels)
         groups = [region.group for region in runner.pool.regions]
+        self._cache_records = CacheRecords(self._scheduler, groups)
         self._kv_events = open_kv_events(config.kv_events, self._scheduler, groups, config.device, context)
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
         self._poller.register(self._lending.wake_fd, zmq.POLLIN)
         self._poller.register(self._tier.wake_fd, zmq.POLLIN)
-        self._sampler = open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
+        self._sampler: TokenSampler = (
+            open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
+            if config.task == "generate"
+            else Pooler(config.max_num_seqs)
+        )
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=self._lending.wake)
         self._weights = SleepingWeights(runner, self._lending.wake)
         self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
+        self._tracer = StepTracer()
         self._requests: dict[int, Request] = {}
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._statistics = EngineStatistics(config, runner, self._scheduler, self._tier)
+        self._statistics = EngineStatistics(config, runner, self._scheduler, self._tier, self._turns)
         self._messages_taken = 0
         self._stats_due_s = 0.0  # monotonic
         self._stats_changed = True
@@ -147,6 +163,7 @@ class Engine:
                 PROGRESS.rests()
                 self._wait()
                 PROGRESS.works()
+                self._tier.before_step()  # a request that it lets go of is for this step
             for message in self._receive():
                 if isinstance(message, Shutdown):
                     self._finish_steps()  # while the other ranks are there
@@ -155,6 +172,9 @@ class Engine:
             self._take_compiled()
             if self._weights.take():
                 self._send(Woken(self._config.incarnation))
+            for answer in self._tier.take_answers():
+                self._send_stats()
+                self._send(answer)
             busy = self.step()
 
     def step(self) -> bool:
@@ -171,7 +191,8 @@ class Engine:
         if now_s >= self._stats_due_s:
             self._send_stats()
         if plan is not None:
-            self._launch(plan)
+            with self._turns:
+                self._launch(plan)
         self._finish_steps(keep=1 if plan is not None and self._config.async_scheduling else 0)
         return self._scheduler.has_work()
 
@@ -201,16 +222,17 @@ class Engine:
         while len(self._launched) > keep:
             step = self._launched.popleft()
             step.fence.wait()  # sampled or not: after the commit, others may write to blocks that the step reads
+            exposed_s = 0.0
             if self._runner.layer_stream is not None and step.plan.has_copies:
-                self._runner.layer_stream.step_ended()
+                exposed_s = self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
             duration_s = self._take_duration(step.launched_s)
             token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)
             result = self._scheduler.commit(token_ids, duration_s=duration_s)
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)
-            self._tier.computed(step.plan.num_prompt_tokens_in_step, duration_s)
             self._lending.demand_changed()
-            self._publish(step.plan, sampled, result)
+            traces = self._tracer.parts(step.plan, duration_s, exposed_s) if self._tracer else []
+            self._publish(step.plan, sampled, result, traces)
 
     def _take_duration(self, launched_s: float) -> float:
         """Return how long the device took for the step that is over, without the time behind the step before it."""
@@ -275,7 +297,9 @@ class Engine:
             )
             self._send(RequestError(request_id, 503, message))
 
-    def _handle(self, message: AddRequest | Abort | Sleep | Wake) -> None:
+    def _handle(
+        self, message: AddRequest | Abort | CacheCommand | Sleep | Wake | AttachStorage | DetachStorage
+    ) -> None:
         self._stats_changed = True
         match message:
             case AddRequest():
@@ -284,6 +308,10 @@ class Engine:
                 self._scheduler.abort(np.array(request_ids, np.uint64))
                 for request_id in request_ids:
                     self._forget(request_id)
+            case CacheCommand():
+                cleared = self._clear_cache() if message.clear else 0
+                explanations = self._cache_records.explain(message.explain)
+                self._send(CacheReport(message.call, explanations, cleared))
             case Sleep():
                 self._finish_steps()
                 assert not self._requests, f"{len(self._requests)} requests of an engine that is to sleep"
@@ -291,11 +319,26 @@ class Engine:
                 self._send(Slept(self._config.incarnation))
             case Wake():
                 self._weights.load()
+            case AttachStorage():
+                self._tier.attach(message)
+            case DetachStorage():
+                self._tier.detach(message)
+
+    def _clear_cache(self) -> int:
+        """Forget every block that no running request holds, and return how many there were."""
+        self._finish_steps()
+        groups = self._scheduler.stats().groups
+        self._scheduler.reset_prefix_cache()
+        return sum(group.cached + group.borrowed_cached for group in groups)
 
     def _add(self, message: AddRequest) -> None:
         try:
             request = Request.from_message(
-                message, self._runner.vocab_size, self._config.max_model_len, self._runner.eos_token_ids
+                message,
+                self._runner.vocab_size,
+                self._config.max_model_len,
+                self._runner.eos_token_ids,
+                self._config.task,
             )
             may_run = self._grammars.hold(request)
         except ValueError as error:
@@ -325,6 +368,8 @@ class Engine:
                 priority=request.priority,
                 arrival_s=request.arrived_s,
                 deadline_s=request.arrived_s + (request.target_ttft_s or self._config.target_ttft_s),
+                flow=request.flow,
+                flow_weight=request.flow_weight,
             )
         except ValueError as error:
             self._refuse(request.request_id, str(error))
@@ -333,6 +378,7 @@ class Engine:
         self._tier.added(request.request_id)
         self._kv_events.added(request.namespace)
         self._prompt_logprobs.add(request)
+        self._tracer.add(request)
         self._lending.demand_changed()
 
     def _refuse(self, request_id: int, why: str) -> None:
@@ -345,6 +391,7 @@ class Engine:
         self._sampler.release(request_id)
         self._grammars.release(request_id)
         self._prompt_logprobs.discard(request_id)
+        self._tracer.discard(request_id)
 
     def _seat(self, plan: StepPlan) -> None:
         """Tell the sampler who sits in which row slot of the plan; preempted requests leave theirs first."""
@@ -358,15 +405,18 @@ class Engine:
         self._slot_request_ids[slots] = request_ids
         self._slot_taken[slots] = True
 
-    def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
+    def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult, traces: list[StepTrace]) -> None:
         reasons = result.finish_reasons
         rows = np.flatnonzero(reasons < FINISH_ABORTED)  # those below are of tokens that clients get
         if self._grammars:
             rows = rows[~np.isin(result.request_ids[rows], self._follow_grammars(result, rows))]
+        pooled = pooled_by_request(sampled, result.request_ids, rows)
+        if pooled:
+            rows = rows[:0]
         self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
-        if len(rows) or stats is not None:
+        if len(rows) or pooled or traces or stats is not None:
             logprobs: dict[int, list[TokenLogprobs]] = {}
             for row, entry in sampled.logprobs.items():  # in the order of rows
                 if reasons[row] < FINISH_ABORTED:
@@ -382,8 +432,16 @@ class Engine:
                     ),
                     stats=stats,
                     messages_taken=self._messages_taken,
+                    pooled=pooled or None,
+                    traces=traces or None,
                 )
             )
+        if reasons.any():  # else every request goes on
+            self._part_with(plan, sampled, result)
+
+    def _part_with(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
+        """Take back tokens that do not count, and forget the requests that ended."""
+        reasons = result.finish_reasons
         is_retracted = (reasons == FINISH_DROPPED) | (reasons == FINISH_REJECTED)
         retracted = np.flatnonzero(is_retracted)
         self._sampler.retract(plan.row_slots[plan.logits_seqs[retracted]], sampled.token_ids[retracted])
@@ -406,6 +464,8 @@ class Engine:
         if len(plan.new_request_ids):
             admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
             for request_id, cached_tokens in admitted:
+                outcome = self._tier.why_less(request_id)
+                self._cache_records.admitted(self._requests[request_id], cached_tokens, outcome)
                 self._tier.admitted(request_id, cached_tokens)
             self._send(StepOutput(b"", b"", b"", admitted, messages_taken=self._messages_taken))
 

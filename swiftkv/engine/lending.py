@@ -42,7 +42,7 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
         for peer in (spec.lenders if spec else [])
         for link in peer.links
     ]
-    return Scheduler(
+    scheduler = Scheduler(
         group_specs,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -60,6 +60,9 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
     )
+    if config.step_time_s:
+        scheduler.remember_step_time(config.step_time_s)
+    return scheduler
 
 
 class Lending:

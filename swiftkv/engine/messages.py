@@ -14,8 +14,8 @@ import msgspec
 
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import GroupBlocks, LendingSpec
-from swiftkv.policies import SchedulingPolicy
-from swiftkv.tier.messages import TierSpec, TierStats
+from swiftkv.policies import SchedulingPolicy, Task
+from swiftkv.tier.messages import LoadStop, TierSpec, TierStats
 from swiftkv.units import PoolMemory
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -43,6 +43,12 @@ DURATION_BOUNDS_S = (
 )  # fmt: skip
 """Upper bounds of the buckets of an engine's histograms, in seconds."""
 
+HIT_TIERS = ("local", "peer", "host", "storage")
+"""The tiers in which prompts find their KV, the nearest first."""
+
+POOLED_TOKEN = 0
+"""The token that the scheduler is told of for a pooled request, which samples none: its stop token, so it ends."""
+
 _DEADLINES_PER_WATCHDOG = 4  # so many lenders may keep one step waiting, one after the other, and it still goes on
 
 EXIT_LOAD_FAILED = 3
@@ -65,6 +71,15 @@ class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoding: Literal["map", "array"] = "map"
 
 
+class ShareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine's account in the node's `ShareTable`, and its `compute` section."""
+
+    table_fd: int  # that the process inherits
+    account: int
+    weight: int
+    max_share: float  # of all cores, up to 1
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All an engine process knows: one JSON line on its standard input. The end of that stream ends the engine."""
 
@@ -74,6 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs_address: str  # ipc://…: the gateway binds PULL here, the engine connects PUSH
     memory: PoolMemory  # of the pool
     max_model_len: int
+    task: Task = "generate"  # else every request is a pooled one
     device: str = "cpu"  # cuda:N for rank 0 means cuda:N+1 for rank 1
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     threads: int = 1  # of each rank
@@ -99,8 +115,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int = 0  # which of them this process is; the gateway knows only rank 0
     watchdog_s: float = 120.0  # an engine that makes no progress for so long is ended; what waits in a step ends before
     ranks_directory: str = ""  # that rank 0 may make, of mode 0700: where ranks find each other
+    step_time_s: list[float] = []  # of each of STEP_TIME_TERMS, as an engine before it learnt; empty: nobody knows
     incarnation: int = 0  # random, told in `Ready`: which start of this engine the process is
+    share: ShareSpec | None = None  # None: the operating system alone divides the cores
     progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none
+
+    @property
+    def inherited_fds(self) -> tuple[int, ...]:
+        """The descriptors, beside `progress_fd`, that the process inherits."""
+        host_fd = None if self.storage is None else self.storage.host_fd
+        table_fd = None if self.share is None else self.share.table_fd
+        return tuple(fd for fd in (host_fd, table_fd) if fd is not None)
 
     @property
     def copy_deadline_s(self) -> float:
@@ -138,6 +163,15 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     reasoning: ReasoningMarks | None = None  # before what the grammar holds; None: it holds from the first token
 
 
+class Pooling(msgspec.Struct, array_like=True, frozen=True):
+    """Marks a pooled request: numbers of its prompt's last position are wanted, and no token that follows it.
+
+    A model that scores gives the logits of `token_ids`, one that embeds the hidden state behind its final norm.
+    """
+
+    token_ids: list[int] = []
+
+
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     request_id: int  # uint64, never reused
     prompt: bytes  # int32
@@ -145,6 +179,10 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     cache_salt: str = ""
     priority: int = 0  # lower runs first; that of the service tier included
     target_ttft_s: float | None = None  # when its first token is due; None: the model's
+    pooling: Pooling | None = None  # None: it wants tokens
+    is_traced: bool = False  # its steps are to be told of
+    flow: int = 0  # whose share of the engine it takes
+    flow_weight: float = 1.0
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -159,6 +197,27 @@ class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
 
 class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
     """The engine, which has given up its weights, loads them again; one that cannot ends as at its start."""
+
+
+class AttachStorage(msgspec.Struct, tag="attach_storage", array_like=True, frozen=True):
+    """The engine opens storage and uses it from then on. It goes on meanwhile."""
+
+    change_id: int
+    storage: TierSpec
+
+
+class DetachStorage(msgspec.Struct, tag="detach_storage", array_like=True, frozen=True):
+    """The engine computes what it wanted to read, and lets go of its storage. It goes on meanwhile."""
+
+    change_id: int
+
+
+class CacheCommand(msgspec.Struct, tag="cache", array_like=True, frozen=True):
+    """Ask what became of prompts in the cache, and have it emptied; answered by `CacheReport`."""
+
+    call: int  # which the answer repeats
+    explain: list[int] = []  # requests
+    clear: bool = False  # forget every cached block that no running request holds
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
@@ -194,6 +253,13 @@ that a decode looks back on, row and copied block, and whatever it does: the coe
 """
 
 
+class ComputeStats(msgspec.Struct, array_like=True, frozen=True):
+    """The core time of an engine that takes turns with others."""
+
+    core_s_total: float  # that its process has taken
+    waited_s_total: float  # that its steps have waited for turns
+
+
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """Totals count from the start of the engine. Blocks are of all KV groups together."""
 
@@ -221,9 +287,27 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     step_time_error_ratio: float = 0.0  # of predicted step times, of late: mean of |predicted - measured| / measured
     prefill_tokens_per_s: float | None = None  # expected of prompts beside what runs now; None: not known yet
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
+    compute: ComputeStats | None = None  # None: the engine takes no turns
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
     tier: TierStats | None = None  # None: no storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
+
+    def hit_tokens_by_tier(self) -> dict[str, int]:
+        """Return `prefix_hit_tokens_total` by where the KV lay, for all of HIT_TIERS."""
+        levels = [] if self.tier is None else self.tier.levels
+        elsewhere = {"peer": self.prefix_hit_tokens_peer_total, "host": 0, "storage": 0}
+        elsewhere |= {level.tier: level.hit_tokens_total for level in levels}
+        return {"local": self.prefix_hit_tokens_total - sum(elsewhere.values()), **elsewhere}
+
+
+class StepTrace(msgspec.Struct, array_like=True, frozen=True):
+    """The part that a traced request had in one step. Times are Unix time; `exposed_s` is of the whole step."""
+
+    request_id: int
+    began_ns: int
+    ended_ns: int
+    num_prompt_tokens: int  # computed in this step; 0: it only decoded
+    exposed_s: float  # that computing waited for copies from and to lenders
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -241,6 +325,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     prompt_logprobs: dict[int, list[bytes]] | None = None  # with the first token: see `pack_prompt_logprobs`
     stats: EngineStats | None = None
     messages_taken: int = 0  # from the gateway, since the engine started: what it sent beyond that still waits
+    pooled: dict[int, bytes] | None = None  # float32, by id of a pooled request, which ends with it
+    traces: list[StepTrace] | None = None  # of the step, of requests that are traced
 
 
 class Slept(msgspec.Struct, tag="slept", array_like=True, frozen=True):
@@ -253,6 +339,37 @@ class Woken(msgspec.Struct, tag="woken", array_like=True, frozen=True):
     """Answers `Wake`: the weights are there."""
 
     incarnation: int  # of `EngineConfig`
+
+
+class StorageChanged(msgspec.Struct, tag="storage_changed", array_like=True, frozen=True):
+    """Answers `AttachStorage` and `DetachStorage`, once it is so; statistics that say so came before."""
+
+    change_id: int
+    why_not: str | None  # None: it was done
+
+
+CacheStop = Literal["complete", "prompt_logprobs", "tail_gone", "evicted", "other_salt", "never_stored"] | LoadStop
+"""The reasons why a match stopped: all that can be used was; log probabilities of a prompt are computed; a window's KV
+before the end is gone; the block was evicted; it is known with another salt; nobody has computed it, as far as is
+remembered; or a tier below the pool gave less than it had."""
+
+
+class Explanation(msgspec.Struct, array_like=True, frozen=True):
+    """The reason why a request found no more of its prompt in the cache."""
+
+    request_id: int
+    prompt_tokens: int
+    cached_tokens: int
+    reason: CacheStop
+    age_s: float | None = None  # seconds between the eviction, if that is the reason, and the request's beginning
+
+
+class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=True):
+    """Answers `CacheCommand`."""
+
+    call: int
+    explanations: list[Explanation] = []  # of the requests that are remembered
+    cleared_blocks: int = 0
 
 
 class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
@@ -280,5 +397,5 @@ def unpack_prompt_logprobs(parts: list[bytes]) -> Iterator[TokenLogprobs]:
         yield from _unpack.decode(part)
 
 
-ToEngine = AddRequest | Abort | Sleep | Wake | Shutdown
-FromEngine = Ready | StepOutput | RequestError | Slept | Woken
+ToEngine = AddRequest | Abort | CacheCommand | Sleep | Wake | AttachStorage | DetachStorage | Shutdown
+FromEngine = Ready | StepOutput | CacheReport | RequestError | Slept | Woken | StorageChanged

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swiftkv.engine.messages import AddRequest, ReasoningMarks, SamplingParams
+from swiftkv.policies import Task
 
 MAX_TOP_LOGPROBS = 100
 MAX_PROMPT_LOGPROBS = 4 << 20
@@ -33,11 +34,20 @@ class Request:
     namespace: bytes  # prompts share cached prefixes only within one, in the engine and in storage
     priority: int
     target_ttft_s: float | None = None  # as its client wants it
+    pooled_token_ids: list[int] = field(default_factory=list)  # of a pooled request: the tokens whose logits it wants
+    is_traced: bool = False
+    flow: int = 0
+    flow_weight: float = 1.0
     arrived_s: float = field(default_factory=time.monotonic)
 
     @classmethod
     def from_message(
-        cls, message: AddRequest, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+        cls,
+        message: AddRequest,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        task: Task = "generate",
     ) -> Request:
         """Raises `ValueError` with a sentence for the client."""
         if not message.prompt or len(message.prompt) % 4:
@@ -51,6 +61,7 @@ class Request:
             )
         sampling = message.sampling
         _check_sampling(sampling, vocab_size)
+        _check_pooling(message, task, vocab_size)
         if abs(message.priority) > _MAX_PRIORITY:
             raise ValueError("priority must fit 32 bits, and a service tier")
         num_prompt_logprobs = len(prompt) * (1 + (sampling.prompt_logprobs or 0))
@@ -69,6 +80,10 @@ class Request:
             namespace=message.cache_salt.encode(),
             priority=message.priority,
             target_ttft_s=message.target_ttft_s,
+            pooled_token_ids=[] if message.pooling is None else message.pooling.token_ids,
+            is_traced=message.is_traced,
+            flow=message.flow,
+            flow_weight=message.flow_weight,
         )
 
 
@@ -99,6 +114,23 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     for rule, holds in rules.items():
         if not holds:
             raise ValueError(rule)
+
+
+def _check_pooling(message: AddRequest, task: Task, vocab_size: int) -> None:
+    """Raises `ValueError` for a request that is not of the model's task."""
+    pooling, sampling = message.pooling, message.sampling
+    if (pooling is None) != (task == "generate"):
+        raise ValueError(f"this is no request for a model whose task is {task}")
+    if pooling is None:
+        return
+    if sampling.max_tokens != 1 or sampling.prompt_logprobs is not None or sampling.grammar is not None:
+        raise ValueError("a pooled request wants no tokens and nothing about any")
+    if len(pooling.token_ids) != (2 if task == "score" else 0):
+        raise ValueError(
+            f"pooling.token_ids: a model whose task is {task} does not give {len(pooling.token_ids)} logits"
+        )
+    if not all(0 <= token < vocab_size for token in pooling.token_ids):
+        raise ValueError("pooling.token_ids must be token ids of the vocabulary")
 
 
 def _marks_reasoning(marks: ReasoningMarks | None, vocab_size: int) -> bool:

@@ -51,7 +51,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, communicator: Communicator = ALONE) -> None:
         """Load the model, or with other ranks in `communicator` this rank's part of it, and allocate its KV."""
         path = Path(config.path)
-        model_config = read_config(path)
+        model_config = read_config(path, config.task)
         groups = model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
         division = divide(
             groups,

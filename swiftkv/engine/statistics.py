@@ -11,6 +11,7 @@ from swiftkv._core import GroupStats, Scheduler
 from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineConfig, EngineStats
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import Tier
+from swiftkv.engine.turns import Turns
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import GroupBlocks
 
@@ -18,11 +19,14 @@ from swiftkv.lease.messages import GroupBlocks
 class EngineStatistics:
     """Counts steps, and asks the scheduler and the layer stream for the rest."""
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, tier: Tier) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, tier: Tier, turns: Turns
+    ) -> None:
         self._block_size = config.block_size
         self._runner = runner
         self._scheduler = scheduler
         self._tier = tier
+        self._turns = turns
         self._steps_total = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
@@ -69,6 +73,7 @@ class EngineStatistics:
             step_time_error_ratio=stats.step_time_error_ratio,
             step_time_s=step_time.coefficients if step_time.is_known else [],
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            compute=self._turns.stats(),
             expert_load_factors=self._runner.expert_loads.factors(),
             tier=self._tier.stats(),
             groups=[msgspec.convert(group, GroupBlocks, from_attributes=True) for group in stats.groups],

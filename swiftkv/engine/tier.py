@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +12,18 @@ import numpy.typing as npt
 
 from swiftkv._core import Scheduler
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.engine.messages import EngineConfig
-from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
-from swiftkv.storage.backend import StorageBackend
+from swiftkv.storage.backend import Status
+from swiftkv.storage.breaker import Breaker, GuardedMedium
+from swiftkv.storage.envelope import SealedBackend
+from swiftkv.storage.host_medium import HostMedium
+from swiftkv.storage.levels import Level, Levels
 from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
 from swiftkv.tier.keys import ObjectKeys, split_keys, weights_fingerprint
 from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
-from swiftkv.tier.messages import TierSpec, TierStats
+from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
 from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.writer import Writer
 from swiftkv.transport.base import Transport
@@ -28,15 +31,10 @@ from swiftkv.transport.base import Transport
 _CLOSE_PATIENCE_S = 2.0
 _NEWS_INTERVAL_S = 0.1
 _TRIAL_INTERVAL_S = 1.0
-_MIN_PREFILL_TOKENS = 32  # a step with fewer says little about the speed of prefills
 
 
 class Tier:
     """A tier that keeps nothing, as an engine has it without `tiers.storage`."""
-
-    def __init__(self) -> None:
-        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable when the engine should look whether there is something to do."""
 
     def before_step(self) -> None:
         """Apply what has come from storage, and send down what has been computed; between steps."""
@@ -47,8 +45,9 @@ class Tier:
     def admitted(self, request_id: int, cached_tokens: int) -> None:
         """Note with how many cached tokens a request began."""
 
-    def computed(self, num_prompt_tokens: int, duration_s: float) -> None:
-        """Note how long a step took."""
+    def why_less(self, request_id: int) -> LoadStop | None:
+        """Return why a request got less from below than there was, if it did; before `admitted`."""
+        return None
 
     def forget(self, request_id: int) -> None:
         """Note that a request has ended."""
@@ -65,7 +64,7 @@ class Tier:
         return False
 
     def close(self) -> None:
-        os.close(self.wake_fd)
+        """Let go of everything, at the end of the engine."""
 
 
 class StorageTier(Tier):
@@ -73,38 +72,44 @@ class StorageTier(Tier):
 
     def __init__(
         self,
-        spec: TierSpec,
-        backend: StorageBackend,
+        opened: OpenStorage,
         scheduler: Scheduler,
-        keys: ObjectKeys,
+        wake: Callable[[], None],
         *,
         groups: list[KVGroup],
         pool: npt.NDArray[np.uint8],
         transport: Transport | None,
         max_num_seqs: int,
     ) -> None:
-        """`transport` reaches the pools in which borrowed blocks lie, if any are borrowed."""
-        super().__init__()
-        self._is_closed = False
+        """`transport` reaches the pools in which borrowed blocks lie, if any are borrowed.
+
+        `wake` is called in threads of the tier when the engine should call `before_step`.
+        """
+        spec, levels, keys = opened.spec, opened.levels, opened.keys
+        self._name = opened.name
         self._scheduler = scheduler
-        self._backend = backend
+        self._levels = levels
+        self._num_dropped_before = scheduler.num_dropped_offers()  # with storage that is gone
         self._groups = groups
         self._pool = pool
         self._transport = transport
         self._num_out_of_reach = 0  # blocks that lie where their bytes cannot be read in place
-        self._planner = LoadPlanner()
-        self._loader = Loader(backend, keys, self._wake)
+        self._loader = Loader(levels, keys, wake)
         self._loads = Loads(
-            spec, scheduler, self._loader, self._planner, groups=groups, pool=pool, max_num_seqs=max_num_seqs
+            spec, scheduler, self._loader, LoadPlanner(), groups=groups, pool=pool, max_num_seqs=max_num_seqs
         )
         self._writer = Writer(
-            backend,
+            levels,
             keys,
             queue_bytes=spec.queue_bytes,
             max_block_bytes=max(group.block_bytes for group in groups),
             may_write=lambda: not self._loads.is_reading,
-            on_room=self._wake,
+            on_room=wake,
         )
+        for level in levels.levels:
+            if register := level.backend.capabilities.register:
+                register(pool.data)
+                register(self._writer.memory)
         self._next_trial_s = 0.0  # monotonic
         self._told = TierStats()
         self._told_s = 0.0  # monotonic
@@ -120,9 +125,8 @@ class StorageTier(Tier):
     def admitted(self, request_id: int, cached_tokens: int) -> None:
         self._loads.admitted(request_id, cached_tokens)
 
-    def computed(self, num_prompt_tokens: int, duration_s: float) -> None:
-        if num_prompt_tokens >= _MIN_PREFILL_TOKENS:
-            self._planner.computed(num_prompt_tokens, duration_s)
+    def why_less(self, request_id: int) -> LoadStop | None:
+        return self._loads.why_less.get(request_id)
 
     def forget(self, request_id: int) -> None:
         self._loads.forget(request_id)
@@ -137,9 +141,11 @@ class StorageTier(Tier):
         loads, writer = self._loads, self._writer
         failures = {f"get {status.name.lower()}": count for status, count in loads.failures.items()}
         failures |= {f"put {status.name.lower()}": count for status, count in writer.failures.items()}
+        num_dropped = self._scheduler.num_dropped_offers() - self._num_dropped_before
         return TierStats(
-            is_degraded=self._backend.is_degraded,
-            hit_tokens_total=loads.hit_tokens,
+            backend=self._name,
+            is_degraded=bool(self._levels.degraded_tiers),
+            hit_tokens_total=loads.hit_tokens.total(),
             loads_total=loads.num_loads,
             loads_late_total=loads.num_late,
             loads_declined_total=loads.num_declined,
@@ -147,11 +153,12 @@ class StorageTier(Tier):
             loaded_bytes_total=loads.loaded_bytes,
             stored_blocks_total=writer.stored_blocks,
             stored_bytes_total=writer.stored_bytes,
-            dropped_stores_total=self._scheduler.num_dropped_offers() + self._num_out_of_reach,
+            dropped_stores_total=num_dropped + self._num_out_of_reach,
             failures_total=failures,
             queue_bytes=writer.queue_bytes,
             num_to_store=self._scheduler.num_offers() + writer.num_taken,
             num_loading=loads.num_waiting,
+            levels=[_level_stats(level, loads.hit_tokens[level.tier]) for level in self._levels.levels],
         )
 
     def has_news(self) -> bool:
@@ -161,16 +168,28 @@ class StorageTier(Tier):
         self._told, self._told_s = stats, now_s
         return True
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether storage has not let go of some blocks of the pool yet."""
+        return self._loads.is_reading
+
+    def leave(self) -> None:
+        """Give up all that waits for storage, and take nothing more on; what is on its way down goes on."""
+        self._loads.close()
+        self._store()
+        self._scheduler.set_write_policy("never")
+
+    def end(self) -> None:
+        """End the threads after `leave`: write what is on its way down, as far as a moment suffices. In any thread."""
+        self._loader.close()
+        self._writer.close(_CLOSE_PATIENCE_S)
+        self._levels.close()  # a call that hangs returns
+        self._loader.join(_CLOSE_PATIENCE_S)
+
     def close(self) -> None:
         """Write what is on its way down, as far as a moment suffices."""
-        self._loads.close()
-        self._loader.close()
-        self._store()
-        self._writer.close(_CLOSE_PATIENCE_S)
-        self._backend.close()  # a call that hangs returns
-        self._loader.join(_CLOSE_PATIENCE_S)
-        self._is_closed = True
-        super().close()
+        self.leave()
+        self.end()
 
     def _store(self) -> None:
         """Copy what is to go down into the queue, as far as it has room; the rest stays on offer."""
@@ -195,7 +214,7 @@ class StorageTier(Tier):
 
     def _max_stores(self) -> int:
         """Return how many blocks may be copied now: while storage is degraded, one now and then to find out."""
-        if not self._backend.is_degraded:
+        if not self._levels.is_degraded:
             return self._writer.num_free
         now_s = time.monotonic()
         if now_s < self._next_trial_s:
@@ -203,30 +222,48 @@ class StorageTier(Tier):
         self._next_trial_s = now_s + _TRIAL_INTERVAL_S
         return min(1, self._writer.num_free)
 
-    def _wake(self) -> None:
-        if not self._is_closed:
-            os.eventfd_write(self.wake_fd, 1)
+
+@dataclass(frozen=True)
+class OpenStorage:
+    """Host memory and storage that can be used, and the names that an engine's blocks have there."""
+
+    spec: TierSpec
+    name: str  # of the last backend
+    levels: Levels
+    keys: ObjectKeys
 
 
-def open_tier(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> Tier:
-    """Open the tier that the configuration names. Raises `ConfigError` if its backend cannot be opened."""
-    spec = config.storage
-    if spec is None:
-        return Tier()
-    groups = [region.group for region in runner.pool.regions]
-    keys = ObjectKeys(groups, weights_fingerprint(Path(config.path)), runner.kernels)
-    options = parse_storage(spec.backend, "tiers.storage", Path(spec.directory))
-    try:
-        backend = open_backend(options, keys.fingerprint)
-    except ConfigError as error:
-        raise ConfigError(f"tiers.storage.{error}") from error
-    return StorageTier(
-        spec,
-        backend,
-        scheduler,
-        keys,
-        groups=groups,
-        pool=runner.pool.tensor.numpy(),
-        transport=runner.transport,
-        max_num_seqs=config.max_num_seqs,
+def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], kernels: str) -> OpenStorage:
+    """Open host memory and storage for a model: reads all of its weights, and may be called in any thread.
+
+    Raises:
+        ConfigError: The backend cannot be opened.
+        OSError: The weights cannot be read, or the host memory cannot be mapped.
+    """
+    keys = ObjectKeys(groups, weights_fingerprint(checkpoint), kernels)
+    levels = []
+    name = "host"
+    if spec.host_fd is not None:
+        medium = GuardedMedium(HostMedium(spec.host_fd), Breaker())
+        levels.append(Level("host", SealedBackend(medium, keys.fingerprint)))
+    if spec.backend is not None:
+        options = parse_storage(spec.backend, "tiers.storage", Path(spec.directory))
+        name = options.backend
+        try:
+            levels.append(Level("storage", open_backend(options, keys.fingerprint)))
+        except ConfigError as error:
+            raise ConfigError(f"tiers.storage.{error}") from error
+    return OpenStorage(spec, name, Levels(levels), keys)
+
+
+def _level_stats(level: Level, hit_tokens: int) -> LevelStats:
+    """Return the figures of one tier. Its threads count on meanwhile."""
+    failures = {
+        f"{operation} {status.name.lower()}": counts[status]
+        for operation, counts in (("get", level.gets), ("put", level.puts))
+        for status in Status
+        if status is not Status.OK and counts[status]
+    }
+    return LevelStats(
+        level.tier, level.backend.is_degraded, hit_tokens, level.gets[Status.OK], level.puts[Status.OK], failures
     )

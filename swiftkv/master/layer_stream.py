@@ -174,12 +174,16 @@ class LayerStream:
         """Note a step whose copies were asked for, here or elsewhere (`master.graph_stream`)."""
         self._launched.append(step)
 
-    def step_ended(self) -> None:
+    def step_ended(self) -> float:
         """Record the times and bytes of the oldest step with copies that is not recorded yet.
+
+        Return the seconds of it that computing waited for copies.
 
         Call this once for each step with copies that did not fail, after waiting until the device has ended it.
         """
-        self.recent.append(self._launched.popleft().timings())
+        timings = self._launched.popleft().timings()
+        self.recent.append(timings)
+        return timings.exposed_s
 
     def run_copies_only(self, plan: StepCopies) -> None:
         """Make the copies of a plan without tokens. Raises `TransferError` as `step` does."""

@@ -116,6 +116,7 @@ class DecoderConfig:
     norm_offset: float | None = None  # norms multiply by it + weight in float32; None: by the weight, in its dtype
     activation: GatedActivation = SILU  # of MLPs and experts
     embedding_scale: float = 1.0
+    has_head: bool = True  # else its last norm is its end: an embedding model
     logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: as they are
 
     def extended(self, kind: type[_Config], **more: Any) -> _Config:

@@ -76,7 +76,10 @@ class Decoder(Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [R, vocab_size] for rows [R, hidden_size] of what `run_layers` returned."""
+        """Return float32 [R, vocab_size] for rows [R, hidden_size] of what `run_layers` returned.
+
+        A model without a head returns the rows behind its final norm, float32 [R, hidden_size].
+        """
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
         """Return how often each expert was chosen so far, int64 [num_experts], by layer; the kernels go on counting."""
@@ -205,7 +208,7 @@ class LayeredDecoder(ABC):
         self._embedding = packer.tensor("model.embed_tokens.weight")  # [vocab_size, hidden_size]
         self._embedding_scale = packer.rounded(config.embedding_scale)
         self._final_norm = packer.norm("model.norm.weight")  # [hidden_size]
-        self._lm_head = packer.linear("lm_head")
+        self._lm_head = packer.linear("lm_head") if config.has_head else None
 
     @staticmethod
     @abstractmethod
@@ -246,7 +249,9 @@ class LayeredDecoder(ABC):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = self.ops.rms_norm(hidden, self._final_norm, self._config.rms_norm_eps)
+        normed: Tensor = self.ops.rms_norm(hidden, self._final_norm, self._config.rms_norm_eps)
+        if self._lm_head is None:
+            return normed.float()
         logits, cap = self._ranks.logits(normed, self._lm_head), self._config.logit_soft_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 

@@ -135,10 +135,11 @@ def decoder_weights(
     weights = {
         "model.embed_tokens.weight": Weight(embedding),
         "model.norm.weight": Weight((config.hidden_size,)),
-        "lm_head.weight": Weight(
-            embedding, (part.vocab,), "model.embed_tokens.weight" if config.tie_word_embeddings else None
-        ),
     }
+    if config.has_head:
+        weights["lm_head.weight"] = Weight(
+            embedding, (part.vocab,), "model.embed_tokens.weight" if config.tie_word_embeddings else None
+        )
     for kind, heads in zip(config.attention, part.heads, strict=True):
         for layer in kind.layers:
             weights |= _attention_weights(config, kind, heads, part.rank, f"model.layers.{layer}")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -22,14 +21,13 @@ from swiftkv.kernels.experts import ExpertLayer, ExpertWeights, GatedActivation,
 from swiftkv.kernels.ops import AnyOps, PackedLinear
 from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
+from swiftkv.models.files import weight_files
 from swiftkv.models.parallel import ALONE, Communicator, Ranks
 from swiftkv.models.registry import DECODERS
 from swiftkv.models.rope import cos_sin_table
 from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, ShardedRows, Weight
 from swiftkv.progress import PROGRESS
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -41,22 +39,24 @@ class MappedWeights:
         self.directory = directory
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
-        for file in _weight_files(directory):
+        for file in weight_files(directory):
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from None
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
+        # A model that was saved without its head, as embedding models are, has the names inside of `model`.
+        self._is_bare = "embed_tokens.weight" in self._file_of
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
         return self._get(name, shape, _DTYPES)
 
     def _get(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        file = self._file_of.get(name)
+        file = self._file_of.get(self._stored_name(name))
         if file is None:
             raise CheckpointError(f"{self.directory}: tensor {name} is in no *.safetensors file")
-        tensor: Tensor = self._files[file].get_tensor(name)
+        tensor: Tensor = self._files[file].get_tensor(self._stored_name(name))
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{file}: tensor {name} has shape {tuple(tensor.shape)}, config.json makes it {shape}"
@@ -66,7 +66,10 @@ class MappedWeights:
         return tensor
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return self._stored_name(name) in self._file_of
+
+    def _stored_name(self, name: str) -> str:
+        return name.removeprefix("model.") if self._is_bare else name
 
     def get_bytes(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of bytes, which are numbers of a kind that torch does not know. Raises as `get` does."""
@@ -79,7 +82,8 @@ class MappedWeights:
 
     def forget(self, name: str) -> None:
         """Stop counting the bytes of tensor `name` as this process's: whoever reads it again reads the file again."""
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        stored = self._stored_name(name)
+        tensor: Tensor = self._files[self._file_of[stored]].get_tensor(stored)
         begin = ceil_div(tensor.data_ptr(), mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if length > 0:
@@ -198,22 +202,3 @@ def load_decoder(
         Packer(weights, files, ops, dtype, device, max_model_len, config.norm_offset),
         Ranks(ops, communicator, config.vocab_size),
     )
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]  # file name by tensor name
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    files = [directory / _SINGLE]
-    if index.is_file():
-        try:
-            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-        except msgspec.DecodeError as error:
-            raise CheckpointError(f"{index}: {error}") from None
-        files = [directory / Path(name).name for name in sorted(names)]  # no name leads out of the directory
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise CheckpointError(f"{missing[0]} is missing; its tensors are part of the model")
-    return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from swiftkv.cache.geometry import DTYPE_BYTES
@@ -16,6 +17,7 @@ from swiftkv.models.hf_config import read_architectures
 from swiftkv.models.mimo import MimoDecoder
 from swiftkv.models.moe import MoeDecoder
 from swiftkv.models.weights import RankSlices, num_parameters
+from swiftkv.policies import Task
 
 DECODERS: dict[str, type[Decoder]] = {
     "Qwen3ForCausalLM": DenseDecoder,
@@ -33,8 +35,10 @@ DECODERS: dict[str, type[Decoder]] = {
 }
 
 
-def read_config(directory: Path) -> DecoderConfig:
+def read_config(directory: Path, task: Task = "generate") -> DecoderConfig:
     """Read `config.json` (and the end tokens of `generation_config.json`), in the style of any transformers.
+
+    A model whose `task` is to embed has no head.
 
     Raises `ConfigError` naming the key, or the architectures that are supported; `CheckpointError` if there is no
     readable `config.json`.
@@ -52,7 +56,7 @@ def read_config(directory: Path) -> DecoderConfig:
                 raise ConfigError(
                     f"{file}: {key}: {dim} is not supported, multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM} are"
                 )
-    return config
+    return replace(config, has_head=task != "embed")
 
 
 def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str) -> int:

@@ -20,12 +20,17 @@ class LendingPair:
     """
 
     lender: SizedPlan
-    lender_group: int  # index into `lender.groups`
+    lender_group: int  # index into `lender.groups`; the first one's is what these share
     borrower: SizedPlan
     borrower_group: int
     share: Fraction
-    extent: Extent
+    extent: Extent  # whose lender blocks are extents that the lender's groups share, if they do
     num_extents: int
+
+    @property
+    def meu_w(self) -> int:
+        """The lender group's blocks in an extent."""
+        return self.extent.meu_w * self.lender.division.lendable()[self.lender_group]
 
     @property
     def max_extents(self) -> int:
@@ -35,7 +40,7 @@ class LendingPair:
     @property
     def pool_extents(self) -> int:
         """The extents that the lender's group consists of, whatever the budget: any of them may be lent."""
-        return self.lender.group_blocks[self.lender_group] // self.extent.meu_w
+        return self.lender.group_blocks[self.lender_group] // self.meu_w
 
     @property
     def can_lend(self) -> bool:
@@ -45,7 +50,7 @@ class LendingPair:
     @property
     def lent_blocks(self) -> int:
         """The number of its own blocks that the lender lends to this borrower when its whole budget is lent."""
-        return self.num_extents * self.extent.meu_w
+        return self.num_extents * self.meu_w
 
     @property
     def lent_bytes(self) -> int:
@@ -160,9 +165,10 @@ def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
 
 def _pairs(lender: SizedPlan, borrower: SizedPlan, num_borrowers: int) -> list[LendingPair]:
     pairs = []
-    for i, lent in enumerate(lender.groups):
+    lendable = lender.division.lendable()
+    for i, num_blocks in lendable.items():
         for j, borrowed in enumerate(borrower.groups):
-            extent = extent_between(lent.block_bytes, borrowed.block_bytes)
+            extent = extent_between(num_blocks * lender.groups[i].block_bytes, borrowed.block_bytes)
             share = _part(lender, i) * _part(borrower, j) / num_borrowers
             pair = LendingPair(
                 lender=lender,

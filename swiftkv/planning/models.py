@@ -10,8 +10,11 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
+from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
 from swiftkv.models.registry import read_config, weight_bytes
+from swiftkv.storage.host_medium import chunk_bytes_for, host_tokens
 from swiftkv.storage_options import FileOptions, StorageOptions, parse_storage
+from swiftkv.tier_config import HostConfig
 from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
 
 
@@ -35,6 +38,7 @@ class ModelPlan:
     device: str = "cpu"
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    host: HostConfig | None = None  # None: there is no host memory below the pool
     storage: StorageOptions | None = None  # None: there is no storage tier
     max_num_seqs: int = 64
     shares_extents: bool = False  # KV groups share one pool, if their blocks have an extent in common
@@ -126,6 +130,19 @@ class SizedPlan(ModelPlan):
         return min(self.pool_tokens, self.max_context_len)
 
     @property
+    def host_bytes(self) -> int | None:
+        """The host memory that the model brings; `None` if it has none below its pool."""
+        return None if self.host is None else self.host.bytes_for(self.pool_bytes)
+
+    @property
+    def host_tokens(self) -> int | None:
+        """The tokens whose KV fits there if all groups keep all of them: of windows it keeps less."""
+        if self.host_bytes is None:
+            return None
+        block_bytes = [group.block_bytes for group in self.groups]
+        return host_tokens(self.host_bytes, chunk_bytes_for(block_bytes), block_bytes, self.block_size)
+
+    @property
     def budget_part(self) -> Fraction:
         """`budget_bytes` as a part of the pool, 0 to 1."""
         return Fraction(self.budget_bytes or 0, self.pool_bytes)
@@ -135,7 +152,11 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
     """Size a model by itself. Raises `ConfigError` that begins with the key below the model."""
     try:
         checkpoint = locate_checkpoint(model.path, config.directory, need_weights, model.revision)
-        decoder = read_config(checkpoint.directory)
+        decoder = read_config(checkpoint.directory, model.task)
+        if model.task == "embed":
+            read_embedding_recipe(checkpoint.directory, model.matryoshka_dimensions)
+        elif model.task == "score":
+            read_score_recipe(checkpoint.directory)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"path: {error}") from None
     num_ranks = model.tensor_parallel_size
@@ -166,10 +187,11 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         device=model.device,
         max_num_batched_tokens=model.max_num_batched_tokens,
         enable_chunked_prefill=model.enable_chunked_prefill,
+        host=config.host_of(model),
         storage=(None if storage is None else parse_storage(storage.backend, "tiers.storage", config.directory)),
         max_num_seqs=model.max_num_seqs,
-        # The one place that decides: what is lent, or stages what is borrowed, is of one group for good.
-        shares_extents=model.role != "master" and model.lending is None,
+        # The one place that decides: what stages borrowed blocks is of one group for good.
+        shares_extents=model.role != "master",
     )
     if isinstance(memory, DeviceShare):
         return plan

@@ -66,6 +66,7 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "longest context": [_once_known(p, lambda p: f"{p.longest_context:,}") for p in plans],
         "max_model_len": [f"{p.max_model_len:,}" for p in plans],
         **(sequences if any(p.has_windows for p in plans) else {}),
+        **({"host memory": [_once_known(p, _host) for p in plans]} if any(p.host for p in plans) else {}),
         **({"storage": [_storage(p) for p in plans]} if any(p.storage for p in plans) else {}),
     }
     for label, cells in rows.items():
@@ -91,14 +92,25 @@ def _extent(plan: ModelPlan) -> str:
     return format_size(plan.division.extent_bytes) if isinstance(plan.division, SharedExtents) else "-"
 
 
+def _host(plan: SizedPlan) -> str:
+    """Return the size of the host memory that a model brings, in bytes and in tokens of this model alone."""
+    if plan.host_bytes is None:
+        return "-"
+    return f"{format_size(plan.host_bytes)}: {_at_least(plan)}{plan.host_tokens:,} tokens"
+
+
 def _storage(plan: ModelPlan) -> str:
     """Return the size of a storage tier, in bytes and in tokens of this model alone."""
     if plan.storage is None:
         return "-"
     if plan.storage_bytes is None:
         return plan.storage.backend
-    at_least = "at least " if plan.has_windows else ""
-    return f"{plan.storage.backend}, {format_size(plan.storage_bytes)}: {at_least}{plan.storage_tokens:,} tokens"
+    return f"{plan.storage.backend}, {format_size(plan.storage_bytes)}: {_at_least(plan)}{plan.storage_tokens:,} tokens"
+
+
+def _at_least(plan: ModelPlan) -> str:
+    """Return the words for what a tier holds: of windows it keeps less than the figure counts with."""
+    return "at least " if plan.has_windows else ""
 
 
 def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:
@@ -131,11 +143,11 @@ def _lending_table(room: BorrowerRoom) -> Table:
     for label in ("", "no lending", *(_pair_name(pair) for pair in pairs), *("together" for _ in together)):
         table.add_column(label, justify="right" if label else "left")
     for label, cells in {
-        "block of the worker": [format_size(p.extent.lender_block_bytes) for p in pairs],
+        "block of the worker": [format_size(p.lender.groups[p.lender_group].block_bytes) for p in pairs],
         "block of the master": [format_size(p.extent.borrower_block_bytes) for p in pairs],
         "extent": [format_size(p.extent.num_bytes) for p in pairs],
         "extent is": ["the LCM" if p.extent.is_lcm else f"{float(p.extent.waste):.2%} waste" for p in pairs],
-        "MEU_w (worker blocks)": [f"{p.extent.meu_w:,}" for p in pairs],
+        "MEU_w (worker blocks)": [f"{p.meu_w:,}" for p in pairs],
         "MEU_m (master blocks)": [f"{p.extent.meu_m:,}" for p in pairs],
         "lending budget": [f"{100 * float(p.lender.budget_part):.4g}%" for p in pairs],
         **({"share of the budget": [f"{100 * float(p.share):.4g}%" for p in pairs]} if shared else {}),
@@ -164,7 +176,7 @@ def _lending_table(room: BorrowerRoom) -> Table:
 
 
 def _pair_name(pair: LendingPair) -> str:
-    several = len(pair.lender.groups) > 1 or len(pair.borrower.groups) > 1
+    several = len(pair.lender.division.lendable()) > 1 or len(pair.borrower.groups) > 1
     return f"{pair.lender.name} {pair.lender_group}>{pair.borrower_group}" if several else pair.lender.name
 
 

@@ -16,9 +16,9 @@ from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
-from swiftkv.server.node_views import ModelChange, ModelStart, Sleeping
+from swiftkv.server.node_views import ModelChange, ModelStart, Sleeping, StorageOverview
 from swiftkv.server.overview import Overviews
-from swiftkv.server.protocol import BudgetBody, ModelSection, Switch
+from swiftkv.server.protocol import BudgetBody, ModelSection, StorageSection, Switch
 from swiftkv.server.routes import BODY_ERRORS, documented
 from swiftkv.server.streaming import json_response
 from swiftkv.units import parse_duration
@@ -43,11 +43,13 @@ Now = Annotated[
 
 
 class ModelChanges(Protocol):
-    """Adds models to the node, and removes them; see `swiftkv.model_changes`."""
+    """Adds models to the node, removes them and loads them anew; see `swiftkv.model_changes`."""
 
     async def add(self, section: object) -> str: ...
 
     async def remove(self, name: str, timeout_s: float, *, now: bool) -> None: ...
+
+    async def reload(self, name: str, timeout_s: float, *, now: bool) -> None: ...
 
 
 def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges) -> APIRouter:
@@ -70,6 +72,13 @@ def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges
         begun_s = time.monotonic()
         await changes.remove(model, parse_duration(timeout), now=now == "true")
         return json_response(ModelChange(model, "removed", time.monotonic() - begun_s))
+
+    @router.post("/models/{model}/reload", responses=documented("ModelChange", 400, 404, 409, 503))
+    async def reload_model(model: Name, timeout: Timeout = "30s", now: Now = "false") -> Response:
+        """Serve a model from the files that are in its directory now. The answer comes when it serves."""
+        begun_s = time.monotonic()
+        await changes.reload(model, parse_duration(timeout), now=now == "true")
+        return json_response(_change(models, model, begun_s))
 
     @router.post("/models/{model}/start", status_code=202, responses=documented("ModelStart", 404, 409, ok=202))
     async def start_model(model: Name) -> Response:
@@ -119,6 +128,24 @@ def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges
     ) -> Response:
         """Set the most that a worker lends. What it lends beyond that is recalled before the answer comes."""
         return json_response(await lending.set_budget(worker, body.budget, dry_run == "true"))
+
+    @router.get("/storage", responses=documented("StorageOverview"))
+    async def show_storage() -> Response:
+        """Show the storage that is attached to every model."""
+        return json_response(StorageOverview([model.storage.view() for model in models.all()]))
+
+    @router.post(
+        "/storage/{model}/attach", responses=documented("StorageChange", *BODY_ERRORS, 409, 503),
+        openapi_extra=body_document(StorageSection),
+    )  # fmt: skip
+    async def attach_storage(model: Name, body: Annotated[StorageSection, parsed(StorageSection)]) -> Response:
+        """Attach storage to a model: the body is a `tiers.storage` section. Requests in flight go on."""
+        return json_response(await models.get(model).storage.attach(body.model_extra or {}))
+
+    @router.post("/storage/{model}/detach", responses=documented("StorageChange", 404, 409, 503))
+    async def detach_storage(model: Name) -> Response:
+        """Detach the storage of a model, which keeps what it has. Requests in flight go on."""
+        return json_response(await models.get(model).storage.detach())
 
     @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
     async def show_pool(model: Name) -> Response:

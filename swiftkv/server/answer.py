@@ -92,7 +92,7 @@ class Answer(ABC):
         self.prompts = prompts
         self.generation = generation
         self.n = body.n or 1
-        tier = tier_of(body.service_tier, model.policy.allow_priority)
+        tier = tier_of(body.service_tier, model.policy.max_tier)
         self.service_tier: str | UnsetType = UNSET if body.service_tier is None else tier
         self.choices = choices
         options = body.stream_options
@@ -102,12 +102,11 @@ class Answer(ABC):
         self._repeats_prompts = self._return_token_ids or (isinstance(body, CompletionBody) and bool(body.echo))
         self._started: set[int] = set()
         self._totals = [Delta(choice.index) for choice in self.choices]
-        show = model.policy.show_cached_tokens
         self._usage = RunningUsage(
             sum(len(prompt.token_ids) for prompt in prompts),
             self.n,
             generation,
-            show_cached=show == "always" or (show == "salted" and body.cache_salt is not None),
+            show_cached=model.policy.shows_cached(body.cache_salt),
             show_reasoning=model.reasoning is not None and isinstance(body, ChatBody),
         )
 
@@ -285,13 +284,12 @@ class ChatAnswer(Answer):
         super().__init__(model, body, prompts, choices, generation)
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs is not None
+        self._hides_reasoning = body.include_reasoning is False
 
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
+        result: list[Struct] = [self._opening(delta.index) for delta in batch if self._is_first(delta.index)]
         self._count(batch)
-        result: list[Struct] = []
-        for delta in batch:
-            if self._is_first(delta.index):
-                result.append(self._opening(delta.index))
+        for delta in self._told(batch):
             tells = delta.text or delta.reasoning or delta.calls or delta.finish_reason
             if tells or self._logprobs or self._return_token_ids:
                 result.append(self._chunk(delta))
@@ -315,7 +313,7 @@ class ChatAnswer(Answer):
                     total.stop_reason,
                     total.token_ids if self._return_token_ids else UNSET,
                 )
-                for total in self._totals
+                for total in self._told(self._totals)
             ],
             self.usage(),
             service_tier=self.service_tier,
@@ -325,10 +323,17 @@ class ChatAnswer(Answer):
             else UNSET,
         )
 
+    def _told(self, batch: Sequence[Delta]) -> Sequence[Delta]:
+        """Return `batch` as the client is to see it."""
+        if self._hides_reasoning:
+            for delta in batch:
+                delta.reasoning = ""
+        return batch
+
     def _opening(self, index: int) -> ChatChunk:
         choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
         token_ids = self.prompts[0].token_ids if self._return_token_ids and index == 0 else UNSET
-        return self._event([choice], UNSET, token_ids)
+        return self._event([choice], self.usage() if self.running_usage else UNSET, token_ids)
 
     def _chunk(self, delta: Delta) -> ChatChunk:
         choice = ChatChunkChoice(

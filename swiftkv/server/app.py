@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from swiftkv.server.batches.routes import batches_router
 from swiftkv.server.batches.storage import Storage
 from swiftkv.server.batches.upload import FORM_OVERHEAD_BYTES
 from swiftkv.server.body import body_schemas, body_threads
+from swiftkv.server.cache_routes import cache_router
 from swiftkv.server.docs_page import docs_response
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
@@ -40,6 +42,7 @@ from swiftkv.server.node_views import (
     Readiness,
     Version,
 )
+from swiftkv.server.pooling.routes import pooling_router
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
 from swiftkv.server.responses import openapi_components
@@ -47,16 +50,18 @@ from swiftkv.server.routes import documented, documented_error, openai_router
 from swiftkv.server.routing import routing_router
 from swiftkv.server.scrape import Scrapes
 from swiftkv.server.streaming import ClientGone, json_response
+from swiftkv.server.tenants import ANYBODY, Sender
+from swiftkv.server.tracing import TraceMiddleware, TraceSink
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """The settings of every port.
 
-    A request without `api_key` is answered with 401; `None` lets everybody in. `admin_key` is the key of `/admin`;
-    where none is given, nobody knows it. `allowed_hosts` are the names that requests may be sent to, beside those of
-    the loopback interface; `None` allows any. `request_log` gets a line for each request. Without `storage` there are
-    no files and batches.
+    A request without `api_key`, or the key of one of `tenants`, is answered with 401; where there is neither, everybody
+    is let in. `admin_key` is the key of `/admin`; where none is given, nobody knows it. `allowed_hosts` are the names
+    that requests may be sent to, beside those of the loopback interface; `None` allows any. `request_log` gets a line
+    for each request, `trace_sink` a trace. Without `storage` there are no files and batches.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -66,6 +71,14 @@ class ServerSettings:
     limits: NodeLimits = field(default_factory=NodeLimits)
     request_log: RequestLog | None = None
     storage: Storage | None = None
+    trace_sink: TraceSink | None = None
+    tenants: Mapping[str, Sender] = field(default_factory=dict, repr=False)
+    """By key."""
+
+    @property
+    def keys(self) -> Mapping[str, Sender]:
+        """The keys that let in, and for whom."""
+        return self.tenants if self.api_key is None else {self.api_key: ANYBODY, **self.tenants}
 
 
 def create_app(
@@ -80,7 +93,10 @@ def create_app(
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(routing_router(table))
     app.include_router(routing_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
+    app.include_router(pooling_router(table))
+    app.include_router(pooling_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(admin_router(table, lending, changes))
+    app.include_router(cache_router(table))
     app.include_router(page_router())
     status = _status_router(table, metrics, lending, only_model=None)
     app.include_router(status)
@@ -89,14 +105,14 @@ def create_app(
 
 
 def create_model_app(
-    model: ModelHandle, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending
+    table: ModelTable, name: str, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending
 ) -> FastAPI:
-    """A model's own port, where requests need not say which model they mean."""
-    table = ModelTable({model.name: model})
+    """A model's own port, where requests need not say which model they mean: it is the only one of `table`."""
     app = _new_app(table, settings, has_admin=False)
     app.include_router(openai_router(table))
     app.include_router(routing_router(table))
-    app.include_router(_status_router(table, metrics, lending, only_model=model.name))
+    app.include_router(pooling_router(table))
+    app.include_router(_status_router(table, metrics, lending, only_model=name))
     return app
 
 
@@ -127,12 +143,14 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
     )
     if storage is not None:
         app.include_router(batches_router(storage))
-    if settings.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
+    if settings.keys:
+        app.add_middleware(ApiKeyMiddleware, keys=settings.keys)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)
     if has_admin:
         app.add_middleware(AdminMiddleware, admin_key=settings.admin_key)
+    if settings.trace_sink is not None:
+        app.add_middleware(TraceMiddleware, sink=settings.trace_sink)
     app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # the last is the first to see a request
     app.openapi = lambda: _openapi(app, models, settings)  # type: ignore[method-assign]
     return app
@@ -232,9 +250,9 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
                     parameter["schema"]["enum"] = models.names
             if refused := _guard(operation, path, settings):
                 operation["responses"][str(refused)] = documented_error(path)
-    schemes = ["admin"] if settings.api_key is None else ["admin", "bearer"]
+    schemes = ["admin", "bearer"] if settings.keys else ["admin"]
     document["components"]["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name in schemes}
-    if settings.api_key is not None:
+    if settings.keys:
         document["components"]["securitySchemes"]["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     app.openapi_schema = document
     return document
@@ -243,7 +261,7 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
 def _guard(operation: dict[str, Any], path: str, settings: ServerSettings) -> int | None:
     """Write down which key an operation asks for; return the status for a request without it, or `None`."""
     is_admin = path.startswith(f"{ADMIN_PATH}/")
-    if not is_admin and (settings.api_key is None or is_open(path)):
+    if not is_admin and (not settings.keys or is_open(path)):
         return None
     operation["security"] = [{"admin": []}] if is_admin else [{"bearer": []}, {"x-api-key": []}]
     return 401

@@ -15,6 +15,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import Body
 from swiftkv.server.limits import Turns
 from swiftkv.server.messages_api.body import CountTokensBody, MessagesBody
+from swiftkv.server.pooling.bodies import EmbeddingBody, RerankBody, ScoreBody
 from swiftkv.server.price import check_json
 from swiftkv.server.protocol import (
     BatchBody,
@@ -23,6 +24,7 @@ from swiftkv.server.protocol import (
     CompletionBody,
     DetokenizeBody,
     ModelSection,
+    StorageSection,
     TokenizeBody,
     explain_invalid,
 )
@@ -38,7 +40,7 @@ _SMALL_BYTES = 8 << 10
 _MAX_ERRORS = 16
 _BODIES: tuple[type[Body], ...] = (
     CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody, BudgetBody,
-    BatchBody, ModelSection,
+    BatchBody, ModelSection, StorageSection, EmbeddingBody, ScoreBody, RerankBody,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from swiftkv.engine.messages import (
     FINISH_STOP,
     HIGH_WATER_MARK,
     MAX_MESSAGE_BYTES,
-    AddRequest,
+    CacheReport,
     EngineStats,
     FromEngine,
     Ready,
@@ -29,18 +29,23 @@ from swiftkv.engine.messages import (
     Sleep,
     Slept,
     StepOutput,
+    StorageChanged,
+    ToEngine,
     Wake,
     Woken,
 )
+from swiftkv.server.cache_calls import CacheCalls
 from swiftkv.server.engine_state import DOWN_RETRY_S, EngineState, EngineStatus
+from swiftkv.server.engine_storage import EngineStorage
 from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import Generation, SequenceRequest
+from swiftkv.server.generation import USUAL_TERMS, Generation, SequenceRequest, Terms
 from swiftkv.server.in_flight import InFlight
 from swiftkv.server.load_meter import LoadMeter
 from swiftkv.server.metrics import ModelMetrics
 from swiftkv.server.node_views import EngineView
 from swiftkv.server.outbox import Outbox
-from swiftkv.server.queued_prompts import QueuedPrompts
+from swiftkv.server.outlook import Outlook
+from swiftkv.server.tenant_places import limit_met
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
@@ -60,7 +65,7 @@ class EngineClient:
         outputs_address: str,
         metrics: ModelMetrics,
         max_in_flight: int = 1024,
-        max_queued_tokens: int | None = None,
+        outlook: Outlook | None = None,
         weight_bytes: int = 0,
     ) -> None:
         self.name = name
@@ -68,13 +73,13 @@ class EngineClient:
         self.outputs_address = outputs_address
         self.metrics = metrics
         self.max_in_flight = max_in_flight
-        self.queued = QueuedPrompts(max_queued_tokens)
+        self.outlook = outlook or Outlook(name, metrics)
         self.engine: Ready | None = None
         self.stats: EngineStats | None = None
         self.num_restarts = 0
         self.status = EngineStatus()
         self.load_meter = LoadMeter(weight_bytes)
-        self._storage: Literal["ok", "degraded"] | None = None  # None: there is none, or nothing is known yet
+        self.storage = EngineStorage(self._send_now)
         self._in_flight: dict[int, InFlight] = {}
         self._next_request_id = 1
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -87,6 +92,7 @@ class EngineClient:
         self._push = zmq.Socket(self._context, zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
         self._outbox = Outbox(self._push, self._note_idle)
+        self.cache = CacheCalls(self._outbox.send, lambda: self.status.refusal(self.name))
         for socket in (self._push, self._pull):
             socket.setsockopt(zmq.LINGER, 0)
             socket.set_hwm(HIGH_WATER_MARK)
@@ -121,7 +127,8 @@ class EngineClient:
             progress_age_s=None if observed is None else now_s - observed.progress_s,
             restarts=self.num_restarts,
             pid=None if self.engine is None else self.engine.pid,
-            storage=self._storage,
+            storage=self.storage.state,
+            storage_backend=self.storage.backend,
             loading=self.load_meter.view(self.state),
         )
 
@@ -147,48 +154,54 @@ class EngineClient:
         return self.engine
 
     def check_available(self) -> None:
-        """Raises:
-        ApiError: 503 unless the engine takes requests.
-        """
+        """Raises `ApiError` 503 unless the engine takes requests."""
         if not self.state.is_there:
             raise self.status.refusal(self.name)
 
     def generate(
         self,
         requests: Sequence[SequenceRequest],
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        target_ttft_s: float | None = None,
+        terms: Terms = USUAL_TERMS,
     ) -> Generation:
-        """Hand sequences to the engine.
+        """Hand sequences to the engine, unless they would miss the targets of their terms.
 
         Raises:
-            ApiError: 503 if the engine is down, 429 if too much is in flight or waits to be read by the engine.
+            ApiError: 503 if the engine is down, 429 if too much is in flight or unread, or the targets cannot be met.
         """
         self.check_available()
+        limits = {"max_num_queued_reqs": self.max_in_flight, "max_num_queued_tokens": self.outlook.queued.max_tokens}
+        if limit := limit_met(limits, self._in_flight.values(), terms.sender, len(requests)):
+            raise self.outlook.busy(limit, f"has no place left of those that tenant '{terms.sender.name}' has")
         if self.num_in_flight + len(requests) > self.max_in_flight:
-            raise self._busy("max_num_queued_reqs", f"has {self.num_in_flight} sequences, of {self.max_in_flight}")
-        if self.queued.is_full:
-            num_tokens, most = self.queued.num_tokens, self.queued.max_tokens
-            raise self._busy("max_num_queued_tokens", f"has {num_tokens} prompt tokens waiting, of {most}")
+            reason = f"has {self.num_in_flight} sequences, of {self.max_in_flight}"
+            raise self.outlook.busy("max_num_queued_reqs", reason)
+        self.outlook.check_queue()
         if not self._outbox.has_room(len(requests), sum(request.num_bytes for request in requests)):
-            raise self._busy("unread_messages", f"is behind with {self._outbox.num_unread} messages")
+            raise self.outlook.busy("unread_messages", f"is behind with {self._outbox.num_unread} messages")
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
+        messages = [
+            request.message(request_id, terms) for request_id, request in zip(request_ids, requests, strict=True)
+        ]
+        self.outlook.check(messages[0], terms.targets)
         self._next_request_id = request_ids.stop
-        generation = Generation(request_ids, self._abort)
+        generation = Generation(request_ids, self._abort, terms.sender)
         arrived_s = time.perf_counter()
         self._idle.clear()
-        for index, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
-            message = AddRequest(request_id, request.prompt, request.sampling, cache_salt, priority, target_ttft_s)
+        for index, (message, request) in enumerate(zip(messages, requests, strict=True)):
             if not self._outbox.send(message):
                 generation.keep(index)
                 generation.close()
                 self._note_idle()
                 raise self.status.refusal(self.name)
-            self._in_flight[request_id] = InFlight(generation, index, request, arrived_s)
-            self.queued.num_tokens += request.num_prompt_tokens
+            self._in_flight[message.request_id] = InFlight(generation, index, request, arrived_s)
+            self.outlook.sent(message, arrived_s)
         return generation
+
+    def _send_now(self, message: ToEngine) -> None:
+        """Raise `ApiError` 503 unless the engine takes requests."""
+        self.check_available()
+        if not self._outbox.send(message):
+            raise self.status.refusal(self.name)
 
     def shutdown_engine(self) -> None:
         """Ask the engine to exit; a supervisor that sees no exit ends the process itself."""
@@ -241,6 +254,7 @@ class EngineClient:
         self._outbox.reset()
         self.status.came_up()
         self.metrics.engine_came_up(ready)
+        self.outlook.engine_up(ready)
         self._ready.set()
 
     def engine_down(
@@ -248,18 +262,17 @@ class EngineClient:
     ) -> None:
         """The engine process is gone: everything in flight fails now, new requests are refused until it is back.
 
-        Args:
-            why: completes "the engine …", such as `was killed by SIGKILL`.
-            state: whether it is coming back.
-            retry_after_s: when it is worth trying again.
+        `why` completes "the engine …", such as `was killed by SIGKILL`; `state` says whether it is coming back.
         """
         self._incarnation = None
-        self._storage = None
         self.engine = self.stats = None
         self._outbox.reset()
         self._ready.clear()
         self.status.went_down(why, state, retry_after_s)
         self.metrics.engine_went_down()
+        self.storage.engine_gone(self.status.refusal(self.name))
+        self.outlook.engine_down()
+        self.cache.fail()
         self._fail_all()
 
     def want(self) -> None:
@@ -288,11 +301,15 @@ class EngineClient:
                     self._on_step(message)
                 case RequestError():
                     self._on_error(message)
+                case CacheReport():
+                    self.cache.answered(message)
                 case Ready():
                     await self._until_connected()
                     self.engine_up(message)
                 case Slept(incarnation=incarnation) if incarnation == self._incarnation:
                     self.status.fell_asleep()
+                case StorageChanged():
+                    self.storage.answered(message)
                 case Woken(incarnation=incarnation) if incarnation == self._incarnation:
                     self.status.woke_up()
                     self._ready.set()
@@ -307,7 +324,13 @@ class EngineClient:
         self._outbox.taken(step.messages_taken)
         for request_id, cached_tokens in step.admitted:
             if sequence := self._in_flight.get(request_id):
-                self._on_admitted(sequence, cached_tokens, now_s)
+                sequence.admitted_s, sequence.cached_tokens = now_s, cached_tokens
+                sequence.generation.admitted.append((sequence.index, cached_tokens))
+                self.outlook.admitted(request_id, cached_tokens, now_s)
+                self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
+        for part in step.traces or ():
+            if sequence := self._in_flight.get(part.request_id):
+                sequence.note_step(part)
         # Arrays arrive as bytes; three conversions per step, whatever the batch.
         request_ids = np.frombuffer(step.request_ids, "<u8").tolist()
         token_ids = np.frombuffer(step.token_ids, "<i4").tolist()
@@ -323,35 +346,26 @@ class EngineClient:
             output.token_ids.append(token_id)
             if step.prompt_logprobs and request_id in step.prompt_logprobs:
                 output.prompt_logprobs = step.prompt_logprobs[request_id]
-            self._on_token(sequence, now_s)
+            self.outlook.token(request_id, now_s)
+            sequence.note_token(now_s, self.metrics)
             if finish:
                 output.finish_reason = _FINISH_REASONS[finish]
                 generation.end(sequence.index)
                 self._forget(request_id, output.finish_reason)
             generation.wake()
+        for request_id, pooled in (step.pooled or {}).items():
+            if sequence := self._in_flight.get(request_id):
+                sequence.generation.output(sequence.index).pooled = pooled
+                sequence.generation.end(sequence.index)
+                self._forget(request_id, "stop")
+                sequence.generation.wake()
         if request_ids:
             self.metrics.generation_tokens.inc(len(request_ids))
         if step.stats is not None and self.engine is not None:  # not the last words of one that is gone
             self.stats = step.stats
             self.metrics.observe_engine(step.stats)
-            self.queued.tokens_per_s = step.stats.prefill_tokens_per_s
-            if step.stats.tier is not None:
-                self._storage = "degraded" if step.stats.tier.is_degraded else "ok"
-
-    def _on_admitted(self, sequence: InFlight, cached_tokens: int, now_s: float) -> None:
-        sequence.admitted_s, sequence.cached_tokens = now_s, cached_tokens
-        sequence.generation.admitted.append((sequence.index, cached_tokens))
-        self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
-
-    def _on_token(self, sequence: InFlight, now_s: float) -> None:
-        if sequence.first_token_s is None:
-            sequence.first_token_s = now_s
-            self.queued.num_tokens -= sequence.request.num_prompt_tokens
-            self.metrics.observe_first_token(now_s - sequence.arrived_s)
-        else:
-            self.metrics.observe_inter_token_latency(now_s - sequence.last_token_s)
-        sequence.last_token_s = now_s
-        sequence.num_tokens += 1
+            self.outlook.observe(step.stats)
+            self.storage.observe(step.stats.tier)
 
     def _on_error(self, error: RequestError) -> None:
         if sequence := self._in_flight.get(error.request_id):
@@ -373,9 +387,9 @@ class EngineClient:
 
     def _forget(self, request_id: int, reason: str) -> None:
         sequence = self._in_flight.pop(request_id)
-        if sequence.first_token_s is None:
-            self.queued.num_tokens -= sequence.request.num_prompt_tokens
-        finished = sequence.finished(reason, time.perf_counter())
+        now_s = time.perf_counter()
+        self.outlook.ended(request_id, now_s)
+        finished = sequence.finished(reason, now_s)
         self.metrics.observe_finished(finished)
         sequence.generation.finished.append(finished)
         self._note_idle()
@@ -392,9 +406,3 @@ class EngineClient:
             self._forget(request_id, "error")
             sequence.generation.fail(sequence.index, error)
         return [request_id for request_id, _ in failed]
-
-    def _busy(self, limit: str, reason: str) -> ApiError:
-        self.metrics.count_refused(limit)
-        retry_after_s = self.queued.retry_after_s()
-        message = f"model '{self.name}' {reason} ({limit})"
-        return ApiError(429, message, code="queue_full", retry_after_s=retry_after_s)

@@ -28,6 +28,13 @@ from swiftkv.server.messages_api.body import (
     ToolUseParam,
     UserMessage,
 )
+from swiftkv.server.pooling.bodies import (
+    DocumentText,
+    EmbeddingBody,
+    PooledBody,
+    RerankBody,
+    ScoreBody,
+)
 from swiftkv.server.protocol import (
     BatchBody,
     BudgetBody,
@@ -94,6 +101,11 @@ _SECTIONS: tuple[tuple[str, type[Body], *tuple[type[Body], ...]], ...] = (
     ("`tool_choice` of `/v1/messages`, by name", NamedToolChoice),
     ("`output_config`", OutputConfig),
     ("`thinking`", ThinkingSettings),
+    ("Every request for embeddings or scores", PooledBody),
+    ("`POST /v1/embeddings`, besides", EmbeddingBody, PooledBody),
+    ("`POST /v1/score`, besides what all for embeddings or scores have", ScoreBody, PooledBody),
+    ("`POST /v1/rerank`, besides what all for embeddings or scores have", RerankBody, PooledBody),
+    ("A document of `/v1/rerank`", DocumentText),
     ("`POST /tokenize`", TokenizeBody),
     ("`POST /detokenize`", DetokenizeBody),
     ("`POST /v1/batches`", BatchBody),

@@ -11,9 +11,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from swiftkv.engine.messages import SamplingParams, TokenLogprobs
+from swiftkv.engine.messages import AddRequest, Pooling, SamplingParams, TokenLogprobs
 from swiftkv.server.errors import ApiError
-from swiftkv.server.metrics import FinishedRequest
+from swiftkv.server.finished import FinishedRequest
+from swiftkv.server.targets import NO_TARGETS, Targets
+from swiftkv.server.tenants import ANYBODY, Sender
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms on which the sequences of one request are served.
+
+    Attributes:
+        cache_salt: Prompts share cached prefixes only with those of an equal one.
+        priority: That of the service tier included; lower runs first.
+        target_ttft_s: When the first token is due, for the order of the engine.
+        targets: A request that would miss these is refused.
+        sender: On whose behalf it comes.
+        is_traced: Whether the engine tells of its steps.
+    """
+
+    cache_salt: str = ""
+    priority: int = 0
+    target_ttft_s: float | None = None
+    targets: Targets = NO_TARGETS
+    sender: Sender = ANYBODY
+    is_traced: bool = False
+
+
+USUAL_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +48,22 @@ class SequenceRequest:
 
     prompt: bytes
     sampling: SamplingParams
+    pooling: Pooling | None = None  # None: it wants tokens
+
+    def message(self, request_id: int, terms: Terms) -> AddRequest:
+        """Return what the engine is told of it."""
+        return AddRequest(
+            request_id,
+            self.prompt,
+            self.sampling,
+            terms.cache_salt,
+            terms.priority,
+            terms.target_ttft_s,
+            pooling=self.pooling,
+            is_traced=terms.is_traced,
+            flow=terms.sender.flow,
+            flow_weight=terms.sender.weight,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -41,6 +83,7 @@ class SequenceOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[bytes] | None = None  # packed
+    pooled: bytes | None = None  # float32, of a sequence that wants no tokens
     finish_reason: str | None = None
 
 
@@ -51,8 +94,12 @@ class Generation:
     tokens that it found in the cache. ``finished`` grows by one for each sequence that has ended, however it did.
     """
 
-    def __init__(self, request_ids: range, abort: Callable[[Sequence[int], str], None]) -> None:
+    def __init__(
+        self, request_ids: range, abort: Callable[[Sequence[int], str], None], sender: Sender = ANYBODY
+    ) -> None:
         """`abort` ends requests by their ids, for the reason that is given with them."""
+        self.sender = sender
+        self.request_ids = request_ids
         self.admitted: list[tuple[int, int]] = []
         self.finished: list[FinishedRequest] = []
         self._abort = abort

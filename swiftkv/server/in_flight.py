@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from swiftkv.engine.messages import StepTrace
+from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.generation import Generation, SequenceRequest
-from swiftkv.server.metrics import FinishedRequest
+from swiftkv.server.metrics import ModelMetrics
+
+_MAX_CHUNKS = 512  # of one prompt that are kept to be shown
 
 
 @dataclass(slots=True)
@@ -21,6 +25,25 @@ class InFlight:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_tokens: int = 0
+    chunks: list[StepTrace] = field(default_factory=list)
+    decode_exposed_s: float = 0.0
+
+    def note_token(self, now_s: float, metrics: ModelMetrics) -> None:
+        """Count a token that has come."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            metrics.observe_first_token(now_s - self.arrived_s)
+        else:
+            metrics.observe_inter_token_latency(now_s - self.last_token_s)
+        self.last_token_s = now_s
+        self.num_tokens += 1
+
+    def note_step(self, part: StepTrace) -> None:
+        """Keep what a step had of the sequence, which is traced."""
+        if not part.num_prompt_tokens:
+            self.decode_exposed_s += part.exposed_s
+        elif len(self.chunks) < _MAX_CHUNKS:
+            self.chunks.append(part)
 
     def finished(self, reason: str, now_s: float) -> FinishedRequest:
         return FinishedRequest(
@@ -32,4 +55,8 @@ class InFlight:
             e2e_s=now_s - self.arrived_s,
             queue_s=None if self.admitted_s is None else self.admitted_s - self.arrived_s,
             first_token_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
+            arrived_s=self.arrived_s,
+            chunks=self.chunks,
+            decode_exposed_s=self.decode_exposed_s,
+            tenant=self.generation.sender.name,
         )

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swiftkv.engine.messages import STEP_TIME_TERMS, EngineStats, Ready
+from swiftkv.engine.messages import HIT_TIERS, STEP_TIME_TERMS, EngineStats, Ready
 from swiftkv.server.block_metrics import BlockMetrics
+from swiftkv.server.compute_metrics import ComputeMetrics
 from swiftkv.server.engine_state import EngineState
+from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
+from swiftkv.server.limit_metrics import LimitMetrics
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metric_filters import SomeModels
 from swiftkv.server.node_views import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
+from swiftkv.server.tenant_metrics import TenantMetrics
 from swiftkv.server.tier_metrics import TierMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-LOCAL_TIER, PEER_TIER, STORAGE_TIER = "local", "peer", "storage"
+LOCAL_TIER, PEER_TIER = "local", "peer"
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 5, 10)
 _TOKENS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """The figures of one sequence that has ended. Times in seconds; `None` if it ended before that point."""
-
-    reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    generation_tokens: int
-    max_tokens: int
-    e2e_s: float
-    queue_s: float | None
-    first_token_s: float | None
 
 
 class GatewayMetrics:
@@ -98,21 +88,23 @@ class GatewayMetrics:
             "swiftkv:batch_lines", "Lines of batches that have run, by what became of them", ("outcome",)
         )
         self.batch_sequences = self._gauge("swiftkv:batch_sequences_running", "Sequences of batches in the engine")
-        self.layer_stream = _LayerStream()
-        self.registry.register(self.layer_stream)
-        self.cache_configs = _CacheConfigs()
-        self.registry.register(self.cache_configs)
-        self.blocks = BlockMetrics()
-        self.registry.register(self.blocks)
-        self.tiers = TierMetrics()
-        self.registry.register(self.tiers)
-        self.lending = LendingMetrics()
-        self.registry.register(self.lending)
+        self.layer_stream, self.cache_configs = _LayerStream(), _CacheConfigs()
+        self.blocks, self.tiers = BlockMetrics(), TierMetrics()
+        self.compute, self.lending = ComputeMetrics(), LendingMetrics()
+        of_engines = (self.layer_stream, self.cache_configs, self.blocks, self.tiers, self.compute, self.lending)
+        for collector in of_engines:
+            self.registry.register(collector)
+        self.tenants = TenantMetrics(self.registry, _FIRST_TOKEN_S)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.request_success = self._counter("vllm:request_success", "Requests finished", ("finished_reason",))
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S
+        )
+        self.forecast_ratio = self._histogram(
+            "swiftkv:time_to_first_token_forecast_ratio",
+            "Time to the first token as forecast on arrival, in relation to what it was",
+            _RATIOS,
         )
         self.inter_token_latency = self._histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request", _SHORT_S
@@ -141,7 +133,7 @@ class GatewayMetrics:
 
     def watch(self, limits: NodeLimits) -> None:
         """Tell also how much of these limits is in use."""
-        self.registry.register(_Limits(limits))
+        self.registry.register(LimitMetrics(limits))
 
     def for_model(self, name: str) -> ModelMetrics:
         return ModelMetrics(self, name)
@@ -186,6 +178,7 @@ class ModelMetrics:
         self.first_token = Latency()
         self.between_tokens = Latency()
         self._time_to_first_token = metrics.time_to_first_token.labels(name)
+        self._forecast_ratio = metrics.forecast_ratio.labels(name)
         self._inter_token_latency = metrics.inter_token_latency.labels(name)
         self.request_n = metrics.request_n.labels(name)
         self._time_per_output_token = metrics.time_per_output_token.labels(name)
@@ -209,6 +202,8 @@ class ModelMetrics:
         self._cache_configs = metrics.cache_configs
         self._blocks = metrics.blocks
         self._tiers = metrics.tiers
+        self._tenants = metrics.tenants
+        self._compute = metrics.compute
         self._restarts = metrics.engine_restarts
         # The engine reports totals since it started; a restarted engine counts from zero again.
         self._engine_totals = dict.fromkeys(
@@ -216,9 +211,7 @@ class ModelMetrics:
                 metrics.preemptions.labels(name),
                 metrics.prefix_queries.labels(name),
                 metrics.prefix_hits.labels(name),
-                metrics.prefix_tier_hits.labels(name, LOCAL_TIER),
-                metrics.prefix_tier_hits.labels(name, PEER_TIER),
-                metrics.prefix_tier_hits.labels(name, STORAGE_TIER),
+                *(metrics.prefix_tier_hits.labels(name, tier) for tier in HIT_TIERS),
                 metrics.window_missed.labels(name),
                 metrics.graph_hits.labels(name),
                 metrics.graph_misses.labels(name),
@@ -242,15 +235,13 @@ class ModelMetrics:
         self._layer_stream.observe(self._name, stats)
         self._blocks.observe(self._name, stats.groups)
         self._tiers.observe(self._name, stats.tier)
-        hits, peer_hits = stats.prefix_hit_tokens_total, stats.prefix_hit_tokens_peer_total
-        storage_hits = 0 if stats.tier is None else stats.tier.hit_tokens_total
+        self._compute.observe(self._name, stats.compute)
+        hits = stats.hit_tokens_by_tier()
         totals = (
             stats.num_preemptions_total,
             stats.prefix_query_tokens_total,
-            hits,
-            hits - peer_hits - storage_hits,
-            peer_hits,
-            storage_hits,
+            stats.prefix_hit_tokens_total,
+            *(hits[tier] for tier in HIT_TIERS),
             stats.window_missed_tokens_total,
             stats.cuda_graph_hits_total or 0,
             stats.cuda_graph_misses_total or 0,
@@ -263,6 +254,10 @@ class ModelMetrics:
     def observe_first_token(self, latency_s: float) -> None:
         self.first_token.add(latency_s)
         self._time_to_first_token.observe(latency_s)
+
+    def observe_forecast(self, foretold_s: float, latency_s: float) -> None:
+        """Note when a first token came that was foretold."""
+        self._forecast_ratio.observe(foretold_s / max(latency_s, 1e-6))
 
     def observe_inter_token_latency(self, latency_s: float) -> None:
         self.between_tokens.add(latency_s)
@@ -289,6 +284,7 @@ class ModelMetrics:
 
     def observe_finished(self, request: FinishedRequest) -> None:
         self._success[request.reason].inc()
+        self._tenants.observe(self._name, request)
         self._e2e_latency.observe(request.e2e_s)
         self._request_prompt_tokens.observe(request.prompt_tokens)
         self._request_generation_tokens.observe(request.generation_tokens)
@@ -376,24 +372,3 @@ class _EngineStates(Collector):
             if view.progress_age_s is not None:
                 ages.add_metric((model,), view.progress_age_s)
         return states, ages
-
-
-class _Limits(Collector):
-    """The use of the node's limits at the moment of a scrape: no model has a part of its own in it."""
-
-    def __init__(self, limits: NodeLimits) -> None:
-        self._limits = limits
-
-    def collect(self) -> Iterable[Metric]:
-        limits = self._limits
-        yield GaugeMetricFamily("swiftkv:http_connections", "Connections of clients", limits.num_connections)
-        yield GaugeMetricFamily(
-            "swiftkv:http_requests_waiting", "Requests that wait to begin", limits.turns.num_waiting
-        )
-        yield GaugeMetricFamily("swiftkv:http_body_bytes", "Bytes of bodies that take room", limits.body_bytes)
-        refused = CounterMetricFamily(
-            "swiftkv:http_refused", "Connections and bodies that the node had no room for", labels=("limit",)
-        )
-        refused.add_metric(("max_connections",), limits.num_refused_connections)
-        refused.add_metric(("max_bodies",), limits.num_refused_bodies)
-        yield refused

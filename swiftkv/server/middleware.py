@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -15,6 +15,7 @@ from swiftkv.config import is_loopback
 from swiftkv.server.errors import ApiError
 from swiftkv.server.limits import NodeLimits, without_model
 from swiftkv.server.node_page import PAGE_PATHS
+from swiftkv.server.tenants import Sender
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}) | PAGE_PATHS
 ADMIN_PATH = "/admin"
@@ -32,38 +33,49 @@ class _Key:
     def __init__(self, key: str) -> None:
         self._digest = hashlib.sha256(key.encode()).digest()
 
-    def is_bearer(self, headers: Headers) -> bool:
-        """Return whether it is sent as `Authorization: Bearer <key>`."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        return self._is(key) and scheme.lower() == "bearer"
-
-    def is_api_key(self, headers: Headers) -> bool:
-        """Return whether it is sent as `x-api-key: <key>`, as Anthropic's clients do."""
-        return self._is(headers.get("x-api-key", ""))
-
-    def _is(self, key: str) -> bool:
+    def is_among(self, digests: Sequence[bytes]) -> bool:
         # Digests are compared, so that neither the key's length nor its first characters show in the time taken.
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        return hmac.compare_digest(digest, self._digest)
+        return any(hmac.compare_digest(digest, self._digest) for digest in digests)
+
+
+def _bearer(headers: Headers) -> list[bytes]:
+    """Return the digest of what is sent as `Authorization: Bearer <key>`, if anything is."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return [_digest(key)] if scheme.lower() == "bearer" else []
+
+
+def _api_key(headers: Headers) -> list[bytes]:
+    """Return the digest of what is sent as `x-api-key: <key>`, as Anthropic's clients do."""
+    return [_digest(headers["x-api-key"])] if "x-api-key" in headers else []
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.strip().encode("latin-1")).digest()
 
 
 class ApiKeyMiddleware:
-    """Refuse whoever does not send the models' key, except on the paths that monitoring reads and on `ADMIN_PATH`."""
+    """Refuse whoever sends none of the models' keys, except on the paths that monitoring reads and on `ADMIN_PATH`.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    Routes find the sender whose key it was in `request.state`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Mapping[str, Sender]) -> None:
         self.app = app
-        self._key = _Key(api_key)
+        self._keys = [(_Key(key), sender) for key, sender in keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_open(scope["path"]) or _is_admin(scope) or self._is_sent(scope):
+        if scope["type"] != "http" or is_open(scope["path"]) or _is_admin(scope):
             await self.app(scope, receive, send)
-            return
-        error = ApiError(401, "wrong or missing API key: send 'Authorization: Bearer <key>'", code="invalid_api_key")
-        await error.response(scope["path"])(scope, receive, send)
+        elif (sender := self._sender(Headers(scope=scope))) is not None:
+            scope.setdefault("state", {})["sender"] = sender
+            await self.app(scope, receive, send)
+        else:
+            text = "wrong or missing API key: send 'Authorization: Bearer <key>'"
+            await ApiError(401, text, code="invalid_api_key").response(scope["path"])(scope, receive, send)
 
-    def _is_sent(self, scope: Scope) -> bool:
-        headers = Headers(scope=scope)
-        return self._key.is_bearer(headers) or self._key.is_api_key(headers)
+    def _sender(self, headers: Headers) -> Sender | None:
+        sent = _bearer(headers) + _api_key(headers)
+        return next((sender for key, sender in self._keys if key.is_among(sent)), None)
 
 
 class AdminMiddleware:
@@ -74,7 +86,7 @@ class AdminMiddleware:
         self._key = _Key(admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _is_admin(scope) or self._key.is_bearer(Headers(scope=scope)):
+        if scope["type"] != "http" or not _is_admin(scope) or self._key.is_among(_bearer(Headers(scope=scope))):
             await self.app(scope, receive, send)
             return
         text = (

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from swiftkv.models.pooling import EmbeddingRecipe
+from swiftkv.policies import Task
 from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.node_views import EngineView
+from swiftkv.server.pooling.template import ScoreTemplate
 from swiftkv.server.reasoning import ReasoningParser
 from swiftkv.server.responses import ModelCard
 from swiftkv.server.sampling_defaults import SamplingDefaults
 from swiftkv.server.sleep import Sleeper
+from swiftkv.server.storage_changes import StorageChanges
+from swiftkv.server.targets import NO_TARGETS, Targets
 from swiftkv.server.templates import TemplateRenderer
+from swiftkv.server.tenants import ANYBODY, Sender
 from swiftkv.server.threads import BoundedThreads
+from swiftkv.server.tiers import Tier
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.base import ToolParser
 
@@ -30,10 +37,27 @@ class ClientPolicy:
         show_cached_tokens: Whether `usage` tells how much of a prompt was in the cache; `salted`: only to requests
             with a `cache_salt`, which cannot learn anything about the prompts of others by it.
         allow_priority: Whether requests may have a `priority` other than 0, and so go before others.
+        sender: Whose requests these are.
     """
 
     show_cached_tokens: Literal["always", "salted", "never"] = "always"
     allow_priority: bool = False
+    sender: Sender = ANYBODY
+
+    @property
+    def max_tier(self) -> Tier:
+        """The highest service tier that serves requests."""
+        return self.sender.max_tier or ("priority" if self.allow_priority else "default")
+
+    def towards(self, sender: Sender) -> ClientPolicy:
+        """Return the policy for the requests of `sender`."""
+        allow = self.allow_priority if sender.max_tier is None else sender.max_tier == "priority"
+        return replace(self, allow_priority=allow, sender=sender)
+
+    def shows_cached(self, cache_salt: str | None) -> bool:
+        """Return whether a request with this salt is told how much of its prompt was in the cache."""
+        is_apart = cache_salt is not None or self.sender.is_private
+        return self.show_cached_tokens == "always" or (self.show_cached_tokens == "salted" and is_apart)
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,7 @@ class ModelHandle:
     tokenizer: Tokenizer
     client: EngineClient
     sleeper: Sleeper
+    storage: StorageChanges
     policy: ClientPolicy = ClientPolicy()
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
@@ -65,9 +90,36 @@ class ModelHandle:
     """The node's one, for chat templates that requests bring; `None`: they may bring none."""
     auto_wake: bool = False
     """Whether a request wakes the model, if it is asleep."""
+    embedding: EmbeddingRecipe | None = None
+    """How the model makes embeddings, if that is its task."""
+    scoring: ScoreTemplate | None = None
+    """The text that the model is asked for a score with, if that is its task."""
+    targets: Targets = NO_TARGETS
+    """The targets of requests that name none; those that would miss them are refused."""
+
+    def serving(self, sender: Sender) -> ModelHandle:
+        """Return the model as `sender` may use it."""
+        return self if sender == ANYBODY else replace(self, policy=self.policy.towards(sender))
 
     def card(self) -> ModelCard:
-        return ModelCard(self.name, self.created, self.root, self.max_model_len, state=str(self.client.state))
+        return ModelCard(
+            self.name, self.created, self.root, self.max_model_len, state=str(self.client.state), task=self.task
+        )
+
+    @property
+    def task(self) -> Task:
+        if self.embedding is not None:
+            return "embed"
+        return "generate" if self.scoring is None else "score"
+
+    def check_task(self, *tasks: Task) -> None:
+        """Raise `ApiError` 400 unless the model's task is one of these."""
+        if self.task not in tasks:
+            message = (
+                f"model '{self.name}' has the task {self.task} (models[].task), and this is for models whose task is "
+                f"{' or '.join(tasks)}"
+            )
+            raise ApiError(400, message, param="model", code="wrong_task")
 
     @property
     def takes_requests(self) -> bool:

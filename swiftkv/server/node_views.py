@@ -41,6 +41,8 @@ class EngineView(Struct):
     pid: int | None
     storage: Literal["ok", "degraded"] | None = None
     """The state of the storage tier, which is degraded while it is left alone; null: there is none."""
+    storage_backend: str | None = None
+    """The backend of the storage tier, as `tiers.storage.backend` names it; null: there is none."""
     loading: Loading | None = None
     """The progress of an engine that loads its weights; null for any other."""
 
@@ -124,6 +126,29 @@ class ModelChange(Struct):
     took_s: float
 
 
+class ModelStorage(Struct):
+    """The storage that is attached to a model; all fields but the first are null where there is none."""
+
+    model: str
+    backend: str | None = None
+    state: Literal["ok", "degraded"] | None = None
+    """Null also where the engine has not said yet."""
+    write_policy: str | None = None
+    prefetch_policy: str | None = None
+
+
+class StorageOverview(Struct):
+    models: list[ModelStorage]
+
+
+class StorageChange(Struct):
+    """Storage that was attached or detached; `backend` is the one that is attached now."""
+
+    model: str
+    backend: str | None
+    took_s: float
+
+
 class Sleeping(Struct):
     """vLLM's answer to the question whether a model sleeps."""
 
@@ -192,8 +217,12 @@ class Figures(Struct):
     generation_tokens_total: int
     prefix_query_tokens_total: int
     prefix_hit_tokens_total: dict[str, int]
-    """Prompt tokens that were not computed, by where their KV lay: local, peer, storage."""
+    """Prompt tokens that were not computed, by where their KV lay: local, peer, host, storage."""
     preemptions_total: int
+    core_s_total: float | None
+    """Core time that the engine has taken; null: it takes no turns with others."""
+    turn_wait_s_total: float | None
+    """Time that its steps have waited while others had their turn."""
 
 
 class ModelOverview(Struct):

@@ -62,9 +62,6 @@ def _view(model: ModelHandle, lending: ModelLending) -> ModelOverview:
 
 
 def _figures(stats: EngineStats) -> Figures:
-    storage = 0 if stats.tier is None else stats.tier.hit_tokens_total
-    peer = stats.prefix_hit_tokens_peer_total
-    hits = {"local": stats.prefix_hit_tokens_total - peer - storage, "peer": peer, "storage": storage}
     return Figures(
         running=stats.num_running,
         waiting=stats.num_waiting,
@@ -72,6 +69,8 @@ def _figures(stats: EngineStats) -> Figures:
         prompt_tokens_total=stats.prompt_tokens_total,
         generation_tokens_total=stats.generation_tokens_total,
         prefix_query_tokens_total=stats.prefix_query_tokens_total,
-        prefix_hit_tokens_total=hits,
+        prefix_hit_tokens_total=stats.hit_tokens_by_tier(),
         preemptions_total=stats.num_preemptions_total,
+        core_s_total=None if stats.compute is None else stats.compute.core_s_total,
+        turn_wait_s_total=None if stats.compute is None else stats.compute.waited_s_total,
     )

@@ -9,13 +9,14 @@ from typing import Any
 from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer, Prompt, make_choices
 from swiftkv.server.choices import Choice
 from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import Generation, SequenceRequest
+from swiftkv.server.generation import Generation, SequenceRequest, Terms
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import check_detokenize, check_messages, check_stops
 from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody
 from swiftkv.server.sampling import check_grammar_fields, sequence_requests
 from swiftkv.server.structured import asked_grammar, asks_for_grammar
+from swiftkv.server.targets import NO_TARGETS, Targets
 from swiftkv.server.templating import templating
 from swiftkv.server.tiers import priority_in, tier_of
 from swiftkv.server.tools import template_tools, tool_use
@@ -30,21 +31,54 @@ class Prepared:
     choices: list[Choice]
 
 
-def check(model: ModelHandle, body: CompletionBody | ChatBody) -> None:
+def check(model: ModelHandle, body: CompletionBody | ChatBody, targets: Targets = NO_TARGETS) -> None:
     """Check what costs nothing to check.
 
     Raises:
-        ApiError: 503 unless the engine takes requests, 400 for a field that is not taken.
+        ApiError: 503 unless the engine takes requests, 400 for a field that is not taken or a model of another task,
+            429 if no prompt of this length can meet the targets.
     """
+    model.check_task("generate")
+    check_admission(model, body.priority)
+    check_stops(body.stops)
+    sender = model.policy.sender
+    model.client.outlook.refuse_unread(_least_tokens(model, body), _priority(model, body), targets, sender)
+
+
+def check_admission(model: ModelHandle, priority: int | None) -> None:
+    """Raise `ApiError` 503 unless the engine takes requests, 400 for a priority where clients may have none."""
     model.client.check_available()
-    if body.priority and not model.policy.allow_priority:
+    if priority and not model.policy.allow_priority:
         raise ApiError(
             400,
-            "field 'priority' is off on this node, so that nobody goes before others: leave it out, or set "
-            "node.allow_priority",
+            "field 'priority' is off, so that nobody goes before others: leave it out, or set node.allow_priority, or "
+            "the tenant's max_service_tier to priority",
             param="priority",
         )
-    check_stops(body.stops)
+
+
+def wanted_targets(model: ModelHandle, body: CompletionBody | ChatBody, asked: Targets) -> Targets:
+    """Return the targets of a request: those that it asks for, or else its model's.
+
+    A model's own targets are not for requests that may wait (`flex`, `batch`). And where nothing else runs, its
+    `target_tpot` refuses nobody: a model that is slower by itself would serve nobody at all.
+    """
+    if tier_of(body.service_tier, model.policy.max_tier) in ("flex", "batch"):
+        return asked
+    usual = model.targets if model.client.num_in_flight else Targets(model.targets.ttft_s)
+    return asked.or_else(usual)
+
+
+def _priority(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
+    return priority_in(tier_of(body.service_tier, model.policy.max_tier), body.priority or 0)
+
+
+def _least_tokens(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
+    """Return how many tokens the first prompt has at least: a chat template may leave everything out."""
+    if isinstance(body, ChatBody):
+        return 1
+    prompt = body.prompts[0]
+    return model.tokenizer.least_tokens(len(prompt)) if isinstance(prompt, str) else len(prompt)
 
 
 async def prepare(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes: int) -> Prepared:
@@ -123,7 +157,8 @@ def begin(
     prepared: Prepared,
     *,
     make_answer: AnswerMaker | None = None,
-    target_ttft_s: float | None = None,
+    targets: Targets = NO_TARGETS,
+    is_traced: bool = False,
 ) -> Answer:
     """Hand the sequences of a request to the engine. Whoever gets the answer closes its generation.
 
@@ -131,15 +166,18 @@ def begin(
         make_answer: For a chat that was asked for in another protocol.
 
     Raises:
-        ApiError: 503 if the engine is down, 429 if too much is in flight.
+        ApiError: 503 if the engine is down, 429 if too much is in flight or the targets cannot be met.
     """
-    allow_priority = model.policy.allow_priority
-    generation = model.client.generate(
-        prepared.sequences,
-        cache_salt=body.cache_salt or "",
-        priority=priority_in(tier_of(body.service_tier, allow_priority), body.priority or 0),
-        target_ttft_s=target_ttft_s if allow_priority else None,
+    policy = model.policy
+    terms = Terms(
+        cache_salt=policy.sender.salt(body.cache_salt),
+        priority=_priority(model, body),
+        target_ttft_s=targets.ttft_s if policy.allow_priority else None,
+        targets=targets,
+        sender=policy.sender,
+        is_traced=is_traced,
     )
+    generation = model.client.generate(prepared.sequences, terms)
     model.client.metrics.request_n.observe(body.n or 1)
     usual: AnswerMaker = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
     return (make_answer or usual)(model, body, prepared.prompts, prepared.choices, generation)

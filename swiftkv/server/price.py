@@ -29,6 +29,7 @@ class Limits:
     messages: int = 4096
     content_parts: int = 1 << 14  # of all messages together
     prompts: int = 256
+    texts: int = 2048  # of a request for embeddings or scores
     choices: int = 128
     logprobs: int = 20
     stops: int = 16
@@ -50,6 +51,7 @@ class Limits:
     sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often
     prompt_logprobs: int = 1 << 19  # numbers in one answer
     answer_logprobs: int = 4 << 20  # numbers in one answer that is not streamed
+    embedding_numbers: int = 4 << 20  # in one answer
     tokenize_chars: int = 1 << 20  # of /tokenize, whatever the model's length
     tokenize_chars_per_token: int = 16  # of /tokenize, for each token of that length, if it comes to more
     detokenize_ids: int = 4  # of /detokenize, likewise
@@ -169,6 +171,24 @@ def check_detokenize(num_ids: int, max_model_len: int) -> None:
     """Check token ids that are to become a text."""
     limit = LIMITS.detokenize_ids * max_model_len
     _check(num_ids, limit, "tokens", f"token ids (this model takes {max_model_len} tokens)", status=413)
+
+
+def check_pooled(field: str, num_tokens: Sequence[int], numbers_each: int, max_model_len: int) -> None:
+    """Check texts of which an engine computes embeddings or scores, `numbers_each` numbers of every one.
+
+    Raises:
+        ApiError: 400 that names the field to make smaller.
+    """
+    _check(len(num_tokens), LIMITS.texts, field, "texts")
+    longest = max(num_tokens)
+    if longest >= max_model_len:
+        message = (
+            f"field '{field}': text {num_tokens.index(longest)} comes to {longest} tokens; at most {max_model_len - 1} "
+            "are taken by this model"
+        )
+        raise ApiError(400, message, param=field, code="context_length_exceeded")
+    _check(sum(num_tokens), LIMITS.sequence_tokens, field, "tokens in all texts together")
+    _check(len(num_tokens) * numbers_each, LIMITS.embedding_numbers, field, "numbers (texts x dimensions)")
 
 
 @dataclass(frozen=True, slots=True)

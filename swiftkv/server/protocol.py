@@ -58,7 +58,7 @@ class SamplingFields(ModelBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -92,6 +92,17 @@ class GenerationBody(SamplingFields, StructuredFields):
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
     include_stop_str_in_output: Annotated[None, Unsupported(False)] = None
+    # vLLM's, which some of its clients send with the value that asks for nothing.
+    allowed_token_ids: Annotated[None, Unsupported()] = None
+    bad_words: Annotated[None, Unsupported([])] = None
+    early_stopping: Annotated[None, Unsupported(False)] = None
+    kv_transfer_params: Annotated[None, Unsupported()] = None
+    length_penalty: Annotated[None, Unsupported(1, 1.0)] = None
+    return_tokens_as_token_ids: Annotated[None, Unsupported(False)] = None
+    spaces_between_special_tokens: Annotated[None, Unsupported(True)] = None
+    truncate_prompt_tokens: Annotated[None, Unsupported()] = None
+    use_beam_search: Annotated[None, Unsupported(False)] = None
+    vllm_xargs: Annotated[None, Unsupported({})] = None
 
     @property
     def stops(self) -> list[str]:
@@ -108,6 +119,11 @@ def _prompt_kind(value: Any) -> str | None:
     return "token_id_lists" if isinstance(value[0], list) else "token_ids"
 
 
+PROMPT_KINDS = Discriminator(
+    _prompt_kind,
+    custom_error_type="prompt_type",
+    custom_error_message="must be a string, a list of token ids, or a list of either, and not empty",
+)
 Prompt = Annotated[
     Annotated[Text, Tag("one_text")]
     | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=LIMITS.prompts), Tag("texts")]
@@ -117,12 +133,14 @@ Prompt = Annotated[
         Field(fail_fast=True, min_length=1, max_length=LIMITS.prompts),
         Tag("token_id_lists"),
     ],
-    Discriminator(
-        _prompt_kind,
-        custom_error_type="prompt_type",
-        custom_error_message="must be a string, a list of token ids, or a list of either, and not empty",
-    ),
+    PROMPT_KINDS,
 ]
+
+
+def each_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Return one prompt or many as a list."""
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return cast("list[str | list[int]]", [prompt] if is_one else prompt)
 
 
 class CompletionBody(GenerationBody):
@@ -133,15 +151,12 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     suffix: Annotated[None, Unsupported("")] = None
     best_of: Annotated[None, Unsupported(1)] = None
+    prompt_embeds: Annotated[None, Unsupported()] = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or many, as a list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return cast("list[str | list[int]]", self.prompt)
+        return each_prompt(self.prompt)
 
 
 class TextPart(Body):
@@ -162,7 +177,7 @@ class ChatMessage(Body):
     tool_calls: ToolCallMessages | None = None
     tool_call_id: Label | None = None
     reasoning_content: Text | None = None
-    reasoning: Text | None = Field(None, description="As `reasoning_content`")
+    reasoning: Text | None = Field(None, description="As `reasoning_content`, and before it")
 
     @property
     def says_something(self) -> bool:
@@ -191,7 +206,7 @@ class ChatMessage(Body):
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
-        if reasoning := self.reasoning_content or self.reasoning:
+        if reasoning := self.reasoning or self.reasoning_content:
             message["reasoning_content"] = message["thinking"] = reasoning  # gpt-oss has the second name for it
         return message
 
@@ -206,6 +221,7 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     reasoning_effort: ReasoningEffort | None = Field(None, description="Where the chat template takes it")
+    include_reasoning: bool | None = Field(None, description="`false`: the answer is told without its reasoning")
 
     functions: Annotated[None, Unsupported([])] = None
     function_call: Annotated[None, Unsupported("none", "auto")] = None
@@ -214,14 +230,18 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     prediction: Annotated[None, Unsupported()] = None
     verbosity: Annotated[None, Unsupported()] = None
     web_search_options: Annotated[None, Unsupported()] = None
+    add_special_tokens: Annotated[None, Unsupported(False)] = None
+    documents: Annotated[None, Unsupported([])] = None
+    echo: Annotated[None, Unsupported(False)] = None
+    thinking_token_budget: Annotated[None, Unsupported()] = None
 
 
-class TokenizeBody(ModelBody, TemplateFields):
-    """vLLM's ``/tokenize``: a prompt, or messages."""
+class TokenizeBody(ModelBody, TemplateFields, ToolFields):
+    """vLLM's ``/tokenize``: a prompt, or messages and the tools beside them."""
 
     prompt: Text | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="`true` not beside `messages`")
     return_token_strs: bool | None = None
 
 
@@ -258,6 +278,12 @@ class BudgetBody(Body):
 
 class ModelSection(Body):
     """A model's section of the node's file; what it may hold is in docs/configuration.md."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class StorageSection(Body):
+    """A `tiers.storage` section of the node's file; what it may hold is in docs/tiers.md."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _UNKNOWN_RETRY_S = 1.0
-_MAX_RETRY_S = 600.0
+MAX_RETRY_S = 600.0
+"""The longest `Retry-After`."""
 
 
 @dataclass(slots=True)
@@ -29,4 +30,4 @@ class QueuedPrompts:
         """Return in how many seconds the prompts that wait now will have been computed."""
         if not self.tokens_per_s:
             return _UNKNOWN_RETRY_S
-        return min(max(_UNKNOWN_RETRY_S, self.num_tokens / self.tokens_per_s), _MAX_RETRY_S)
+        return min(max(_UNKNOWN_RETRY_S, self.num_tokens / self.tokens_per_s), MAX_RETRY_S)

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swiftkv.errors import ConfigError
 from swiftkv.output import DetachedStream
 from swiftkv.server.errors import speaks_anthropic
+from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.limits import MONITORING_PATHS, without_model
-from swiftkv.server.metrics import FinishedRequest
 
 ID_HEADER = "X-Request-Id"
 _ANTHROPIC_ID_HEADER = "request-id"
@@ -29,7 +29,7 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499
 """The status of a request whose client hung up before its answer began."""
 _LONGEST_PATH = 256  # characters in a line
-_SKIPPED_PATHS = MONITORING_PATHS | {"/version"}
+SKIPPED_PATHS = MONITORING_PATHS | {"/version"}
 
 
 @dataclass(slots=True)
@@ -38,9 +38,11 @@ class RequestRecord:
 
     request_id: str
     model: str | None = None
+    tenant: str | None = None
     finished: Sequence[FinishedRequest] = ()
     """Its sequences, as far as they have ended."""
     status: int = _GONE
+    is_traced: bool = False
     began_s: float = field(default_factory=time.perf_counter)
 
 
@@ -108,7 +110,7 @@ class RequestIdMiddleware:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
-            if self._log is not None and not (without_model(scope["path"]) in _SKIPPED_PATHS and record.status < 400):
+            if self._log is not None and not (without_model(scope["path"]) in SKIPPED_PATHS and record.status < 400):
                 self._log.write(record, scope["method"], scope["path"])
 
 
@@ -129,6 +131,8 @@ def _line(record: RequestRecord, method: str, path: str) -> dict[str, Any]:
         "status": record.status,
         "total_s": round(time.perf_counter() - record.began_s, 4),
     }
+    if record.tenant is not None:
+        line["tenant"] = record.tenant
     return line | _generated(record.finished) if record.finished else line
 
 

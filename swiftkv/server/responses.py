@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.server.batches.objects import FileDeleted, OfflineBatch, OfflineBatchList, StoredFile, StoredFileList
+from swiftkv.server.cache_views import CacheCleared, CacheOverview, RequestMatch
 from swiftkv.server.errors import AnthropicError, ErrorResponse
 from swiftkv.server.messages_api.objects import MessageObject, TokenCount
 from swiftkv.server.node_views import (
@@ -24,8 +25,11 @@ from swiftkv.server.node_views import (
     PoolView,
     Readiness,
     Sleeping,
+    StorageChange,
+    StorageOverview,
     Version,
 )
+from swiftkv.server.pooling.objects import EmbeddingList, Ranking, ScoreList
 from swiftkv.server.responses_api.objects import ResponseObject
 
 
@@ -194,6 +198,8 @@ class ModelCard(Struct):
     max_model_len: int
     state: str
     """The state of the model's engine."""
+    task: str
+    """The kind of request that the model answers: generate, embed or score."""
     object: Literal["model"] = "model"
     owned_by: str = "swiftkv"
     parent: None = None
@@ -256,8 +262,9 @@ class Loads(Struct):
 DOCUMENTED = (
     Completion, ChatCompletion, ResponseObject, MessageObject, TokenCount, ModelCard, ModelList, Tokenized, Detokenized,
     Health, Readiness, NotReady, Version, ErrorResponse, AnthropicError, LendingOverview, BudgetChange, PoolView,
-    NodeOverview, RenderedPrompt, Loads, ModelStart, ModelChange, Sleeping, StoredFile,
-    StoredFileList, FileDeleted, OfflineBatch, OfflineBatchList,
+    NodeOverview, RenderedPrompt, Loads, ModelStart, ModelChange, Sleeping, StorageOverview, StorageChange,
+    CacheOverview, RequestMatch, CacheCleared, StoredFile,
+    StoredFileList, FileDeleted, OfflineBatch, OfflineBatchList, EmbeddingList, ScoreList, Ranking,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from swiftkv.server.messages_api.body import FIELD_OF_CHAT as messages_names
 from swiftkv.server.messages_api.body import CountTokensBody, MessagesBody
 from swiftkv.server.messages_api.objects import TokenCount
 from swiftkv.server.models import ModelHandle, ModelTable
-from swiftkv.server.prepare import AnswerMaker, begin, check, conversation, prepare
+from swiftkv.server.prepare import AnswerMaker, begin, check, conversation, prepare, wanted_targets
 from swiftkv.server.price import check_detokenize, check_tokenize, max_tokenize_chars
 from swiftkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from swiftkv.server.request_log import RequestRecord
@@ -25,8 +25,9 @@ from swiftkv.server.responses_api.answer import ResponsesAnswer
 from swiftkv.server.responses_api.body import FIELD_OF_CHAT as responses_names
 from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
-from swiftkv.server.targets import target_ttft_s
+from swiftkv.server.targets import asked_targets
 from swiftkv.server.templating import templating
+from swiftkv.server.tenants import sender_of
 from swiftkv.server.tools import template_tools
 
 T = TypeVar("T")
@@ -154,6 +155,20 @@ def openai_router(models: ModelTable) -> APIRouter:
     return router
 
 
+def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
+    """Return the model as the sender of a request may use it; the request's record says both."""
+    record: RequestRecord = request.state.record
+    sender = sender_of(request)
+    record.model, record.tenant = model.name, sender.name
+    return model.serving(sender)
+
+
+async def wake_if_asked(request: Request, model: ModelHandle) -> None:
+    """Wake a model that is asleep and whose requests wake it."""
+    if model.auto_wake and not model.client.state.is_there:
+        await unless_gone(request, model.sleeper.wake_for_request())
+
+
 async def _in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
     """Do `work` in the model's threads, unless the client hangs up before it has begun."""
     return await unless_gone(request, model.threads.run(work, request.state.num_body_bytes))
@@ -166,14 +181,15 @@ async def _generate(
     make_answer: AnswerMaker | None = None,
 ) -> Response:
     record: RequestRecord = request.state.record
-    record.model = model.name
-    if model.auto_wake and not model.client.state.is_there:
-        await unless_gone(request, model.sleeper.wake_for_request())
-    check(model, body)
-    wanted_s = target_ttft_s(request.headers)
+    model = as_sent(request, model)
+    model.check_task("generate")
+    await wake_if_asked(request, model)
+    targets = wanted_targets(model, body, asked_targets(request.headers))
+    check(model, body, targets)
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
-    answer = begin(model, body, prepared, make_answer=make_answer, target_ttft_s=wanted_s)
+    answer = begin(model, body, prepared, make_answer=make_answer, targets=targets, is_traced=record.is_traced)
     record.finished = answer.generation.finished
+    model.client.cache.remember(record.request_id, answer.generation.request_ids)
     if body.stream:
         return await streamed_answer(request, answer)
     return await whole_answer(request, answer)
@@ -192,6 +208,9 @@ def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
         return model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if body.chat_template is not None:
         raise ApiError(400, "field 'chat_template' is for chats only", param="chat_template", code="unsupported_field")
+    if body.add_special_tokens:
+        message = "field 'add_special_tokens' is for 'prompt': a chat template writes its own special tokens"
+        raise ApiError(400, message, param="add_special_tokens", code="unsupported_field")
     return _chat_ids(model, body)
 
 
@@ -200,10 +219,10 @@ def _chat_ids(model: ModelHandle, body: TokenizeBody | ChatBody) -> list[int]:
     assert body.messages is not None
     shown = conversation(body.messages)
     check_tokenize(_num_chars(shown), model.max_model_len, "messages")
-    tools, effort = (template_tools(body), body.reasoning_effort) if isinstance(body, ChatBody) else (None, None)
+    effort = body.reasoning_effort if isinstance(body, ChatBody) else None
     return model.tokenizer.encode_chat(
         shown,
-        tools=tools,
+        tools=template_tools(body),
         max_chars=max_tokenize_chars(model.max_model_len),
         given=templating(body, model.tokenizer.chat_template, effort),
     )

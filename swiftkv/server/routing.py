@@ -83,7 +83,7 @@ def _load(rank: int, model: ModelHandle, throughput: _Throughput) -> Load:
     client = model.client
     load = Load(model.name, rank, max_running_requests=model.max_num_seqs)
     engine, stats = client.engine, client.stats
-    load.num_waiting_uncached_tokens = client.queued.num_tokens
+    load.num_waiting_uncached_tokens = client.outlook.queued.num_tokens
     if engine is None or stats is None:
         return load
     load.num_running_reqs, load.num_waiting_reqs = stats.num_running, stats.num_waiting

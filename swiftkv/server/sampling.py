@@ -52,10 +52,8 @@ def sequence_requests(
     ).check(model.client.max_sequences)
     requests = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
-        prompt_bytes = _prompt_bytes(model, prompt)
-        requests += [
-            SequenceRequest(prompt_bytes, _of_choice(sampling, choice, prompt_logprobs)) for choice in range(n)
-        ]
+        of_prompt = prompt_bytes(model, prompt, "prompt")
+        requests += [SequenceRequest(of_prompt, _of_choice(sampling, choice, prompt_logprobs)) for choice in range(n)]
     return requests
 
 
@@ -88,11 +86,16 @@ def _reasoning_marks(
     return model.reasoning.marks(prompt, continues=bool(body.continue_final_message))
 
 
-def _prompt_bytes(model: ModelHandle, prompt: Sequence[int]) -> bytes:
+def prompt_bytes(model: ModelHandle, prompt: Sequence[int], field: str) -> bytes:
+    """Return a prompt as engines take it.
+
+    Raises:
+        ApiError: 400 if `field` has no token, or one that is not the model's.
+    """
     if not prompt:
-        raise ApiError(400, "the prompt is empty", param="prompt")
+        raise ApiError(400, f"the {field} is empty", param=field)
     ids = np.asarray(prompt, "<i4")
-    _check_vocabulary(model, int(ids.max()), "prompt")
+    _check_vocabulary(model, int(ids.max()), field)
     return ids.tobytes()
 
 

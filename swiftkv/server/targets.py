@@ -1,13 +1,41 @@
-"""Targets that clients and routers put into a request's headers."""
+"""Targets: how soon a request wants its tokens, by its headers or by its model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from swiftkv.server.errors import ApiError
 
 _TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")  # llm-d's name, and its older one
+_TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The seconds within which the first token, and each further one, is wanted; `None`: whenever it comes."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def or_else(self, usual: Targets) -> Targets:
+        """Return these, and `usual` ones in place of those that are not there."""
+        return Targets(
+            usual.ttft_s if self.ttft_s is None else self.ttft_s, usual.tpot_s if self.tpot_s is None else self.tpot_s
+        )
+
+
+NO_TARGETS = Targets()
+
+
+def asked_targets(headers: Mapping[str, str]) -> Targets:
+    """Return the targets that a request's headers name.
+
+    Raises:
+        ApiError: 400 for one that is no number of milliseconds above 0.
+    """
+    return Targets(target_ttft_s(headers), target_tpot_s(headers))
 
 
 def target_ttft_s(headers: Mapping[str, str]) -> float | None:
@@ -16,7 +44,20 @@ def target_ttft_s(headers: Mapping[str, str]) -> float | None:
     Raises:
         ApiError: 400 unless it is a number of milliseconds above 0.
     """
-    for name in _TTFT_HEADERS:
+    return _seconds(headers, _TTFT_HEADERS)
+
+
+def target_tpot_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds within which each token after the first is wanted, `None` if no header says so.
+
+    Raises:
+        ApiError: 400 unless it is a number of milliseconds above 0.
+    """
+    return _seconds(headers, _TPOT_HEADERS)
+
+
+def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+    for name in names:
         if (text := headers.get(name)) is not None:
             return _milliseconds(name, text) / 1000
     return None

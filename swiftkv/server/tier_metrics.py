@@ -1,4 +1,4 @@
-"""The metrics of storage tiers, as engines last reported them."""
+"""The metrics of the tiers below the pools, as engines last reported them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from prometheus_client.registry import Collector
 from swiftkv.tier.messages import TierStats
 
 _GAUGES = {
-    "degraded": ("1 while the storage is left alone, because it failed or was slow too often", "is_degraded"),
     "queue_bytes": ("Bytes on their way to storage", "queue_bytes"),
     "blocks_to_store": ("Blocks that wait to be written", "num_to_store"),
     "requests_loading": ("Requests that wait for storage", "num_loading"),
 }
 _COUNTERS = {
-    "hit_tokens": ("Prompt tokens whose KV came from storage, and was used", "hit_tokens_total"),
     "loads": ("Prompts for which something was read", "loads_total"),
     "loads_late": ("Prompts that did not wait for storage to the end", "loads_late_total"),
     "loads_declined": ("Prompts that were computed because storage was expected to be slower", "loads_declined_total"),
-    "loaded_blocks": ("Blocks read from storage", "loaded_blocks_total"),
     "loaded_bytes": ("Bytes read from storage", "loaded_bytes_total"),
-    "stored_blocks": ("Blocks written to storage", "stored_blocks_total"),
     "stored_bytes": ("Bytes written to storage", "stored_bytes_total"),
     "dropped_stores": ("Blocks that left the pool before they could be written", "dropped_stores_total"),
 }
+_LEVEL_COUNTERS = {
+    "hit_tokens": ("Prompt tokens whose KV came from this tier, and was used", "hit_tokens_total"),
+    "loaded_blocks": ("Blocks read from this tier", "loaded_blocks_total"),
+    "stored_blocks": ("Blocks written to this tier", "stored_blocks_total"),
+}
+_LABELS = ("model_name", "tier")
+_ALL_TIERS = "storage"
+"""The label of what the tiers below a pool have in common."""
 
 
 class TierMetrics(Collector):
@@ -40,22 +44,39 @@ class TierMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, (text, field) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"swiftkv:tier_{name}", text, labels=("model_name", "tier"))
+            gauge = GaugeMetricFamily(f"swiftkv:tier_{name}", text, labels=_LABELS)
             for model, stats in self._stats.items():
-                gauge.add_metric((model, "storage"), float(getattr(stats, field)))
+                gauge.add_metric((model, _ALL_TIERS), float(getattr(stats, field)))
             yield gauge
         for name, (text, field) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"swiftkv:tier_{name}", text, labels=("model_name", "tier"))
+            counter = CounterMetricFamily(f"swiftkv:tier_{name}", text, labels=_LABELS)
             for model, stats in self._stats.items():
-                counter.add_metric((model, "storage"), float(getattr(stats, field)))
+                counter.add_metric((model, _ALL_TIERS), float(getattr(stats, field)))
+            yield counter
+        yield from self._collect_levels()
+
+    def _collect_levels(self) -> Iterable[Metric]:
+        levels = [(model, level) for model, stats in self._stats.items() for level in stats.levels]
+        degraded = GaugeMetricFamily(
+            "swiftkv:tier_degraded",
+            "1 while the tier is left alone, because it failed or was slow too often",
+            labels=_LABELS,
+        )
+        for model, level in levels:
+            degraded.add_metric((model, level.tier), float(level.is_degraded))
+        yield degraded
+        for name, (text, field) in _LEVEL_COUNTERS.items():
+            counter = CounterMetricFamily(f"swiftkv:tier_{name}", text, labels=_LABELS)
+            for model, level in levels:
+                counter.add_metric((model, level.tier), float(getattr(level, field)))
             yield counter
         failures = CounterMetricFamily(
             "swiftkv:tier_failures",
             "Blocks that were not read or written, by what was tried and what came of it",
-            labels=("model_name", "tier", "operation", "status"),
+            labels=(*_LABELS, "operation", "status"),
         )
-        for model, stats in self._stats.items():
-            for what, count in stats.failures_total.items():
+        for model, level in levels:
+            for what, count in level.failures_total.items():
                 operation, _, status = what.partition(" ")
-                failures.add_metric((model, "storage", operation, status), float(count))
+                failures.add_metric((model, level.tier, operation, status), float(count))
         yield failures

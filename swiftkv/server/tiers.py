@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-Tier = Literal["priority", "default", "flex", "batch"]
+from swiftkv.policies import ServiceTier
+
+Tier = ServiceTier
 WantedTier = Literal["auto", "default", "priority", "flex", "batch"]
 
 _CLASSES: dict[Tier, int] = {"priority": -1, "default": 0, "flex": 1, "batch": 2}  # lower goes first
 _PRIORITIES_PER_CLASS = 1 << 32
 
 
-def tier_of(wanted: WantedTier | None, allow_priority: bool) -> Tier:
-    """Return the tier that serves a request: `priority` only where clients may go before others."""
-    if wanted is None or wanted == "auto" or (wanted == "priority" and not allow_priority):
-        return "default"
-    return wanted
+def tier_of(wanted: WantedTier | None, highest: Tier) -> Tier:
+    """Return the tier that serves a request: who asks for more than `highest` is served there, as with OpenAI."""
+    asked: Tier = "default" if wanted is None or wanted == "auto" else wanted
+    return max(asked, highest, key=_CLASSES.__getitem__)
 
 
 def priority_in(tier: Tier, priority: int) -> int:

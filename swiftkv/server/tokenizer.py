@@ -84,6 +84,11 @@ class Tokenizer:
         """Return the token ids of `text`."""
         return self._ids(self.backend, text, add_special_tokens)
 
+    def encode_content(self, text: str) -> list[int]:
+        """Return the token ids of what a client wrote, as `encode`; where special tokens are to be text, they are."""
+        backend = self.backend if self._plain_backend is None else self._plain_backend
+        return self._ids(backend, text, True)
+
     @property
     def chat_template(self) -> str:
         """The checkpoint's; empty if it has none."""
@@ -149,6 +154,10 @@ class Tokenizer:
     def max_chars(self, max_tokens: int) -> int:
         """Return the most characters that `max_tokens` tokens can stand for."""
         return max_tokens * self._max_chars_per_token
+
+    def least_tokens(self, num_chars: int) -> int:
+        """Return how many tokens a text of `num_chars` has at least."""
+        return max(1, -(-num_chars // self._max_chars_per_token))
 
     def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str) -> None:
         """Refuse a text that cannot come to `max_tokens` tokens or fewer, without tokenizing it.

@@ -18,6 +18,7 @@ from swiftkv.config import Config, ModelConfig
 from swiftkv.errors import ConfigError
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.policies import SchedulingPolicy
+from swiftkv.simulate.doors import OpenDoor, same_for_all
 from swiftkv.simulate.report import Targets, as_table, figures
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
 from swiftkv.simulate.step_times import make_step_time, read_step_times
@@ -62,7 +63,7 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
             _predictor(step_time),
             arrivals,
             num_clients=options.clients,
-            target_ttft_s=model.target_ttft,
+            door=OpenDoor(same_for_all(model.due_s)),
         )
     try:
         return {name: figures(outcome, options.targets) for name, outcome in outcomes.items()}

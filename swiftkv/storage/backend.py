@@ -7,7 +7,7 @@ once and for all: whoever puts a key again puts the same bytes. A deadline is a 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,8 @@ class Capabilities:
     is_durable: bool  # its objects outlive this process
     is_shared: bool  # processes on other machines see them too
     max_calls: int  # calls that run at once; more of them wait their turn, until their deadline
+    register: Callable[[memoryview], None] | None = None
+    """Takes memory in which blocks will lie, to move their bytes without a copy until `close`; None: always copies."""
 
 
 @dataclass(frozen=True, slots=True)

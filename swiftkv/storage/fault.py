@@ -1,9 +1,10 @@
-"""A medium that delays, fails, flips, truncates or hangs by a seed, for those who want to try their node."""
+"""A medium that is slow, delays, fails, flips, truncates or hangs by a seed, for those who want to try their node."""
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -24,6 +25,7 @@ class FaultMedium:
         self._random = random.Random(options.seed)
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._free_s = 0.0  # monotonic: when all that is on its way has passed, at `bandwidth`
 
     @property
     def capabilities(self) -> Capabilities:
@@ -36,7 +38,10 @@ class FaultMedium:
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Read, and spoil what was read without a word."""
         self._hit_call()
-        statuses = self._inner.read(keys, into, deadline_s)
+        count, end_s = self._pass(into, deadline_s)
+        statuses = self._inner.read(keys[:count], into[:count], deadline_s)
+        self._closed.wait(end_s - time.monotonic())
+        statuses += [Status.LATE] * (len(keys) - count)
         for (header, block), status in zip(into, statuses, strict=True):
             fault = self._draw_fault() if status is Status.OK else None
             if fault == "flip":
@@ -49,7 +54,11 @@ class FaultMedium:
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Write, some objects spoiled; the sources stay as they are."""
         self._hit_call()
-        return self._inner.write(keys, [self._maybe_spoiled(*parts) for parts in sources], deadline_s)
+        count, end_s = self._pass(sources, deadline_s)
+        spoiled = [self._maybe_spoiled(*parts) for parts in sources[:count]]
+        statuses = self._inner.write(keys[:count], spoiled, deadline_s)
+        self._closed.wait(end_s - time.monotonic())
+        return statuses + [Status.LATE] * (len(keys) - count)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         self._inner.drop(keys)
@@ -75,6 +84,23 @@ class FaultMedium:
         elif drawn < options.delay + options.hang:
             self._closed.wait(options.hang_time)
             raise TimeoutError("a call that the fault backend let hang")
+
+    def _pass(self, objects: Sequence[Parts], deadline_s: float) -> tuple[int, float]:
+        """Return how many objects pass before the deadline at this bandwidth, and when the last of them has passed.
+
+        Calls share the bandwidth: one begins where the one before it ends.
+        """
+        if self._options.bandwidth is None:
+            return len(objects), 0.0
+        with self._lock:
+            count, end_s = 0, max(self._free_s, time.monotonic())
+            for parts in objects:
+                passed_s = end_s + sum(map(len, parts)) / self._options.bandwidth
+                if passed_s > deadline_s:
+                    break
+                count, end_s = count + 1, passed_s
+            self._free_s = end_s
+            return count, end_s
 
     def _draw_fault(self) -> Literal["flip", "truncate"] | None:
         with self._lock:

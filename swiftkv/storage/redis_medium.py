@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftkv.errors import ConfigError
 from swiftkv.storage.backend import Capabilities, Parts, Status, Usage
+from swiftkv.storage.batches import batches
 from swiftkv.storage_options import RedisOptions
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class RedisMedium:
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Read in pipelines of bounded size."""
         statuses: list[Status] = []
-        for begin, end in _batches(into):
+        for begin, end in batches(into, _BATCH_BYTES):
             if time.monotonic() > deadline_s:
                 break
             replies = self._send([("GETEX", self._name(key), "PX", self._ttl_ms) for key in keys[begin:end]])
@@ -73,7 +74,7 @@ class RedisMedium:
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Write what is not there, in pipelines of bounded size."""
         statuses: list[Status] = []
-        for begin, end in _batches(sources):
+        for begin, end in batches(sources, _BATCH_BYTES):
             if time.monotonic() > deadline_s:
                 break
             named = [self._name(key) for key in keys[begin:end]]
@@ -161,18 +162,6 @@ def _told_as_os_errors() -> Iterator[None]:
         raise TimeoutError(str(error)) from error
     except RedisError as error:
         raise OSError(str(error)) from error
-
-
-def _batches(objects: Sequence[Parts]) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of runs of at most `_BATCH_BYTES`, or of one object."""
-    begin, num_bytes = 0, 0
-    for i, parts in enumerate(objects):
-        size = sum(map(len, parts))
-        if i > begin and num_bytes + size > _BATCH_BYTES:
-            yield begin, i
-            begin, num_bytes = i, 0
-        num_bytes += size
-    yield begin, len(objects)
 
 
 def _fill(parts: Parts, reply: object) -> Status:

@@ -11,6 +11,7 @@ from swiftkv.storage_options import (
     DynamicOptions,
     FaultOptions,
     FileOptions,
+    MooncakeOptions,
     RedisOptions,
     SglangOptions,
     StorageOptions,
@@ -40,6 +41,10 @@ def open_medium(options: StorageOptions) -> Medium:
             from swiftkv.storage.redis_medium import RedisMedium
 
             return RedisMedium(options)
+        case MooncakeOptions():
+            from swiftkv.storage.mooncake_medium import MooncakeMedium
+
+            return MooncakeMedium(options)
         case DynamicOptions():
             from swiftkv.storage.dynamic import open_dynamic
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from swiftkv.latency import prefer_latency
-from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.storage.backend import Status
+from swiftkv.storage.levels import Levels
 from swiftkv.tier.keys import ObjectKeys, split_keys
 from swiftkv.tier.storage_thread import StorageThread
 
@@ -46,6 +47,7 @@ class Target:
     """One block that is read, and where its bytes go."""
 
     wanted: Wanted
+    index: int  # of the block in its prompt
     block: int  # as the core numbers it
     into: memoryview
 
@@ -68,6 +70,7 @@ class PartRead:
     load: Load
     targets: Sequence[Target]
     statuses: Sequence[Status | None]
+    tiers: Sequence[str]  # that the targets which were read came from, in their order
     is_last: bool
     took_s: float
 
@@ -84,9 +87,9 @@ class Loader:
     waits for those has a deadline of its own.
     """
 
-    def __init__(self, backend: StorageBackend, keys: ObjectKeys, on_done: Callable[[], None]) -> None:
+    def __init__(self, levels: Levels, keys: ObjectKeys, on_done: Callable[[], None]) -> None:
         """`on_done` is called in the thread when `take_done` has something."""
-        self._backend = backend
+        self._levels = levels
         self._keys = keys
         self._on_done = on_done
         self._todo: deque[Search | Load] = deque()
@@ -108,7 +111,7 @@ class Loader:
         return done
 
     def close(self) -> None:
-        """End the thread, once the call that it is in returns."""
+        """End the thread, once the call that it is in returns; whatever has not begun is given up."""
         self._thread.close()
 
     def join(self, patience_s: float) -> None:
@@ -126,18 +129,22 @@ class Loader:
             self._on_done()
 
     def _next(self) -> Search | Load | None:
-        """Wait for something to do; return `None` when the loader is closed."""
+        """Wait for something to do; return `None` when the loader is closed and all has been told."""
         thread = self._thread
         with thread.changed:
             thread.changed.wait_for(lambda: thread.is_closing or bool(self._todo))
-            return None if thread.is_closing else self._todo.popleft()
+            if not self._todo:
+                return None
+            job = self._todo.popleft()
+            job.is_cancelled |= thread.is_closing
+            return job
 
     def _search(self, search: Search) -> Search:
         began_s = time.monotonic()
         if not search.is_cancelled:
             keys = list(split_keys(search.block_keys))
             cells = (divmod(cell, search.num_groups) for cell in search.cells.tolist())
-            search.found = self._backend.exists([self._keys.of(keys[i], g) for i, g in cells], search.deadline_s)
+            search.found = self._levels.exists([self._keys.of(keys[i], g) for i, g in cells], search.deadline_s)
         search.took_s = time.monotonic() - began_s
         return search
 
@@ -150,13 +157,15 @@ class Loader:
             part.append(rest[len(part)])
             num_bytes += part[-1].into.nbytes
         statuses: list[Status | None] = []
+        tiers: list[str] = []
         if not load.is_cancelled:
             names = [self._keys.of(target.wanted.block_key, target.wanted.group) for target in part]
-            statuses += self._backend.get(names, [target.into for target in part], load.deadline_s)
+            read, tiers = self._levels.get(names, [target.into for target in part], load.deadline_s)
+            statuses += read
             load.num_begun += len(part)
         is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
         took_s = time.monotonic() - began_s
         if is_whole and len(part) < len(rest):
-            return PartRead(load, part, statuses, is_last=False, took_s=took_s)
+            return PartRead(load, part, statuses, tiers, is_last=False, took_s=took_s)
         statuses += [None] * (len(rest) - len(statuses))
-        return PartRead(load, rest, statuses, is_last=True, took_s=took_s)
+        return PartRead(load, rest, statuses, tiers, is_last=True, took_s=took_s)

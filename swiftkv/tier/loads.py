@@ -16,11 +16,18 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status
 from swiftkv.tier.keys import split_keys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
-from swiftkv.tier.messages import TierSpec
+from swiftkv.tier.messages import LoadStop, TierSpec
 from swiftkv.tier.rates import LoadPlanner
 
 _LONGEST_WAIT_S = 60.0
 """The time after which even `wait_complete` computes."""
+
+
+_WHY_LESS: dict[Status | None, LoadStop] = {
+    Status.CORRUPT: "corrupt",
+    Status.FAILED: "failed",
+    Status.LATE: "late",
+}
 
 
 @dataclass(slots=True)
@@ -39,6 +46,29 @@ class _Wait:
     @property
     def load(self) -> Load | None:
         return self.asked if isinstance(self.asked, Load) else None
+
+
+@dataclass(slots=True)
+class _Expected:
+    """The blocks that a request can use before its load and after it, and the tiers that they came from."""
+
+    num_before: int
+    num_after: int
+    tiers: dict[int, str] = field(default_factory=dict)  # by index in the prompt
+
+    def hit_tokens(self, cached_tokens: int, block_size: int) -> Counter[str]:
+        """Return the tokens, by tier, that a request found beyond those that it could use before.
+
+        A block of a prompt that was read in no group was here, or became it meanwhile: it counts with its neighbours.
+        """
+        num_cached = min(cached_tokens // block_size, self.num_after)
+        hits: Counter[str] = Counter()
+        tier = next(iter(self.tiers.values()), None)
+        for index in range(self.num_before, num_cached):
+            tier = self.tiers.get(index, tier)
+            if tier is not None:
+                hits[tier] += block_size
+        return hits
 
 
 class Loads:
@@ -70,10 +100,11 @@ class Loads:
         self._block_size = groups[0].block_size
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._waits: dict[int, _Wait] = {}
-        self._expected: dict[int, tuple[int, int]] = {}  # by request: blocks it could use before the load, and after
+        self._expected: dict[int, _Expected] = {}  # by request
         self._reading_bytes = 0  # of loads that have not ended
+        self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than there was
         self.failures: Counter[Status] = Counter()
-        self.hit_tokens = 0
+        self.hit_tokens: Counter[str] = Counter()  # by tier
         self.num_loads = 0
         self.num_late = 0
         self.num_declined = 0
@@ -120,6 +151,7 @@ class Loads:
         for wait in list(self._waits.values()):
             if now_s >= wait.deadline_s or is_alone:
                 self.num_late += wait.load is not None
+                self.why_less[wait.request_id] = "late"
                 self._give_up(wait)
             elif wait.length is not None and wait.load is None:  # there was no room
                 self._begin(wait)
@@ -127,13 +159,15 @@ class Loads:
     def forget(self, request_id: int) -> None:
         """Note that a request has ended."""
         self._expected.pop(request_id, None)
+        self.why_less.pop(request_id, None)
         if wait := self._waits.get(request_id):
             self._give_up(wait)
 
     def admitted(self, request_id: int, cached_tokens: int) -> None:
         """Note with how many cached tokens a request began."""
-        num_before, num_after = self._expected.pop(request_id, (0, 0))
-        self.hit_tokens += max(0, min(cached_tokens, num_after * self._block_size) - num_before * self._block_size)
+        self.why_less.pop(request_id, None)
+        if expected := self._expected.pop(request_id, None):
+            self.hit_tokens.update(expected.hit_tokens(cached_tokens, self._block_size))
 
     def close(self) -> None:
         """Give up all that is being waited for."""
@@ -178,7 +212,7 @@ class Loads:
         order = np.lexsort((groups, indices, self._is_full[groups]))
         keys = list(split_keys(block_keys))
         targets = [
-            Target(Wanted(keys[index], group), block, self._bytes_at(offset, group))
+            Target(Wanted(keys[index], group), index, block, self._bytes_at(offset, group))
             for index, group, block, offset in zip(
                 *(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True
             )
@@ -186,7 +220,7 @@ class Loads:
         load = wait.asked = Load(wait.request_id, targets, wait.deadline_s)
         wait.unread = dict.fromkeys(targets)
         self._reading_bytes += _num_bytes(targets)
-        self._expected[wait.request_id] = (wait.num_usable, length)
+        self._expected[wait.request_id] = _Expected(wait.num_usable, length)
         self.num_loads += 1
         self._loader.submit(load)
 
@@ -197,9 +231,11 @@ class Loads:
         if num_tokens < self._spec.prefetch_threshold:
             return 0
         num_bytes = sum(self._bytes_of(group, wait.num_usable, length) for group in self._groups)
-        if self._planner.is_worth_loading(num_tokens, num_bytes, self._reading_bytes):
+        compute_s = self._scheduler.prefill_s(wait.num_usable * self._block_size, length * self._block_size)
+        if self._planner.is_worth_loading(num_bytes, self._reading_bytes, compute_s):
             return length
         self.num_declined += 1
+        self.why_less[wait.request_id] = "declined"
         if not self._planner.begins_trial(time.monotonic()):
             return 0
         shorter = min(length, wait.num_usable + ceil_div(self._spec.prefetch_threshold, self._block_size))
@@ -220,6 +256,8 @@ class Loads:
         self._end(part.targets[:num_read], is_loaded=True)
         self._end(part.targets[num_read:], is_loaded=False)
         self._reading_bytes -= _num_bytes(part.targets)
+        if expected := self._expected.get(part.load.request_id):
+            expected.tiers.update((target.index, tier) for target, tier in zip(part.targets, part.tiers, strict=False))
         self.loaded_blocks += num_read
         self.loaded_bytes += read_bytes
         self.failures.update(status for status in part.statuses if status is not None and status is not Status.OK)
@@ -230,6 +268,8 @@ class Loads:
             return
         for target in part.targets:
             del wait.unread[target]
+        if num_read < len(part.targets) and (why := _WHY_LESS.get(part.statuses[num_read])):
+            self.why_less[wait.request_id] = why
         if part.is_last:
             self._let_go(wait)
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from swiftkv.policies import PrefetchPolicy, WritePolicy
+from swiftkv.tier_config import StorageConfig
+
+LoadStop = Literal["late", "corrupt", "failed", "declined"]
+"""The reasons why a prompt got less from a tier than that had; declined: computing was expected to be as fast."""
 
 
 class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The storage tier of one engine."""
+    """The tiers below the pool of one engine: host memory, storage, or both."""
 
-    backend: dict[str, Any]  # the options of the backend, as `storage_options.parse_storage` takes them
+    backend: dict[str, Any] | None  # the options of storage, as `storage_options.parse_storage` takes them
     directory: str  # where relative paths in them start
+    host_fd: int | None = None  # host memory, which the process inherits; for `storage.host_medium.HostMedium`
     write_policy: WritePolicy = "write_through"
     prefetch_policy: PrefetchPolicy = "timeout"
     prefetch_threshold: int = 256  # tokens: fewer are computed
@@ -22,11 +29,33 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_bytes: int = 64 << 20  # of blocks on their way down, in host memory
 
 
-class TierStats(msgspec.Struct, array_like=True, frozen=True):
-    """Totals count from the start of the engine. Blocks are of one KV group each."""
+class LevelStats(msgspec.Struct, array_like=True, frozen=True):
+    """One tier below the pool. Totals count from the start of the engine; blocks are of one KV group each."""
 
-    is_degraded: bool = False  # the backend failed or was slow too often, and is left alone for a while
-    hit_tokens_total: int = 0  # prompt tokens whose KV came from storage, and was used
+    tier: str  # host or storage
+    is_degraded: bool = False  # it failed or was slow too often, and is left alone for a while
+    hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
+    loaded_blocks_total: int = 0
+    stored_blocks_total: int = 0
+    failures_total: dict[str, int] = {}  # blocks that were not read or written, by "get corrupt" and the like
+
+    def after(self, past: LevelStats) -> LevelStats:
+        """Return these figures, with the totals of this tier while it was attached before."""
+        return LevelStats(
+            self.tier,
+            self.is_degraded,
+            self.hit_tokens_total + past.hit_tokens_total,
+            self.loaded_blocks_total + past.loaded_blocks_total,
+            self.stored_blocks_total + past.stored_blocks_total,
+            dict(Counter(self.failures_total) + Counter(past.failures_total)),
+        )
+
+
+class TierStats(msgspec.Struct, array_like=True, frozen=True):
+    """All tiers below the pool together. Totals count from the start of the engine. Blocks are of one KV group each."""
+
+    is_degraded: bool = False  # one of them failed or was slow too often, and is left alone for a while
+    hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
     loads_total: int = 0  # prompts for which something was read
     loads_late_total: int = 0  # of them, those that were not waited for to the end
     loads_declined_total: int = 0  # prompts that storage had, where computing was expected to be as fast
@@ -39,3 +68,30 @@ class TierStats(msgspec.Struct, array_like=True, frozen=True):
     queue_bytes: int = 0
     num_to_store: int = 0  # blocks that wait to be written, in the queue and before it
     num_loading: int = 0  # prompts that wait for storage at the moment
+    backend: str | None = None  # the name of the backend; None: storage was detached
+    levels: list[LevelStats] = []  # each of the tiers
+
+    def after(self, past: TierStats) -> TierStats:
+        """Return these figures, with the totals of storage that was attached before."""
+        totals = {name: getattr(self, name) + getattr(past, name) for name in _TOTALS}
+        failures = dict(Counter(self.failures_total) + Counter(past.failures_total))
+        now = {level.tier: level for level in self.levels}
+        levels = [now.pop(level.tier, LevelStats(level.tier)).after(level) for level in past.levels]
+        return msgspec.structs.replace(self, failures_total=failures, levels=[*levels, *now.values()], **totals)
+
+
+_TOTALS = [name for name in TierStats.__struct_fields__ if name.endswith("_total") and name != "failures_total"]
+
+
+def tier_spec(storage: StorageConfig, directory: Path) -> TierSpec:
+    """Return what an engine is told of a `tiers.storage` section; relative paths in it start at `directory`."""
+    return TierSpec(
+        backend=storage.backend,
+        directory=str(directory),
+        write_policy=storage.write_policy,
+        prefetch_policy=storage.prefetch_policy,
+        prefetch_threshold=storage.prefetch_threshold,
+        prefetch_timeout_base_s=storage.prefetch_timeout_base,
+        prefetch_timeout_per_ki_token_s=storage.prefetch_timeout_per_ki_token,
+        queue_bytes=storage.queue,
+    )

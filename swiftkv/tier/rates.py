@@ -1,4 +1,4 @@
-"""How fast an engine computes and its storage reads, as measured, and what is worth loading by that."""
+"""How fast storage reads, as measured, and what is worth loading by that."""
 
 from __future__ import annotations
 
@@ -34,22 +34,20 @@ class LoadPlanner:
     """
 
     def __init__(self) -> None:
-        self._prefill = Rate()  # tokens
         self._read = Rate()  # bytes
         self._measured_s: float | None = None  # when something was read
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Note how long a step with so many prompt tokens took."""
-        self._prefill.add(num_tokens, seconds)
 
     def read(self, num_bytes: int, seconds: float, now_s: float) -> None:
         """Note how long storage took to read so many bytes, or to find out that it is too late for the first."""
         self._read.add(num_bytes, seconds)
         self._measured_s = now_s
 
-    def is_worth_loading(self, num_tokens: int, num_bytes: int, queued_bytes: int) -> bool:
-        """Return whether loading is expected to be faster than computing, behind `queued_bytes` for others."""
-        load_s, compute_s = self._read.seconds_for(num_bytes + queued_bytes), self._prefill.seconds_for(num_tokens)
+    def is_worth_loading(self, num_bytes: int, queued_bytes: int, compute_s: float | None) -> bool:
+        """Return whether loading, behind `queued_bytes` for others, is expected to take less than `compute_s`.
+
+        `None`: it is not known yet how long computing would take.
+        """
+        load_s = self._read.seconds_for(num_bytes + queued_bytes)
         return load_s is None or compute_s is None or load_s < compute_s
 
     def begins_trial(self, now_s: float) -> bool:

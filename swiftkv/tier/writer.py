@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.storage.backend import Status
+from swiftkv.storage.levels import Levels
 from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.storage_thread import StorageThread
 
@@ -37,7 +38,7 @@ class Writer:
 
     def __init__(
         self,
-        backend: StorageBackend,
+        levels: Levels,
         keys: ObjectKeys,
         *,
         queue_bytes: int,
@@ -46,7 +47,7 @@ class Writer:
         on_room: Callable[[], None],
     ) -> None:
         """`may_write` says whether no load is in the way; `on_room` is called in the thread when slots are free."""
-        self._backend = backend
+        self._levels = levels
         self._keys = keys
         self._may_write = may_write
         self._on_room = on_room
@@ -59,6 +60,11 @@ class Writer:
         self.failures: Counter[Status] = Counter()
         self._thread = StorageThread("storage writer", self._serve, on_room)
         self._thread.start()
+
+    @property
+    def memory(self) -> memoryview:
+        """The copies of blocks, all that the backend is given to write."""
+        return self._slots.reshape(-1).data
 
     @property
     def num_free(self) -> int:
@@ -103,7 +109,7 @@ class Writer:
         while batch := self._next():
             views = [self._slots[copy.slot, : copy.num_bytes].data for copy in batch]
             names = [self._keys.of(copy.block_key, copy.group) for copy in batch]
-            statuses = self._backend.put(names, views, time.monotonic() + _PUT_DEADLINE_S)
+            statuses = self._levels.put(names, views, time.monotonic() + _PUT_DEADLINE_S)
             self.failures.update(status for status in statuses if status is not Status.OK)
             self.stored_blocks += sum(status is Status.OK for status in statuses)
             self.stored_bytes += sum(

@@ -74,9 +74,9 @@ def borrowers_of(spec: LendingSpec) -> Iterator[BorrowerPeer]:
     """Yield the borrowers that a lender is configured for, none of them there yet."""
     number = 0
     for peer in spec.borrowers:
-        # A token needs a place in each of the borrower's KV groups, so what a lender's group gives is divided among
-        # them by the bytes of their blocks.
-        weights = [Fraction(link.num_extents * link.extent_bytes**2, link.meu_m) for link in peer.links]
+        # A sequence needs room in each of the borrower's KV groups, so what a lender's group gives is divided among
+        # them as the borrower divides its own pool. So is it in `planning.lending`.
+        weights = [Fraction(link.num_extents * link.extent_bytes * link.borrower_group_bytes) for link in peer.links]
         links = []
         for index, (geometry, weight) in enumerate(zip(peer.links, weights, strict=True)):
             share = weight / sum(weights)

@@ -8,6 +8,7 @@ It is one file, for it is one model: who checks a rule of it should find all rul
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from naive_scheduler import NaivePlan, NaiveScheduler, Setup
 from swiftkv import _core
 
 RUNNING, STOP, LENGTH, ABORTED, DROPPED, BROKEN, REJECTED = range(7)
+
+PEER = -1  # in place of a KV group: who borrows writes there
 
 Cell = tuple[int, int, int]  # a place for the KV of a token, or for a part of it
 Bytes = tuple[int, int]  # the KV group, and the number of a prefix
@@ -132,6 +135,8 @@ class Engine:
         self.slots: dict[int, int] = {}
         self.loads: dict[int, Load] = {}
         self.num_loads = 0
+        self.away: set[int] = set()  # extents of the pool in which a peer writes
+        self.lent: list[set[int]] = [set() for _ in setup.lend]  # extents of links
         self.now_s = 0.0
 
     def add(
@@ -146,6 +151,8 @@ class Engine:
         skip_prefix_match: bool = False,
         priority: int = 0,
         deadline_s: float = math.inf,
+        flow: int = 0,
+        flow_weight: float = 1.0,
     ) -> None:
         self.scheduler.add_request(
             request_id,
@@ -158,6 +165,8 @@ class Engine:
             priority=priority,
             arrival_s=self.now_s,
             deadline_s=deadline_s,
+            flow=flow,
+            flow_weight=flow_weight,
         )
         for naive in self.foretellers:
             naive.add(
@@ -171,6 +180,8 @@ class Engine:
                 priority,
                 self.now_s,
                 deadline_s,
+                flow,
+                flow_weight,
             )
         self.requests[request_id] = Request(
             prompt, max_tokens, min_tokens, stop or [], namespace, skip_prefix_match, priority
@@ -244,9 +255,41 @@ class Engine:
         if not self.setup.blocks_per_extent:
             return [(group, block, offset)]
         size = self.setup.blocks_per_extent[group]
-        num_cells = math.lcm(*self.setup.blocks_per_extent) // size
+        num_cells = self._num_cells // size
         extent, within = divmod(block, size)
+        assert extent not in self.away, "a block lies in an extent that is lent"
         return [(extent, within * num_cells + i, offset) for i in range(num_cells)]
+
+    def lend(self, link: int, max_extents: int) -> list[int]:
+        """Lend extents of a pool that groups share, in which a peer writes at once."""
+        extents = self.scheduler.lend(link, max_extents).tolist()
+        assert len(extents) <= max_extents
+        shared = self._shared(link, extents)
+        assert len(shared) == len(extents) * self.setup.lend[link][1]
+        assert not self.away & shared, "an extent is lent twice"
+        self.away |= shared
+        self.lent[link].update(extents)
+        for cell in itertools.product(shared, range(self._num_cells), range(self.setup.block_size)):
+            self.bytes[cell] = (PEER, -1)
+        return extents
+
+    def take_back(self, link: int, extents: Sequence[int]) -> None:
+        self.scheduler.take_back(link, np.array(extents, np.int32))
+        self.lent[link].difference_update(extents)
+        self.away -= self._shared(link, extents)
+
+    def take_all_back(self) -> None:
+        for link, extents in enumerate(self.lent):
+            self.take_back(link, sorted(extents))
+
+    def _shared(self, link: int, extents: Sequence[int]) -> set[int]:
+        size = self.setup.lend[link][1]
+        return {extent * size + i for extent in extents for i in range(size)}
+
+    @property
+    def _num_cells(self) -> int:
+        """The cells of an extent, for each token of a block."""
+        return math.lcm(*self.setup.blocks_per_extent)
 
     def fill(self, group: int, block: int, numbers: Sequence[int]) -> None:
         """Write a whole block; -1 stands for bytes that nobody may read."""
@@ -282,6 +325,19 @@ class Engine:
             assert cached < len(request.prompt)
             request.was_admitted = True
             request.cached = cached
+
+    def abandon(self) -> None:
+        """The only step in progress fails: nobody may read what its moves were to write, nor where they read it."""
+        assert not self.foretellers
+        [plan] = self.plans
+        for group, block, place in plan.local_moves.tolist():
+            for touched in (block, place):
+                self.fill(group, touched, [-1] * self.setup.block_size)
+        self.plans.clear()
+        self.drafts.clear()
+        self.scheduler.abandon()
+        for request in self.requests.values():
+            request.computed = None
 
     def _run(self, plan: _core.StepPlan, drafts: dict[int, list[int]]) -> None:
         self._move(plan)
@@ -458,7 +514,9 @@ class Engine:
         for _ in range(4 + work * (1 + len(self.requests))):
             if not self.scheduler.has_work():
                 break
-            assert self.step(), "work, but nothing can run"
+            if not self.step():
+                assert self.away, "work, but nothing can run"
+                self.take_all_back()
         assert not self.requests
         assert not self.scheduler.has_work()
 
@@ -477,9 +535,10 @@ class Engine:
             assert g.total == num_blocks
             assert g.free + g.used + g.cached + g.lent + g.in_flight + g.loading + g.elsewhere == g.total
             assert min(g.free, g.used, g.cached, g.in_flight, g.elsewhere) >= 0
-            assert g.lent == 0
             assert g.elsewhere == 0 or self.setup.blocks_per_extent
             assert g.in_flight == 0 or self.plans
+        in_name_of_the_first = len(self.away) * sum(self.setup.blocks_per_extent[:1])
+        assert [g.lent for g in stats.groups] == [in_name_of_the_first, *(0 for _ in stats.groups[1:])]
         for naive in self.foretellers:
             assert stats.num_running == len(self.slots) - len(naive.preempted)
             assert stats.num_preemptions_total == naive.num_preemptions

@@ -8,10 +8,12 @@ It is one file, for it is one model: who checks a rule of it should find all rul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import frexp
 
 from naive_boundaries import NaiveBoundaries, Prefix, Worth
+from naive_shares import ANSWER, PROMPT, NaiveShares
 
 from swiftkv import _core
 from swiftkv.policies import SchedulingPolicy
@@ -36,6 +38,7 @@ class Setup:
     scheduling_policy: SchedulingPolicy = "priority"
     # Of each group, where they share extents: then the plans are not foretold.
     blocks_per_extent: tuple[int, ...] = ()
+    lend: tuple[tuple[int, int], ...] = ()  # of each link its extents, and how many of the pool's are one of them
 
     @property
     def num_extents(self) -> int:
@@ -51,6 +54,7 @@ class Setup:
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            lend_links=[_core.Link(0, count, size * sizes[0]) for count, size in self.lend],
             retention_interval=self.retention_interval,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
@@ -72,6 +76,7 @@ class NaiveRequest:
     skip_prefix_match: bool
     arrival_s: float
     deadline_s: float
+    flow: int
     refused_since_s: float | None = None
     expected: int = 0  # blocks that the index knew of it when that was looked up last, while it waits
     num_shared: int = 0  # full blocks before its prompt left what others had computed
@@ -208,6 +213,7 @@ class NaiveScheduler:
         self.windows = [window for _, _, window in setup.groups]
         self.pools = [NaivePool(num_blocks) for _, num_blocks, _ in setup.groups]
         self.boundaries = NaiveBoundaries([self.tail(window) if window else None for window in self.windows])
+        self.shares = NaiveShares(setup.max_num_batched_tokens)
         self.waiting: list[NaiveRequest] = []
         self.running: list[NaiveRequest] = []
         self.arrivals = 0
@@ -229,6 +235,8 @@ class NaiveScheduler:
         priority: int,
         arrival_s: float,
         deadline_s: float,
+        flow: int,
+        flow_weight: float,
     ) -> None:
         priority = 0 if self.setup.scheduling_policy == "fcfs" else priority
         last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
@@ -246,7 +254,9 @@ class NaiveScheduler:
             skip_prefix_match,
             arrival_s,
             deadline_s,
+            flow,
         )
+        self.shares.know(flow, flow_weight)
         self.clear(request)
         self.wait(request)
 
@@ -259,7 +269,12 @@ class NaiveScheduler:
         request.expected = 0
         self.look_up(request)
         request.refused_since_s = None
+        self.shares.begin_waiting(request.flow, (r.flow for r in self.waiting if r.order[0] == request.order[0]))
         self.waiting.append(request)
+
+    def stop_waiting(self, request: NaiveRequest) -> None:
+        self.waiting.remove(request)
+        self.shares.last = request.flow
 
     # ---- the order of those that wait ----
 
@@ -284,24 +299,31 @@ class NaiveScheduler:
         left, (priority, arrival) = self.left(request), request.order
         waited_s = self.now_s - request.arrival_s
         urgencies = {"spf": -left, "hrrn": waited_s / left, "deadline": -request.deadline_s}
-        urgency = urgencies.get(self.setup.scheduling_policy, 0)
+        urgency = urgencies.get(self.setup.scheduling_policy, -arrival)
         return priority, -urgency, left, arrival
 
-    def lanes(self, priority: int) -> dict[int, list[NaiveRequest]]:
-        lanes: dict[int, list[NaiveRequest]] = {}
+    def lanes(self, priority: int) -> dict[tuple[int, int], list[NaiveRequest]]:
+        lanes: dict[tuple[int, int], list[NaiveRequest]] = {}
         for request in sorted((r for r in self.waiting if r.order[0] == priority), key=self.order_in_lane):
-            lanes.setdefault(self.lane(request), []).append(request)
+            lanes.setdefault((request.flow, self.lane(request)), []).append(request)
         return lanes
 
-    def in_order(self) -> list[NaiveRequest]:
-        ordered = []
+    def in_order(self) -> Iterator[NaiveRequest]:
+        """Yield one after the other: who is admitted meanwhile is charged for at once."""
         for priority in sorted({r.order[0] for r in self.waiting}):
             lanes = list(self.lanes(priority).values())
             while lanes:
-                best = min(lanes, key=lambda lane: self.order_now(lane[0]))
-                ordered.append(best.pop(0))
+                best = self.first([lane[0] for lane in lanes])
+                yield best
+                for lane in lanes:
+                    if lane[0] is best:
+                        del lane[0]
                 lanes = [lane for lane in lanes if lane]
-        return ordered
+
+    def first(self, requests: list[NaiveRequest]) -> NaiveRequest:
+        """Return the first of requests of one priority."""
+        flows = {r.flow for r in requests}
+        return min(requests, key=lambda r: (self.shares.is_past(r.flow, flows), self.order_now(r)))
 
     def look_up(self, request: NaiveRequest) -> bool:
         """Note how many blocks of its begin the index knows, and return whether these are others than before."""
@@ -338,7 +360,8 @@ class NaiveScheduler:
 
     def abort(self, request_id: int) -> None:
         self.preempted = [i for i in self.preempted if i != request_id]
-        self.waiting = [r for r in self.waiting if r.id != request_id]
+        for request in [r for r in self.waiting if r.id == request_id]:
+            self.stop_waiting(request)
         for request in [r for r in self.running if r.id == request_id]:
             self.leave(request)
 
@@ -397,7 +420,7 @@ class NaiveScheduler:
 
     def admit_oversized(self) -> None:
         if self.waiting and len(self.running) < self.setup.max_num_seqs:
-            head = self.in_order()[0]
+            head = next(self.in_order())
             size = len(head.tokens)
             if size > self.budget and not self.is_prefix_coming(head):
                 self.admit(head, size)
@@ -405,23 +428,48 @@ class NaiveScheduler:
     def running_in_order(self, is_decode: bool) -> list[NaiveRequest]:
         if is_decode or not self.interrupts_prompts():
             return list(self.running)
-        return sorted(self.running, key=self.order_now)
+        return self.prompts_in_part()
+
+    def prompts_in_part(self) -> list[NaiveRequest]:
+        """Those that the step does not have yet, as if they waited."""
+        prompts = [r for r in self.running if not r.in_step and r.remaining() > 1]
+        if not self.interrupts_prompts():
+            return prompts
+
+        def place(request: NaiveRequest) -> tuple[int, bool, tuple[float, ...]]:
+            priority = request.order[0]
+            flows = {r.flow for r in prompts if r.order[0] == priority}
+            return priority, self.shares.is_past(request.flow, flows), self.order_now(request)
+
+        return sorted(prompts, key=place)
 
     def admit_before_prefills(self) -> None:
-        prompts = [r for r in self.running if not r.in_step and r.remaining() > 1]
+        prompts = self.prompts_in_part()
         if prompts and self.interrupts_prompts():
-            self.admit_waiting(min(map(self.order_now, prompts)))
+            self.admit_waiting(before=prompts[0])
 
-    def admit_waiting(self, before: tuple[float, ...] | None = None) -> None:
+    def goes_before(self, waiting: NaiveRequest, prompt: NaiveRequest) -> bool:
+        if waiting.order[0] == prompt.order[0]:
+            if self.shares.is_past(prompt.flow, [waiting.flow]):
+                return True
+            if self.shares.is_past(waiting.flow, [prompt.flow]):
+                return False
+        return self.order_now(waiting) < self.order_now(prompt)
+
+    def admit_waiting(self, before: NaiveRequest | None = None) -> None:
         num_refused = 0
+        refused: NaiveRequest | None = None  # the first
         for request in self.in_order():
             if self.budget <= 0 or len(self.running) == self.setup.max_num_seqs:
                 return
-            if before is not None and self.order_now(request) > before:
+            if before is not None and not self.goes_before(request, before):
+                return
+            if refused is not None and self.shares.is_past(request.flow, [refused.flow]):
                 return
             if not self.may_begin(request) or self.is_prefix_coming(request) or self.admit(request, self.budget):
                 continue
             num_refused += 1
+            refused = refused or request
             if num_refused == 1 and request.refused_since_s is None:
                 request.refused_since_s = self.now_s
             if num_refused == MAX_REFUSALS or (num_refused == 1 and self.holds_up_others(request)):
@@ -582,11 +630,12 @@ class NaiveScheduler:
             for pool, order in zip(self.pools, orders, strict=True):
                 pool.lru = order  # to be looked at is not to be used
             return False
-        self.waiting.remove(request)
+        self.stop_waiting(request)
         request.expected = 0
         self.running = sorted([*self.running, request], key=lambda r: r.order)
         if not request.admitted:
             request.admitted = True
+            self.shares.charge(request.flow, PROMPT * request.remaining())
             self.plan.new.append((request.id, request.computed))
         self.keep_boundaries(request, length - 1, length)
         self.put(request, n)
@@ -680,6 +729,7 @@ class NaiveScheduler:
         tokens = [token for i, token in enumerate(sampled) if sampled[:i] == draft[:i]]
         num_before, has_ended = len(request.tokens), False
         for i, token in enumerate(tokens):
+            self.shares.charge(request.flow, ANSWER)
             if token < 0:
                 self.leave(request)
                 return

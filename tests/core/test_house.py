@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, precondition, rule
 from kv_oracle import Engine, Request
 from naive_scheduler import Setup
 from test_scheduler_states import SchedulerMachine
@@ -23,11 +25,21 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def engine(
-    num_extents: int, *, sizes: tuple[int, int] = (3, 1), window: int = 8, chunk: int = 16, max_model_len: int = 128
+    num_extents: int,
+    *,
+    sizes: tuple[int, int] = (3, 1),
+    window: int = 8,
+    chunk: int = 16,
+    max_model_len: int = 128,
+    lend_sizes: tuple[int, ...] = (1,),
 ) -> Engine:
-    """Make an engine of a full group and a window group, `sizes` blocks of which fill an extent."""
+    """Make an engine of a full group and a window group, `sizes` blocks of which fill an extent.
+
+    It lends so many extents at once over each link.
+    """
     groups = ((1, num_extents * sizes[0], 0), (1, num_extents * sizes[1], window))
-    return Engine(Setup(groups, BLOCK, 4, chunk, max_model_len, blocks_per_extent=sizes))
+    lend = tuple((num_extents // size, size) for size in lend_sizes)
+    return Engine(Setup(groups, BLOCK, 4, chunk, max_model_len, blocks_per_extent=sizes, lend=lend))
 
 
 def run(e: Engine, request_id: int, tokens: list[int], max_tokens: int = 1) -> int:
@@ -39,9 +51,9 @@ def run(e: Engine, request_id: int, tokens: list[int], max_tokens: int = 1) -> i
 
 
 def extents_of(e: Engine) -> list[int]:
-    """Return how many extents each group has."""
+    """Return how many extents each group has for itself."""
     groups = zip(e.scheduler.stats().groups, e.setup.blocks_per_extent, strict=True)
-    return [(stats.total - stats.elsewhere) // size for stats, size in groups]
+    return [(stats.total - stats.elsewhere - stats.lent) // size for stats, size in groups]
 
 
 def test_a_group_takes_extents_when_it_needs_blocks_and_leaves_them_when_they_are_free() -> None:
@@ -108,7 +120,7 @@ def test_no_boundary_needs_it_so_it_goes_before_everything() -> None:
     assert run(e, 5, prompt(120, 2)) == 116
 
 
-def in_a_move(sizes: tuple[int, int] = (1, 4)) -> Engine:
+def in_a_move(sizes: tuple[int, int] = (1, 4), num_steps: int = 24) -> Engine:
     """Return an engine in a step that moves blocks of windows, and admits a prompt that needs the extents.
 
     Four requests share the extents; when three end, the blocks of the fourth move together.
@@ -116,7 +128,7 @@ def in_a_move(sizes: tuple[int, int] = (1, 4)) -> Engine:
     e = engine(40, sizes=sizes, max_model_len=140 * sizes[FULL])
     for i in range(4):
         e.add(i, prompt(4, i), max_tokens=60)
-    for _ in range(24):
+    for _ in range(num_steps):
         e.step()
     e.abort(1, 2, 3)
     e.reset_prefix_cache()
@@ -141,19 +153,95 @@ def test_nothing_is_planned_or_loaded_beside_a_move() -> None:
     assert e.schedule() is None
     e.begin_loading(b"", prompt(BLOCK, 10))
     assert not e.loads
+    assert not e.lend(0, 40)
     e.commit()
     e.begin_loading(b"", prompt(BLOCK, 10))
     assert e.loads
     e.drain()
+    assert e.lend(0, 1)
 
 
-def test_a_step_that_failed_has_moved_nothing() -> None:
-    e = in_a_move()
-    e.plans.clear()
-    e.drafts.clear()
-    e.scheduler.abandon()
+@pytest.mark.parametrize("num_steps", range(22, 26))
+def test_a_step_that_failed_has_moved_nothing(num_steps: int) -> None:
+    """Each of these steps was to move a block of the tail from which the request goes on."""
+    e = in_a_move((1, 6), num_steps)
+    e.abandon()
     e.check()
     e.drain()
+
+
+# ---- lending ----
+
+
+def test_extents_are_lent_whichever_group_had_them_and_come_home_to_whichever_needs_them() -> None:
+    e = engine(20, lend_sizes=(2, 3))
+    assert e.lend(0, 3) == [9, 8, 7]
+    assert e.lend(1, 9) == [3, 2, 1, 0]  # the first fourteen are left
+    e.check()
+    stats = e.scheduler.stats().groups
+    assert [(group.lent, group.elsewhere) for group in stats] == [(18 * 3, 2 * 3), (0, 20)]
+    e.take_back(1, [0, 1, 2])
+    run(e, 1, prompt(24))  # six full blocks, and as many of the window's
+    assert sum(extents_of(e)) == 8
+    e.take_back(0, [8])
+    assert e.lend(0, 1) == [8]
+    # Nothing else is free, so that what is cached goes.
+    assert sorted(e.lend(0, 20)) == [0, 1, 2, 3, 6]
+    assert extents_of(e) == [0, 0]
+    e.check()
+    e.take_all_back()
+    assert run(e, 2, prompt(24)) == 0
+
+
+@pytest.mark.parametrize("num_more", [0, 3])
+def test_what_was_used_least_recently_is_lent_first_after_what_no_boundary_needs(num_more: int) -> None:
+    e = engine(40)
+    run(e, 1, prompt(41, 1))
+    run(e, 2, prompt(41, 2))
+    run(e, 3, prompt(41, 1))  # the second one is the older now
+    of_no_boundary = 2 * (10 - 3)  # blocks of windows, which are an extent each
+    num_lent = 40 - sum(extents_of(e)) + of_no_boundary + num_more
+    assert len(e.lend(0, num_lent)) == num_lent
+    e.take_all_back()
+    assert run(e, 4, prompt(41, 1)) == 40
+    assert (run(e, 5, prompt(41, 2)) == 40) == (num_more == 0)
+
+
+def test_a_request_that_needs_what_is_lent_waits_and_its_demand_says_how_much() -> None:
+    e = engine(20)
+    assert len(e.lend(0, 12)) == 12
+    e.add(1, prompt(60), max_tokens=1)
+    assert e.schedule() is None
+    assert e.scheduler.starved(10.0, 5.0) == [1]
+    assert e.scheduler.is_short()
+    demand, of_window = e.scheduler.take_demand()
+    # It wants fifteen full blocks and one to grow into, and of the window a tail of two, a chunk of four and two: an
+    # extent of either may be filled in part, but one that holds a single block.
+    assert demand.total_now == demand.total_peak == (6 + 1 + 8) * 3
+    assert demand.shortfall == demand.total_now - 8 * 3
+    assert (of_window.total_now, of_window.shortfall) == (0, 0)
+    e.take_back(0, sorted(e.lent[0])[:7])
+    assert not e.scheduler.is_short()
+    e.drain()
+    assert e.scheduler.take_demand()[FULL].longest == demand.total_now
+    assert e.scheduler.take_demand()[FULL].total_now == 0
+    assert len(e.away) == 5
+
+
+@pytest.mark.parametrize("lend_sizes", [(1,), (3,), (2, 5)])
+def test_groups_take_each_others_memory_beside_leases(lend_sizes: tuple[int, ...]) -> None:
+    """Leases stay where they are while short prompts take the memory of long ones, and the other way about."""
+    e = engine(40, lend_sizes=lend_sizes)
+    for link in range(len(lend_sizes)):
+        e.lend(link, 10 // lend_sizes[link] // len(lend_sizes))
+    away = set(e.away)
+    owned = []
+    for prompts in ([prompt(9, i) for i in range(20)], [prompt(120, i) for i in range(2)]) * 2:
+        for tokens in prompts:
+            run(e, len(e.finished), tokens)
+        owned.append(extents_of(e))
+    assert [of_window > of_full for of_full, of_window in owned] == [True, False, True, False]
+    assert e.away == away
 
 
 @pytest.mark.parametrize("sizes", [(6, 1), (26, 3), (1, 1), (5, 4)])
@@ -170,23 +258,30 @@ def test_one_sequence_gets_to_its_end_in_the_smallest_pool(sizes: tuple[int, int
 @pytest.mark.parametrize(
     ("specs", "links", "why"),
     [
-        (((1, 12, 0, 3), (1, 4, 8, 0)), [], "blocks_per_extent must be positive in every KV group"),
-        (((1, 12, 0, -3), (1, 4, 8, 1)), [], "blocks_per_extent must be positive in every KV group"),
-        (((1, 12, 0, 3), (1, 5, 8, 1)), [], "equally many"),
-        (((1, 13, 0, 3), (1, 4, 8, 1)), [], "equally many"),
-        (((1, 30, 0, 3), (1, 10, 8, 1)), [(0, 2, 3)], "neither lend nor borrow"),
+        (((1, 12, 0, 3), (1, 4, 8, 0)), {}, "blocks_per_extent must be positive in every KV group"),
+        (((1, 12, 0, -3), (1, 4, 8, 1)), {}, "blocks_per_extent must be positive in every KV group"),
+        (((1, 12, 0, 3), (1, 5, 8, 1)), {}, "equally many"),
+        (((1, 13, 0, 3), (1, 4, 8, 1)), {}, "equally many"),
+        (((1, 30, 0, 3), (1, 10, 8, 1)), {"borrow_links": (0, 2, 3, 12)}, "cannot borrow"),
+        (((1, 30, 0, 3), (1, 10, 8, 1)), {"lend_links": (0, 2, 2)}, "lend whole ones"),
+        (((1, 30, 0, 3), (1, 10, 8, 1)), {"lend_links": (1, 2, 1)}, "in the name of the first group"),
+        (((1, 30, 0, 3), (1, 10, 8, 1)), {"lend_links": (0, 11, 3)}, "more extents than its group has"),
     ],
 )
 def test_what_groups_cannot_share_is_refused(
-    specs: tuple[tuple[int, int, int, int], ...], links: list[tuple[int, int, int]], why: str
+    specs: tuple[tuple[int, int, int, int], ...], links: dict[str, tuple[int, ...]], why: str
 ) -> None:
-    groups = [_core.GroupSpec(*spec[:3], blocks_per_extent=spec[3]) for spec in specs]
+    groups = [_core.GroupSpec(*spec[:3], 4, blocks_per_extent=spec[3]) for spec in specs]
+    known: dict[str, Any] = {kind: [_core.Link(*link)] for kind, link in links.items()}
     with pytest.raises(ValueError, match=why):
-        _core.Scheduler(groups, BLOCK, 4, 16, 16, lend_links=[_core.Link(*link) for link in links])
+        _core.Scheduler(groups, BLOCK, 4, 16, 16, **known)
 
 
 class SharedEngine(Engine):
-    """An engine whose requests do not wait for a block while another group has an extent more than it uses."""
+    """An engine whose requests do not wait for a block while another group has an extent more than it uses.
+
+    For what is lent they wait, and the lender knows it.
+    """
 
     def schedule(self) -> _core.StepPlan | None:
         is_alone = not self.plans and not self.loads
@@ -205,15 +300,21 @@ class SharedEngine(Engine):
         has_preempted = plan is not None and len(plan.preempted_request_ids) > 0
         if is_full or is_coming or has_preempted or len(running) == setup.max_num_seqs:
             return
-        needed = 0
+        num_home = setup.num_extents - len(self.away)
+        needed = alone = 0
         for stats, (_, _, window), per_extent in zip(
             self.scheduler.stats().groups, setup.groups, setup.blocks_per_extent, strict=True
         ):
-            held = ceil_div(len(head.tokens), size)
+            held = least = ceil_div(len(head.tokens), size)
             if window and setup.enable_chunked_prefill:
-                held = min(held, ceil_div(window - 1, size) + 1)
+                tail = ceil_div(window - 1, size)
+                held, least = min(held, tail + 1), min(least, tail + 2)
             needed += ceil_div(stats.used + stats.in_flight + held + len(running), per_extent)
-        assert needed > setup.num_extents, "a request waits for what another group does not use"
+            alone += ceil_div(least, per_extent) + (per_extent > 1)
+        if alone > num_home:
+            assert self.scheduler.is_short(), "a request waits for what is lent, and nobody asks for it"
+        else:
+            assert needed > num_home, "a request waits for what another group does not use"
 
 
 @st.composite
@@ -239,17 +340,35 @@ def shared_setups(draw: st.DrawFn) -> Setup:
         chunked,
         draw(st.none() | st.integers(block_size, 16)),
         blocks_per_extent=sizes,
+        lend=tuple((num_extents // n, n) for n in draw(st.sampled_from([(), (1,), (2,), (1, 3)]))),
     )
 
 
 class HouseMachine(SchedulerMachine):
-    """The histories of test_scheduler_states, with groups that share their blocks."""
+    """The histories of test_scheduler_states, with groups that share their blocks, leases, and steps that fail."""
 
     @initialize(setup=shared_setups())
     def start(self, setup: Setup) -> None:
         self.engine = SharedEngine(setup)
         self.next_id = 0
         self.history: list[list[int]] = [[0, 1] * 20]
+
+    @precondition(lambda self: self.engine.setup.lend)
+    @rule(pick=st.integers(0, 9), max_extents=st.integers(1, 6))
+    def lend(self, pick: int, max_extents: int) -> None:
+        self.engine.lend(pick % len(self.engine.setup.lend), max_extents)
+
+    @precondition(lambda self: self.engine.away)
+    @rule(pick=st.integers(0, 9), which=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=4))
+    def take_back(self, pick: int, which: list[int]) -> None:
+        link = pick % len(self.engine.setup.lend)
+        if lent := sorted(self.engine.lent[link]):
+            self.engine.take_back(link, sorted({lent[i % len(lent)] for i in which}))
+
+    @precondition(lambda self: len(self.engine.plans) == 1)
+    @rule()
+    def abandon(self) -> None:
+        self.engine.abandon()
 
 
 TestHouse = HouseMachine.TestCase

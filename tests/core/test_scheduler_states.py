@@ -64,6 +64,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         skip_prefix_match=st.sampled_from([False, False, False, True]),
         priority=st.integers(0, 1),
         deadline_s=st.sampled_from([math.inf, math.inf, 1.0, 2.0, 3.5]),
+        flow=st.sampled_from([0, 0, 1, 2]),
+        flow_weight=st.sampled_from([1.0, 1.0, 3.0, 0.3]),
     )
     def add(self, source: int, keep: int, tail: list[int], **params: object) -> None:
         prompt = self.history[source % len(self.history)][:keep] + tail
@@ -82,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         is_ahead, had_work = bool(self.engine.plans), self.engine.scheduler.has_work()
         planned = self.engine.schedule() is not None
-        assert is_ahead or self.engine.loads or planned == had_work
+        assert is_ahead or self.engine.loads or self.engine.away or planned == had_work
 
     @precondition(lambda self: self.engine.plans)
     @rule(broken=st.integers(0, 20))

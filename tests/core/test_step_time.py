@@ -148,3 +148,35 @@ def test_the_scheduler_learns_from_its_steps_and_tells_how_well() -> None:
     assert num_steps > 50
     assert 0 < scheduler.stats().step_time_error_ratio < 0.1
     assert mean_error(scheduler.step_time(), [work_of((300, 1), (50, 1)), work_of((0, 256))]) < 0.05
+
+
+def test_what_was_learnt_elsewhere_predicts_at_once_and_goes_on() -> None:
+    rng = np.random.default_rng(7)
+    step_time = _core.StepTime.remembered(list(LAW))
+    assert step_time.is_known
+    assert mean_error(step_time, [random_work(rng) for _ in range(100)]) < 1e-6
+    for _ in range(20):
+        work = random_work(rng)
+        step_time.observe(work, time_of(work))
+    assert mean_error(step_time, [random_work(rng) for _ in range(100)]) < 0.005
+    slow = tuple(3 * c for c in LAW)
+    for _ in range(2000):
+        work = random_work(rng)
+        step_time.observe(work, time_of(work, slow))
+    assert mean_error(step_time, [random_work(rng) for _ in range(100)], slow) < 0.03
+
+
+@pytest.mark.parametrize(
+    "coefficients", [[0.0] * 6, [-1e-3, 0, 0, 0, 0, 1], [float("nan"), 0, 0, 0, 0, 1], [float("inf"), 0, 0, 0, 0, 1]]
+)
+def test_what_cannot_have_been_learnt_is_refused(coefficients: list[float]) -> None:
+    with pytest.raises(ValueError, match="a step takes some time"):
+        _core.StepTime.remembered(coefficients)
+
+
+def test_a_scheduler_begins_with_what_another_learnt() -> None:
+    scheduler = Setup(((1, 256, 0),), 16, 8, 256, 1024).scheduler()
+    assert scheduler.stats().prefill_tokens_per_s is None
+    scheduler.remember_step_time(list(LAW))
+    assert scheduler.step_time().coefficients == pytest.approx(LAW)
+    assert scheduler.stats().prefill_tokens_per_s is not None

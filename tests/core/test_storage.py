@@ -72,6 +72,29 @@ def test_of_a_window_only_the_tails_of_boundaries_go_down() -> None:
 
 
 @pytest.mark.parametrize("setup", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_storage_that_comes_late_is_offered_what_is_here(setup: Setup) -> None:
+    e = StorageEngine(setup, "never")
+    run(e, 1, prompt(33))
+    assert not e.storage
+    e.scheduler.set_write_policy("write_through")
+    e.store()
+    e.reset_prefix_cache()
+    assert run_from_storage(e, 2, [*prompt(33), 1, 2]) == 32
+    e.check()
+
+
+def test_offers_are_taken_back_and_made_to_the_next_storage() -> None:
+    e = StorageEngine(DENSE)
+    run(e, 1, prompt(18))
+    e.scheduler.set_write_policy("never")
+    run(e, 2, prompt(18, 1))
+    assert (len(e.storage), e.scheduler.num_offers(), e.scheduler.num_dropped_offers()) == (4, 0, 0)
+    e.storage.clear()
+    e.scheduler.set_write_policy("write_through")
+    assert e.store() == len(e.storage) == 8
+
+
+@pytest.mark.parametrize("setup", [DENSE, HYBRID], ids=["dense", "hybrid"])
 def test_what_was_forgotten_comes_back(setup: Setup) -> None:
     e = StorageEngine(setup)
     run(e, 1, prompt(33))

@@ -23,11 +23,14 @@ from swiftkv.engine.messages import (
     EngineConfig,
     EngineStats,
     FromEngine,
+    Pooling,
     Ready,
     RequestError,
     SamplingParams,
     Shutdown,
     StepOutput,
+    StepTrace,
+    StorageChanged,
     ToEngine,
     TokenLogprobs,
     unpack_prompt_logprobs,
@@ -46,11 +49,13 @@ class Answer:
     cached_tokens: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
+    pooled: bytes | None = None
+    steps: list[StepTrace] = field(default_factory=list)
     error: RequestError | None = None
 
     @property
     def has_ended(self) -> bool:
-        return self.finish_reason != 0 or self.error is not None
+        return self.finish_reason != 0 or self.error is not None or self.pooled is not None
 
 
 class EngineClient:
@@ -75,6 +80,7 @@ class EngineClient:
         self.answers: dict[int, Answer] = {}
         self.stats: EngineStats | None = None
         self.is_stale = False  # the statistics: a request has ended since
+        self.changes: list[StorageChanged] = []  # answers to changes of storage
         self.taken: list[int] = []  # messages, as the engine counted them
         self._ids = count(1)
         self._context = zmq.Context()
@@ -105,11 +111,19 @@ class EngineClient:
     def says_something(self, within_s: float) -> bool:
         return bool(self._outputs.poll(within_s * 1000))
 
-    def add(self, prompt: Sequence[int], cache_salt: str = "", **sampling: Any) -> int:
+    def add(
+        self,
+        prompt: Sequence[int],
+        cache_salt: str = "",
+        pooling: Pooling | None = None,
+        is_traced: bool = False,
+        **sampling: Any,
+    ) -> int:
         request_id = next(self._ids)
         params = SamplingParams(**{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling})
         self.answers[request_id] = Answer()
-        message = AddRequest(request_id, np.array(prompt, np.int32).tobytes(), params, cache_salt=cache_salt)
+        tokens = np.array(prompt, np.int32).tobytes()
+        message = AddRequest(request_id, tokens, params, cache_salt=cache_salt, pooling=pooling, is_traced=is_traced)
         self.send(message)
         return request_id
 
@@ -133,14 +147,21 @@ class EngineClient:
         return self.stats
 
     def take_one(self) -> None:
-        message = self.receive()
+        self.take(self.receive())
+
+    def take(self, message: FromEngine) -> None:
+        """Note what the engine says."""
         if isinstance(message, RequestError):
             self.answers[message.request_id].error = message
+            return
+        if isinstance(message, StorageChanged):
+            self.changes.append(message)
             return
         assert isinstance(message, StepOutput)
         self.stats = message.stats or self.stats
         # An engine at rest says so anew, also one that rested while a grammar was compiled.
-        self.is_stale = message.stats is None and (self.is_stale or any(message.finish_reasons))
+        has_ended = any(message.finish_reasons) or bool(message.pooled)
+        self.is_stale = message.stats is None and (self.is_stale or has_ended)
         self.taken.append(message.messages_taken)
         for request_id, cached_tokens in message.admitted:
             assert self.answers[request_id].cached_tokens is None
@@ -155,6 +176,11 @@ class EngineClient:
             assert not answer.has_ended
             answer.token_ids.append(token_id)
             answer.finish_reason = finish_reason
+        for part in message.traces or ():
+            self.answers[part.request_id].steps.append(part)
+        for request_id, pooled in (message.pooled or {}).items():
+            assert not self.answers[request_id].has_ended
+            self.answers[request_id].pooled = pooled
         for request_id, logprobs in (message.logprobs or {}).items():
             self.answers[request_id].logprobs += logprobs
         for request_id, prompt_logprobs in (message.prompt_logprobs or {}).items():

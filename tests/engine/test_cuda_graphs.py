@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from swiftkv.cache.pool import Pool
 from swiftkv.engine.cuda_graphs import DecodeGraphs, DecoderSteps, choose_size, graph_sizes
 from swiftkv.kernels.dispatch import select_ops
+from swiftkv.kernels.triton_schedule import MAX_DECODE_TOKENS
 from swiftkv.master.graph_stream import GraphStream
 from swiftkv.master.layer_stream import LayerStream, StreamTimings
 from swiftkv.models.batch import ModelInput
@@ -26,7 +28,7 @@ from swiftkv.transport.rendezvous import publish_pool
 from swiftkv.transport.shm import ShmTransport
 from tests.support.checkpoints import make_checkpoint
 from tests.support.decode_streams import LINKS, StreamedPools, StreamedStep
-from tests.support.decode_toy import LAYER_BLOCK_BYTES, Toy, decode_step
+from tests.support.decode_toy import LAYER_BLOCK_BYTES, Step, Toy, decode_step
 from tests.support.lender import pool_of
 
 NUM_BLOCKS = 40
@@ -68,6 +70,42 @@ def test_a_padded_step_is_the_step(num_seqs: int, size: int) -> None:
         assert hidden.shape[0] == size
         torch.testing.assert_close(hidden[: len(lengths)], expected, atol=2e-2, rtol=2e-2)
         assert torch.equal(padded.pool, exact.pool)
+
+
+def token_by_token(toy: Toy, step: Step) -> torch.Tensor:
+    """Run the step's tokens one after the other, each as a step of its own."""
+    rows, (table,), (starts,) = [], step.block_tables, step.table_starts
+    for s, (first, end) in enumerate(pairwise(step.query_starts.tolist())):
+        entries = table[starts[s] : starts[s + 1]]
+        for token in range(first, end):
+            alone = Step(
+                token_ids=step.token_ids[token : token + 1],
+                positions=step.positions[token : token + 1],
+                query_starts=np.array([0, 1], np.int32),
+                context_lens=step.positions[token : token + 1] + np.int32(1),
+                block_tables=[entries],
+                table_starts=[np.array([0, len(entries)], np.int32)],
+            )
+            rows.append(toy.eager(alone))
+    return torch.cat(rows)
+
+
+def test_a_step_with_drafts_is_the_step() -> None:
+    """Rows of one token and of several: each token sees what is before it, those of its own row included."""
+    generator = np.random.default_rng(5)
+    graphed, exact = Toy(NUM_BLOCKS, "cpu"), Toy(NUM_BLOCKS, "cpu")
+    graphs = DecodeGraphs(graphed, CPU, num_entries=NUM_BLOCKS)
+    graphs.capture([8, 12], UNLIMITED)
+    for num_new in ([1, 3, 2], [MAX_DECODE_TOKENS], [1, 1, 5, 4]):
+        context_lens = [int(generator.integers(count, 90)) for count in num_new]
+        step = decode_step(context_lens, generator, NUM_BLOCKS, num_new=num_new)
+        hidden = graphs.run(step)
+        assert hidden is not None
+        torch.testing.assert_close(hidden, token_by_token(exact, step), atol=2e-2, rtol=2e-2)
+        assert torch.equal(graphed.pool, exact.pool)
+    for num_new in ([MAX_DECODE_TOKENS + 1], [7, 6]):  # a prompt, and more tokens than a graph has room for
+        assert graphs.run(decode_step([20] * len(num_new), generator, NUM_BLOCKS, num_new=num_new)) is None
+    assert (graphs.hits_total, graphs.misses_total) == (3, 1)
 
 
 def interpreted_decoder(directory: Path, num_layers: int) -> Decoder:
@@ -115,8 +153,7 @@ def test_decode_steps_that_run_eagerly_are_counted() -> None:
     graphs.capture([2], UNLIMITED)
     assert graphs.sizes() == [2]
     assert graphs.run(replace(decode, has_copies=True)) is None  # no graph streams
-    prompt = replace(decode, token_ids=np.zeros(3, np.int32), query_starts=np.array([0, 1, 3], np.int32))
-    assert graphs.run(prompt) is None
+    assert graphs.run(decode_step([5, 20], generator, NUM_BLOCKS, num_new=[1, 20])) is None  # a prompt
     assert graphs.run(decode_step([5, 6, 7], generator, NUM_BLOCKS)) is None
     assert graphs.run(decode_step([11 * 16], generator, NUM_BLOCKS)) is None
     assert (graphs.hits_total, graphs.misses_total) == (0, 4)

@@ -40,7 +40,7 @@ def borrower(
 ) -> Iterator[EngineProcess]:
     make_checkpoint(directory, "llama")
     (group,) = read_config(directory).kv_groups(BLOCK_SIZE, "float32")
-    link = LinkGeometry(0, 0, 1, 1, group.block_bytes, NUM_EXTENTS, 0)
+    link = LinkGeometry(0, 0, 1, 1, group.block_bytes, NUM_EXTENTS, 0, 1)
     lending = LendingSpec(
         leases_address=f"ipc://{directory}/leases",
         lenders=[PeerSpec(name, f"ipc://{directory}/{name}", [link]) for name in lenders],

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
+from swiftkv._core import GroupSpec
+from swiftkv.engine.lending import make_scheduler
+from swiftkv.engine.messages import EngineConfig
+from swiftkv.units import PoolBytes
 from tests.engine.engine_process import EngineProcess
 from tests.support.checkpoints import make_checkpoint
 
@@ -24,3 +30,11 @@ def test_answers_do_not_depend_on_when_steps_end(tmp_path: Path) -> None:
         engine.wait([stream])
         assert [answer.token_ids for answer in beside] == [answer.token_ids for answer in alone]
         assert engine.wait_for_rest().step_time_error_ratio > 0
+
+
+def test_an_engine_begins_with_the_step_times_of_those_before_it() -> None:
+    config = EngineConfig("tiny", "", "", "", PoolBytes(1 << 20), **OPTIONS)  # type: ignore[arg-type]
+    known = msgspec.structs.replace(config, step_time_s=[1e-3, 1e-7, 1e-7, 1e-4, 0.0, 0.02])
+    groups = [GroupSpec(2, 64)]
+    assert not make_scheduler(config, groups).step_time().is_known
+    assert make_scheduler(known, groups).step_time().is_known

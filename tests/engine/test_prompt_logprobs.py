@@ -111,7 +111,7 @@ class SlowFence(Fence):
 def test_a_step_that_does_not_count_leaves_nothing(
     fate: Fate, when: When, is_ahead: bool, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    link = LinkGeometry(0, 0, 1, 1, checkpoint.block_bytes, NUM_EXTENTS, 0)
+    link = LinkGeometry(0, 0, 1, 1, checkpoint.block_bytes, NUM_EXTENTS, 0, 1)
     address = f"ipc://{tmp_path}/lender"
     lending = LendingSpec(
         leases_address=f"ipc://{tmp_path}/leases",

@@ -20,7 +20,7 @@ def test_max_model_len_must_fit_in_the_pool_and_in_what_can_be_lent(tmp_path: Pa
     """A pool of 8 blocks, and 12 to borrow: 12 slots of one layer leave 8 - 12 / num_layers whole blocks."""
     make_checkpoint(tmp_path, "llama")
     (group,) = read_config(tmp_path).kv_groups(16, "float32")
-    link = LinkGeometry(0, 0, 1, 3, 3 * group.block_bytes, 4, 0)
+    link = LinkGeometry(0, 0, 1, 3, 3 * group.block_bytes, 4, 0, 1)
     lending = LendingSpec("", [PeerSpec("lender", "", [link])], [], 0, 60.0, "total", "shm", 2, "", 30.0)
     blocks = 12 + (8 * group.num_layers - 12) // group.num_layers
     alone = EngineConfig("m", str(tmp_path), "", "", PoolBytes(8 * group.block_bytes), 8 * 16, dtype="float32")

@@ -59,7 +59,7 @@ def test_prefill_decode_and_the_prefix_cache(is_ahead: bool, tiny: Tiny, monkeyp
 
 def lending_specs(directory: Path, block_bytes: int, num_extents: int) -> tuple[LendingSpec, LendingSpec]:
     """Return the lending specs of a lender with a pool of `num_extents` blocks, and of a borrower."""
-    link = LinkGeometry(0, 0, 1, 1, block_bytes, num_extents, 0)
+    link = LinkGeometry(0, 0, 1, 1, block_bytes, num_extents, 0, 1)
     addresses = [f"ipc://{directory}/{name}.leases" for name in ("lender", "tiny")]
     return (
         lending_spec(directory, addresses[0], [], [PeerSpec("tiny", addresses[1], [link])], num_extents * block_bytes),

@@ -15,7 +15,8 @@ import sys
 import pytest
 
 MISSING = ("msgspec", "zmq", "fastapi", "pydantic", "transformers", "tokenizers", "safetensors", "yaml",
-           "swiftkv._core", "swiftkv._cpu", "swiftkv._lease", "swiftkv._transport")
+           "swiftkv._core", "swiftkv._cpu", "swiftkv._lease", "swiftkv._transport",
+           "swiftkv._host")
 
 class Nothing:
     def find_spec(self, name, path=None, target=None):

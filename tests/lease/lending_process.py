@@ -334,7 +334,7 @@ class Node:
         # An extent holds the least common multiple of both blocks: 6 layer blocks.
         extent_layer_blocks = int(np.lcm(lender_layers, borrower_layers))
         meu_w, meu_m = extent_layer_blocks // lender_layers, extent_layer_blocks // borrower_layers
-        self.link = LinkGeometry(0, 0, meu_w, meu_m, extent_layer_blocks * LAYER_BLOCK_BYTES, num_blocks // meu_w, 0)
+        self.link = LinkGeometry(0, 0, meu_w, meu_m, extent_layer_blocks * LAYER_BLOCK_BYTES, num_blocks // meu_w, 0, 1)
         self.pool_bytes = num_blocks * lender_layers * LAYER_BLOCK_BYTES
         self.setups: dict[str, Setup] = {}
         for name, layers, owes, owed in [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.lending_node import Reference, make_checkpoints, serving
+from tests.support.lending_node import Reference, make_checkpoints, make_hybrid_checkpoints, serving
 from tests.support.node_process import MAX_MODEL_LEN, remove, short_temporary_directory
 
 
@@ -34,7 +35,27 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def hybrid_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same of models with windows."""
+    return make_hybrid_checkpoints(tmp_path_factory.mktemp("hybrids"))
+
+
+@pytest.fixture(scope="session")
 def reference(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    with answering(checkpoints, tmp_path_factory.mktemp("reference")) as reference:
+        yield reference
+
+
+@pytest.fixture(scope="session")
+def hybrid_reference(
+    hybrid_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reference]:
+    with answering(hybrid_checkpoints, tmp_path_factory.mktemp("hybrid_reference")) as reference:
+        yield reference
+
+
+@contextmanager
+def answering(checkpoints: dict[str, Path], directory: Path) -> Iterator[Reference]:
     models: list[dict[str, Any]] = [
         {"name": "float32", "path": str(checkpoints["master"]), "dtype": "float32"},
         {"name": "bfloat16", "path": str(checkpoints["master"]), "dtype": "bfloat16"},
@@ -43,6 +64,6 @@ def reference(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     models = [{**model, "threads": 1, "kv_cache": {"memory": "64MiB"}} for model in models]
     config = {"node": {"port": 0, "lending": "off"}, "models": models}
     temporary = short_temporary_directory()
-    with serving(config, tmp_path_factory.mktemp("reference"), temporary) as node:
+    with serving(config, directory, temporary) as node:
         yield Reference(node)
     remove(temporary)

@@ -24,32 +24,48 @@ LONG_TOKENS = 1000
 LONG = [(Turn(tuple(3 + i * (i + seed) % 311 for i in range(LONG_TOKENS)), 48, seed or None),) for seed in range(2)]
 CONVERSATIONS = [conversation(seed) for seed in range(400, 404)]
 WORKER_CONVERSATIONS = [conversation(seed, num_turns=2, max_tokens=(4, 12)) for seed in range(500, 503)]
-on_both = pytest.mark.parametrize("node", ["shm ahead", "p2p"], indirect=True, scope="module")
+HYBRIDS = ("hybrids shm ahead", "hybrids shm", "hybrids p2p")
+
+
+def slow(*kinds: str) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+on_both = pytest.mark.parametrize("kind", ["shm ahead", "p2p", *slow(*HYBRIDS)], indirect=True, scope="module")
 on_shm_first = pytest.mark.parametrize(
-    "node",
-    ["shm ahead", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("shm", "p2p"))],
-    indirect=True,
-    scope="module",
+    "kind", ["shm ahead", *slow("shm", "p2p", *HYBRIDS)], indirect=True, scope="module"
 )
 STOPS = [2.0, pytest.param(10.0, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
-def node(
-    request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LendingNode]:
-    """A master with a pool of 384 tokens beside two workers; it waits for those that are started again.
+def kind(request: pytest.FixtureRequest) -> set[str]:
+    """The transport; `ahead`: the master plans a step while one is in progress; `hybrids`: all models have windows."""
+    return set(request.param.split())
 
-    `ahead`: it plans a step while the one before it is in progress.
-    """
-    transport, _, ahead = request.param.partition(" ")
+
+@pytest.fixture(scope="module")
+def right(request: pytest.FixtureRequest, kind: set[str]) -> Reference:
+    reference: Reference = request.getfixturevalue("hybrid_reference" if "hybrids" in kind else "reference")
+    return reference
+
+
+@pytest.fixture(scope="module")
+def node(
+    request: pytest.FixtureRequest, kind: set[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LendingNode]:
+    """A master with a pool of 384 tokens, a hybrid of 768, beside two workers; it waits for those that start again."""
+    checkpoints: dict[str, Path] = request.getfixturevalue("hybrid_checkpoints" if "hybrids" in kind else "checkpoints")
+    (transport,) = kind & {"shm", "p2p"}
     shared: dict[str, Any] = {"threads": 1, "max_num_batched_tokens": 256}
     models = [
         {"name": MASTER, "role": "master", "path": str(checkpoints["master"]), "dtype": "float32"},
         {"name": "broad", "path": str(checkpoints["broad"]), "dtype": "bfloat16"},
         {"name": "odd", "path": str(checkpoints["odd"]), "dtype": "bfloat16"},
     ]
-    models[0] |= {"kv_cache": {"memory": "1152KiB"}, "async_scheduling": bool(ahead)}
+    # Two of six layers have all of a hybrid's history, and only their part of the pool streams it.
+    memory = "2304KiB" if "hybrids" in kind else "1152KiB"
+    models[0] |= {"kv_cache": {"memory": memory}, "async_scheduling": "ahead" in kind}
     for worker in models[1:]:
         worker |= {"kv_cache": {"memory": "4MiB"}, "lending": {"budget": "100%", "window": "200ms"}}
     config = {
@@ -82,9 +98,9 @@ def wait_until_all_lend(node: LendingNode) -> None:
 
 
 @contextmanager
-def streaming(node: LendingNode, reference: Reference) -> Iterator[None]:
+def streaming(node: LendingNode, right: Reference) -> Iterator[None]:
     """The master is busy with more than its pool holds; no client of it sees an error, and every answer is right."""
-    expected = reference.answers(MASTER, [*LONG, *CONVERSATIONS])
+    expected = right.answers(MASTER, [*LONG, *CONVERSATIONS])
     with ThreadPoolExecutor(1) as clients:
         answers: Future[list[Answers]] = clients.submit(node.hold_all, MASTER, [*LONG, *CONVERSATIONS])
         wait_for("borrowed memory to be in use", lambda: node.blocks(MASTER)["borrowed_used"] or answers.done())
@@ -108,10 +124,15 @@ def engine(node: LendingNode, model: str) -> psutil.Process:
     return node.process.engines()[model]
 
 
-def epochs_held(node: LendingNode, lender: str) -> dict[int, int]:
-    """Return the epoch of each extent that the master holds."""
-    (link,) = (link for link in node.pool(MASTER)["borrows"] if link["lender"] == lender)
-    return {extent["extent"]: extent["epoch"] for extent in link["extents"] if extent["state"] == "held"}
+def epochs_held(node: LendingNode, lender: str) -> dict[tuple[int, int], int]:
+    """Return the epoch of each extent that the master holds, by KV group and number."""
+    return {
+        (link["borrower_group"], extent["extent"]): extent["epoch"]
+        for link in node.pool(MASTER)["borrows"]
+        if link["lender"] == lender
+        for extent in link["extents"]
+        if extent["state"] == "held"
+    }
 
 
 def kill(process: psutil.Process) -> None:
@@ -137,8 +158,8 @@ def recalling(node: LendingNode, worker: str, master: psutil.Process) -> Iterato
 
 
 @on_shm_first
-def test_a_worker_is_killed_while_the_master_streams_from_it(node: LendingNode, reference: Reference) -> None:
-    with streaming(node, reference):
+def test_a_worker_is_killed_while_the_master_streams_from_it(node: LendingNode, right: Reference) -> None:
+    with streaming(node, right):
         dead = engine(node, "broad")
         kill(dead)
     wait_for("the restart", node.is_ready)
@@ -146,20 +167,20 @@ def test_a_worker_is_killed_while_the_master_streams_from_it(node: LendingNode, 
 
 
 @on_shm_first
-def test_all_workers_are_killed_at_once(node: LendingNode, reference: Reference) -> None:
+def test_all_workers_are_killed_at_once(node: LendingNode, right: Reference) -> None:
     """Requests that the master cannot hold alone wait until the workers are back."""
-    with streaming(node, reference):
+    with streaming(node, right):
         for worker in WORKERS:
             kill(engine(node, worker))
 
 
 @on_both
-def test_a_lender_dies_with_copies_under_way(node: LendingNode, reference: Reference) -> None:
+def test_a_lender_dies_with_copies_under_way(node: LendingNode, right: Reference) -> None:
     """It is stopped first: a two-sided copy waits for it in the middle of a step, and fails when it is killed.
 
     What the other one lent stays: it would come back at other epochs.
     """
-    with streaming(node, reference):
+    with streaming(node, right):
         held = epochs_held(node, "odd")
         dead = engine(node, "broad")
         with stopped(dead):
@@ -192,19 +213,19 @@ def test_a_budget_outlives_the_engine_that_was_told(node: LendingNode) -> None:
 
 
 @on_shm_first
-def test_the_master_is_killed_while_a_worker_recalls(node: LendingNode, reference: Reference) -> None:
+def test_the_master_is_killed_while_a_worker_recalls(node: LendingNode, right: Reference) -> None:
     master = engine(node, MASTER)
     with recalling(node, "broad", master):
         kill(master)
-        assert node.hold_all("broad", WORKER_CONVERSATIONS) == reference.answers("broad", WORKER_CONVERSATIONS)
+        assert node.hold_all("broad", WORKER_CONVERSATIONS) == right.answers("broad", WORKER_CONVERSATIONS)
     wait_for("the restart", node.is_ready)
     assert engine(node, MASTER).pid != master.pid
     wait_until_all_lend(node)
-    assert node.hold_all(MASTER, LONG) == reference.answers(MASTER, LONG)
+    assert node.hold_all(MASTER, LONG) == right.answers(MASTER, LONG)
 
 
 @on_shm_first
-def test_the_master_is_killed_while_it_streams(node: LendingNode, reference: Reference) -> None:
+def test_the_master_is_killed_while_it_streams(node: LendingNode, right: Reference) -> None:
     """Its requests would go on for as long as there is room: they end when it is killed."""
     endless = node.max_model_len(MASTER) - LONG_TOKENS
     bodies = [turns[0].body(MASTER, []) | {"max_tokens": endless} for turns in LONG]
@@ -213,27 +234,27 @@ def test_the_master_is_killed_while_it_streams(node: LendingNode, reference: Ref
         wait_for("borrowed memory to be in use", lambda: node.blocks(MASTER)["borrowed_used"])
         assert not any(answer.done() for answer in answers)
         kill(engine(node, MASTER))
-        assert node.hold_all("broad", WORKER_CONVERSATIONS) == reference.answers("broad", WORKER_CONVERSATIONS)
+        assert node.hold_all("broad", WORKER_CONVERSATIONS) == right.answers("broad", WORKER_CONVERSATIONS)
         assert {answer.result().status_code for answer in answers} == {503}
 
 
 @on_shm_first
 @pytest.mark.parametrize("stop_s", STOPS)
 def test_a_worker_is_stopped_while_the_master_streams_from_it(
-    node: LendingNode, reference: Reference, stop_s: float
+    node: LendingNode, right: Reference, stop_s: float
 ) -> None:
-    with streaming(node, reference), ThreadPoolExecutor(1) as clients:
+    with streaming(node, right), ThreadPoolExecutor(1) as clients:
         with stopped(engine(node, "broad")):
             answers = clients.submit(node.hold_all, "broad", WORKER_CONVERSATIONS)
             time.sleep(stop_s)
             assert not answers.done()
-        assert answers.result() == reference.answers("broad", WORKER_CONVERSATIONS)
+        assert answers.result() == right.answers("broad", WORKER_CONVERSATIONS)
 
 
 @on_shm_first
 @pytest.mark.parametrize("stop_s", STOPS)
-def test_a_worker_is_stopped_while_it_recalls(node: LendingNode, reference: Reference, stop_s: float) -> None:
-    with streaming(node, reference), ThreadPoolExecutor(1) as admin, ExitStack() as worker:
+def test_a_worker_is_stopped_while_it_recalls(node: LendingNode, right: Reference, stop_s: float) -> None:
+    with streaming(node, right), ThreadPoolExecutor(1) as admin, ExitStack() as worker:
         with stopped(engine(node, MASTER)):
             answer = admin.submit(node.set_budget, "broad", 0)
             wait_for("the recall", lambda: node.extents("broad", "lends", "recalled").get(MASTER))
@@ -247,10 +268,10 @@ def test_a_worker_is_stopped_while_it_recalls(node: LendingNode, reference: Refe
 
 @on_shm_first
 @pytest.mark.parametrize("stop_s", STOPS)
-def test_the_master_is_stopped_while_it_streams(node: LendingNode, reference: Reference, stop_s: float) -> None:
+def test_the_master_is_stopped_while_it_streams(node: LendingNode, right: Reference, stop_s: float) -> None:
     """A worker that needs what it has lent answers when the master goes on, at the latest."""
-    with streaming(node, reference), ThreadPoolExecutor(1) as clients:
+    with streaming(node, right), ThreadPoolExecutor(1) as clients:
         with stopped(engine(node, MASTER)):
             answers = clients.submit(node.hold_all, "broad", WORKER_CONVERSATIONS)
             time.sleep(stop_s)
-        assert answers.result() == reference.answers("broad", WORKER_CONVERSATIONS)
+        assert answers.result() == right.answers("broad", WORKER_CONVERSATIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lending_node import LendingNode, Reference, Turn, conversation, serving
-from tests.support.node_process import remove, short_temporary_directory
+from tests.support.node_process import remove, short_temporary_directory, wait_for
 
 WINDOW = 40
 CONVERSATIONS = [conversation(seed) for seed in range(6)]
+SHORT_ONES = [conversation(seed, num_turns=1, question_tokens=(20, 40), max_tokens=(4, 8)) for seed in range(20, 80)]
 LONG = (Turn(tuple(3 + i * i % 311 for i in range(700)), 12),)
+LONG_ONES = [(Turn(tuple(3 + i * (i + seed) % 311 for i in range(900)), 4),) for seed in range(5)]
 NAMES = ("hybrid", "windows")
+on_shm_first = pytest.mark.parametrize(
+    "node", ["shm", pytest.param("p2p", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +74,16 @@ def node(
     models = [
         model("hybrid", paths["hybrid"], "1152KiB", **small),
         model("windows", paths["windows"], "576KiB", **small),
-        model("worker", paths["worker"], "12MiB", lending={"budget": "100%", "window": "200ms"}),
+        model("worker", paths["worker"], "10MiB", lending={"budget": "60%", "window": "200ms"}),
     ]
-    config = {"node": {"port": 0, "lending": {"transport": request.param, "max_wait": "100s"}}, "models": models}
+    config = {
+        "node": {
+            "port": 0,
+            "restart": {"limit": 1000, "window": "1s", "backoff": "50ms"},
+            "lending": {"transport": request.param, "max_wait": "100s"},
+        },
+        "models": models,
+    }
     temporary = short_temporary_directory()
     with serving(config, tmp_path_factory.mktemp("node"), temporary) as node:
         yield node
@@ -84,4 +97,40 @@ def test_hybrids_borrow_from_a_hybrid_and_answer_exactly(node: LendingNode, righ
             assert node.hold_all(name, conversations) == right.answers(name, conversations)
     assert node.blocks("hybrid")["borrowed_cached"] > 0
     assert node.hold_all("worker", CONVERSATIONS) == right.answers("worker", CONVERSATIONS)
+    node.assert_at_rest("worker", *NAMES)
+
+
+def extents_of(node: LendingNode, model: str) -> list[int]:
+    """Return how many extents of its pool each KV group of a model has for itself: one full block of four, or one."""
+    full, windows = (group["total"] - group["elsewhere"] - group["lent"] for group in node.pool(model)["groups"])
+    return [full // 4, windows]
+
+
+@on_shm_first
+def test_extents_go_from_group_to_group_in_a_pool_that_lends(node: LendingNode, right: Reference) -> None:
+    """Tails of short prompts make room for long histories, and come back, while masters hold the rest."""
+    full, windows = [], []
+    for conversations in (SHORT_ONES[:20], LONG_ONES, SHORT_ONES[20:]):
+        node.wait_until_lent("worker", "hybrid")
+        assert [node.hold("worker", turns) for turns in conversations] == right.answers("worker", conversations)
+        for of_group, count in zip((full, windows), extents_of(node, "worker"), strict=True):
+            of_group.append(count)
+    assert full[0] < full[1] > full[2]
+    assert windows[0] > windows[1] < windows[2]
+    node.assert_at_rest("worker", *NAMES)
+
+
+@on_shm_first
+def test_a_hybrid_dies_while_hybrids_stream_from_it(node: LendingNode, right: Reference) -> None:
+    expected = right.answers("hybrid", [LONG, *CONVERSATIONS])
+    node.wait_until_lent("worker", "hybrid")
+    dead = node.process.engines()["worker"]
+    with ThreadPoolExecutor(1) as clients:
+        answers = clients.submit(node.hold_all, "hybrid", [LONG, *CONVERSATIONS])
+        wait_for("borrowed memory to be in use", lambda: node.blocks("hybrid")["borrowed_used"] or answers.done())
+        assert not answers.done()
+        dead.kill()
+        assert answers.result() == expected
+    wait_for("the restart", node.is_ready)
+    node.wait_until_lent("worker", "hybrid")
     node.assert_at_rest("worker", *NAMES)

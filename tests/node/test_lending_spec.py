@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from swiftkv.planning.lending import plan_lending
 from swiftkv.planning.models import SizedPlan
 from swiftkv.planning.node import plan_node
 from swiftkv.planning.transports import lending_transports
+from swiftkv.worker.borrowers import borrowers_of
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -108,7 +110,9 @@ def test_a_link_begins_where_the_pool_of_the_lender_has_its_group(device: str, t
         KVGroup((0, 2), 2, 16, "bfloat16", 16),
         KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, kind="window", window=64),
     )
-    plans = tuple(replace(plan, groups=groups, group_blocks=(70, 70), device=device) for plan in plans)
+    plans = tuple(
+        replace(plan, groups=groups, group_blocks=(70, 70), device=device, shares_extents=False) for plan in plans
+    )
     links = [link_geometry(pair) for room in plan_lending(plans) for pair in room.pairs]
     assert sorted({(link.lender_group, link.borrower_group) for link in links}) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     pool = Pool([(group, 70) for group in groups])
@@ -118,6 +122,22 @@ def test_a_link_begins_where_the_pool_of_the_lender_has_its_group(device: str, t
     for wrong in ({"lender_base_offset_bytes": 1024}, {"lender_group": 1}, {"num_extents": 71}):
         with pytest.raises(AssertionError):
             check_links([msgspec.structs.replace(links[0], **wrong)], pool.regions)
+
+
+def test_a_master_s_groups_borrow_as_they_divide_its_own_pool(tmp_path: Path) -> None:
+    """Its pool has a sixth as many blocks of windows as of full attention, each of them three times as large."""
+    config, plans = planned(tmp_path, MODELS[:2])
+    groups = (
+        KVGroup((0,), 1, 32, "bfloat16", 16),
+        KVGroup((1, 2, 3), 1, 32, "bfloat16", 16, kind="window", window=64),
+    )
+    plans = (replace(plans[0], groups=groups, group_blocks=(180, 30)), plans[1])
+    told = {engine.name: engine.lending for engine in compiled(config, plans)}
+    assert told["lender"] is not None
+    (peer,) = borrowers_of(told["lender"])
+    pairs = plan_lending(plans)[0].pairs
+    assert [pair.share for pair in pairs] == [Fraction(2, 3), Fraction(1, 3)]
+    assert [float(link.share) for link in peer.links] == pytest.approx([2 / 3, 1 / 3], rel=0.02)  # in whole extents
 
 
 def test_what_the_node_says_holds_for_every_engine(tmp_path: Path) -> None:

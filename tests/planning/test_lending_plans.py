@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.geometry import KVGroup, lay_out
 from swiftkv.config import load_config
+from swiftkv.engine.lending import check_links
+from swiftkv.engine_configs import link_geometry
 from swiftkv.errors import ConfigError
 from swiftkv.hub import Checkpoint
 from swiftkv.planning.lending import BorrowerRoom, plan_lending
@@ -208,6 +210,28 @@ def test_a_master_of_two_kv_groups_has_room_for_a_token_in_each() -> None:
     assert room.sequence_tokens == 10 * 16
     short = replace(windowed, window=64)  # which leaves the window group no matter how long a sequence is
     assert replace(room, borrower=replace(master, groups=(full, short))).sequence_tokens == 30 * 16
+
+
+def test_a_worker_whose_groups_share_extents_lends_whole_ones_of_them() -> None:
+    """Three full blocks or one of the window's are an extent of 6 KiB; two of those hold three blocks of the master."""
+    full = KVGroup((0,), 1, 32, "bfloat16", 16)
+    windowed = KVGroup((1, 2, 3), 1, 32, "bfloat16", 16, kind="window", window=64)
+    worker = replace(
+        model("w", "worker", 3, 20, Fraction(1, 2)),
+        groups=(full, windowed),
+        group_blocks=(60, 20),
+        shares_extents=True,
+    )
+    (room,) = plan_lending([model("m", "master", 2, 30), worker])
+    (pair,) = room.pairs
+    assert (pair.lender_group, pair.share) == (0, 1)
+    assert (pair.extent.num_bytes, pair.meu_w, pair.extent.meu_m) == (12 << 10, 6, 3)
+    assert (pair.pool_extents, pair.max_extents, pair.num_extents) == (10, 10, 5)
+    assert (pair.lent_blocks, pair.lent_bytes, pair.borrowed_blocks) == (30, 60 << 10, 15)
+    link = link_geometry(pair)
+    assert (link.lender_group, link.meu_w, link.num_extents, link.lender_base_offset_bytes) == (0, 6, 10, 0)
+    counts = list(zip(worker.groups, worker.group_blocks, strict=True))
+    check_links([link], lay_out(counts, shares_extents=True))
 
 
 def test_a_pool_of_a_petabyte_is_planned_at_once() -> None:

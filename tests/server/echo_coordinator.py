@@ -29,7 +29,7 @@ NUM_EXTENTS = 64
 POOL_BYTES = NUM_EXTENTS * EXTENT_BYTES
 FIRST_BUDGET_BYTES = 48 << 20
 REFUSED_BUDGET_BYTES = 13 << 20  # a budget that the coordinator has something against
-GEOMETRY = LinkGeometry(0, 0, 2, 3, EXTENT_BYTES, NUM_EXTENTS, 0)
+GEOMETRY = LinkGeometry(0, 0, 2, 3, EXTENT_BYTES, NUM_EXTENTS, 0, 1)
 
 
 class EchoCoordinator:

@@ -13,6 +13,7 @@ import argparse
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,19 +26,27 @@ from swiftkv.engine.messages import (
     FINISH_STOP,
     Abort,
     AddRequest,
+    AttachStorage,
+    CacheCommand,
+    CacheReport,
+    DetachStorage,
     EngineStats,
+    Explanation,
     Ready,
     RequestError,
     Shutdown,
     Sleep,
     Slept,
     StepOutput,
+    StepTrace,
+    StorageChanged,
     ToEngine,
     TokenLogprobs,
     Wake,
     Woken,
     pack_prompt_logprobs,
 )
+from swiftkv.tier.messages import TierStats
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1024
@@ -64,15 +73,19 @@ class EchoEngine:
         self.decoder = msgspec.msgpack.Decoder(ToEngine)
         self.sequences: dict[int, Sequence] = {}
         self.admitted: list[tuple[int, int]] = []
-        self.seen: list[list[int]] = []
+        self.seen: list[tuple[str, list[int]]] = []
         self.taken = 0
+        self.explanations: dict[int, Explanation] = {}
         self.incarnation = incarnation
+        self.storage: str | None = None
+        self.step_time_s: list[float] = []
         self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, 1 << 20, BLOCK_SIZE, [], incarnation))
 
     def send(self, message: object) -> None:
         self.push.send(msgspec.msgpack.encode(message))
 
     def run(self, step_s: float) -> None:
+        self.step_time_s = [0.0, 0.0, 0.0, 0.0, 0.0, step_s] if step_s else []
         next_step_s = time.perf_counter()
         while True:
             while self.pull.poll(None if not self.sequences else 0):
@@ -90,15 +103,29 @@ class EchoEngine:
                 self.send(RequestError(message.request_id, 400, "refused by the engine"))
             case AddRequest(cache_salt=cache_salt) if cache_salt == STARVED_SALT:
                 self.send(RequestError(message.request_id, 503, "no more was lent"))
-            case AddRequest():
+            case AddRequest(cache_salt=cache_salt):
                 prompt = np.frombuffer(message.prompt, "<i4").tolist()
                 self.sequences[message.request_id] = Sequence(message, prompt)
-                self.admitted.append((message.request_id, self.cached(prompt)))
+                cached = self.cached(cache_salt, prompt)
+                self.admitted.append((message.request_id, cached))
+                found = (message.request_id, len(prompt), cached)
+                self.explanations[message.request_id] = (
+                    Explanation(*found, "evicted", 1.5) if cached else Explanation(*found, "never_stored")
+                )
             case Abort():
                 for request_id in message.request_ids:
                     self.sequences.pop(request_id, None)
                 if not self.sequences:
                     self.send(StepOutput(b"", b"", b"", stats=self.stats(), messages_taken=self.taken))
+            case AttachStorage(storage=storage):
+                self.change_storage(message.change_id, None, storage.backend.get("backend", "file"))
+            case DetachStorage():
+                self.change_storage(message.change_id, "no storage is attached" if self.storage is None else None, None)
+            case CacheCommand():
+                known = [self.explanations[i] for i in message.explain if i in self.explanations]
+                self.send(CacheReport(message.call, known, len(self.seen) if message.clear else 0))
+                if message.clear:
+                    self.seen.clear()
             case Sleep():
                 self.send(Slept(self.incarnation))
             case Wake():
@@ -107,24 +134,40 @@ class EchoEngine:
                 return False
         return True
 
-    def cached(self, prompt: list[int]) -> int:
-        """Longest common prefix with an earlier prompt, in whole blocks, and never the whole prompt."""
+    def change_storage(self, change_id: int, why_not: str | None, storage: str | None) -> None:
+        """Say that storage was attached or detached; nothing is kept there."""
+        self.storage = storage
+        self.send(StepOutput(b"", b"", b"", stats=self.stats(), messages_taken=self.taken))
+        self.send(StorageChanged(change_id, why_not))
+
+    def cached(self, salt: str, prompt: list[int]) -> int:
+        """Longest common prefix with an earlier prompt of that salt, in whole blocks, and never the whole prompt."""
         longest = 0
-        for seen in self.seen[-64:]:
+        for seen in [seen for other, seen in self.seen[-64:] if other == salt]:
             common = next((i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), None)
             common = min(len(prompt), len(seen)) if common is None else common
             longest = max(longest, min(common, len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE)
-        self.seen.append(prompt)
+        self.seen.append((salt, prompt))
         return longest
 
     def step(self) -> None:
         tokens, finishes = [], []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[bytes]] = {}
-        request_ids = list(self.sequences)
-        for request_id in request_ids:
+        pooled: dict[int, bytes] = {}
+        traces: list[StepTrace] = []
+        began_ns = time.time_ns()
+        generating: list[int] = []
+        for request_id in list(self.sequences):
             sequence = self.sequences[request_id]
             sampling = sequence.request.sampling
+            if sequence.request.is_traced and sequence.position == 0:
+                traces.append(StepTrace(request_id, began_ns, time.time_ns(), len(sequence.prompt), 0.0))
+            if sequence.request.pooling is not None:
+                pooled[request_id] = echoed_numbers(sequence.prompt, sequence.request.pooling.token_ids).tobytes()
+                del self.sequences[request_id]
+                continue
+            generating.append(request_id)
             token = sequence.prompt[sequence.position % len(sequence.prompt)]
             if sequence.position == 0 and sampling.prompt_logprobs is not None:
                 entries = [token_logprobs(t, sampling.prompt_logprobs) for t in sequence.prompt[1:]]
@@ -143,7 +186,7 @@ class EchoEngine:
             finishes.append(finish)
         self.send(
             StepOutput(
-                np.array(request_ids, "<u8").tobytes(),
+                np.array(generating, "<u8").tobytes(),
                 np.array(tokens, "<i4").tobytes(),
                 bytes(finishes),
                 self.admitted,
@@ -151,13 +194,25 @@ class EchoEngine:
                 prompt_logprobs or None,
                 self.stats(),
                 self.taken,
+                pooled or None,
+                traces or None,
             )
         )
         self.admitted = []
 
     def stats(self) -> EngineStats:
         used = len(self.sequences)
-        return EngineStats(used, 0, 1024, 1024 - used, used, 0, 0, 0, 0, 0, 0, 0)
+        tier = TierStats(backend=self.storage)
+        return EngineStats(
+            used, 0, 1024, 1024 - used, used, 0, 0, 0, 0, 0, 0, 0, step_time_s=self.step_time_s, tier=tier
+        )
+
+
+def echoed_numbers(prompt: list[int], token_ids: list[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return what a pooled request gets: the "hidden state" of its prompt, or "logits" of `token_ids`."""
+    if token_ids:
+        return np.array([(token + prompt[-1] + len(prompt)) % 5 - 2 for token in token_ids], np.float32)
+    return np.array([len(prompt), prompt[0], -prompt[-1], 1], np.float32)
 
 
 def token_logprobs(token: int, k: int) -> TokenLogprobs:

@@ -33,7 +33,9 @@ from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.models import ClientPolicy, ModelTable
 from swiftkv.server.sleep import Sleeper
+from swiftkv.server.storage_changes import StorageChanges
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.tier.messages import TierSpec
 
 T = TypeVar("T")
 
@@ -74,6 +76,22 @@ class FixedModels:
 
     async def remove(self, name: str, timeout_s: float, *, now: bool) -> None:
         raise ApiError(409, f"this gateway keeps '{name}'")
+
+    async def reload(self, name: str, timeout_s: float, *, now: bool) -> None:
+        raise ApiError(409, f"this gateway keeps '{name}'")
+
+
+def storage_changes(client: EngineClient, directory: Path) -> StorageChanges:
+    """Return the part of a gateway that attaches storage; what it remembers is in a list."""
+    remembered: list[TierSpec | None] = [None]
+    return StorageChanges(
+        client.name,
+        client.storage,
+        spec=lambda: remembered[-1],
+        remember=remembered.append,
+        directory=directory,
+        why_not="its KV is nowhere" if client.name == "code" else None,
+    )
 
 
 @dataclass
@@ -238,6 +256,7 @@ def start_gateway(
                 tokenizer,
                 client,
                 Sleeper(client, node_lending, lambda name=name: rest(name)),
+                storage_changes(client, directory),
                 policy,
                 auto_wake=name == "chat",
                 **habits,
@@ -253,7 +272,7 @@ def start_gateway(
         port_settings = replace(settings, storage=storage)
         apps = [
             create_app(ModelTable(handles), port_settings, metrics, node_lending, FixedModels()),
-            create_model_app(handles["chat"], port_settings, metrics, node_lending),
+            create_model_app(ModelTable({"chat": handles["chat"]}), "chat", port_settings, metrics, node_lending),
         ]
         urls = []
         for app in apps:

@@ -221,7 +221,7 @@ def test_unknown_models_paths_and_methods(gateway: Gateway) -> None:
     assert post(gateway, "/v1/completions", {**COMPLETION, "model": "nobody"})[0] == 404
     assert post(gateway, "/models/nobody/v1/completions", {"prompt": "a"})[0] == 404
     assert post(gateway, "/models/code/v1/completions", COMPLETION)[0] == 404
-    assert post(gateway, "/v1/embeddings", COMPLETION)[0] == 404
+    assert post(gateway, "/v1/audio/speech", COMPLETION)[0] == 404
     with gateway.http() as http:
         response = http.get("/v1/completions")
     assert response.status_code == 405

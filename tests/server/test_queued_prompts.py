@@ -30,18 +30,18 @@ def test_prompts_count_until_their_first_token_or_their_end(tmp_path: Path) -> N
             first = begin(client, 100)
             with begin(client, 30, 4):
                 await reader.take()
-                assert client.queued.num_tokens == 134
+                assert client.outlook.queued.num_tokens == 134
                 await say_token(reader, reader.added[0])
-                await until(lambda: client.queued.num_tokens == 34)
+                await until(lambda: client.outlook.queued.num_tokens == 34)
                 await say_token(reader, reader.added[0])
                 await say_token(reader, reader.added[1])
-                await until(lambda: client.queued.num_tokens == 4)
-            assert client.queued.num_tokens == 0
+                await until(lambda: client.outlook.queued.num_tokens == 4)
+            assert client.outlook.queued.num_tokens == 0
             first.close()
-            assert client.queued.num_tokens == 0
+            assert client.outlook.queued.num_tokens == 0
             begin(client, 50)
             client.engine_down("was killed")
-            assert client.queued.num_tokens == 0
+            assert client.outlook.queued.num_tokens == 0
 
     asyncio.run(run())
 
@@ -49,10 +49,10 @@ def test_prompts_count_until_their_first_token_or_their_end(tmp_path: Path) -> N
 def test_too_many_tokens_that_wait_are_refused_until_they_are_computed(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_and_reader(tmp_path) as (client, reader):
-            client.queued.max_tokens = 1000
+            client.outlook.queued.max_tokens = 1000
             with begin(client, 600), begin(client, 800):  # the limit is not reached before the second
                 await reader.say(StepOutput(b"", b"", b"", stats=EngineStats(*[0] * 12, prefill_tokens_per_s=40.0)))
-                await until(lambda: client.queued.tokens_per_s == 40.0)
+                await until(lambda: client.outlook.queued.tokens_per_s == 40.0)
                 with pytest.raises(ApiError, match="has 1400 prompt tokens waiting, of 1000") as caught:
                     begin(client, 1)
                 assert caught.value.status == 429
@@ -60,7 +60,7 @@ def test_too_many_tokens_that_wait_are_refused_until_they_are_computed(tmp_path:
                 assert caught.value.response().headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
                 await reader.take()
                 await say_token(reader, reader.added[0])
-                await until(lambda: not client.queued.is_full)
+                await until(lambda: not client.outlook.queued.is_full)
                 begin(client, 1).close()
 
     asyncio.run(run())

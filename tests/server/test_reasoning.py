@@ -198,6 +198,23 @@ def test_an_answer_cut_off_in_its_reasoning_has_no_content(thinking: Gateway) ->
     assert choice["finish_reason"] == "length"
 
 
+def test_reasoning_can_be_left_out_of_an_answer_and_is_counted_all_the_same(
+    thinking: Gateway, thinker: Tokenizer
+) -> None:
+    content = "So it is.\n</think>\n\nYes."
+    fields: dict[str, Any] = {"include_reasoning": False, "max_tokens": len(thinker.encode(content))}
+    whole = ask(thinking, content, **fields)
+    message = whole["choices"][0]["message"]
+    assert message["content"] == "Yes."
+    assert not {"reasoning", "reasoning_content"} & set(message)
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    chunks = ask(thinking, content, **fields, stream=True)["chunks"]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+    assert not any("reasoning" in delta or "reasoning_content" in delta for delta in deltas)
+    assert ask(thinking, content, **fields | {"max_tokens": 2})["choices"][0]["message"]["content"] == ""
+
+
 def test_deltas_join_to_the_whole_answer(thinking: Gateway, thinker: Tokenizer) -> None:
     content = f"So, tools.\n</think>\n\nWell:\n{CALL}"
     fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": len(thinker.encode(content))}
@@ -220,6 +237,18 @@ def test_reasoning_of_earlier_messages_is_given_to_the_template(thinking: Gatewa
         messages = [{"role": "assistant", "content": "", name: "deep thought"}, {"role": "user", "content": "ok"}]
         answer = ask(thinking, "", messages=messages, max_tokens=len(thinker.encode("deep thoughtok")))
         assert answer["choices"][0]["message"]["reasoning_content"] == "deep thoughtok"
+
+
+def test_tools_are_tokenized_where_a_template_shows_them(thinking: Gateway) -> None:
+    """After vLLM's `test_tokenize_chat_with_tools`."""
+    body: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "Hi"}]}
+    with thinking.http() as http:
+        for fields in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+            tokenized = http.post("/tokenize", json={**body, **fields}).json()
+            rendered = http.post("/v1/chat/completions/render", json={**body, **fields, "max_tokens": 1}).json()
+            assert tokenized["tokens"] == rendered["token_ids"]
+            prompt = http.post("/detokenize", json={"model": "chat", "tokens": tokenized["tokens"]}).json()["prompt"]
+            assert ('"name": "f"' in prompt) == (fields == {"tools": TOOLS})
 
 
 def test_completions_are_left_as_they_are(thinking: Gateway, thinker: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from echo_gateway import MAX_MODEL_LEN, Gateway
 
 from swiftkv.engine.messages import SamplingParams
 from swiftkv.errors import CheckpointError
-from swiftkv.server.models import ModelHandle
 from swiftkv.server.protocol import ChatBody, CompletionBody
 from swiftkv.server.sampling import sequence_requests
 from swiftkv.server.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -22,9 +22,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 def sampling(gateway: Gateway, defaults: SamplingDefaults, body: ChatBody | CompletionBody) -> SamplingParams:
     known = gateway.models["chat"]
-    model = ModelHandle(
-        "chat", "", MAX_MODEL_LEN, known.vocab_size, known.tokenizer, known.client, known.sleeper, defaults=defaults
-    )
+    model = replace(known, defaults=defaults)
     return sequence_requests(model, body, [[1, 2, 3]])[0].sampling
 
 

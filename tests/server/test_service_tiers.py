@@ -12,19 +12,23 @@ CHAT = {"model": "chat", "messages": [{"role": "user", "content": "one"}], "max_
 
 
 @pytest.mark.parametrize(
-    ("wanted", "allow_priority", "served"),
+    ("wanted", "highest", "served"),
     [
-        (None, True, "default"),
-        ("auto", True, "default"),
-        ("default", False, "default"),
-        ("priority", True, "priority"),
-        ("priority", False, "default"),
-        ("flex", False, "flex"),
-        ("batch", False, "batch"),
+        (None, "priority", "default"),
+        ("auto", "priority", "default"),
+        ("default", "default", "default"),
+        ("priority", "priority", "priority"),
+        ("priority", "default", "default"),
+        ("flex", "default", "flex"),
+        ("batch", "default", "batch"),
+        (None, "flex", "flex"),
+        ("priority", "flex", "flex"),
+        ("batch", "flex", "batch"),
+        ("auto", "batch", "batch"),
     ],
 )
-def test_which_tier_serves(wanted: WantedTier | None, allow_priority: bool, served: Tier) -> None:
-    assert tier_of(wanted, allow_priority) == served
+def test_which_tier_serves(wanted: WantedTier | None, highest: Tier, served: Tier) -> None:
+    assert tier_of(wanted, highest) == served
 
 
 def test_tiers_come_before_priorities() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,15 @@ def test_closing_lets_go_of_calls_that_hang(tmp_path: Path) -> None:
         caller.start()
     caller.join(60)
     assert statuses == [Status.LATE]
+
+
+def test_a_narrow_medium_moves_what_fits_before_the_deadline(tmp_path: Path) -> None:
+    num_bytes = 100_000
+    with opened(faulty(tmp_path)) as backend:
+        put(backend, KEYS[:4], num_bytes)
+    with opened(faulty(tmp_path, bandwidth=100)) as backend:
+        assert set(check_got(backend, KEYS[:4], num_bytes)) == {Status.LATE}
+    with opened(faulty(tmp_path, bandwidth=2_000_000)) as backend:
+        begun_s = time.monotonic()
+        assert set(check_got(backend, KEYS[:4], num_bytes)) == {Status.OK}
+        assert time.monotonic() >= begun_s + 0.2

@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from swiftkv.storage.backend import Status, StorageBackend
+from tests.support.mooncake_store import mooncake_store
 from tests.support.redis_server import redis_server
-from tests.support.storage import BLOCK_BYTES, block_of, check_got, get, key_of, opened, put, soon
+from tests.support.storage import BLOCK_BYTES, block_of, check_got, get, host_memory, key_of, opened, put, soon
 
 KEYS = [key_of(i) for i in range(300)]
 SUPPORT = "tests.support.storage"
 
 
-@pytest.fixture(params=["file", "file fsync", "fault", "redis", "dynamic", "dynamic_sglang"])
+MOONCAKE = pytest.param("mooncake", marks=pytest.mark.slow)  # its client takes a second to leave the store
+
+
+@pytest.fixture(params=["file", "file fsync", "fault", "redis", MOONCAKE, "dynamic", "dynamic_sglang", "host"])
 def raw(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, object]]:
     """Options of each backend, on a medium of this test's own."""
     file = {"backend": "file", "path": str(tmp_path / "cache"), "size": "16MiB", "min_free": 0}
@@ -31,6 +35,12 @@ def raw(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, ob
         case "redis":
             with redis_server() as server:
                 yield {"backend": "redis", "url": server.url, "timeout": "10s"}
+        case "mooncake":
+            with mooncake_store() as store:
+                yield {"backend": "mooncake", "master_server_address": store.address, "timeout": "10s"}
+        case "host":
+            with host_memory(16 << 20, 2048) as memory:
+                yield memory
         case "dynamic":
             name = {"name": str(tmp_path)}
             yield {"backend": "dynamic", "module_path": SUPPORT, "class_name": "MemoryMedium", "options": name}
@@ -149,8 +159,8 @@ def test_durable_objects_outlive_the_backend(raw: dict[str, object]) -> None:
 def test_usage_counts_what_is_there(raw: dict[str, object], backend: StorageBackend) -> None:
     put(backend, KEYS[:10])
     usage = backend.usage()
-    if raw["backend"] == "dynamic_sglang":
-        assert usage is None
+    if raw["backend"] in ("dynamic_sglang", "mooncake"):
+        assert usage is None  # they do not say
         return
     assert usage is not None
     assert usage.objects == 10

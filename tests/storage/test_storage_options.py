@@ -15,9 +15,10 @@ from tests.support.storage import FINGERPRINT
 SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
 FILE = {"path": "cache", "size": "1GiB"}
 
+BACKENDS = "file, redis, mooncake, dynamic, dynamic_sglang, fault"
 MISTAKES: list[tuple[object, str]] = [
-    (None, "tiers.storage: null is not a mapping with the key backend (file, redis, dynamic, dynamic_sglang, fault)"),
-    ({"backend": "disk"}, "tiers.storage.backend: 'disk' is not one of file, redis, dynamic, dynamic_sglang, fault"),
+    (None, f"tiers.storage: null is not a mapping with the key backend ({BACKENDS})"),
+    ({"backend": "disk"}, f"tiers.storage.backend: 'disk' is not one of {BACKENDS}"),
     (
         {"backend": "file", "size": "1GiB"},
         "tiers.storage.path: missing; write a directory; it is made if it is not there",
@@ -29,6 +30,10 @@ MISTAKES: list[tuple[object, str]] = [
     (FILE | {"fsync": "always"}, "tiers.storage.fsync: 'always' is not none or batch"),
     (FILE | {"max_calls": 0}, "tiers.storage.max_calls: 0 is not an integer from 1 to 64"),
     ({"backend": "redis", "url": "localhost"}, "tiers.storage.url: 'localhost' is not redis://HOST:PORT/DB"),
+    (
+        {"backend": "mooncake", "master_server_address": "somewhere"},
+        "tiers.storage.master_server_address: 'somewhere' is not HOST:PORT of a mooncake_master",
+    ),
     ({"backend": "dynamic", "module_path": "a b", "class_name": "C"}, "tiers.storage.module_path: 'a b' is not a mod"),
     (
         {"backend": "fault", "inner": FILE, "flip": 2},

@@ -53,15 +53,22 @@ class Step:
 
 
 def decode_step(
-    context_lens: Sequence[int], generator: np.random.Generator, num_blocks: int, num_layers: int = 1
+    context_lens: Sequence[int],
+    generator: np.random.Generator,
+    num_blocks: int,
+    num_layers: int = 1,
+    num_new: Sequence[int] | None = None,
 ) -> Step:
-    """One new token for each sequence, which brings its context to that length, in blocks drawn at random."""
+    """New tokens for each sequence, one or `num_new`, which bring its context to that length, in random blocks."""
     lengths = np.array(context_lens, np.int32)
+    new = np.array([1] * len(lengths) if num_new is None else num_new, np.int32)
     counts = -(-lengths // SPEC.block_size)
     return Step(
-        token_ids=generator.integers(0, VOCAB_SIZE, len(lengths), np.int32),
-        positions=lengths - np.int32(1),
-        query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+        token_ids=generator.integers(0, VOCAB_SIZE, new.sum(), np.int32),
+        positions=np.concatenate(
+            [np.arange(end - n, end, dtype=np.int32) for end, n in zip(lengths, new, strict=True)]
+        ),
+        query_starts=np.append(0, new.cumsum()).astype(np.int32),
         context_lens=lengths,
         block_tables=[(generator.permutation(num_blocks)[: counts.sum()] * num_layers).astype(np.int32)],
         table_starts=[np.append(0, counts.cumsum()).astype(np.int32)],

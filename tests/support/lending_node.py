@@ -16,7 +16,7 @@ import httpx
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import DEADLINE_S, NodeProcess, wait_for
 
-KEPT_STATES = ("free", "used", "cached", "lent", "in_flight", "staging")
+KEPT_STATES = ("free", "used", "cached", "lent", "in_flight", "staging", "elsewhere")
 BUDGET_INTERVAL_S = 0.05
 
 VOCAB_SIZE = 320
@@ -27,6 +27,12 @@ WORKER_SHAPES: dict[str, dict[str, Any]] = {
     "odd": {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 48},
 }
 MAX_POSITION = 16384
+FULL, WINDOW = "full_attention", "sliding_attention"
+HYBRID_SHAPES: dict[str, dict[str, Any]] = {
+    "master": {"num_hidden_layers": 6, "layer_types": [FULL, WINDOW, WINDOW] * 2},
+    "broad": {"num_hidden_layers": 5, "layer_types": [WINDOW] * 4 + [FULL]},
+    "odd": {"num_hidden_layers": 3, "layer_types": [FULL, WINDOW, FULL], "num_key_value_heads": 4, "head_dim": 48},
+}
 
 
 def make_checkpoints(directory: Path) -> dict[str, Path]:
@@ -37,6 +43,22 @@ def make_checkpoints(directory: Path) -> dict[str, Path]:
             directory / name, "llama", seed=seed, tokenizer=True, max_position_embeddings=MAX_POSITION, **shape
         )
     return {name: directory / name for name in shapes}
+
+
+def make_hybrid_checkpoints(directory: Path) -> dict[str, Path]:
+    """Make models some of whose layers look back over 40 tokens, under the names that dense ones have."""
+    for seed, (name, shape) in enumerate(HYBRID_SHAPES.items()):
+        make_checkpoint(
+            directory / name,
+            "qwen3",
+            seed=seed,
+            tokenizer=True,
+            max_position_embeddings=MAX_POSITION,
+            use_sliding_window=True,
+            sliding_window=40,
+            **shape,
+        )
+    return {name: directory / name for name in HYBRID_SHAPES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, StorageBackend, Usage
+from swiftkv.storage.breaker import Breaker, GuardedMedium
+from swiftkv.storage.envelope import SealedBackend
+from swiftkv.storage.host_medium import HostMedium, make_host_memory
 from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
 
@@ -56,10 +60,33 @@ def check_got(backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = B
     return statuses
 
 
+def open_host(file: str, fingerprint: bytes = FINGERPRINT) -> SealedBackend:
+    """Attach to host memory as an engine does."""
+    fd = os.open(file, os.O_RDWR)
+    try:
+        return SealedBackend(GuardedMedium(HostMedium(fd), Breaker()), fingerprint)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def host_memory(num_bytes: int, chunk_bytes: int) -> Iterator[dict[str, object]]:
+    """Make host memory; yield the options by which this process and its children open it."""
+    fd = make_host_memory(num_bytes, chunk_bytes)
+    try:
+        yield {"backend": "host", "file": f"/proc/{os.getpid()}/fd/{fd}"}
+    finally:
+        os.close(fd)
+
+
 @contextmanager
 def opened(raw: dict[str, object], fingerprint: bytes = FINGERPRINT) -> Iterator[StorageBackend]:
-    """Open a backend by its options, and close it."""
-    backend = open_backend(parse_storage(raw, "storage", Path.cwd()), fingerprint)
+    """Open a backend by its options, or host memory by its `file`, and close it."""
+    backend: StorageBackend
+    if raw["backend"] == "host":
+        backend = open_host(str(raw["file"]), fingerprint)
+    else:
+        backend = open_backend(parse_storage(raw, "storage", Path.cwd()), fingerprint)
     try:
         yield backend
     finally:

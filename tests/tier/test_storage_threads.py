@@ -13,6 +13,7 @@ import pytest
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.storage.levels import Level, Levels
 from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
 from swiftkv.tier.keys import ObjectKeys
@@ -71,9 +72,13 @@ def write(backend: StorageBackend, *numbers: int) -> None:
     assert backend.put(names, views, time.monotonic() + TIMEOUT_S) == [Status.OK] * len(numbers)
 
 
+def below(backend: StorageBackend) -> Levels:
+    return Levels([Level("storage", backend)])
+
+
 def writer(backend: StorageBackend, owner: Owner, num_blocks: int, may_write: threading.Event) -> Writer:
     return Writer(
-        backend,
+        below(backend),
         KEYS,
         queue_bytes=num_blocks * GROUP.block_bytes,
         max_block_bytes=GROUP.block_bytes,
@@ -126,7 +131,7 @@ def search_for(*numbers: int) -> Search:
 
 def load_of(*numbers: int) -> tuple[Load, np.ndarray]:
     into = np.zeros((len(numbers), GROUP.block_bytes), np.uint8)
-    targets = [Target(Wanted(key(n), 0), n, memoryview(into[i])) for i, n in enumerate(numbers)]
+    targets = [Target(Wanted(key(n), 0), i, n, memoryview(into[i])) for i, n in enumerate(numbers)]
     return Load(1, targets, time.monotonic() + TIMEOUT_S), into
 
 
@@ -143,7 +148,7 @@ def wait_for_parts(loader: Loader, owner: Owner, *loads: Load) -> list[PartRead]
 def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
     write(backend, *range(100))
     owner = Owner()
-    loader = Loader(backend, KEYS, owner.wake)
+    loader = Loader(below(backend), KEYS, owner.wake)
     search = search_for(3, 1000, 99)
     loader.submit(search)
     owner.wait_for_more(0)
@@ -162,7 +167,7 @@ def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
 def test_behind_a_block_that_is_not_there_nothing_is_read(backend: StorageBackend) -> None:
     write(backend, 1, 2, 4)
     owner = Owner()
-    loader = Loader(backend, KEYS, owner.wake)
+    loader = Loader(below(backend), KEYS, owner.wake)
     load, _ = load_of(1, 2, 3, 4, *range(200, 300))
     loader.submit(load)
     (part,) = wait_for_parts(loader, owner, load)
@@ -177,7 +182,7 @@ def test_a_long_load_does_not_hold_up_a_short_one(backend: StorageBackend, tmp_p
     write(backend, *range(250))
     owner = Owner()
     slow = open_file(tmp_path, delay=1.0, delay_time="100ms")
-    loader = Loader(slow, KEYS, owner.wake)
+    loader = Loader(below(slow), KEYS, owner.wake)
     long, _ = load_of(*range(250))
     short, _ = load_of(1)
     loader.submit(long)
@@ -192,7 +197,7 @@ def test_a_long_load_does_not_hold_up_a_short_one(backend: StorageBackend, tmp_p
 def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:
     write(backend, 1)
     owner = Owner()
-    loader = Loader(backend, KEYS, owner.wake)
+    loader = Loader(below(backend), KEYS, owner.wake)
     load, into = load_of(1)
     load.is_cancelled = True
     loader.submit(load)

@@ -49,6 +49,7 @@ REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/po
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
 BUILDER_H = "core/step_builder.h"
 ORDER, QUEUE = "core/admission_order.cpp", "core/waiting_queue.cpp"
+SHARES = "core/fair_share.h"
 STEP_TIME = "core/step_time.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
@@ -231,6 +232,42 @@ MUTANTS = [
         "return is_step_copying() ? std::vector<BlockId>{} : cache_.begin_loading(key);",
         "return cache_.begin_loading(key);",
     ),
+    one(
+        "an extent is lent from which a block is still moving",
+        LENDING,
+        "if (cache_.shares_extents() && is_step_copying()) return {};",
+        "",
+    ),
+    one(
+        "an extent of groups is lent while something pins it",
+        CACHE_HOUSE,
+        "if (!pool.is_open(extent)) return std::nullopt;",
+        "",
+    ),
+    one(
+        "what is used last is lent first",
+        CACHE_HOUSE,
+        "return goes_before(a.first.group, a.first.block, b.first.group, b.first.block);",
+        "return goes_before(b.first.group, b.first.block, a.first.group, a.first.block);",
+    ),
+    one(
+        "a request counts on what is lent",
+        CACHE_LENDING,
+        "lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);",
+        "lender.spec.num_blocks;",
+    ),
+    one(
+        "the demand for extents leaves out what part of them others take",
+        "core/types.h",
+        "ceil_div(num_blocks, spec.blocks_per_extent) + (spec.blocks_per_extent > 1);",
+        "ceil_div(num_blocks, spec.blocks_per_extent);",
+    ),
+    one(
+        "a block that a failed step was to move is where it was to come",
+        CACHE_RELEASE,
+        "            if (move.group == g) forget(move.to);\n",
+        "            if (false) forget(move.to);\n",
+    ),
     one("what the step after uses is let go at once", CACHE_RELEASE, "if (num_steps_ > 1) {", "if (false) {"),
     one(
         "a loading block is read", CACHE, "== BlockState::kLoading) return true;", "== BlockState::kLoading) continue;"
@@ -392,6 +429,32 @@ MUTANTS = [
         REQUESTS,
         "limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority",
         "n.priority",
+    ),
+    # Shares.
+    one("answers cost nothing", SCHEDULER, "    shares_.charge_answer(r.flow, static_cast<int>(i));\n", ""),
+    one("prompts cost nothing", BUILDER, "        shares_.charge_prompt(r.flow, r.num_remaining());\n", ""),
+    one("weights do not count", SHARES, "num_tokens * flows_[flow].token_cost", "num_tokens * kUnit"),
+    one("an idle flow saves up", SHARES, "std::max(flows_[flow].counter, level_ - credit_)", "flows_[flow].counter"),
+    one("an idle flow has earned nothing", SHARES, "level_ - credit_)", "level_)"),
+    one("flows begin lower and lower", SHARES, "level_ = std::max(level_, least);", "level_ = least;"),
+    one("nobody is past its share", SHARES, "counter(flow) - least >= slack_", "counter(flow) - least > 1e18"),
+    one(
+        "prompts in part are computed whoever is past its share",
+        BUILDER,
+        "if (order_.interrupts_prompts() && shares_.is_shared()) put_back_past_share(prompts);",
+        "",
+    ),
+    one(
+        "a prompt in part that is past its share goes on first",
+        BUILDER,
+        "if (shares_.is_past(prompt.flow, waiting.flow)) return true;",
+        "",
+    ),
+    one(
+        "one that waits for room is passed by all",
+        BUILDER,
+        "        if (refused && shares_.is_past(r->flow, refused->flow)) return;\n",
+        "",
     ),
     # The refusal.
     one(

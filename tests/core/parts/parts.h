@@ -11,6 +11,7 @@
 
 #include "admission_order.h"
 #include "demand.h"
+#include "fair_share.h"
 #include "kv_cache.h"
 #include "plan_writer.h"
 #include "policy.h"
@@ -64,14 +65,16 @@ struct Parts {
                 with.block_size, {}, borrow_links),
           demand(cache, limits),
           order(make_order(with.policy)),
-          roster(cache, demand, *order, with.max_num_seqs),
+          shares(with.max_num_batched_tokens),
+          roster(cache, demand, *order, shares, with.max_num_seqs),
           policy(cache, limits, step_time),
           refusal(cache),
           writer(cache, limits) {}
     Parts(const Parts&) = delete;
     Parts& operator=(const Parts&) = delete;
 
-    Request& add(RequestId id, const std::vector<TokenId>& prompt, int priority = 0) {
+    Request& add(RequestId id, const std::vector<TokenId>& prompt, int priority = 0, int flow = 0) {
+        shares.know(flow, 1);
         roster.add(make_request({.id = id,
                                  .prompt = prompt,
                                  .max_tokens = 20,
@@ -79,14 +82,15 @@ struct Parts {
                                  .stop_token_ids = {},
                                  .cache_namespace = {},
                                  .skip_prefix_match = false,
-                                 .priority = priority},
+                                 .priority = priority,
+                                 .flow = flow},
                                 limits));
         return *roster.find(id);
     }
 
-    StepBuilder begin_step() {
+    StepBuilder begin_step(double now_s = 0.0) {
         cache.begin_step();
-        return StepBuilder(cache, roster, policy, *order, refusal, 0.0);
+        return StepBuilder(cache, roster, policy, *order, shares, refusal, now_s);
     }
 
     // The step is over; rows that sample get their request's next token, which is `token`.
@@ -108,6 +112,7 @@ struct Parts {
     KvCache cache;
     Demand demand;
     std::unique_ptr<const AdmissionOrder> order;
+    FairShare shares;
     Roster roster;
     StepTime step_time;
     Policy policy;

@@ -1,0 +1,254 @@
+"""Measure refusals on arrival in virtual time, with the real scheduler and no model:
+
+    python benchmarks/overload.py mooncake_conversation.jsonl
+
+A trace comes at several loads, in parts of what the engine can do. Three runs each: nobody is refused; who has no first
+token in time is given up then; and, as a gateway does, who is foretold to have none in time is refused on arrival, by
+the same code (swiftkv/server/forecast.py). A step takes as long as a law says, and noise; the law is what the engine is
+taken to have learnt. A first token is due within --target-s, or --times-alone as long as it would take alone if that
+is more, and a token within 0.3 s on average. The figures do not depend on the machine. Columns, in parts of all
+requests: refused or given up; served late; in time. Of those that missed in the run without refusals, how many the
+forecast had named (recall), and of those it had named, how many missed (precision); then how many of those refused
+missed in that run. Of all tokens computed, those of requests that were not in time; how busy the engine was in the 10 s
+after each refusal (one that oscillates stands still then); and how many were refused or late, in relation to the run
+that gives up who is late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+from lending_node import say, table
+from policies import shortened
+
+from swiftkv import _core
+from swiftkv.bench.traces import Arrival, read_trace, spread_ties
+from swiftkv.policies import SchedulingPolicy
+from swiftkv.server.forecast import ForecastLimits
+from swiftkv.simulate.doors import ForetellingDoor, OpenDoor, Target
+from swiftkv.simulate.simulator import Outcome, simulate
+
+_MAX_MODEL_LEN = 16_384
+_BLOCK_SIZE = 16
+_MAX_NUM_BATCHED_TOKENS = 2048
+_STEP_LIMIT_S = 0.25
+_TARGET_TPOT_S = 1.2 * _STEP_LIMIT_S
+_LAW = _core.StepTime([1.27e-3, 2.5e-7, 2.5e-7, 0.0, 0.0, 0.0225])  # as in policies.py
+_WINDOW_S = 10.0
+
+
+class LateDoor(OpenDoor):
+    """Gives up whoever has no first token when it is due."""
+
+    def __init__(self, target_ttft_s: Target) -> None:
+        super().__init__(target_ttft_s)
+        self._waiting: set[int] = set()
+        self._due: list[tuple[float, int]] = []
+
+    def lets_in(self, request_id: int, arrival: Arrival, now_s: float) -> bool:
+        self._waiting.add(request_id)
+        heapq.heappush(self._due, (now_s + self.target_ttft_s(arrival), request_id))
+        return True
+
+    def token(self, request_id: int, now_s: float) -> None:
+        self._waiting.discard(request_id)
+
+    def dropped(self, now_s: float) -> list[int]:
+        dropped = []
+        while self._due and self._due[0][0] < now_s:
+            _, request_id = heapq.heappop(self._due)
+            if request_id in self._waiting:
+                self._waiting.discard(request_id)
+                dropped.append(request_id)
+        return dropped
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The engine, and what is promised."""
+
+    policy: SchedulingPolicy
+    max_num_seqs: int
+    pool_tokens: int
+    noise: float
+    seed: int
+    target_ttft_s: Target
+
+    def serve(self, arrivals: Sequence[Arrival], door: OpenDoor) -> Outcome:
+        rng = np.random.default_rng(self.seed)
+        scheduler = _core.Scheduler(
+            [_core.GroupSpec(1, self.pool_tokens // _BLOCK_SIZE)],
+            block_size=_BLOCK_SIZE,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+            max_model_len=_MAX_MODEL_LEN,
+            scheduling_policy=self.policy,
+            target_tpot_s=_STEP_LIMIT_S,
+        )
+        scheduler.remember_step_time(_LAW.coefficients)
+
+        def step_s(plan: _core.StepPlan) -> float:
+            return _LAW.predict(plan.work) * float(rng.lognormal(0.0, self.noise))
+
+        return simulate(scheduler, _MAX_MODEL_LEN, step_s, arrivals, door=door)
+
+    def door(self, *, refuses: bool) -> ForetellingDoor:
+        limits = ForecastLimits(
+            policy=self.policy,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+            block_size=_BLOCK_SIZE,
+            step_limit_s=_STEP_LIMIT_S,
+        )
+        return ForetellingDoor(limits, _LAW, self.pool_tokens, target_ttft_s=self.target_ttft_s, refuses=refuses)
+
+
+def alone_s(num_tokens: int) -> float:
+    """Return how long a prompt takes that nobody else holds up."""
+    work = _core.StepWork()
+    work.add_row(0, num_tokens)
+    num_steps = -(-num_tokens // _MAX_NUM_BATCHED_TOKENS)
+    return _LAW.predict(work) + (num_steps - 1) * _LAW.coefficients[-1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The fate of each request of a run, [N]."""
+
+    outcome: Outcome
+    target_s: npt.NDArray[np.float64]
+
+    @property
+    def is_refused(self) -> npt.NDArray[np.bool_]:
+        return np.isnan(self.outcome.end_s)
+
+    @property
+    def is_late(self) -> npt.NDArray[np.bool_]:
+        """Whether the first token was, of those that had one."""
+        return np.nan_to_num(self.outcome.ttft_s, nan=-1.0) > self.target_s
+
+    @property
+    def is_missed(self) -> npt.NDArray[np.bool_]:
+        """Whether the first token or those after it were late."""
+        tokens = np.maximum(self.outcome.output_tokens - 1, 1)
+        tpot_s = (self.outcome.end_s - self.outcome.first_token_s) / tokens
+        return self.is_late | (np.nan_to_num(tpot_s, nan=0.0) > _TARGET_TPOT_S)
+
+    @property
+    def wasted_part(self) -> float:
+        """The part of the computed tokens whose requests were not in time."""
+        computed = self.outcome.computed_tokens
+        return float(computed[self.is_refused | self.is_missed].sum() / computed.sum())
+
+    @property
+    def busy_after_part(self) -> float:
+        """How busy the engine was in the seconds that followed refusals, which an engine that oscillates is not."""
+        outcome = self.outcome
+        begin_s, end_s = outcome.step_end_s - outcome.step_s, outcome.step_end_s
+        refused_s = outcome.arrival_s[self.is_refused]
+        shares = [
+            np.clip(np.minimum(end_s, at_s + _WINDOW_S) - np.maximum(begin_s, at_s), 0, None).sum() / _WINDOW_S
+            for at_s in refused_s
+        ]
+        return float(np.mean(shares)) if shares else float("nan")
+
+
+def parts(hits: npt.NDArray[np.bool_], of: npt.NDArray[np.bool_]) -> float:
+    """Return which part of `of` are among `hits`; NaN if there are none."""
+    return float(hits[of].mean()) if of.any() else float("nan")
+
+
+def study(setting: Setting, arrivals: Sequence[Arrival]) -> dict[str, dict[str, float]]:
+    """Return the figures of the three runs."""
+    target_s = np.array([setting.target_ttft_s(arrival) for arrival in arrivals])
+    shadow = setting.door(refuses=False)
+    unrefused = Verdict(setting.serve(arrivals, shadow), target_s)
+    named = np.array([shadow.foretold[i].ttft_s for i in range(len(arrivals))]) > target_s
+    found: dict[str, dict[str, float]] = {}
+    runs = {
+        "nobody": unrefused,
+        "when late": Verdict(setting.serve(arrivals, LateDoor(setting.target_ttft_s)), target_s),
+        "on arrival": Verdict(setting.serve(arrivals, setting.door(refuses=True)), target_s),
+    }
+    for name, run in runs.items():
+        is_refused, is_missed = run.is_refused, run.is_missed
+        found[name] = {
+            "refused": float(is_refused.mean()),
+            "missed": float(is_missed.mean()),
+            "in_time": float((~is_refused & ~is_missed).mean()),
+            "would_have_missed": parts(unrefused.is_missed, is_refused),
+            "wasted": run.wasted_part,
+            "busy_after": run.busy_after_part,
+        }
+    found["nobody"] |= {"precision": parts(unrefused.is_late, named), "recall": parts(named, unrefused.is_late)}
+    late, arrival = runs["when late"], runs["on arrival"]
+    failed = (arrival.is_refused | arrival.is_missed).sum()
+    found["on arrival"]["of_late_refusals"] = float(failed / max(1, (late.is_refused | late.is_missed).sum()))
+    return found
+
+
+def at_load(arrivals: Sequence[Arrival], load: float, busy_s: float) -> list[Arrival]:
+    """Return the requests as often as makes `load` of what the engine can do: it needs `busy_s` for all of them."""
+    span_s = arrivals[-1].time_s - arrivals[0].time_s
+    return [replace(a, time_s=(a.time_s - arrivals[0].time_s) * busy_s / (span_s * load)) for a in arrivals]
+
+
+def rows_of(load: float, policy: str, runs: dict[str, dict[str, float]]) -> list[list[str]]:
+    def part(value: float | None) -> str:
+        return "" if value is None or np.isnan(value) else f"{value:.1%}"
+
+    keys = ("refused", "missed", "in_time", "precision", "recall", "would_have_missed", "wasted", "busy_after")
+    rows = []
+    for name, run in runs.items():
+        ratio = run.get("of_late_refusals")
+        cells = [part(run.get(key)) for key in keys]
+        rows.append([f"{load:g}", policy, name, *cells, "" if ratio is None else f"x {ratio:.3f}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3, 2.0])
+    parser.add_argument("--policies", nargs="+", choices=get_args(SchedulingPolicy), default=["hrrn", "fcfs"])
+    parser.add_argument("--target-s", type=float, default=10.0)
+    parser.add_argument("--times-alone", type=float, default=3.0)
+    parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
+    parser.add_argument("--shrink", type=int, default=16)
+    parser.add_argument("--pool-tokens", type=int, default=256_000)
+    parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the logarithm of step times")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    args = parser.parse_args()
+    trace = spread_ties(read_trace(args.trace), np.random.default_rng(args.seed))[: args.requests]
+    arrivals = [shortened(arrival, args.shrink) for arrival in trace]
+
+    def target_ttft_s(arrival: Arrival) -> float:
+        return float(max(args.target_s, args.times_alone * alone_s(arrival.input_tokens)))
+
+    rows: list[list[str]] = []
+    results: dict[str, Any] = {}
+    for policy in args.policies:
+        setting = Setting(policy, args.seqs, args.pool_tokens, args.noise, args.seed, target_ttft_s)
+        busy_s = setting.serve(at_load(arrivals, 100.0, 1.0), OpenDoor()).busy_s
+        for load in args.loads:
+            runs = study(setting, at_load(arrivals, load, busy_s))
+            results[f"{policy} {load:g}"] = runs
+            rows += rows_of(load, policy, runs)
+    heads = ("load", "policy", "refused", "", "late", "in time", "precision", "recall", "rightly", "wasted")
+    say(table((*heads, "busy after", "failed, of when late"), rows))
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

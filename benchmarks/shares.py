@@ -1,0 +1,234 @@
+"""Measure what a model notices of another one that floods the cores, with turns and with `compute: off`:
+
+    python benchmarks/shares.py --rounds 5 --out benchmarks/out/shares.json
+
+Two nodes serve the same two models with all cores each; in one they take turns, in the other the operating system
+divides the cores, as it did before there were turns. In each round both nodes are measured in turns, and the other one
+is held still. `light` answers requests one after the other, with --pause-s between them: alone on all cores, alone on
+half of them, and beside `flood`, which answers --flood-streams requests at any time. An equal share is half of the
+cores, so "alone on half of them" is what each model is promised; who takes less than its share should come near "alone
+on all cores". Then both models answer as much as they can: all tokens a second, and core time for each.
+
+Times are medians over rounds; ratios are medians over rounds of the ratio within a round. On a machine that others use
+nothing here says much: engines in turns have half as many threads that want to run, and others get more of the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lending_node import (
+    Node,
+    Tokens,
+    ask,
+    make_shape,
+    model,
+    nodes_up,
+    only,
+    parser,
+    pin,
+    quantile,
+    say,
+    table,
+    write_report,
+)
+
+VOCAB = (300, 500)
+MODELS = ("light", "flood")
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The waits of the light model's clients in one load of one round."""
+
+    ttft_s: list[float]
+    itl_s: list[float]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Both models, as fast as they can."""
+
+    tokens_per_s: float
+    core_s_per_token: float
+
+
+@dataclass
+class Measured:
+    """One node, by round."""
+
+    node: Node
+    alone: list[Waits] = field(default_factory=list)
+    alone_on_half: list[Waits] = field(default_factory=list)
+    beside: list[Waits] = field(default_factory=list)
+    light_core_share: list[float] = field(default_factory=list)  # of the core time of both, beside
+    throughput: list[Throughput] = field(default_factory=list)
+
+    async def round(self, args: argparse.Namespace, tokens: Tokens) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        engine = self.node.engine("light")
+        self.alone.append(await self._light(args, tokens))
+        pin(engine, cores[: len(cores) // 2])
+        try:
+            self.alone_on_half.append(await self._light(args, tokens))
+        finally:
+            pin(engine, cores)
+        async with self._flood(args, tokens, ["flood"]):
+            before = self._core_s()
+            self.beside.append(await self._light(args, tokens))
+            used = {name: s - before[name] for name, s in self._core_s().items()}
+        self.light_core_share.append(used["light"] / sum(used.values()))
+        async with self._flood(args, tokens, MODELS):
+            self.throughput.append(await self._throughput(args))
+
+    async def _light(self, args: argparse.Namespace, tokens: Tokens) -> Waits:
+        waits = Waits([], [])
+        for _ in range(args.requests):
+            answer = await ask(self.node.target("light"), tokens.fresh(args.prompt), args.decoded)
+            waits.ttft_s.append(answer.ttft_s)
+            waits.itl_s.extend(answer.itls_s)
+            await asyncio.sleep(args.pause_s)
+        return waits
+
+    @asynccontextmanager
+    async def _flood(self, args: argparse.Namespace, tokens: Tokens, names: Sequence[str]) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.create_task(self._keep_busy(name, args, tokens))
+            for name in names
+            for _ in range(args.flood_streams)
+        ]
+        await asyncio.sleep(args.lead_s)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        if failed := [result for result in results if isinstance(result, SystemExit)]:
+            raise failed[0]
+        await asyncio.sleep(args.lead_s)  # until the engines have noticed
+
+    async def _keep_busy(self, name: str, args: argparse.Namespace, tokens: Tokens) -> None:
+        while True:
+            await ask(self.node.target(name), tokens.fresh(args.flood_prompt), args.flood_decoded)
+
+    async def _throughput(self, args: argparse.Namespace) -> Throughput:
+        tokens, core_s, begun_s = self._computed_tokens(), sum(self._core_s().values()), time.monotonic()
+        await asyncio.sleep(args.flood_s)
+        tokens = self._computed_tokens() - tokens
+        seconds = time.monotonic() - begun_s
+        return Throughput(tokens / seconds, (sum(self._core_s().values()) - core_s) / tokens)
+
+    def _core_s(self) -> dict[str, float]:
+        return {name: sum(self.node.engine(name).cpu_times()[:2]) for name in MODELS}
+
+    def _computed_tokens(self) -> int:
+        figures = [entry["figures"] for entry in self.node.overview()["models"]]
+        return sum(of["prompt_tokens_total"] + of["generation_tokens_total"] for of in figures)
+
+
+Statistic = Callable[[Waits], float]
+STATISTICS: dict[str, Statistic] = {
+    "first token, median": lambda waits: statistics.median(waits.ttft_s),
+    "first token, P99": lambda waits: quantile(waits.ttft_s, 0.99),
+    "between tokens, median": lambda waits: statistics.median(waits.itl_s),
+    "between tokens, P99": lambda waits: quantile(waits.itl_s, 0.99),
+}
+
+
+def show(off: Measured, turns: Measured) -> None:
+    def ratio(mine: list[Waits], other: list[Waits], of: Statistic) -> str:
+        return f"x {statistics.median(of(a) / of(b) for a, b in zip(mine, other, strict=True)):.2f}"
+
+    rows = []
+    for name, of in STATISTICS.items():
+        columns = (turns.alone, turns.alone_on_half, off.beside, turns.beside)
+        cells = [f"{1e3 * statistics.median(map(of, waits)):.1f}" for waits in columns]
+        cells += [ratio(measured.beside, measured.alone_on_half, of) for measured in (off, turns)]
+        cells += [ratio(measured.beside, measured.alone, of) for measured in (off, turns)]
+        rows.append([f"{name}, ms", *cells])
+    heads = ["light", "alone", "alone on half", "beside, off", "beside, turns"]
+    say("\n" + table([*heads, "off / half", "turns / half", "off / alone", "turns / alone"], rows))
+    pairs = list(zip(turns.throughput, off.throughput, strict=True))
+    faster = statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in pairs)
+    cheaper = statistics.median(mine.core_s_per_token / other.core_s_per_token for mine, other in pairs)
+    rates = [statistics.median(of.tokens_per_s for of in measured.throughput) for measured in (off, turns)]
+    shares = [statistics.median(measured.light_core_share) for measured in (off, turns)]
+    say(
+        f"\nBoth flooded: {rates[0]:,.0f} tokens/s off, {rates[1]:,.0f} in turns: x {faster:.2f} within a round; core "
+        f"time for each token x {cheaper:.2f}\nlight's part of core time beside flood: {shares[0]:.0%} off, "
+        f"{shares[1]:.0%} in turns"
+    )
+
+
+async def measure(off: Measured, turns: Measured, args: argparse.Namespace) -> None:
+    tokens = Tokens(args.seed, VOCAB)
+    both = (off.node, turns.node)
+    for measured in (off, turns):
+        with only(measured.node, both):
+            for name in MODELS:  # the engines learn how long their steps take
+                await asyncio.gather(*(ask(measured.node.target(name), tokens.fresh(512), 16) for _ in range(4)))
+    for number in range(args.rounds):
+        for measured in (off, turns) if number % 2 else (turns, off):
+            with only(measured.node, both):
+                await measured.round(args, tokens)
+        say(f"round {number + 1}: light between tokens P99, ms: " + ", ".join(map(_round_line, (off, turns))))
+
+
+def _round_line(measured: Measured) -> str:
+    of = STATISTICS["between tokens, P99"]
+    last = (measured.alone[-1], measured.alone_on_half[-1], measured.beside[-1])
+    return f"{measured.node.name} " + " / ".join(f"{1e3 * of(waits):.1f}" for waits in last)
+
+
+def main() -> None:
+    options = parser(__doc__ or "", rounds=5)
+    options.add_argument("--checkpoint", type=Path, help="default: a random model of 16 layers, 1,024 wide")
+    options.add_argument("--requests", type=int, default=6, help="of light, in each load of a round")
+    options.add_argument("--prompt", type=int, default=256, help="tokens of light's prompts")
+    options.add_argument("--decoded", type=int, default=32, help="tokens of light's answers")
+    options.add_argument("--pause-s", type=float, default=0.0, help="between an answer of light and its next request")
+    options.add_argument("--flood-streams", type=int, default=4, help="requests of flood at any time")
+    options.add_argument("--flood-prompt", type=int, default=1024)
+    options.add_argument("--flood-decoded", type=int, default=16)
+    options.add_argument("--flood-s", type=float, default=30.0, help="for which both models answer all they can")
+    options.add_argument("--step-tokens", type=int, default=512, help="of a step: tokens are counted when it ends")
+    options.add_argument("--lead-s", type=float, default=0.5)
+    options.add_argument("--weight", type=int, default=1, help="of light, beside flood's 1")
+    args = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shares-") as directory:
+        checkpoint = args.checkpoint or make_shape(Path(directory), 16, 4, 8192, hidden_size=1024)
+
+        def node(name: str, light: object, flood: object) -> Measured:
+            sections = zip(MODELS, (light, flood), strict=True)
+            limits = {"max_num_batched_tokens": args.step_tokens}
+            models = [model(name, checkpoint, "512MiB", compute=of, **limits) for name, of in sections]
+            return Measured(Node(name, {}, models))
+
+        off, turns = node("off", "off", "off"), node("turns", {"weight": args.weight}, {"weight": 1})
+        with nodes_up(off.node, turns.node):
+            off.node.hold()
+            turns.node.hold()
+            asyncio.run(measure(off, turns, args))
+    show(off, turns)
+    write_report(args, off=figures(off), turns=figures(turns))
+
+
+def figures(measured: Measured) -> dict[str, object]:
+    """Return all that was measured, as JSON takes it."""
+    waits = {name: [asdict(of) for of in getattr(measured, name)] for name in ("alone", "alone_on_half", "beside")}
+    throughput = [asdict(of) for of in measured.throughput]
+    return {**waits, "light_core_share": measured.light_core_share, "throughput": throughput}
+
+
+if __name__ == "__main__":
+    main()

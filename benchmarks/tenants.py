@@ -1,0 +1,141 @@
+"""Measure in virtual time what a tenant feels of another that floods the node, with the real scheduler and no model:
+
+    python benchmarks/tenants.py mooncake_conversation.jsonl
+
+Two tenants of equal weight send conversations of a trace to one model, at random times. The steady one sends --load of
+the node's capacity, which is what a closed loop of 100 clients gets done. The other one sends nothing, as much, or
+--flood times as much; each with the tenants as flows of their own, and as one. The law for a step's time is that of
+policies.py. Columns: the steady tenant's seconds to the first token, and for its P99 the ratio to that beside an equal
+neighbour; prompt tokens from the cache, of both; the steady tenant's part of what was served while it sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from lending_node import quantile, say, table
+from policies import shortened, step_s
+
+from swiftkv import _core
+from swiftkv.bench.traces import Arrival, read_trace
+from swiftkv.policies import SchedulingPolicy
+from swiftkv.simulate.simulator import Outcome, simulate
+
+_MAX_MODEL_LEN = 16_384
+_CLIENTS = 100
+STEADY, OTHER = 0, 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """The outcome of one mixture of requests."""
+
+    steady: np.ndarray  # which requests are the steady tenant's, [N]
+    outcome: Outcome
+
+    @property
+    def ttft_s(self) -> list[float]:
+        """The times of the steady tenant's requests."""
+        return self.outcome.ttft_s[self.steady].tolist()
+
+    @property
+    def hit_rate(self) -> float:
+        return float(self.outcome.cached_tokens.sum() / self.outcome.input_tokens.sum())
+
+    @property
+    def part(self) -> float:
+        """The steady tenant's part of what was served before its last request came."""
+        outcome = self.outcome
+        served = outcome.end_s <= outcome.arrival_s[self.steady].max()
+        tokens = outcome.input_tokens - outcome.cached_tokens + 2 * outcome.output_tokens
+        return float(tokens[served & self.steady].sum() / tokens[served].sum())
+
+
+def serve(arrivals: Sequence[Arrival], args: argparse.Namespace, num_clients: int | None = None) -> Outcome:
+    scheduler = _core.Scheduler(
+        [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
+        block_size=args.block_size,
+        max_num_seqs=args.seqs,
+        max_num_batched_tokens=2048,
+        max_model_len=_MAX_MODEL_LEN,
+        scheduling_policy=args.policy,
+        target_tpot_s=args.target_s,
+    )
+    return simulate(scheduler, _MAX_MODEL_LEN, step_s, arrivals, num_clients)
+
+
+def poisson(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
+    """Let requests come at random, `rate` in a second."""
+    times_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(arrivals)))
+    return [replace(arrival, time_s=float(time_s)) for arrival, time_s in zip(arrivals, times_s, strict=True)]
+
+
+def divided(trace: Sequence[Arrival], args: argparse.Namespace) -> list[list[Arrival]]:
+    """Divide the conversations of a trace at random into groups of --requests, in the trace's order.
+
+    All begin with the same block; the next one tells them apart.
+    """
+    rng = np.random.default_rng(args.seed)
+    group_of: dict[int, int] = {}
+    groups: list[list[Arrival]] = [[] for _ in range(1 + args.flood)]
+    for arrival in trace:
+        conversation = arrival.blocks[min(1, len(arrival.blocks) - 1)]
+        group = groups[group_of.setdefault(conversation, int(rng.integers(len(groups))))]
+        if len(group) < args.requests:
+            group.append(shortened(arrival, args.shrink))
+    return groups
+
+
+def mixture(steady: Sequence[Arrival], other: Sequence[Arrival], args: argparse.Namespace, is_fair: bool) -> Run:
+    of_other = [replace(arrival, flow=OTHER) for arrival in other]
+    arrivals = sorted([*steady, *of_other], key=lambda arrival: arrival.time_s)
+    is_steady = np.array([arrival.flow == STEADY for arrival in arrivals])
+    if not is_fair:
+        arrivals = [replace(arrival, flow=STEADY) for arrival in arrivals]
+    return Run(is_steady, serve(arrivals, args))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--requests", type=int, default=1000, help="of the steady tenant")
+    parser.add_argument("--load", type=float, default=0.35, help="of the steady tenant, and of an equal neighbour")
+    parser.add_argument("--flood", type=int, default=10)
+    parser.add_argument("--policy", choices=get_args(SchedulingPolicy), default="hrrn")
+    parser.add_argument("--seqs", type=int, default=16, help="max_num_seqs")
+    parser.add_argument("--shrink", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--pool-tokens", type=int, default=128_000)
+    parser.add_argument("--target-s", type=float, default=0.25, help="target_tpot")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    groups = divided(read_trace(args.trace), args)
+    steady, equal, flood = groups[0], groups[1], [arrival for group in groups[1:] for arrival in group]
+    capacity = len(steady) / serve(steady, args, _CLIENTS).end_s.max()
+    rate = args.load * capacity
+    say(f"{args.policy}: capacity {capacity:.3f} requests a second; each tenant {rate:.3f}")
+    steady = poisson(steady, rate, args.seed + 1)
+    equal = poisson(equal, rate, args.seed + 2)
+    flood = poisson(flood, rate * args.flood, args.seed + 3)
+    rows, base_s = [], 1.0
+    for name, neighbours in (("nothing", []), ("as much", equal), (f"{args.flood} times as much", flood)):
+        for is_fair in (True, False) if neighbours else (True,):
+            run = mixture(steady, neighbours, args, is_fair)
+            mean_s, p50_s, p90_s = float(np.mean(run.ttft_s)), quantile(run.ttft_s, 0.5), quantile(run.ttft_s, 0.9)
+            p99_s = quantile(run.ttft_s, 0.99)
+            if neighbours is equal and is_fair:
+                base_s = p99_s
+            seconds = [f"{value:.2f}" for value in (mean_s, p50_s, p90_s, p99_s)]
+            ratio = f"x {p99_s / base_s:.2f}" if neighbours else ""
+            rates = (f"{run.hit_rate:.1%}", f"{run.part:.0%}")
+            rows.append((name, "shares" if is_fair else "none", *seconds, ratio, *rates))
+    say(table(("the other sends", "fairness", "mean", "P50", "P90", "P99", "ratio", "cached", "its part"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Turn 2 of a conversation from storage of five speeds: loading it, computing it, and what the planner chose:
+
+    python benchmarks/tier_speeds.py --history 1024 --rounds 3 --out benchmarks/out/tier_speeds.json
+
+One node. Conversations are computed and stored at full speed; then storage that moves so many bytes a second (`fault`
+with `bandwidth`) is attached while the node runs, and the engine is killed, so that its pool is empty. It computes
+fresh prompts first, by which it learns how long its steps take. Then a conversation is continued: nothing is known yet
+of how fast storage reads, so it is loaded. Another one is continued as the planner decides. A fresh prompt of the same
+length is computed. The speeds are multiples of the one at which computing and loading take equally long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from lending_node import Node, Tokens, ask, model, nodes_up, parser, say, small_checkpoint, table, write_report
+from tiers import NAME, engine_view, metric, restart_engine, ttft_s, wait_until
+
+from swiftkv.admin_key import find_admin_key
+
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
+_WARMUP_PROMPTS = 6
+
+
+@dataclass
+class Speed:
+    """Seconds to the first token, at one speed of storage."""
+
+    bytes_per_s: int
+    loading_s: list[float] = field(default_factory=list)
+    computing_s: list[float] = field(default_factory=list)
+    chosen_s: list[float] = field(default_factory=list)
+    loaded: list[bool] = field(default_factory=list)  # whether the planner chose to load
+
+
+def change_storage(node: Node, storage: dict[str, Any] | None) -> None:
+    """Detach what is attached, and attach something else, if anything."""
+    headers = {"Authorization": f"Bearer {find_admin_key(node.url)}"}
+    url = f"{node.url}/admin/storage/{NAME}"
+    if engine_view(node)["storage_backend"] is not None:
+        httpx.post(f"{url}/detach", headers=headers, timeout=300).raise_for_status()
+    if storage is not None:
+        httpx.post(f"{url}/attach", headers=headers, json=storage, timeout=300).raise_for_status()
+
+
+def stored_conversation(node: Node, tokens: Tokens, length: int) -> list[int]:
+    """Compute turn 1, and return turn 2 once turn 1 is stored."""
+    history = tokens.fresh(length)
+    answer = asyncio.run(ask(node.target(NAME), history, 8))
+    wait_until("the blocks to be written", lambda: metric(node, "swiftkv:tier_blocks_to_store") == 0)
+    return [*history, *answer.token_ids, *tokens.fresh(24)]
+
+
+def measure(node: Node, tokens: Tokens, speed: Speed, file: dict[str, Any], length: int) -> None:
+    change_storage(node, file)
+    turns = [stored_conversation(node, tokens, length) for _ in range(2)]
+    narrow = {"backend": "fault", "inner": file, "bandwidth": speed.bytes_per_s, "prefetch_policy": "wait_complete"}
+    change_storage(node, narrow)
+    restart_engine(node)
+    for _ in range(_WARMUP_PROMPTS):
+        ttft_s(node, tokens.fresh(min(length, 512)))
+    speed.loading_s.append(ttft_s(node, turns[0], 1))
+    wait_until("its report", lambda: metric(node, "swiftkv:tier_loads_total") == 1)
+    speed.chosen_s.append(ttft_s(node, turns[1], 1))
+    declined = "swiftkv:tier_loads_declined_total"
+    wait_until("its report", lambda: metric(node, "swiftkv:tier_loads_total") + metric(node, declined) == 2)
+    speed.loaded.append(metric(node, declined) == 0)
+    speed.computing_s.append(ttft_s(node, tokens.fresh(len(turns[1])), 1))
+
+
+def crossing(node: Node, tokens: Tokens, length: int) -> float:
+    """Return the bytes per second at which loading would take as long as computing."""
+    times_s = [ttft_s(node, tokens.fresh(length), 1) for _ in range(3)]
+    return length * node.plan(NAME).bytes_per_token / statistics.median(times_s)
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--checkpoint", type=Path, help="default: a random model of Qwen3-0.6B's shape")
+    options.add_argument("--history", type=int, default=1024, help="tokens of turn 1")
+    options.add_argument("--memory", default="1GiB", help="of the pool")
+    options.add_argument(
+        "--multiples", type=float, nargs="+", default=MULTIPLES, help="of the speed that makes no odds"
+    )
+    options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
+    args = options.parse_args()
+    checkpoint = small_checkpoint(args.checkpoint)
+    with tempfile.TemporaryDirectory(dir=args.storage, prefix="tier-") as temporary:
+        file = {"backend": "file", "path": str(Path(temporary) / "kv"), "size": "16GiB", "min_free": 0}
+        restarts = {"restart": {"limit": 1000, "backoff": "100ms"}}
+        node = Node("speeds", restarts, [model(NAME, checkpoint, args.memory, max_model_len=args.history + 1024)])
+        tokens = Tokens(args.seed, (300, node.plan(NAME).vocab_size))
+        with nodes_up(node):
+            ttft_s(node, tokens.fresh(512))
+            equal = crossing(node, tokens, args.history)
+            say(f"loading would take as long as computing at {equal / 1e6:.1f} MB/s")
+            speeds = [Speed(round(multiple * equal)) for multiple in args.multiples]
+            for number in range(args.rounds):
+                for speed in speeds:
+                    measure(node, tokens, speed, file, args.history)
+                    say(f"round {number + 1}: {speed}")
+    report(speeds)
+    write_report(args, speeds=[vars(speed) for speed in speeds])
+
+
+def report(speeds: list[Speed]) -> None:
+    rows = []
+    for speed in speeds:
+        loading_s, computing_s = statistics.median(speed.loading_s), statistics.median(speed.computing_s)
+        chosen_s = statistics.median(speed.chosen_s)
+        ratio = statistics.median(
+            chosen / min(loaded, computed)
+            for chosen, loaded, computed in zip(speed.chosen_s, speed.loading_s, speed.computing_s, strict=True)
+        )
+        times = (f"{1000 * time_s:.0f}" for time_s in (loading_s, computing_s, chosen_s))
+        loads = f"{sum(speed.loaded)} of {len(speed.loaded)}"
+        rows.append([f"{speed.bytes_per_s / 1e6:.1f}", *times, loads, f"{ratio:.2f}"])
+    say(table(["MB/s", "loading, ms", "computing, ms", "chosen, ms", "loaded", "of the better"], rows))
+
+
+if __name__ == "__main__":
+    main()

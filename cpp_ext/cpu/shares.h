@@ -1,0 +1,108 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+// The accounts by which the engines of a node share its cores, in a table that all of them map. Each engine writes its
+// own account only, so one that dies in the middle leaves nothing half done. Nothing here waits or reads a clock.
+//
+// An engine pays for core time, divided by its weight, on a virtual clock of its own (start-time fair queueing). Who
+// wants cores may compute unless those whose clocks are behind its own fill all cores already.
+namespace swiftkv {
+
+struct Share {
+    int32_t threads;   // cores that the engine computes on
+    double weight;     // above 0
+    double max_share;  // of all cores, above 0 and up to 1
+};
+
+constexpr int kMaxAccounts = 63;
+constexpr int64_t kTurnNs = 10'000'000;     // an engine that computes goes on for so long after others are due
+constexpr int64_t kCreditNs = 250'000'000;  // of the whole machine: the most that an engine saves up while it rests
+constexpr int64_t kAbsentNs = 100'000'000;  // an engine that was not seen for so long holds nobody up
+constexpr int64_t kForgottenNs = 10'000'000'000;   // and need not be looked at any more
+constexpr int64_t kAskAgainNs = kAbsentNs / 4;     // an engine that waits is seen so often
+constexpr int64_t kLongestWaitNs = 1'000'000'000;  // then it computes for a turn whatever its account says
+
+struct alignas(128) Account {
+    std::atomic<double> clock_ns;  // core time over weight
+    std::atomic<int64_t> seen_ns;  // CLOCK_MONOTONIC
+    std::atomic<double> turn_ns;   // kTurnNs on its cores, on its clock
+    std::atomic<int32_t> threads;
+    std::atomic<uint32_t> is_computing;
+    std::atomic<uint32_t> wake;  // a futex: changes when others stop computing
+};
+
+// All zeros: nobody is there.
+struct ShareTable {
+    alignas(64) std::atomic<uint64_t> wanting;  // a bit for each account whose engine wants cores
+    alignas(64) std::atomic<double> clock_ns;  // never goes back: that of the engine furthest behind of those that want
+    Account accounts[kMaxAccounts];
+};
+static_assert(sizeof(ShareTable) == 8192);
+static_assert(std::atomic<double>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+
+// One engine's account.
+class ShareAccount {
+  public:
+    // Begins anew, whatever another process left there. Throws std::invalid_argument for a share that makes no sense.
+    ShareAccount(ShareTable& table, int slot, const Share& share, int num_cores);
+
+    void begin(int64_t now_ns);  // it wants cores
+    void end();                  // and wants none any more
+    void charge(int64_t core_ns);
+
+    // Returns 0 if the engine may compute, or how long it is to wait, unless others wake it, before it asks again.
+    int64_t ask(int64_t now_ns);
+
+    // Lets the engine compute for a turn: it has waited too long.
+    void forgive();
+
+    // Whether the answer may be another one than a moment ago.
+    bool is_contended() const { return is_capped_ || (table_.wanting.load(std::memory_order_relaxed) & ~bit_) != 0; }
+
+    std::atomic<uint32_t>& wake() { return account().wake; }
+
+    // Calls visit(futex) for the others that want cores and do not compute.
+    template <typename Visit>
+    void for_each_waiting(Visit visit) {
+        for_each_wanting([&](int, Account& other) {
+            if (!other.is_computing) visit(other.wake);
+        });
+    }
+
+    double clock_ns() const { return table_.accounts[slot_].clock_ns; }
+
+  private:
+    Account& account() { return table_.accounts[slot_]; }
+
+    template <typename Visit>
+    void for_each_wanting(Visit visit) {
+        for (uint64_t left = table_.wanting & ~bit_; left != 0; left &= left - 1) {
+            const int slot = __builtin_ctzll(left);
+            visit(slot, table_.accounts[slot]);
+        }
+    }
+
+    bool is_there(int slot, const Account& other, int64_t now_ns);
+    int64_t until_allowed(int64_t now_ns);
+    void want();
+    void advance_table_clock();
+    void stay_near_table_clock();
+    bool is_due(int64_t now_ns);
+
+    ShareTable& table_;
+    int slot_;
+    uint64_t bit_;
+    double weight_;
+    int num_cores_;
+    double credit_ns_;  // on its clock
+    double cap_;        // cores
+    bool is_capped_;
+    double allowance_ns_ = 0;  // core time that max_share leaves it at the moment; below 0 it waits
+    int64_t allowed_at_ns_ = 0;
+    int64_t now_ns_ = 0;     // of the last question
+    bool is_alone_ = false;  // when it last asked
+};
+
+}  // namespace swiftkv

@@ -1,0 +1,117 @@
+#include "turns.h"
+
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <ctime>
+#include <system_error>
+
+namespace swiftkv {
+namespace {
+
+constexpr int64_t kNsPerS = 1'000'000'000;
+constexpr int64_t kAskContendedNs = 1'000'000;
+constexpr int64_t kAskAloneNs = 4'000'000;
+
+int64_t read_clock_ns(clockid_t clock) {
+    timespec now{};
+    clock_gettime(clock, &now);
+    return now.tv_sec * kNsPerS + now.tv_nsec;
+}
+
+int64_t monotonic_ns() {
+    return read_clock_ns(CLOCK_MONOTONIC);
+}
+
+ShareTable* map_table(int fd) {
+    void* memory = mmap(nullptr, sizeof(ShareTable), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "the table of shares");
+    return static_cast<ShareTable*>(memory);
+}
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t at_most_ns) {
+    const timespec timeout{at_most_ns / kNsPerS, at_most_ns % kNsPerS};
+    syscall(SYS_futex, &word, FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word) {
+    word.fetch_add(1);
+    syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+std::atomic<Turns*> Turns::in_use_{nullptr};
+
+Turns::Turns(int fd, int slot, const Share& share, int num_cores, int num_ranks)
+    : table_(map_table(fd)),
+      account_(*table_, slot, share, num_cores),
+      num_ranks_(num_ranks),
+      charged_ns_(read_clock_ns(CLOCK_PROCESS_CPUTIME_ID)) {}
+
+Turns::~Turns() {
+    Turns* mine = this;
+    in_use_.compare_exchange_strong(mine, nullptr);
+    if (is_in_step_) end();
+    munmap(table_, sizeof(ShareTable));
+}
+
+void Turns::begin() {
+    account_.begin(monotonic_ns());
+    ask_again_ns_ = 0;
+    is_in_step_ = true;
+}
+
+void Turns::end() {
+    is_in_step_ = false;
+    charge();
+    account_.end();
+    wake_others();
+}
+
+void Turns::check() {
+    if (!is_in_step_) return;
+    const int64_t now_ns = monotonic_ns();
+    if (now_ns < ask_again_ns_) return;
+    charge();
+    if (account_.ask(now_ns) != 0) wait_for_turn(now_ns);
+    ask_again_ns_ = now_ns + (account_.is_contended() ? kAskContendedNs : kAskAloneNs);
+}
+
+void Turns::charge() {
+    const int64_t used_ns = read_clock_ns(CLOCK_PROCESS_CPUTIME_ID);
+    const int64_t core_ns = (used_ns - charged_ns_) * num_ranks_;
+    charged_ns_ = used_ns;
+    core_ns_ += core_ns;
+    account_.charge(core_ns);
+}
+
+void Turns::wait_for_turn(int64_t began_ns) {
+    stands_still_ = true;
+    wake_others();  // it may be the turn of one of them now
+    int64_t now_ns = began_ns;
+    while (true) {
+        const uint32_t seen = account_.wake();  // before the question: who stops computing after it changes this
+        now_ns = monotonic_ns();
+        const int64_t wait_ns = account_.ask(now_ns);
+        if (wait_ns == 0) break;
+        if (now_ns - began_ns >= kLongestWaitNs) {
+            account_.forgive();
+            break;
+        }
+        futex_wait(account_.wake(), seen, wait_ns);
+    }
+    waited_ns_ += now_ns - began_ns;
+    stands_still_ = false;
+    stands_still_.notify_all();
+}
+
+void Turns::wake_others() {
+    account_.for_each_waiting(futex_wake);
+}
+
+}  // namespace swiftkv

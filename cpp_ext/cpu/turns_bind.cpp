@@ -1,0 +1,76 @@
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <stdexcept>
+
+#include "turns.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace swiftkv {
+namespace {
+
+// Accounts in memory of its own, in anybody's time.
+class Shares {
+  public:
+    explicit Shares(int num_cores) : num_cores_(num_cores), table_(std::make_unique<ShareTable>()) {}
+
+    void open(int slot, int threads, double weight, double max_share) {
+        auto account = std::make_unique<ShareAccount>(*table_, slot, Share{threads, weight, max_share}, num_cores_);
+        accounts_[slot] = std::move(account);
+    }
+
+    ShareAccount& at(int slot) {
+        if (slot < 0 || slot >= kMaxAccounts || accounts_[slot] == nullptr) throw std::out_of_range("no such account");
+        return *accounts_[slot];
+    }
+
+  private:
+    int num_cores_;
+    std::unique_ptr<ShareTable> table_;
+    std::unique_ptr<ShareAccount> accounts_[kMaxAccounts];
+};
+
+}  // namespace
+
+void bind_turns(nb::module_& m) {
+    m.attr("SHARE_TABLE_BYTES") = sizeof(ShareTable);
+    m.attr("SHARE_ACCOUNTS") = kMaxAccounts;
+    m.attr("TURN_NS") = kTurnNs;
+    m.attr("CREDIT_NS") = kCreditNs;
+    m.attr("ABSENT_NS") = kAbsentNs;
+    m.attr("LONGEST_WAIT_NS") = kLongestWaitNs;
+    nb::class_<Shares>(m, "Shares")
+        .def(nb::init<int>(), "num_cores"_a)
+        .def("open", &Shares::open, "slot"_a, "threads"_a, "weight"_a, "max_share"_a)
+        .def(
+            "begin", [](Shares& self, int slot, int64_t now_ns) { self.at(slot).begin(now_ns); }, "slot"_a, "now_ns"_a)
+        .def(
+            "end", [](Shares& self, int slot) { self.at(slot).end(); }, "slot"_a)
+        .def(
+            "charge", [](Shares& self, int slot, int64_t core_ns) { self.at(slot).charge(core_ns); }, "slot"_a,
+            "core_ns"_a)
+        .def(
+            "ask", [](Shares& self, int slot, int64_t now_ns) { return self.at(slot).ask(now_ns); }, "slot"_a,
+            "now_ns"_a)
+        .def(
+            "forgive", [](Shares& self, int slot) { self.at(slot).forgive(); }, "slot"_a)
+        .def("clock_ns", [](Shares& self, int slot) { return self.at(slot).clock_ns(); }, "slot"_a);
+    nb::class_<Turns>(m, "Turns")
+        .def(
+            "__init__",
+            [](Turns* self, int fd, int slot, int threads, double weight, double max_share, int num_cores,
+               int num_ranks) {
+                new (self) Turns(fd, slot, Share{threads, weight, max_share}, num_cores, num_ranks);
+                Turns::use(self);
+            },
+            "fd"_a, "slot"_a, "threads"_a, "weight"_a, "max_share"_a, "num_cores"_a, "num_ranks"_a)
+        .def("begin", &Turns::begin)
+        .def("end", &Turns::end)
+        .def("check", &Turns::check, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("core_s", &Turns::core_s)
+        .def_prop_ro("waited_s", &Turns::waited_s);
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,154 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host_memory.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace swiftkv;
+
+namespace {
+
+// The bytes of a Python object, which cannot go away or move meanwhile.
+class Buffer {
+  public:
+    Buffer(nb::handle object, bool is_writable) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, is_writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+            throw nb::python_error();
+    }
+    Buffer(Buffer&& other) noexcept : view_(std::exchange(other.view_, {})) {}
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view_); }
+
+    std::span<std::byte> bytes() const { return {static_cast<std::byte*>(view_.buf), static_cast<size_t>(view_.len)}; }
+
+  private:
+    Py_buffer view_{};
+};
+
+// The parts of some objects, for a call that runs without the GIL.
+class Parts {
+  public:
+    Parts(const nb::sequence& objects, bool is_writable) {
+        for (nb::handle object : objects) {
+            const auto pair = nb::cast<nb::tuple>(object);
+            if (pair.size() != 2) throw std::invalid_argument("parts: an object is a header and a block");
+            buffers_.emplace_back(pair[0], is_writable);
+            buffers_.emplace_back(pair[1], is_writable);
+        }
+    }
+
+    size_t size() const { return buffers_.size() / 2; }
+    ObjectParts<std::byte> operator[](size_t i) const { return {buffers_[2 * i].bytes(), buffers_[2 * i + 1].bytes()}; }
+
+  private:
+    std::vector<Buffer> buffers_;
+};
+
+std::vector<HostKey> to_keys(const nb::sequence& objects) {
+    std::vector<HostKey> keys;
+    for (nb::handle object : objects) {
+        const auto key = nb::cast<nb::bytes>(object);
+        if (key.size() != sizeof(HostKey)) throw std::invalid_argument("keys: a key is 32 bytes");
+        std::memcpy(keys.emplace_back().data(), key.c_str(), sizeof(HostKey));
+    }
+    return keys;
+}
+
+// A mapping, kept for as long as this lives, and what is in it.
+class Mapped {
+  public:
+    explicit Mapped(nb::handle memory) : buffer_(memory, true), memory_(buffer_.bytes()) {}
+
+    HostMemory& operator*() { return memory_; }
+
+  private:
+    Buffer buffer_;
+    HostMemory memory_;
+};
+
+// Does `call` for one key after the other, until the lock cannot be had in time: the rest are late.
+template <class Call>
+std::vector<int> each(const nb::sequence& keys, const nb::sequence& parts, bool is_writable, Call call) {
+    const std::vector<HostKey> named = to_keys(keys);
+    const Parts held(parts, is_writable);
+    if (named.size() != held.size()) throw std::invalid_argument("parts: there are not as many as keys");
+    std::vector<int> statuses(named.size(), static_cast<int>(HostStatus::kLate));
+    const nb::gil_scoped_release released;
+    try {
+        for (size_t i = 0; i < named.size(); ++i) statuses[i] = static_cast<int>(call(named[i], held[i]));
+    } catch (const LockTimeout&) {
+    }
+    return statuses;
+}
+
+}  // namespace
+
+NB_MODULE(_host, m) {
+    m.doc() = "Blocks in one mapping that engines share, each of which may be killed at any moment.";
+    nb::exception<LockTimeout>(m, "LockTimeout", PyExc_TimeoutError);
+    m.def(
+        "format_memory",
+        [](nb::handle memory, uint32_t chunk_bytes) {
+            const Buffer buffer(memory, true);
+            HostMemory::format(buffer.bytes(), chunk_bytes);
+        },
+        "memory"_a, "chunk_bytes"_a);
+    m.def("num_chunks", &HostMemory::num_chunks, "num_bytes"_a, "chunk_bytes"_a);
+    nb::class_<Mapped>(m, "HostMemory")
+        .def(
+            "__init__", [](Mapped* self, nb::handle memory) { new (self) Mapped(memory); }, "memory"_a)
+        .def(
+            "exists",
+            [](Mapped& self, const nb::sequence& keys, double deadline_s) {
+                const std::vector<HostKey> named = to_keys(keys);
+                std::vector<uint8_t> is_there;
+                {
+                    const nb::gil_scoped_release released;
+                    is_there = (*self).exists(named, deadline_s);
+                }
+                return std::vector<bool>(is_there.begin(), is_there.end());
+            },
+            "keys"_a, "deadline_s"_a)
+        .def(
+            "read",
+            [](Mapped& self, const nb::sequence& keys, const nb::sequence& into, double deadline_s) {
+                return each(keys, into, true, [&](const HostKey& key, ObjectParts<std::byte> parts) {
+                    return (*self).read(key, parts, deadline_s);
+                });
+            },
+            "keys"_a, "into"_a, "deadline_s"_a)
+        .def(
+            "write",
+            [](Mapped& self, const nb::sequence& keys, const nb::sequence& sources, double deadline_s) {
+                return each(keys, sources, false, [&](const HostKey& key, ObjectParts<std::byte> parts) {
+                    return (*self).write(key, {parts.header, parts.block}, deadline_s);
+                });
+            },
+            "keys"_a, "sources"_a, "deadline_s"_a)
+        .def(
+            "drop",
+            [](Mapped& self, const nb::sequence& keys, double deadline_s) {
+                const std::vector<HostKey> named = to_keys(keys);
+                const nb::gil_scoped_release released;
+                for (const HostKey& key : named) (*self).drop(key, deadline_s);
+            },
+            "keys"_a, "deadline_s"_a)
+        .def(
+            "usage",
+            [](Mapped& self, double deadline_s) {
+                HostMemory::Usage usage;
+                {
+                    const nb::gil_scoped_release released;
+                    usage = (*self).usage(deadline_s);
+                }
+                return nb::make_tuple(usage.num_objects, usage.num_bytes, usage.bound_bytes, usage.num_repairs);
+            },
+            "deadline_s"_a);
+}

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+namespace swiftkv {
+
+using HostKey = std::array<std::byte, 32>;
+
+// Has the values of swiftkv.storage.backend.Status.
+enum class HostStatus : int { kOk = 0, kMissing = 1, kCorrupt = 2, kLate = 4 };
+
+// An object as a reader or writer holds it: its header and its block, which lie side by side in the memory.
+template <class Byte>
+struct ObjectParts {
+    std::span<Byte> header;
+    std::span<Byte> block;
+
+    size_t num_bytes() const { return header.size() + block.size(); }
+};
+
+struct LockTimeout : std::runtime_error {
+    LockTimeout() : std::runtime_error("another process holds the lock of the host memory") {}
+};
+
+// Objects under keys in one mapping that several processes share, the least recently used giving way. Each of them may
+// be killed at any moment: whatever is found afterwards was written whole.
+//
+// An object lies in a chain of chunks. One robust mutex guards all links; bytes are copied without it. The record of an
+// object says which state it is in and which generation of its chunks it is: a reader whose object was evicted while it
+// copied sees another generation afterwards, and takes nothing. Whoever gets the mutex from a process that died with it
+// makes all links anew from the records, which are valid at every instruction.
+//
+// A writer that is stopped for longer than `kStaleNs` may lose its chunks, and write to them once it goes on: a
+// checksum must show that to readers. Every method may be called from any thread; deadlines are on CLOCK_MONOTONIC.
+class HostMemory {
+  public:
+    struct Usage {
+        uint32_t num_objects;
+        uint64_t num_bytes;    // of the chunks that are taken
+        uint64_t bound_bytes;  // of all chunks
+        uint32_t num_repairs;  // times that a process died with the lock
+    };
+
+    // Lays out memory that is all zeros. Throws std::invalid_argument if not a single chunk fits.
+    static void format(std::span<std::byte> memory, uint32_t chunk_bytes);
+    // The number of chunks in so many bytes, beside what the links take.
+    static uint32_t num_chunks(uint64_t num_bytes, uint32_t chunk_bytes);
+
+    // The memory must stay mapped. Throws std::invalid_argument if it is not laid out.
+    explicit HostMemory(std::span<std::byte> memory);
+
+    // All throw LockTimeout if the mutex cannot be had by the deadline.
+    std::vector<uint8_t> exists(std::span<const HostKey> keys, double deadline_s);
+    HostStatus read(const HostKey& key, ObjectParts<std::byte> into, double deadline_s);
+    HostStatus write(const HostKey& key, ObjectParts<const std::byte> source, double deadline_s);
+    void drop(const HostKey& key, double deadline_s);
+    Usage usage(double deadline_s);
+
+  private:
+    using Id = uint32_t;  // a chunk, or the object whose first chunk it is, counted from 1; 0: none
+
+    enum State : uint32_t { kFree = 0, kWriting = 1, kReady = 2 };
+
+    struct Header;
+    struct Record;
+    class Lock;
+
+    struct Reservation {
+        Id id;
+        uint64_t tag;
+        std::vector<Id> chunks;
+    };
+
+    Record& record(Id id) const;
+    std::span<std::byte> chunk(Id id) const;
+    Id& bucket(const HostKey& key) const;
+    uint32_t chunks_for(uint64_t num_bytes) const;
+
+    Id find(const HostKey& key) const;
+    std::vector<Id> chain(Id id) const;
+    void touch(Id id);
+    void append(Id id);
+    void unlink(Id id);
+    void enter(Id id);
+    void leave(Id id);
+    void evict(Id id);
+    bool is_evictable(Id id) const;
+    bool make_room(uint32_t num_chunks);
+    Id take_chunk();
+    std::optional<Reservation> reserve(const HostKey& key, uint64_t num_bytes);
+    HostStatus publish(const Reservation& reserved);
+    void repair();
+    bool claim(Id id, std::vector<bool>& is_claimed) const;
+
+    template <class Byte, class Copy>
+    void for_each_piece(std::span<const Id> chunks, ObjectParts<Byte> parts, Copy copy) const;
+
+    Header& header_;
+    Record* const records_;
+    Id* const buckets_;
+    std::byte* const chunks_;
+};
+
+}  // namespace swiftkv

@@ -1,0 +1,75 @@
+"""`swiftkv cache`: see what the caches of a running node hold, ask why a request found no more there, empty one."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Model, Url, ask_admin
+
+cache_app = typer.Typer(help="See what prompts find in the cache, and empty it.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print what the node answers.")]
+
+
+@cache_app.command("show", epilog="Example: `swiftkv cache show --url http://127.0.0.1:8000`")
+def cache_show(
+    url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV, as_json: AsJson = False
+) -> None:
+    """Show what every model's cache holds, and how much of the prompts was found there since its engine started."""
+    from rich.console import Console
+    from rich.table import Table
+
+    overview = ask_admin("GET", url, "cache", admin_key_env)
+    if as_json:
+        print(json.dumps(overview))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "tokens here", "with peers", "free blocks", "prompt tokens", "found", "of them below the pool"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for model in overview["models"]:
+        table.add_row(model["model"], *_cells(model))
+    Console().print(table)
+
+
+@cache_app.command("why", epilog="Example: `swiftkv cache why chatcmpl-7f3a`")
+def cache_why(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The X-Request-Id of its answer.")],
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a REQUEST of late found no more of its prompt in the cache."""
+    found = ask_admin("GET", url, f"cache/requests/{quote(request, safe='')}", admin_key_env)
+    if as_json:
+        print(json.dumps(found))
+        return
+    for sequence in found["sequences"]:
+        age_s = sequence["age_s"]
+        when = "" if age_s is None else f" ({age_s:.1f} s before)"
+        print(
+            f"{found['model']}: {sequence['cached_tokens']:,} of {sequence['prompt_tokens']:,} prompt tokens were "
+            f"cached: {sequence['reason']}{when}: {sequence['meaning']}"
+        )
+
+
+@cache_app.command("clear", epilog="Example: `swiftkv cache clear chat`")
+def cache_clear(
+    model: Model,
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+) -> None:
+    """Forget every cached block of MODEL that no running request holds. Tiers below the pool keep theirs."""
+    cleared = ask_admin("POST", url, f"cache/{quote(model, safe='')}/clear", admin_key_env)
+    print(f"{model} has forgotten {cleared['blocks']:,} cached blocks")
+
+
+def _cells(model: dict[str, Any]) -> list[str]:
+    hits = model["hit_tokens_total"]
+    found, asked = sum(hits.values()), model["query_tokens_total"]
+    share = f"{found / asked:.0%}" if asked else "-"
+    figures = (model["tokens"]["local"], model["tokens"]["peer"], model["blocks"]["free"], asked)
+    return [*(f"{figure:,}" for figure in figures), share, f"{hits['host'] + hits['storage']:,}"]

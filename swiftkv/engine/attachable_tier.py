@@ -1,0 +1,192 @@
+"""Storage that is attached to an engine and detached from it while it runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from swiftkv._core import Scheduler
+from swiftkv.engine.messages import AttachStorage, DetachStorage, EngineConfig, StorageChanged
+from swiftkv.engine.runner import ModelRunner
+from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_storage
+from swiftkv.errors import SwiftkvError
+from swiftkv.tier.messages import LoadStop, TierSpec, TierStats
+
+_T = TypeVar("_T")
+_FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, SwiftkvError, TypeError, ValueError)
+"""The errors of a backend, which may be a class that others wrote."""
+_READ_PATIENCE_S = 2.0
+_LEAVING_POLL_MS = 100
+
+
+class AttachableTier(Tier):
+    """The tier of an engine: that of the storage which is attached to it, or one that keeps nothing.
+
+    Opening and closing storage may take seconds, and is done in a thread; one change is made at a time. Storage that is
+    detached takes part in nothing any more, but blocks which it is just reading are the pool's again only once it has
+    let go of them.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
+        """Open the storage that the configuration names. Raises `ConfigError` or `OSError` if that cannot be done."""
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when the engine should look whether there is something to do."""
+        self._is_closed = False
+        self._config = config
+        self._runner = runner
+        self._scheduler = scheduler
+        self._groups = [region.group for region in runner.pool.regions]
+        self._tier = Tier()
+        self._change_id: int | None = None  # of the change in progress
+        self._opening: _Work[OpenStorage] | None = None
+        self._leaving: StorageTier | None = None
+        self._patience_ends_s = 0.0  # monotonic: when storage is closed though a call has not come back from it
+        self._closing: _Work[None] | None = None
+        self._past: TierStats | None = None  # of storage that is gone
+        self._answers: list[StorageChanged] = []
+        if config.storage is not None:
+            self._tier = self._tier_of(self._opener(config.storage)())
+
+    def attach(self, message: AttachStorage) -> None:
+        """Begin to open storage; `take_answers` tells how it went."""
+        if self._begins(message.change_id, has_storage=False):
+            self._opening = _Work("storage opening", self._opener(message.storage), self._wake)
+
+    def detach(self, message: DetachStorage) -> None:
+        """Do without storage from now on; `take_answers` tells when it is closed."""
+        if self._begins(message.change_id, has_storage=True):
+            assert isinstance(self._tier, StorageTier)
+            self._tier.leave()
+            self._leaving, self._tier = self._tier, Tier()
+            self._patience_ends_s = time.monotonic() + _READ_PATIENCE_S
+
+    def take_answers(self) -> list[StorageChanged]:
+        """Return the answers to changes that are over, each once."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def before_step(self) -> None:
+        self._go_on()
+        self._tier.before_step()
+
+    def added(self, request_id: int) -> None:
+        self._tier.added(request_id)
+
+    def why_less(self, request_id: int) -> LoadStop | None:
+        return self._tier.why_less(request_id)
+
+    def admitted(self, request_id: int, cached_tokens: int) -> None:
+        self._tier.admitted(request_id, cached_tokens)
+
+    def forget(self, request_id: int) -> None:
+        self._tier.forget(request_id)
+
+    def longest_rest_ms(self, limit_ms: int) -> int:
+        if self._leaving is not None:
+            return min(limit_ms, _LEAVING_POLL_MS)
+        return self._tier.longest_rest_ms(limit_ms)
+
+    def stats(self) -> TierStats | None:
+        """Return totals of all storage there ever was; `None` if there never was any."""
+        stats = (self._leaving or self._tier).stats()
+        if self._past is None:
+            return stats
+        return (stats or TierStats()).after(self._past)
+
+    def has_news(self) -> bool:
+        return self._tier.has_news()
+
+    def close(self) -> None:
+        """Let go of storage. What is just being opened or closed ends with the process."""
+        self._tier.close()
+        self._is_closed = True
+        os.close(self.wake_fd)
+
+    def _begins(self, change_id: int, *, has_storage: bool) -> bool:
+        """Return whether a change can be made; if not, it is answered."""
+        why_not = None
+        if self._change_id is not None:
+            why_not = "storage is just being attached or detached"
+        elif has_storage != isinstance(self._tier, StorageTier):
+            why_not = "no storage is attached" if has_storage else "storage is attached; detach it first"
+        if why_not is not None:
+            self._answers.append(StorageChanged(change_id, why_not))
+            return False
+        self._change_id = change_id
+        return True
+
+    def _go_on(self) -> None:
+        """Take over what threads have done."""
+        if self._opening is not None and self._opening.is_over:
+            opened, error = self._opening.result, self._opening.error
+            self._opening = None
+            if opened is not None:
+                self._tier = self._tier_of(opened)
+            self._end_change(None if opened is not None else str(error or "it failed; standard error has the reason"))
+        if self._leaving is not None:
+            self._leave(self._leaving)
+
+    def _leave(self, leaving: StorageTier) -> None:
+        """Close storage once nothing reads from it, or a call does not come back; closing ends such a call."""
+        leaving.before_step()
+        if self._closing is None:
+            if not leaving.is_reading or time.monotonic() >= self._patience_ends_s:
+                self._closing = _Work("storage closing", leaving.end, self._wake)
+        elif self._closing.is_over and not leaving.is_reading:
+            last = leaving.stats()
+            last = last if self._past is None else last.after(self._past)
+            self._past = msgspec.structs.replace(
+                last, backend=None, is_degraded=False, queue_bytes=0, num_to_store=0, num_loading=0
+            )
+            self._leaving = self._closing = None
+            self._end_change(None)
+
+    def _end_change(self, why_not: str | None) -> None:
+        assert self._change_id is not None
+        self._answers.append(StorageChanged(self._change_id, why_not))
+        self._change_id = None
+
+    def _opener(self, spec: TierSpec) -> Callable[[], OpenStorage]:
+        return lambda: open_storage(spec, Path(self._config.path), self._groups, self._runner.kernels)
+
+    def _tier_of(self, opened: OpenStorage) -> StorageTier:
+        return StorageTier(
+            opened,
+            self._scheduler,
+            self._wake,
+            groups=self._groups,
+            pool=self._runner.pool.tensor.numpy(),
+            transport=self._runner.transport,
+            max_num_seqs=self._config.max_num_seqs,
+        )
+
+    def _wake(self) -> None:
+        if not self._is_closed:
+            os.eventfd_write(self.wake_fd, 1)
+
+
+class _Work(Generic[_T]):
+    """One thing that takes a while, in a thread of its own."""
+
+    def __init__(self, name: str, work: Callable[[], _T], wake: Callable[[], None]) -> None:
+        self.result: _T | None = None
+        self.error: Exception | None = None
+        self.is_over = False
+        self._work = work
+        self._wake = wake
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work()
+        except _FAILURES as error:
+            self.error = error
+        finally:
+            self.is_over = True
+            self._wake()

@@ -1,0 +1,83 @@
+"""Why prompts found no more of their KV than they did: a bounded record of the latest requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from swiftkv._core import Scheduler, blake3
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.engine.messages import CacheStop, Explanation
+from swiftkv.engine.request import Request
+from swiftkv.tier.keys import BLOCK_KEY_BYTES
+from swiftkv.tier.messages import LoadStop
+
+_MAX_RECORDS = 1024
+_MAX_BEGINNINGS = 4096
+_MAX_NAMESPACES = 8  # of one beginning
+
+
+class CacheRecords:
+    """Looks at each request as it begins, when it costs a look-up of its keys; a reason is found while it can be."""
+
+    def __init__(self, scheduler: Scheduler, groups: Sequence[KVGroup]) -> None:
+        self._scheduler = scheduler
+        self._block_size = groups[0].block_size
+        self._is_full = np.array([group.kind != "window" for group in groups])
+        self._records: OrderedDict[int, Explanation] = OrderedDict()  # by request
+        self._beginnings: OrderedDict[bytes, set[bytes]] = OrderedDict()  # namespaces by hash of a first block
+
+    def admitted(self, request: Request, cached_tokens: int, tier_outcome: LoadStop | None) -> None:
+        """Note why a request that begins found nothing behind `cached_tokens`.
+
+        `tier_outcome` says why a tier below the pool gave less than it had, if it did.
+        """
+        reason, age_s = self._reason(request, cached_tokens, tier_outcome)
+        self._records[request.request_id] = Explanation(
+            request.request_id, len(request.prompt), cached_tokens, reason, age_s
+        )
+        _bound(self._records, _MAX_RECORDS)
+        first = request.prompt[: self._block_size]
+        if len(first) == self._block_size:
+            namespaces = self._beginnings.setdefault(blake3(first.tobytes()), set())
+            if len(namespaces) < _MAX_NAMESPACES:
+                namespaces.add(request.namespace)
+            _bound(self._beginnings, _MAX_BEGINNINGS)
+
+    def explain(self, request_ids: Sequence[int]) -> list[Explanation]:
+        """Return what is known of these requests; nothing of those that are not remembered."""
+        return [self._records[request_id] for request_id in request_ids if request_id in self._records]
+
+    def _reason(
+        self, request: Request, cached_tokens: int, tier_outcome: LoadStop | None
+    ) -> tuple[CacheStop, float | None]:
+        if request.sampling.prompt_logprobs is not None:
+            return "prompt_logprobs", None
+        keys, is_resident, _ = self._scheduler.look_up(request.request_id)
+        num_matched = cached_tokens // self._block_size
+        if num_matched * BLOCK_KEY_BYTES >= len(keys):
+            return "complete", None
+        here = is_resident.reshape(-1, len(self._is_full)).astype(bool)[num_matched]
+        if here.all() or (here[self._is_full].all() and self._is_full.any()):
+            return "tail_gone", None
+        if tier_outcome is not None:
+            return tier_outcome, None
+        first_missing = keys[num_matched * BLOCK_KEY_BYTES : (num_matched + 1) * BLOCK_KEY_BYTES]
+        age_s = self._scheduler.evicted_age_s(first_missing)
+        if age_s is not None:
+            return "evicted", age_s
+        if num_matched == 0 and self._is_known_elsewhere(request):
+            return "other_salt", None
+        return "never_stored", None
+
+    def _is_known_elsewhere(self, request: Request) -> bool:
+        """Return whether other namespaces have had the same beginning, and this one has not."""
+        known = self._beginnings.get(blake3(request.prompt[: self._block_size].tobytes()), set())
+        return bool(known) and request.namespace not in known
+
+
+def _bound(entries: OrderedDict[int, Explanation] | OrderedDict[bytes, set[bytes]], size: int) -> None:
+    while len(entries) > size:
+        entries.popitem(last=False)

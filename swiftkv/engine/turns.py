@@ -1,0 +1,56 @@
+"""The engine's turns on the cores that it shares with the other engines of its node.
+
+The kernels themselves wait (`cpp_ext/cpu/turns.h`); the engine only says when it has a step to compute.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+from swiftkv.engine.messages import ComputeStats, EngineConfig, ShareSpec
+
+
+class Turns:
+    """A context manager: a step is computed inside. This one waits for nobody."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def stats(self) -> ComputeStats | None:
+        """Return the core time so far, `None` if it is not counted."""
+        return None
+
+
+class SharedTurns(Turns):
+    """Has the kernels inside wait until it is this engine's turn."""
+
+    def __init__(self, share: ShareSpec, threads: int, num_ranks: int) -> None:
+        """`threads` are those of each of `num_ranks` ranks, which wait for this process and compute as much."""
+        from swiftkv import _cpu  # not there on every platform
+
+        num_cores = len(os.sched_getaffinity(0))
+        self._turns = _cpu.Turns(
+            share.table_fd, share.account, threads * num_ranks, share.weight, share.max_share, num_cores, num_ranks
+        )
+
+    def __enter__(self) -> None:
+        self._turns.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._turns.end()
+
+    def stats(self) -> ComputeStats | None:
+        return ComputeStats(self._turns.core_s, self._turns.waited_s)
+
+
+def open_turns(config: EngineConfig, kernels: str) -> Turns:
+    """Return the engine's turns; only the C++ `kernels` can wait for them."""
+    if config.share is None or kernels != "cpu":
+        return Turns()
+    return SharedTurns(config.share, config.threads, config.tensor_parallel_size)

@@ -1,0 +1,97 @@
+"""The host memory below the pools of a node: who shares which, and how much of it there may be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from swiftkv.engine.messages import EngineConfig
+from swiftkv.errors import ConfigError
+from swiftkv.machine_memory import allowed_memory_bytes
+from swiftkv.planning.models import ModelPlan, SizedPlan
+from swiftkv.storage.host_medium import chunk_bytes_for, make_host_memory
+from swiftkv.units import format_size
+
+_LARGEST_PART = 0.8
+
+
+def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
+    """Raises `ConfigError` if the tiers want more than 80 % of what weights and pools leave of the memory.
+
+    Nothing is measured: engines that start together would each count the other's.
+    """
+    on_host = [plan for plan in plans if isinstance(plan, SizedPlan) and not plan.on_gpu]
+    wanted_bytes = sum(plan.host_bytes or 0 for plan in on_host)
+    if not wanted_bytes:
+        return
+    allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
+    taken_bytes = sum(plan.tensor_parallel_size * (plan.weight_bytes + plan.pool_bytes) for plan in on_host)
+    limit_bytes = max(0, int(_LARGEST_PART * (allowed_bytes - taken_bytes)))
+    if wanted_bytes > limit_bytes:
+        raise ConfigError(
+            f"tiers.host: the models want {format_size(wanted_bytes)} of host memory together; of the "
+            f"{format_size(allowed_bytes)} that this machine or control group allows, weights and pools take "
+            f"{format_size(taken_bytes)}, and 80 % of the rest is {format_size(limit_bytes)}; lower size or ratio"
+        )
+
+
+@dataclass(slots=True)
+class _Memory:
+    fd: int
+    models: set[str] = field(default_factory=set)
+
+
+class HostTiers:
+    """The memories, each for all models whose weights are the same files.
+
+    A memory is as large as the models that it was made for bring together; one that is added later uses what is there.
+    """
+
+    def __init__(self) -> None:
+        self._memories: dict[frozenset[tuple[int, int]], _Memory] = {}
+
+    def equip(self, plan: ModelPlan, engine: EngineConfig, plans: Sequence[ModelPlan]) -> EngineConfig:
+        """Return what an engine is told, with its host memory if it has any. `plans` are those of all models.
+
+        Raises `ConfigError` if there is no such memory to be had.
+        """
+        if not isinstance(plan, SizedPlan) or plan.host_bytes is None:
+            return engine
+        assert engine.storage is not None
+        weights = _files_of(plan)
+        if weights not in self._memories:
+            sharers = [p for p in plans if isinstance(p, SizedPlan) and p.host_bytes and _files_of(p) == weights]
+            self._memories[weights] = _Memory(_make_memory(plan, sharers))
+        memory = self._memories[weights]
+        memory.models.add(plan.name)
+        return msgspec.structs.replace(engine, storage=msgspec.structs.replace(engine.storage, host_fd=memory.fd))
+
+    def release(self, name: str) -> None:
+        """Note that a model is gone; the last one of a memory takes it along."""
+        for weights, memory in list(self._memories.items()):
+            memory.models.discard(name)
+            if not memory.models:
+                os.close(memory.fd)
+                del self._memories[weights]
+
+
+def _make_memory(plan: SizedPlan, sharers: Sequence[SizedPlan]) -> int:
+    num_bytes = sum(sharer.host_bytes or 0 for sharer in sharers)
+    chunk_bytes = chunk_bytes_for(group.block_bytes for sharer in sharers for group in sharer.groups)
+    try:
+        return make_host_memory(num_bytes, chunk_bytes)
+    except ValueError:
+        raise ConfigError(f"tiers.host: not one block of {plan.name} fits into {format_size(num_bytes)}") from None
+    except OSError as error:
+        raise ConfigError(f"tiers.host: {format_size(num_bytes)} cannot be had: {error.strerror}") from error
+
+
+def _files_of(plan: ModelPlan) -> frozenset[tuple[int, int]]:
+    """Return which files a model is loaded from, whatever their names are."""
+    directory: Path = plan.checkpoint.directory
+    found = (file.stat() for file in [directory / "config.json", *directory.glob("*.safetensors")])
+    return frozenset((status.st_dev, status.st_ino) for status in found)

@@ -1,0 +1,38 @@
+"""The memory that processes of this machine may use together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def machine_memory_bytes() -> int:
+    """Return the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def allowed_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the machine's memory, or what the control groups that this process is in allow of it."""
+    return min([machine_memory_bytes(), *_limits_bytes(root)])
+
+
+def _limits_bytes(root: Path) -> list[int]:
+    """Return the limits of our control group and of those above it, as far as they can be seen."""
+    groups = root / "sys/fs/cgroup"
+    own = groups / _own_group(root).lstrip("/")
+    texts = [_read(group / "memory.max") for group in (own, *own.parents) if group.is_relative_to(groups)]
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _own_group(root: Path) -> str:
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            return line.removeprefix("0::")
+    return ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

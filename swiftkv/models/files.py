@@ -1,0 +1,79 @@
+"""The files of a checkpoint's weights, and what their headers say. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from swiftkv.errors import CheckpointError
+from swiftkv.models.weights import Weight
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_LENGTH_BYTES = 8  # of a header, before it
+_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]  # file name by tensor name
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint. Raises `CheckpointError` if one is missing."""
+    index = directory / _INDEX
+    files = [directory / _SINGLE]
+    if index.is_file():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"{index}: {error}") from None
+        files = [directory / Path(name).name for name in sorted(names)]  # no name leads out of the directory
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing; its tensors are part of the model")
+    return files
+
+
+def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
+    """Raise `CheckpointError` unless the files are whole, and have the tensors that are declared, in their shapes.
+
+    Only headers are read: whether a model can be loaded is known before one that serves makes room for it.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(directory):
+        shapes |= _shapes(file)
+    is_bare = "embed_tokens.weight" in shapes
+    for name, weight in weights.items():
+        wanted, shape = weight.stored_as or name, weight.shape
+        if weight.packed is not None and weight.packed.name in shapes:
+            wanted, shape = weight.packed.name, weight.packed.shape
+        stored = wanted.removeprefix("model.") if is_bare else wanted
+        if f"{stored}_blocks" in shapes:  # of MXFP4, whose shapes differ
+            continue
+        if stored not in shapes:
+            raise CheckpointError(f"{directory}: tensor {wanted} is in no *.safetensors file")
+        if shapes[stored] != shape:
+            raise CheckpointError(
+                f"{directory}: tensor {wanted} has shape {shapes[stored]}, config.json makes it {shape}"
+            )
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of one file. Raises `CheckpointError` if it is cut short or none."""
+    try:
+        with file.open("rb") as stream:
+            num_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            header = json.loads(stream.read(min(num_bytes, _MAX_HEADER_BYTES)))
+            size = os.fstat(stream.fileno()).st_size
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not safetensors: {error}") from None
+    if size != _LENGTH_BYTES + num_bytes + end:
+        raise CheckpointError(f"{file}: has {size} bytes, and its header {_LENGTH_BYTES + num_bytes + end}")
+    return shapes

@@ -1,0 +1,38 @@
+"""New files for a model that runs: whether they can take the place of those that it was started with."""
+
+from __future__ import annotations
+
+from swiftkv.config import Config, ModelConfig
+from swiftkv.errors import CheckpointError, ConfigError
+from swiftkv.models.files import check_tensors
+from swiftkv.models.registry import DECODERS, read_config
+from swiftkv.models.weights import RankSlices
+from swiftkv.planning.models import ModelPlan, plan_model
+
+
+def check_replacement(model: ModelConfig, config: Config, running: ModelPlan) -> None:
+    """Raise `ConfigError` unless the files that the model's path names now can be loaded in place of the running ones.
+
+    What was planned with these stays: lengths, the pool and what it lends. No weight is read.
+    """
+    plan = plan_model(model, config, need_weights=True)
+    for what, here, there in (
+        ("directory", plan.checkpoint.directory, running.checkpoint.directory),
+        ("architecture", plan.architecture, running.architecture),
+        ("KV cache", plan.groups, running.groups),
+        ("vocabulary", plan.vocab_size, running.vocab_size),
+    ):
+        if here != there:
+            raise ConfigError(f"path: the model has another {what} now; remove it and add it anew")
+    if plan.max_context_len < running.max_model_len:
+        raise ConfigError(
+            f"path: the model is made for {plan.max_context_len} tokens now, and serves {running.max_model_len}; "
+            "remove it and add it anew"
+        )
+    directory = plan.checkpoint.directory
+    decoder = read_config(directory, model.task)
+    weights = DECODERS[decoder.architecture].weights(decoder, RankSlices.of(decoder, 0, 1))
+    try:
+        check_tensors(directory, weights)
+    except CheckpointError as error:
+        raise ConfigError(f"path: {error}") from None

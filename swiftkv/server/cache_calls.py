@@ -1,0 +1,73 @@
+"""Questions about an engine's cache, and orders to it: what is asked, what is answered, and under which request id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from swiftkv.engine.messages import CacheCommand, CacheReport
+from swiftkv.server.errors import ApiError
+
+_PATIENCE_S = 60.0
+_MAX_REMEMBERED = 4096
+
+
+class CacheCalls:
+    """The calls to one engine that wait for an answer, and the ids that its latest requests have in the engine."""
+
+    def __init__(self, send: Callable[[CacheCommand], bool], refusal: Callable[[], ApiError]) -> None:
+        """`send` says whether the engine could be told; `refusal` makes the error for when it could not."""
+        self._send = send
+        self._refusal = refusal
+        self._waiting: dict[int, asyncio.Future[CacheReport]] = {}
+        self._next_call = 0
+        self._remembered: OrderedDict[str, range] = OrderedDict()
+
+    def remember(self, request_id: str, in_engine: range) -> None:
+        """Note the ids of a request's sequences in the engine."""
+        self._remembered[request_id] = in_engine
+        self._remembered.move_to_end(request_id)
+        while len(self._remembered) > _MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    async def explain(self, request_id: str) -> CacheReport | None:
+        """Ask why a request found no more in the cache; `None` if the engine has had no such request of late.
+
+        Raises:
+            ApiError: 503 if the engine is down or does not answer.
+        """
+        in_engine = self._remembered.get(request_id)
+        return None if in_engine is None else await self._ask(explain=list(in_engine))
+
+    async def clear(self) -> CacheReport:
+        """Have the engine forget every cached block that no running request holds.
+
+        Raises:
+            ApiError: 503 if the engine is down or does not answer.
+        """
+        return await self._ask(clear=True)
+
+    def answered(self, report: CacheReport) -> None:
+        """Hand an answer to whoever waits for it."""
+        if (waiting := self._waiting.pop(report.call, None)) and not waiting.done():
+            waiting.set_result(report)
+
+    def fail(self) -> None:
+        """End all calls: the engine is gone."""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self._refusal())
+
+    async def _ask(self, *, explain: list[int] | None = None, clear: bool = False) -> CacheReport:
+        self._next_call += 1
+        call = self._next_call
+        if not self._send(CacheCommand(call, explain or [], clear)):
+            raise self._refusal()
+        waiting = self._waiting[call] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(waiting, _PATIENCE_S)
+        except TimeoutError:
+            raise ApiError(503, "the engine did not answer in time", code="busy") from None
+        finally:
+            self._waiting.pop(call, None)

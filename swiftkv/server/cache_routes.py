@@ -1,0 +1,78 @@
+"""The routes of `/admin/cache`: what caches hold, why a request found no more there, and how to empty one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from starlette.responses import Response
+
+from swiftkv.engine.messages import CacheStop, EngineStats, Explanation
+from swiftkv.server.cache_views import CacheCleared, CacheOverview, ModelCache, RequestMatch, SequenceMatch
+from swiftkv.server.errors import ApiError
+from swiftkv.server.middleware import ADMIN_PATH
+from swiftkv.server.models import ModelTable
+from swiftkv.server.routes import documented
+from swiftkv.server.streaming import json_response
+
+Name = Annotated[str, Path(description="Name of the model")]
+RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer")]
+
+MEANINGS: dict[CacheStop, str] = {
+    "complete": "all that can be used was: only whole blocks match, and at least the last token is computed",
+    "prompt_logprobs": "it asked for prompt_logprobs, so all of its prompt was computed",
+    "tail_gone": "the blocks are there, but not the KV of a sliding window before any later place to go on from",
+    "late": "a tier below the pool was not waited for any longer: see prefetch_policy",
+    "corrupt": "a block in a tier below the pool did not match its checksum, and was dropped",
+    "failed": "a tier below the pool failed, or is left alone for a while",
+    "declined": "a tier below the pool had more, and computing it was expected to be as fast",
+    "evicted": "the next block was evicted from the pool, and no tier below it had the block",
+    "other_salt": "others have begun with the same tokens under another cache_salt, which shares nothing",
+    "never_stored": "nobody has computed the next block here, as far as is remembered",
+}
+
+
+def cache_router(models: ModelTable) -> APIRouter:
+    router = APIRouter(prefix=f"{ADMIN_PATH}/cache")
+
+    @router.get("", responses=documented("CacheOverview"))
+    async def show() -> Response:
+        """Show how much every model's cache holds, and what prompts found there."""
+        reported = ((model.name, model.client.stats) for model in models.all())
+        return json_response(CacheOverview([_view(name, stats) for name, stats in reported if stats is not None]))
+
+    @router.get("/requests/{request_id}", responses=documented("RequestMatch", 404, 503))
+    async def why(request_id: RequestId) -> Response:
+        """Say why a request of late found no more of its prompt in the cache."""
+        for model in models.all():
+            report = await model.client.cache.explain(request_id)
+            if report is not None and report.explanations:
+                return json_response(RequestMatch(request_id, model.name, [_match(e) for e in report.explanations]))
+        raise ApiError(
+            404, f"no request '{request_id}' has begun of late; engines remember their last thousand",
+            param="request_id", code="unknown_request",
+        )  # fmt: skip
+
+    @router.post("/{model}/clear", responses=documented("CacheCleared", 404, 503))
+    async def clear(model: Name) -> Response:
+        """Forget every cached block that no running request holds. Tiers below the pool keep theirs."""
+        client = models.get(model).client
+        client.check_available()
+        report = await client.cache.clear()
+        return json_response(CacheCleared(model, report.cleared_blocks))
+
+    return router
+
+
+def _view(name: str, stats: EngineStats) -> ModelCache:
+    return ModelCache(
+        model=name,
+        blocks={"free": stats.num_free_blocks, "used": stats.num_used_blocks, "cached": stats.num_cached_blocks},
+        tokens={"local": stats.kv_tokens_local, "peer": stats.kv_tokens_peer},
+        query_tokens_total=stats.prefix_query_tokens_total,
+        hit_tokens_total=stats.hit_tokens_by_tier(),
+    )
+
+
+def _match(found: Explanation) -> SequenceMatch:
+    return SequenceMatch(found.prompt_tokens, found.cached_tokens, found.reason, MEANINGS[found.reason], found.age_s)

@@ -1,0 +1,48 @@
+"""The answers about caches: what each holds, and why a request found no more there."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class ModelCache(Struct):
+    """A model's cache, as its engine last reported it. Totals are since that engine started."""
+
+    model: str
+    blocks: dict[str, int]
+    """Number of blocks in the pool by state: free, used by running requests, cached for those to come."""
+    tokens: dict[str, int]
+    """Tokens whose KV is in use or cached, by where it lies: local, peer."""
+    query_tokens_total: int
+    """Prompt tokens of all requests that have begun."""
+    hit_tokens_total: dict[str, int]
+    """The prompt tokens that were not computed, by where their KV lay: local, peer, host, storage."""
+
+
+class CacheOverview(Struct):
+    models: list[ModelCache]
+    """Those whose engines have reported figures."""
+
+
+class SequenceMatch(Struct):
+    """One sequence of a request: what its prompt found in the cache, and why no more."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    reason: str
+    meaning: str
+    """The reason as a sentence."""
+    age_s: float | None
+    """Seconds between the eviction, if that is the reason, and the sequence's beginning."""
+
+
+class RequestMatch(Struct):
+    request_id: str
+    model: str
+    sequences: list[SequenceMatch]
+
+
+class CacheCleared(Struct):
+    model: str
+    blocks: int
+    """Cached blocks that were forgotten, of all KV groups."""

@@ -1,0 +1,33 @@
+"""The metrics of the core time that models share, as engines last reported them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from swiftkv.engine.messages import ComputeStats
+
+_COUNTERS = {
+    "core_seconds": ("Core time that the model's engine has taken", "core_s_total"),
+    "turn_wait_seconds": ("Time that steps have waited while other models had their turn", "waited_s_total"),
+}
+
+
+class ComputeMetrics(Collector):
+    """Counts from the start of each engine: a restarted engine begins anew, as Prometheus expects of counters."""
+
+    def __init__(self) -> None:
+        self._stats: dict[str, ComputeStats] = {}
+
+    def observe(self, model: str, stats: ComputeStats | None) -> None:
+        if stats is not None:
+            self._stats[model] = stats
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (text, field) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"swiftkv:{name}", text, labels=("model_name",))
+            for model, stats in self._stats.items():
+                counter.add_metric((model,), getattr(stats, field))
+            yield counter

@@ -1,0 +1,81 @@
+"""The storage of one engine as the gateway knows it, and the changes that the engine is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import Literal
+
+from swiftkv.engine.messages import AttachStorage, DetachStorage, StorageChanged
+from swiftkv.server.errors import ApiError
+from swiftkv.tier.messages import TierSpec, TierStats
+
+_TIMEOUT_S = 120.0
+"""Opening storage reads the weights, for their fingerprint."""
+
+
+class EngineStorage:
+    """Attaches storage to an engine that runs, and detaches it.
+
+    `send` gives a message to the engine, and raises `ApiError` 503 where that takes none.
+    """
+
+    def __init__(self, send: Callable[[AttachStorage | DetachStorage], None]) -> None:
+        self.backend: str | None = None
+        """The name of the backend; `None`: there is none, or nothing is known yet."""
+        self.is_degraded = False
+        self._send = send
+        self._change_ids = count(1)
+        self._waiting: dict[int, asyncio.Future[str | None]] = {}
+
+    @property
+    def state(self) -> Literal["ok", "degraded"] | None:
+        """The state of the storage; `None` where there is none."""
+        if self.backend is None:
+            return None
+        return "degraded" if self.is_degraded else "ok"
+
+    async def attach(self, storage: TierSpec) -> None:
+        """Return when the engine uses the storage. Raises `ApiError`: 409 if it does not, 503 if it does not answer."""
+        await self._change(AttachStorage(next(self._change_ids), storage))
+
+    async def detach(self) -> None:
+        """Return when the engine has let go of its storage. Raises `ApiError` as `attach` does."""
+        await self._change(DetachStorage(next(self._change_ids)))
+
+    def observe(self, stats: TierStats | None) -> None:
+        """Take over what the engine reports."""
+        self.backend = None if stats is None else stats.backend
+        self.is_degraded = stats is not None and stats.is_degraded
+
+    def answered(self, answer: StorageChanged) -> None:
+        """Hand an answer to whoever waits for it."""
+        waiting = self._waiting.get(answer.change_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer.why_not)
+
+    def engine_gone(self, refusal: ApiError) -> None:
+        """Fail what waits for an engine whose process has ended."""
+        self.observe(None)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(refusal)
+
+    async def _change(self, message: AttachStorage | DetachStorage) -> None:
+        self._send(message)
+        waiting = self._waiting[message.change_id] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                why_not = await waiting
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"the engine has not changed its storage within {_TIMEOUT_S:g} s, and may still do it: "
+                "GET /admin/storage tells",
+                code="engine_unavailable",
+            ) from None
+        finally:
+            del self._waiting[message.change_id]
+        if why_not is not None:
+            raise ApiError(409, why_not, code="storage_refused")

@@ -1,0 +1,188 @@
+"""When the requests of one model get their tokens, and which are refused because that is too late for them."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from swiftkv.engine.messages import AddRequest, EngineStats, Ready
+from swiftkv.server.errors import ApiError
+from swiftkv.server.forecast import EngineForecast, Forecast, ForecastLimits, NewPrompt
+from swiftkv.server.metrics import ModelMetrics
+from swiftkv.server.queued_prompts import MAX_RETRY_S, QueuedPrompts
+from swiftkv.server.sent_prefixes import SentPrefixes
+from swiftkv.server.targets import NO_TARGETS, Targets
+from swiftkv.server.tenants import ANYBODY, Sender
+
+_LEAST_RETRY_S = 1.0
+_FORETOLD_OF = 16
+"""One in so many requests without targets is foretold, for the metric: a forecast takes 0.15 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A sequence without a token: the length of its prompt, and when its first token was expected, if somebody knew."""
+
+    num_tokens: int
+    arrived_s: float
+    foretold_s: float | None
+
+
+class Outlook:
+    """Follows what an engine is sent and answers, so that its client can refuse on arrival what would come too late.
+
+    Times are of `time.perf_counter`, in seconds.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        metrics: ModelMetrics,
+        limits: ForecastLimits | None = None,
+        *,
+        max_queued_tokens: int | None = None,
+        caches_prefixes: bool = True,
+    ) -> None:
+        self.queued = QueuedPrompts(max_queued_tokens)
+        self.forecast = EngineForecast(limits)
+        self._model = model
+        self._metrics = metrics
+        self._caches_prefixes = caches_prefixes
+        self._sent = SentPrefixes()
+        self._last_prompt: tuple[bytes, str, list[bytes]] = (b"", "", [])
+        self._has_storage = False
+        self._num_without_targets = 0
+        self._foretold: tuple[int, float] | None = None  # the last request that was checked, and its seconds
+        self._waiting: dict[int, _Waiting] = {}
+
+    # ---- the engine ----
+
+    def engine_up(self, ready: Ready) -> None:
+        """Note that another engine serves: its cache is empty."""
+        self.forecast.pool_tokens = ready.num_blocks * ready.block_size
+        self._sent.clear()
+        self._sent.max_tokens = ready.num_blocks * ready.block_size if self._caches_prefixes else 0
+
+    def engine_down(self) -> None:
+        """Foretell nothing until an engine tells how long its steps take."""
+        self.forecast.forget_costs()
+
+    def observe(self, stats: EngineStats) -> None:
+        self.forecast.learn(stats.step_time_s)
+        self.queued.tokens_per_s = stats.prefill_tokens_per_s
+        self._has_storage = stats.tier is not None
+        if any(group.borrowed_free + group.borrowed_used + group.borrowed_cached for group in stats.groups):
+            self.forecast.pool_tokens = math.inf  # how much memory others lend is not for the gateway to know
+
+    # ---- sequences ----
+
+    def sent(self, message: AddRequest, now_s: float) -> None:
+        """Note that the engine was sent a sequence."""
+        pieces = self._pieces(message)
+        self.forecast.add(message.request_id, self._prompt(message, pieces), now_s)
+        self._sent.add(pieces)
+        request_id, num_tokens = message.request_id, len(message.prompt) // 4
+        self.queued.num_tokens += num_tokens
+        is_foretold = self._foretold is not None and self._foretold[0] == request_id
+        foretold_s = self._foretold[1] if self._foretold and is_foretold else None
+        self._waiting[request_id] = _Waiting(num_tokens, now_s, foretold_s)
+
+    def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
+        self.forecast.admitted(request_id, num_cached, now_s)
+
+    def token(self, request_id: int, now_s: float) -> None:
+        """Note that a sequence has got a token."""
+        self.forecast.token(request_id, now_s)
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return
+        self.queued.num_tokens -= waiting.num_tokens
+        if waiting.foretold_s is not None:
+            self._metrics.observe_forecast(waiting.foretold_s, now_s - waiting.arrived_s)
+
+    def ended(self, request_id: int, now_s: float) -> None:
+        """Note that a sequence is over, however it ended."""
+        self.forecast.end(request_id, now_s)
+        if waiting := self._waiting.pop(request_id, None):
+            self.queued.num_tokens -= waiting.num_tokens
+
+    # ---- refusals ----
+
+    def refuse_unread(self, least_tokens: int, priority: int, targets: Targets, sender: Sender = ANYBODY) -> None:
+        """Refuse a request that cannot meet its targets even if its prompt is as short as its text allows.
+
+        Raises:
+            ApiError: 429 that says what is foretold, and what is wanted.
+        """
+        if targets == NO_TARGETS:
+            return
+        most_cached = least_tokens - 1 if self._has_storage else min(least_tokens - 1, self.forecast.longest_context)
+        num_cached = most_cached if self._caches_prefixes else 0
+        standing = (priority, targets.ttft_s, sender.flow, sender.weight)
+        self._check(NewPrompt(least_tokens, num_cached, *standing), targets, "at least")
+
+    def check(self, message: AddRequest, targets: Targets) -> None:
+        """Refuse a sequence that cannot meet its targets.
+
+        Raises:
+            ApiError: 429 that says what is foretold, and what is wanted.
+        """
+        self._foretold = None
+        if targets == NO_TARGETS:
+            self._num_without_targets += 1
+            if self._num_without_targets % _FORETOLD_OF != 1:
+                return
+        forecast = self._check(self._prompt(message, self._pieces(message)), targets, "about")
+        if forecast is not None:
+            self._foretold = message.request_id, forecast.ttft_s
+
+    def check_queue(self) -> None:
+        """Raises:
+        ApiError: 429 if too many prompt tokens wait.
+        """
+        if self.queued.is_full:
+            num_tokens, most = self.queued.num_tokens, self.queued.max_tokens
+            raise self.busy("max_num_queued_tokens", f"has {num_tokens} prompt tokens waiting, of {most}")
+
+    def busy(self, limit: str, reason: str) -> ApiError:
+        """Return the refusal of a request that met `limit`, by a model that `reason`."""
+        self._metrics.count_refused(limit)
+        message = f"model '{self._model}' {reason} ({limit})"
+        return ApiError(429, message, code="queue_full", retry_after_s=self.queued.retry_after_s())
+
+    def _check(self, prompt: NewPrompt, targets: Targets, about: str) -> Forecast | None:
+        forecast = self.forecast.of(prompt, time.perf_counter())
+        if forecast is None:
+            return None
+        if targets.ttft_s is not None and forecast.ttft_s > targets.ttft_s:
+            retry_s = MAX_RETRY_S if forecast.alone_ttft_s > targets.ttft_s else forecast.ttft_s - targets.ttft_s
+            takes = f"{about} {forecast.ttft_s:.3g} s to the first token"
+            raise self._too_late("target_ttft", takes, targets.ttft_s, retry_s)
+        if targets.tpot_s is not None and forecast.tpot_s > targets.tpot_s:
+            retry_s = forecast.answer_s * (1 - targets.tpot_s / forecast.tpot_s)
+            raise self._too_late("target_tpot", f"at least {forecast.tpot_s:.3g} s per token", targets.tpot_s, retry_s)
+        return forecast
+
+    def _too_late(self, target: str, takes: str, wanted_s: float, retry_after_s: float) -> ApiError:
+        self._metrics.count_refused(target)
+        return ApiError(
+            429,
+            f"model '{self._model}' would take {takes}, and {wanted_s:.3g} s are wanted ({target})",
+            code=f"predicted_{target.removeprefix('target_')}",
+            retry_after_s=min(max(_LEAST_RETRY_S, retry_after_s), MAX_RETRY_S),
+        )
+
+    def _prompt(self, message: AddRequest, pieces: list[bytes]) -> NewPrompt:
+        length = len(message.prompt) // 4
+        known = 0 if message.sampling.prompt_logprobs is not None else self._sent.num_known(pieces)
+        standing = (message.priority, message.target_ttft_s, message.flow, message.flow_weight)
+        return NewPrompt(length, min(known, length - 1), *standing)
+
+    def _pieces(self, message: AddRequest) -> list[bytes]:
+        """Return the names of a prompt's beginnings; those of the last prompt are at hand: `n` sequences share one."""
+        prompt, salt, pieces = self._last_prompt
+        if message.prompt is not prompt or message.cache_salt != salt:
+            pieces = self._sent.pieces(message.prompt, message.cache_salt)
+            self._last_prompt = message.prompt, message.cache_salt, pieces
+        return pieces

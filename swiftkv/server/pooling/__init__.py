@@ -1,0 +1,1 @@
+"""Embeddings and scores: what clients send, what engines are asked, and the answers."""

@@ -1,0 +1,80 @@
+"""Has an engine compute prompts whose last positions are wanted, and counts what that took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv.engine.messages import POOLED_TOKEN, Pooling, SamplingParams
+from swiftkv.server.finished import FinishedRequest
+from swiftkv.server.generation import SequenceRequest, Terms
+from swiftkv.server.models import ModelHandle
+from swiftkv.server.pooling.bodies import PooledBody
+from swiftkv.server.pooling.objects import CachedTokens, PooledUsage
+from swiftkv.server.request_log import RequestRecord
+from swiftkv.server.tiers import priority_in, tier_of
+
+_NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=[POOLED_TOKEN], ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The numbers that an engine computed of prompts."""
+
+    rows: npt.NDArray[np.float32]  # [num_prompts, width]
+    num_tokens: int
+    num_cached: int
+
+    def usage(self, model: ModelHandle, body: PooledBody) -> PooledUsage:
+        usage = PooledUsage(self.num_tokens, self.num_tokens)
+        if model.policy.shows_cached(body.cache_salt):
+            usage.prompt_tokens_details = CachedTokens(self.num_cached)
+        return usage
+
+
+async def pool(
+    model: ModelHandle, prompts: Sequence[bytes], pooling: Pooling, body: PooledBody, record: RequestRecord
+) -> Pooled:
+    """Compute prompts, as many at once as one request may have in the engine.
+
+    Raises:
+        ApiError: 503 if the engine is down, 429 if too much is in flight, or what the engine refuses a prompt with.
+    """
+    rows: list[bytes] = [b""] * len(prompts)
+    num_cached = 0
+    finished: list[FinishedRequest] = []
+    record.finished = finished
+    sender = model.policy.sender
+    terms = Terms(
+        cache_salt=sender.salt(body.cache_salt),
+        priority=priority_in(tier_of(None, model.policy.max_tier), body.priority or 0),
+        sender=sender,
+        is_traced=record.is_traced,
+    )
+    at_once = max(1, min(model.client.max_sequences, int(sender.part * model.client.max_in_flight)))
+    for start in range(0, len(prompts), at_once):
+        generation = model.client.generate(
+            [SequenceRequest(prompt, _NO_TOKENS, pooling) for prompt in prompts[start : start + at_once]],
+            terms,
+        )
+        try:
+            with generation:
+                async for outputs in generation:
+                    for output in outputs:
+                        assert output.pooled is not None
+                        rows[start + output.index] = output.pooled
+        finally:
+            finished += generation.finished
+        num_cached += sum(cached for _, cached in generation.admitted)
+    numbers = np.frombuffer(b"".join(rows), "<f4").reshape(len(prompts), -1)
+    return Pooled(numbers, sum(map(len, prompts)) // 4, num_cached)
+
+
+def unit_length(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return `rows` [N, width] divided by their lengths; one without a length stays as it is."""
+    lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=-1, keepdims=True))
+    scaled: npt.NDArray[np.float32] = (rows / np.maximum(lengths, np.finfo(np.float32).tiny)).astype(np.float32)
+    return scaled

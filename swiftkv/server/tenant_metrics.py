@@ -1,0 +1,43 @@
+"""The metrics of tenants: what each has had of each model. Labels are the names in the node's file, and no others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+if TYPE_CHECKING:
+    from swiftkv.server.finished import FinishedRequest
+
+_LABELS = ("model_name", "tenant")
+
+
+class TenantMetrics:
+    """Counts the sequences of tenants as they end; those of nodes without tenants are passed over."""
+
+    def __init__(self, registry: CollectorRegistry, first_token_s: tuple[float, ...]) -> None:
+        """`first_token_s` are the bounds of the histogram's buckets."""
+        self._requests = Counter(
+            "swiftkv:tenant_requests", "Requests of a tenant that ended", (*_LABELS, "finished_reason"),
+            registry=registry,
+        )  # fmt: skip
+        self._tokens = Counter(
+            "swiftkv:tenant_tokens", "Tokens of a tenant's requests that ended, of prompts and of answers",
+            (*_LABELS, "kind"), registry=registry,
+        )  # fmt: skip
+        self._first_token = Histogram(
+            "swiftkv:tenant_time_to_first_token_seconds", "From arrival to the first token, of requests that ended",
+            _LABELS, buckets=first_token_s, registry=registry,
+        )  # fmt: skip
+
+    def observe(self, model: str, request: FinishedRequest) -> None:
+        tenant = request.tenant
+        if tenant is None:
+            return
+        self._requests.labels(model, tenant, request.reason).inc()
+        if request.queue_s is not None:
+            self._tokens.labels(model, tenant, "computed").inc(request.prompt_tokens - request.cached_tokens)
+            self._tokens.labels(model, tenant, "cached").inc(request.cached_tokens)
+        self._tokens.labels(model, tenant, "generated").inc(request.generation_tokens)
+        if request.first_token_s is not None:
+            self._first_token.labels(model, tenant).observe(request.first_token_s)

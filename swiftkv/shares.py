@@ -1,0 +1,42 @@
+"""The table in which the engines of a node keep the accounts of the core time that they share: one for each node.
+
+Only engines read and write it (`cpp_ext/cpu/shares.h`): the node makes it, gives each engine an account, and needs to
+do nothing when one of them dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import Self
+
+_NUM_BYTES = 8192
+_NUM_ACCOUNTS = 63
+
+
+class ShareTable:
+    """The table, and who has which of its accounts."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        """To be passed on to every engine."""
+        self._free = list(range(_NUM_ACCOUNTS))
+
+    @classmethod
+    def create(cls) -> Self:
+        fd = os.memfd_create("swiftkv-shares", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, _NUM_BYTES)  # all zeros: nobody is there
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return cls(fd)
+
+    def take_account(self) -> int | None:
+        """Return the number of an account that nobody has, or `None` if there is none left."""
+        return self._free.pop(0) if self._free else None
+
+    def give_back(self, account: int) -> None:
+        """Let another model have the account of one whose process has ended."""
+        self._free.append(account)
+
+    def close(self) -> None:
+        """Close the descriptor. The memory goes with the last engine."""
+        os.close(self.fd)

@@ -1,0 +1,107 @@
+"""Host memory that the engines of a node share: it outlives each of them, and ends with the node."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterable, Sequence
+
+from swiftkv._host import HostMemory, format_memory, num_chunks
+from swiftkv.arithmetic import ceil_div
+from swiftkv.storage.backend import Capabilities, Parts, Status, Usage
+from swiftkv.storage.envelope import HEADER_BYTES
+
+_MAX_CHUNK_BYTES = 64 << 10
+_CACHE_LINE_BYTES = 64
+_MAX_CALLS = 8
+_LOCK_WAIT_S = 1.0
+"""The lock is held for microseconds; whoever waits for so long waits for a process that was stopped with it."""
+
+
+def chunk_bytes_for(block_bytes: Iterable[int]) -> int:
+    """Return the size of the chunks that blocks of these sizes lie in: the smallest fills its chunks."""
+    smallest = HEADER_BYTES + min(block_bytes)
+    exact = ceil_div(smallest, ceil_div(smallest, _MAX_CHUNK_BYTES))
+    return ceil_div(exact, _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+
+
+def host_tokens(num_bytes: int, chunk_bytes: int, block_bytes: Sequence[int], block_size: int) -> int:
+    """Return the tokens whose KV fits if all groups keep all of their blocks, of `block_bytes` each."""
+    chunks_per_block = sum(ceil_div(HEADER_BYTES + group_bytes, chunk_bytes) for group_bytes in block_bytes)
+    return num_chunks(num_bytes, chunk_bytes) // chunks_per_block * block_size
+
+
+def make_host_memory(num_bytes: int, chunk_bytes: int) -> int:
+    """Make memory for `HostMedium`; return the descriptor, which engines inherit.
+
+    It has no name, so the kernel frees it when the last process that has it ends, and none of it is taken before it is
+    written. Raises `OSError`, or `ValueError` if not one block fits.
+    """
+    fd = os.memfd_create("swiftkv-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        with mmap.mmap(fd, num_bytes, mmap.MAP_SHARED) as mapping:
+            format_memory(mapping, chunk_bytes)
+    except (OSError, ValueError):
+        os.close(fd)
+        raise
+    return fd
+
+
+class HostMedium:
+    """Objects in one mapping, which are found, entered and evicted under a lock, and copied without it.
+
+    A process that dies with the lock leaves it to the next, which makes the links anew. An object that was evicted
+    while it was read is missing. See `cpp_ext/host/host_memory.h`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Map the memory behind `fd`, from `make_host_memory`. Raises `OSError`."""
+        mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
+        with contextlib.suppress(OSError):  # a kernel that was built without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = HostMemory(mapping)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(is_durable=False, is_shared=False, max_calls=_MAX_CALLS)
+
+    @property
+    def num_repairs(self) -> int:
+        """How often a process died with the lock."""
+        return self._usage()[3]
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Return which keys are there."""
+        return self._memory.exists(keys, deadline_s)
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Copy objects out, one after the other."""
+        return [Status(status) for status in self._memory.read(keys, into, deadline_s)]
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Copy in what is not there; the least recently used objects give way."""
+        return [Status(status) for status in self._memory.write(keys, sources, deadline_s)]
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget objects."""
+        self._memory.drop(keys, _soon_s())
+
+    def usage(self) -> Usage:
+        """Return the size of what all engines keep there, in whole chunks."""
+        num_objects, num_bytes, bound_bytes, _ = self._usage()
+        return Usage(num_objects, num_bytes, bound_bytes)
+
+    def close(self) -> None:
+        """Do nothing: the mapping goes with this object, for a call may still be in it."""
+
+    def _usage(self) -> tuple[int, int, int, int]:
+        return self._memory.usage(_soon_s())
+
+
+def _soon_s() -> float:
+    return time.monotonic() + _LOCK_WAIT_S

@@ -1,0 +1,90 @@
+"""Several backends below one pool, the nearest first: what is found in one is not asked of those below it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from swiftkv.storage.backend import Status, StorageBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One backend, the name of its tier in metrics, and what became of the blocks that it was given or asked for.
+
+    A block that is missing counts with the last level only.
+    """
+
+    tier: str
+    backend: StorageBackend
+    gets: Counter[Status] = field(default_factory=Counter)
+    puts: Counter[Status] = field(default_factory=Counter)
+
+
+class Levels:
+    """Backends below each other. One thread may read while another writes.
+
+    A block is written to every level, and read from the first that has it; what came from further down is copied into
+    those above, so that it is found there the next time.
+    """
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        assert levels
+        self.levels = tuple(levels)
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether no level takes calls for now."""
+        return len(self.degraded_tiers) == len(self.levels)
+
+    @property
+    def degraded_tiers(self) -> list[str]:
+        """The tiers that are left alone for now."""
+        return [level.tier for level in self.levels if level.backend.is_degraded]
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """Return which keys are in any level."""
+        found = [False] * len(keys)
+        for level in self.levels:
+            asked = [i for i, is_there in enumerate(found) if not is_there]
+            answers = level.backend.exists([keys[i] for i in asked], deadline_s)
+            for i, is_there in zip(asked, answers, strict=True):
+                found[i] = is_there
+        return found
+
+    def get(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float
+    ) -> tuple[list[Status], list[str]]:
+        """Read each block from the first level that has it intact.
+
+        Returns the statuses, where the last level says why there is none, and the tiers that blocks came from.
+        """
+        statuses = [Status.MISSING] * len(keys)
+        tiers = [""] * len(keys)
+        for depth, level in enumerate(self.levels):
+            asked = [i for i, status in enumerate(statuses) if status is not Status.OK]
+            if not asked:
+                break
+            answers = level.backend.get([keys[i] for i in asked], [into[i] for i in asked], deadline_s)
+            for i, status in zip(asked, answers, strict=True):
+                statuses[i], tiers[i] = status, level.tier
+                if status is not Status.MISSING or level is self.levels[-1]:
+                    level.gets[status] += 1
+            read = [i for i in asked if statuses[i] is Status.OK]
+            for above in self.levels[:depth]:
+                above.backend.put([keys[i] for i in read], [into[i] for i in read], deadline_s)
+        return statuses, tiers
+
+    def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
+        """Write blocks to every level. The statuses are those of the last one."""
+        statuses: list[Status] = []
+        for level in self.levels:
+            statuses = level.backend.put(keys, sources, deadline_s)
+            level.puts.update(statuses)
+        return statuses
+
+    def close(self) -> None:
+        """Close every level, after the last call has returned or to end it. No other call may follow."""
+        for level in self.levels:
+            level.backend.close()

@@ -1,0 +1,173 @@
+"""Storage comes to an engine that runs, and leaves it again: answers stay what they are without it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv.engine.messages import AttachStorage, DetachStorage, StorageChanged
+from swiftkv.engine.runner import ModelRunner
+from swiftkv.tier.messages import TierSpec, TierStats
+from tests.engine.engine_process import Answer
+from tests.engine.engine_thread import EngineThread
+from tests.support.checkpoints import make_checkpoint
+
+BLOCK = 16
+PROMPT_TOKENS = 300
+CHANGE_IDS = itertools.count(1)
+
+
+def prompt(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 320) for _ in range(PROMPT_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("attachable") / "gemma3"
+    make_checkpoint(directory, "gemma3")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def right(checkpoint: Path) -> dict[int, list[int]]:
+    """Answers of an engine that never has storage, by seed of the prompt."""
+    with engine(checkpoint) as client:
+        return {seed: answer.token_ids for seed, answer in enumerate(client.generate([prompt(s) for s in range(4)]))}
+
+
+@contextmanager
+def engine(checkpoint: Path) -> Iterator[EngineThread[ModelRunner]]:
+    client = EngineThread(checkpoint, ModelRunner, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128)
+    with client.running():
+        yield client
+
+
+def file_storage(directory: Path) -> dict[str, Any]:
+    return {"backend": "file", "path": str(directory), "size": 1 << 30, "min_free": 0}
+
+
+def attach(client: EngineThread[ModelRunner], backend: dict[str, Any]) -> None:
+    spec = TierSpec(backend, "/", prefetch_policy="wait_complete", prefetch_threshold=BLOCK)
+    client.send(AttachStorage(next(CHANGE_IDS), spec))
+
+
+def detach(client: EngineThread[ModelRunner]) -> None:
+    client.send(DetachStorage(next(CHANGE_IDS)))
+
+
+def outcome(client: EngineThread[ModelRunner]) -> str | None:
+    """Wait for the answer to a change."""
+    while not client.changes:
+        client.take_one()
+    changed: StorageChanged = client.changes.pop(0)
+    return changed.why_not
+
+
+def tier(client: EngineThread[ModelRunner]) -> TierStats:
+    assert client.stats is not None
+    assert client.stats.tier is not None
+    return client.stats.tier
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    assert all(answer.error is None for answer in answers)
+    return [answer.token_ids for answer in answers]
+
+
+def test_answers_are_the_same_before_during_and_after(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]]
+) -> None:
+    with engine(checkpoint) as client:
+        before = client.generate([prompt(0)])
+        running = client.add(prompt(1))
+        attach(client, file_storage(tmp_path / "kv"))
+        during = client.wait([running])
+        assert outcome(client) is None
+        assert tier(client).backend == "file"
+        running = client.add(prompt(2))
+        while tier(client).stored_blocks_total == 0:
+            client.take_one()
+        detach(client)
+        during += client.wait([running])
+        assert outcome(client) is None
+        after = client.generate([prompt(3)])
+        stats = client.wait_for_rest()
+        assert stats.num_used_blocks == 0
+    assert tokens(before + during + after) == list(right.values())
+    assert tier(client).backend is None
+    assert tier(client).stored_blocks_total > 0
+
+
+def test_what_was_in_the_pool_is_stored_and_the_next_engine_reads_it(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]]
+) -> None:
+    with engine(checkpoint) as client:
+        client.generate([prompt(0), prompt(1)])
+        attach(client, file_storage(tmp_path / "kv"))
+        assert outcome(client) is None
+        while tier(client).num_to_store:
+            client.take_one()
+    with engine(checkpoint) as client:
+        attach(client, file_storage(tmp_path / "kv"))
+        assert outcome(client) is None
+        first = client.generate([prompt(0)])
+        client.wait_for_rest()
+        hits = tier(client).hit_tokens_total
+        detach(client)
+        assert outcome(client) is None
+        assert tier(client).hit_tokens_total == hits  # totals outlive the storage
+        attach(client, file_storage(tmp_path / "kv"))
+        assert outcome(client) is None
+        first += client.generate([prompt(1)])
+        client.wait_for_rest()
+    assert tokens(first) == [right[0], right[1]]
+    assert [answer.cached_tokens for answer in first] == [288, 288]
+    assert tier(client).hit_tokens_total == 2 * hits == 2 * 288
+
+
+def test_a_prompt_that_waits_for_storage_which_is_detached_is_computed(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]]
+) -> None:
+    """The storage hangs, and lets go of blocks only when it is closed."""
+    with engine(checkpoint) as client:
+        attach(client, file_storage(tmp_path / "kv"))
+        client.generate([prompt(0)])
+        assert outcome(client) is None
+        while tier(client).num_to_store:
+            client.take_one()
+    hangs = {"backend": "fault", "inner": file_storage(tmp_path / "kv"), "hang": 1.0, "hang_time": "300s"}
+    with engine(checkpoint) as client:
+        attach(client, hangs)
+        assert outcome(client) is None
+        waiting = client.add(prompt(0))
+        while tier(client).num_loading == 0:
+            client.take_one()
+        detach(client)
+        assert tokens(client.wait([waiting])) == [right[0]]
+        assert outcome(client) is None
+        stats = client.wait_for_rest()
+        assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+def test_changes_that_cannot_be_made_are_refused_and_change_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with engine(checkpoint) as client:
+        detach(client)
+        assert outcome(client) == "no storage is attached"
+        attach(client, file_storage(tmp_path / "open"))
+        why_not = outcome(client)
+        assert why_not is not None
+        assert why_not.startswith("tiers.storage.path: ")
+        attach(client, file_storage(tmp_path / "kv"))
+        attach(client, file_storage(tmp_path / "kv"))
+        assert [outcome(client), outcome(client)] == ["storage is just being attached or detached", None]
+        attach(client, file_storage(tmp_path / "kv"))
+        assert outcome(client) == "storage is attached; detach it first"
+        assert tier(client).backend == "file"

@@ -1,0 +1,94 @@
+"""Processes that take turns on cores, and are killed or stopped at any time: the others go on."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from swiftkv.shares import ShareTable
+from tests.support.node_process import wait_for
+
+pytest.importorskip("swiftkv._cpu")
+
+PROGRAM = Path(__file__).parent / "turn_taker.py"
+
+
+class Takers:
+    """Processes that share one core by one table."""
+
+    def __init__(self, table: ShareTable) -> None:
+        self._table = table
+        self._counts_fd = os.memfd_create("counts")
+        os.ftruncate(self._counts_fd, mmap.PAGESIZE)
+        self._counts = memoryview(mmap.mmap(self._counts_fd, mmap.PAGESIZE)).cast("Q")
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, slot: int) -> None:
+        fds = (self._table.fd, self._counts_fd)
+        command = [sys.executable, str(PROGRAM), *map(str, fds), str(slot)]
+        self.processes[slot] = subprocess.Popen(command, pass_fds=fds)
+
+    def wait_until_it_computes(self, slot: int, num_parts: int = 30) -> None:
+        wanted = self._counts[slot] + num_parts
+        wait_for(f"{slot} to go on", lambda: self._counts[slot] >= wanted)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        os.close(self._counts_fd)
+
+
+@pytest.fixture
+def takers() -> Iterator[Takers]:
+    with closing(ShareTable.create()) as table, closing(Takers(table)) as takers:
+        for slot in (0, 1):
+            takers.start(slot)
+        for slot in (0, 1):
+            takers.wait_until_it_computes(slot)
+        yield takers
+
+
+def test_a_process_that_is_stopped_within_its_turn_or_outside_holds_nobody_up(takers: Takers) -> None:
+    for number in range(10):
+        stopped = number % 2
+        takers.processes[stopped].send_signal(signal.SIGSTOP)
+        takers.wait_until_it_computes(1 - stopped)
+        takers.processes[stopped].send_signal(signal.SIGCONT)
+        takers.wait_until_it_computes(stopped, 7)
+
+
+def test_a_process_that_is_killed_within_its_turn_or_outside_holds_nobody_up(takers: Takers) -> None:
+    for number in range(4):
+        killed = number % 2
+        takers.processes[killed].kill()
+        takers.processes[killed].wait()
+        takers.wait_until_it_computes(1 - killed)
+        takers.start(killed)
+        takers.wait_until_it_computes(killed)
+
+
+def test_all_stopped_at_once_go_on_together(takers: Takers) -> None:
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in takers.processes.values():
+            process.send_signal(number)
+    for slot in (0, 1):
+        takers.wait_until_it_computes(slot)
+
+
+def test_models_get_accounts_that_nobody_has() -> None:
+    with closing(ShareTable.create()) as table:
+        taken = []
+        while (account := table.take_account()) is not None:
+            taken.append(account)
+        assert taken == list(range(63))
+        table.give_back(5)
+        assert (table.take_account(), table.take_account()) == (5, None)

@@ -1,0 +1,80 @@
+"""A model that is loaded anew serves the files that are there now; what cannot be loaded changes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from swiftkv.cli import app
+from tests.support.checkpoints import make_checkpoint, rewrite_config
+from tests.support.completions import streaming
+from tests.support.node_process import (
+    DEADLINE_S,
+    NodeProcess,
+    remove,
+    short_temporary_directory,
+    small_models,
+)
+
+
+def answer(url: str) -> list[int]:
+    body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
+    tokens: list[int] = response.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def put(source: Path, target: Path) -> None:
+    """Put the files of a checkpoint in place of others, one by one, by renaming."""
+    for file in source.iterdir():
+        shutil.copy(file, target / "arriving")
+        os.replace(target / "arriving", target / file.name)
+
+
+@pytest.mark.slow
+def test_a_model_is_loaded_anew(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"tokenizer": True, "max_position_embeddings": 4096}
+    for seed, name in enumerate(("first", "second")):
+        make_checkpoint(tmp_path / name, "llama", seed=seed, **shape)
+    make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=3, **shape)
+    shutil.copytree(tmp_path / "first", tmp_path / "served")
+    steady, changing = small_models(tmp_path / "first", "steady", "changing")
+    changing |= {"path": str(tmp_path / "served"), "endpoint": {"port": 0}}
+    twin = {**steady, "name": "twin", "path": str(tmp_path / "second")}
+    temporary = short_temporary_directory()
+    with NodeProcess({"node": {"port": 0}, "models": [steady, changing, twin]}, tmp_path, temporary) as node:
+
+        def reload() -> tuple[int, str]:
+            done = CliRunner().invoke(app, ["models", "reload", "changing", "--url", node.url])
+            return done.exit_code, done.stdout + done.stderr
+
+        first, second = (answer(f"{node.url}/models/{name}") for name in ("steady", "twin"))
+        assert first != second
+        own_port = node.url_of("changing")
+        assert answer(own_port) == first
+        with streaming(node, "steady", 3000) as stream:
+            put(tmp_path / "second", tmp_path / "served")
+            code, said = reload()
+            assert (code, said.startswith("changing is ready")) == (0, True), said
+            assert next(stream.events)["choices"]
+        assert answer(own_port) == answer(f"{node.url}/models/changing") == second
+        put(tmp_path / "other", tmp_path / "served")
+        code, said = reload()
+        assert code != 0
+        assert "another KV cache" in said
+        put(tmp_path / "first", tmp_path / "served")
+        (tmp_path / "served" / "arriving").write_bytes(b"nothing")
+        os.replace(tmp_path / "served" / "arriving", tmp_path / "served" / "model.safetensors")
+        code, said = reload()
+        assert code != 0
+        assert "not safetensors" in said
+        rewrite_config(tmp_path / "served", max_position_embeddings=64)
+        assert "made for 64 tokens" in reload()[1]
+        assert answer(own_port) == second
+    remove(temporary)

@@ -1,0 +1,96 @@
+"""`/admin/cache` and `swiftkv cache`: what caches hold, why a request found no more, and how to empty one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import get_args
+
+import httpx
+import pytest
+from echo_gateway import Gateway, start_gateway
+from typer.testing import CliRunner, Result
+
+from swiftkv.cli import app
+from swiftkv.engine.messages import CacheStop
+from swiftkv.server.app import ServerSettings
+from swiftkv.server.cache_routes import MEANINGS
+from swiftkv.server.tokenizer import Tokenizer
+
+PROMPT = list(range(1, 101))
+
+
+@pytest.fixture(scope="module")
+def own_gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    gateway, stop = start_gateway(tmp_path_factory.mktemp("cache"), tokenizer, settings=ServerSettings(admin_key="key"))
+    yield gateway
+    stop()
+
+
+def run(gateway: Gateway, *arguments: str) -> Result:
+    runner = CliRunner(env={"SWIFTKV_ADMIN_KEY": "key", "COLUMNS": "120"})
+    return runner.invoke(app, ["cache", *arguments, "--url", gateway.url])
+
+
+def complete(gateway: Gateway, request_id: str, model: str = "chat") -> None:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 2}
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers={"X-Request-Id": request_id})
+    assert answer.status_code == 200, answer.text
+
+
+def test_why_a_request_found_no_more(own_gateway: Gateway) -> None:
+    complete(own_gateway, "first", model="code")
+    complete(own_gateway, "again", model="code")
+    with own_gateway.admin() as http:
+        first, again = (http.get(f"/admin/cache/requests/{name}").json() for name in ("first", "again"))
+    assert (first["request_id"], first["model"]) == ("first", "code")
+    assert first["sequences"] == [
+        {
+            "prompt_tokens": 100,
+            "cached_tokens": 0,
+            "reason": "never_stored",
+            "meaning": MEANINGS["never_stored"],
+            "age_s": None,
+        }
+    ]
+    (sequence,) = again["sequences"]
+    assert (sequence["cached_tokens"], sequence["reason"], sequence["age_s"]) == (96, "evicted", 1.5)
+    shown = run(own_gateway, "why", "again").stdout
+    assert shown.startswith("code: 96 of 100 prompt tokens were cached: evicted (1.5 s before): the next block was")
+    assert json.loads(run(own_gateway, "why", "first", "--json").stdout) == first
+
+
+def test_a_request_that_is_not_known(own_gateway: Gateway) -> None:
+    with own_gateway.admin() as http:
+        answer = http.get("/admin/cache/requests/nobody")
+    assert answer.status_code == 404
+    assert "no request 'nobody' has begun of late" in answer.json()["error"]["message"]
+    refused = run(own_gateway, "why", "nobody")
+    assert refused.exit_code == 1
+    assert "no request 'nobody'" in refused.stderr
+
+
+def test_every_reason_has_a_meaning() -> None:
+    reasons = {reason for part in get_args(CacheStop) for reason in (get_args(part) or (part,))}
+    assert set(MEANINGS) == reasons
+
+
+def test_clear(own_gateway: Gateway) -> None:
+    complete(own_gateway, "before", model="chat")
+    with own_gateway.admin() as http:
+        assert http.post("/admin/cache/chat/clear").json() == {"model": "chat", "blocks": 1}
+        assert http.post("/admin/cache/nobody/clear").status_code == 404
+    assert run(own_gateway, "clear", "chat").stdout == "chat has forgotten 0 cached blocks\n"
+
+
+def test_show(own_gateway: Gateway) -> None:
+    complete(own_gateway, "shown")
+    table = run(own_gateway, "show")
+    assert table.exit_code == 0, table.stderr
+    assert [line.split()[0] for line in table.stdout.splitlines()[1:]] == ["chat", "code"]
+    overview = json.loads(run(own_gateway, "show", "--json").stdout)
+    with own_gateway.admin() as http:
+        assert http.get("/admin/cache").json() == overview
+    for model in overview["models"]:
+        assert model["blocks"].keys() == {"free", "used", "cached"}
+        assert model["hit_tokens_total"].keys() == {"local", "peer", "host", "storage"}

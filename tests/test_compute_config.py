@@ -1,0 +1,64 @@
+"""The `compute` section: mistakes are named with their keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swiftkv.compute_config import ComputeConfig
+from swiftkv.config import ModelConfig, parse_config
+from swiftkv.errors import ConfigError
+
+
+def model(**options: Any) -> ModelConfig:
+    return parse_config({"models": [{"name": "chat", "path": "somewhere", **options}]}).models[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "mistake"),
+    [
+        ({"compute": {"weight": 0}}, "models[0].compute.weight: 0 is not an integer from 1 to 100"),
+        ({"compute": {"weight": 101}}, "models[0].compute.weight: 101 is not an integer from 1 to 100"),
+        ({"compute": {"weight": "2"}}, "models[0].compute.weight: '2' is not an integer from 1 to 100"),
+        ({"compute": {"max_share": 0.5}}, "models[0].compute.max_share: 0.5 is not a percentage of the cores from 5%"),
+        ({"compute": {"max_share": "4%"}}, "models[0].compute.max_share: '4%' is not a percentage"),
+        ({"compute": {"max_share": "101%"}}, "models[0].compute.max_share: '101%' is not a percentage"),
+        ({"compute": {"nice": 2}}, "models[0].compute.nice: unknown key; known here: weight, max_share"),
+        ({"compute": "half"}, "models[0].compute: 'half' is not off or a mapping"),
+        (
+            {"compute": {"weight": 2}, "device": "cuda:0", "kv_cache": {"memory": "1GiB"}},
+            "models[0].compute: a model on a GPU (cuda:0) does not compute on the cores; drop this, or write device: "
+            "cpu",
+        ),
+    ],
+)
+def test_a_mistake_is_named(options: dict[str, Any], mistake: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model(**options)
+    assert mistake in str(caught.value)
+
+
+def test_all_models_on_the_cores_say_whether_they_take_turns() -> None:
+    models = [{"name": name, "path": "somewhere"} for name in ("chat", "code")]
+    assert [of.compute for of in parse_config({"models": models}).models] == [None, None]
+    models[1]["compute"] = {}  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"models": models})
+    assert str(caught.value) == (
+        "models[0].compute: missing, and models[1] takes turns on the same cores; write compute: {weight: 1} to take "
+        "turns too, or compute: off"
+    )
+    for other in ("off", {"weight": 2}):
+        parse_config({"models": [{**models[0], "compute": other}, models[1]]})
+    config = parse_config({"models": [{**models[0], "device": "cuda:0"}, models[1]]})
+    assert [of.compute for of in config.models] == [None, ComputeConfig()]
+
+
+def test_what_is_written_is_read() -> None:
+    assert model().compute is None
+    assert model(compute={}).compute == ComputeConfig(weight=1, max_share="100%")
+    assert model(compute={"weight": 3, "max_share": "62.5%"}).compute == ComputeConfig(weight=3, max_share="62.5%")
+    assert model(compute={"max_share": "62.5%"}).compute.max_share == 0.625  # type: ignore[union-attr]
+    assert model(compute=False).compute is None
+    assert model(compute="off", device="cuda:0").compute is None
