@@ -60,7 +60,7 @@ def stored_conversation(node: Node, tokens: Tokens, length: int) -> list[int]:
 def measure(node: Node, tokens: Tokens, speed: Speed, file: dict[str, Any], length: int) -> None:
     change_storage(node, file)
     turns = [stored_conversation(node, tokens, length) for _ in range(2)]
-    narrow = {"backend": "fault", "inner": file, "bandwidth": speed.bytes_per_s, "prefetch_policy": "wait_complete"}
+    narrow = {"backend": "fault", "inner": file, "bandwidth": speed.bytes_per_s, "prefetch_timeout_base": "60s"}
     change_storage(node, narrow)
     restart_engine(node)
     for _ in range(_WARMUP_PROMPTS):

@@ -225,11 +225,16 @@ class Loads:
         self._loader.submit(load)
 
     def _length_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> int:
-        """Return how many blocks of a prompt should be there once storage was read; 0: nothing is read."""
+        """Return how many blocks of a prompt should be there once storage was read; 0: nothing is read.
+
+        `wait_complete` reads all there is, without asking the planner.
+        """
         length = self._scheduler.loadable(wait.request_id, is_stored, wait.num_keys)
         num_tokens = (length - wait.num_usable) * self._block_size
         if num_tokens < self._spec.prefetch_threshold:
             return 0
+        if self._spec.prefetch_policy == "wait_complete":
+            return length
         num_bytes = sum(self._bytes_of(group, wait.num_usable, length) for group in self._groups)
         compute_s = self._scheduler.prefill_s(wait.num_usable * self._block_size, length * self._block_size)
         if self._planner.is_worth_loading(num_bytes, self._reading_bytes, compute_s):

@@ -45,7 +45,7 @@ def file_backend(directory: Path) -> dict[str, Any]:
 
 
 def storage(backend: dict[str, Any], **policy: Any) -> dict[str, Any]:
-    policy = {"prefetch_policy": "wait_complete", **policy}  # machines may be busy
+    policy = {"prefetch_policy": "wait_complete", **policy}  # the clock decides nothing, the planner neither
     return {"backend": backend, "directory": "/", "prefetch_threshold": BLOCK, **policy}
 
 
@@ -122,7 +122,9 @@ def test_what_leaves_the_pool_comes_back(
     """The pool has not room for three of these prompts: 48 blocks of full attention, or of both kinds together."""
     spec = storage(file_backend(tmp_path / "kv"))
     with engine(checkpoints[arch], kv_bytes=num_kib << 10, storage=spec, shares_extents=shares_extents) as client:
-        found = [client.generate([p])[0] for p in (*PROMPTS, prompt(400, 3), *PROMPTS)]
+        found = [client.generate([p])[0] for p in (*PROMPTS, prompt(400, 3))]
+        wait_until_stored(client)
+        found += [client.generate([p])[0] for p in PROMPTS]
         stats = client.wait_for_rest()
     assert tokens(found[:2]) == tokens(found[3:])
     assert [answer.cached_tokens for answer in found[3:]] == [(len(p) - 1) // BLOCK * BLOCK for p in PROMPTS]
@@ -208,6 +210,24 @@ def test_a_prompt_that_is_given_up_while_it_loads_leaves_nothing(checkpoint: Pat
         assert stats.tier.num_loading == 0
         client.add(PROMPTS[1])
         client.generate([[8, 9]], max_tokens=2)
+
+
+@pytest.mark.parametrize(("policy", "is_read"), [("timeout", False), ("wait_complete", True)])
+def test_what_is_computed_sooner_is_read_only_by_who_waits_for_all(
+    checkpoints: dict[str, Path], tmp_path: Path, policy: str, is_read: bool
+) -> None:
+    """Once both are measured: seconds for each load here, and far less for computing."""
+    file = file_backend(tmp_path / "kv")
+    answers(checkpoints["llama"], PROMPTS, storage=storage(file))
+    slow = {"backend": "fault", "inner": file, "delay": 1.0, "delay_time": "5s"}
+    spec = storage(slow, prefetch_policy=policy, prefetch_timeout_base_s=60.0)
+    with engine(checkpoints["llama"], storage=spec) as client:
+        client.generate([prompt(300, seed) for seed in range(3, 9)])
+        found = [client.generate([p])[0] for p in PROMPTS]
+        stats = client.wait_for_rest()
+    assert [answer.cached_tokens for answer in found] == [288, 256 if is_read else 0]
+    assert stats.tier is not None
+    assert stats.tier.loads_declined_total == (0 if is_read else 1)
 
 
 def test_short_prompts_are_not_asked_for(checkpoints: dict[str, Path], tmp_path: Path) -> None:
