@@ -75,7 +75,9 @@ def traffic() -> list[Arrival]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 300, 40)
     return [
-        Arrival(0.0, int(length), int(rng.integers(2, 100)), (int(rng.integers(3, 9)), 10 + i, 50 + i), block_tokens=100)
+        Arrival(
+            0.0, int(length), int(rng.integers(2, 100)), (int(rng.integers(3, 9)), 10 + i, 50 + i), block_tokens=100
+        )
         for i, length in enumerate(lengths)
     ]
 
