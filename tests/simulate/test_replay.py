@@ -84,7 +84,7 @@ def traffic() -> list[Arrival]:
 
 @pytest.mark.parametrize(("options", "preempts"), [(BY_TIMES, False), (IN_TURN, True)], ids=["by times", "in turn"])
 def test_recorded_steps_give_the_same_plans(tmp_path: Path, options: dict[str, Any], preempts: bool) -> None:
-    """What is decided by times may preempt nobody on a slow machine; in turn, the memory never suffices."""
+    """A slow machine may preempt nobody where times decide; in turn, the memory never suffices."""
     make_checkpoint(tmp_path, "llama")
     arrivals = traffic()
     engine = RecordedEngine(tmp_path, ModelRunner, **(OPTIONS | options))
