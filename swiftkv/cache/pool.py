@@ -56,17 +56,27 @@ class Pool:
     def prefault(self) -> threading.Thread:
         """Have the kernel back the pool with memory from the start of it on, in a thread of low priority.
 
-        Without huge pages a first write to 256 MiB costs a prefill up to a second; serving need not wait for this.
+        Without huge pages a first write to 256 MiB costs a prefill up to a second; serving need not wait for this. The
+        thread ends with the pool, and before the interpreter does: one that still holds a tensor then aborts the process.
         """
-        thread = threading.Thread(target=_prefault, args=(self.tensor,), name="prefault", daemon=True)
+        is_over = threading.Event()
+        thread = threading.Thread(target=_prefault, args=(self.tensor, is_over), name="prefault", daemon=True)
         thread.start()
+        weakref.finalize(self, _end_prefault, thread, is_over)
         return thread
 
 
-def _prefault(tensor: torch.Tensor) -> None:
+def _end_prefault(thread: threading.Thread, is_over: threading.Event) -> None:
+    is_over.set()
+    thread.join()
+
+
+def _prefault(tensor: torch.Tensor, is_over: threading.Event) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # on Linux: of this thread alone
     madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL meanwhile
     for offset in range(0, tensor.numel(), _PREFAULT_SLICE_BYTES):
+        if is_over.is_set():
+            return
         length = min(_PREFAULT_SLICE_BYTES, tensor.numel() - offset)
         address = ctypes.c_void_p(tensor.data_ptr() + offset)
         if madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:

@@ -56,6 +56,14 @@ def test_prefaulting_changes_no_byte() -> None:
     assert blocks_on_file >= pool.nbytes
 
 
+def test_prefaulting_ends_with_the_pool() -> None:
+    """Else the thread may let go of the tensor while the interpreter ends, which aborts the process."""
+    pool = Pool([(FULL, (1 << 30) // FULL.block_bytes)])
+    thread = pool.prefault()
+    del pool
+    assert not thread.is_alive()
+
+
 def test_the_memory_goes_with_the_last_user() -> None:
     pool = Pool([(FULL, 1)])
     fd = pool.fd
