@@ -57,7 +57,7 @@ class Pool:
         """Have the kernel back the pool with memory from the start of it on, in a thread of low priority.
 
         Without huge pages a first write to 256 MiB costs a prefill up to a second; serving need not wait for this. The
-        thread ends with the pool, and before the interpreter does: one that still holds a tensor then aborts the process.
+        thread ends with the pool, and before the interpreter does: later it would abort the process with its tensor.
         """
         is_over = threading.Event()
         thread = threading.Thread(target=_prefault, args=(self.tensor, is_over), name="prefault", daemon=True)
