@@ -188,9 +188,9 @@ class Engine:
         plan = self._scheduler.schedule(now_s)
         if plan is None and not self._launched:
             return False
-        if now_s >= self._stats_due_s:
-            self._send_stats()
         if plan is not None:
+            if now_s >= self._stats_due_s:
+                self._send_stats()
             with self._turns:
                 self._launch(plan)
         self._finish_steps(keep=1 if plan is not None and self._config.async_scheduling else 0)
