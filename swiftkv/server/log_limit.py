@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _LOGGERS = ("uvicorn.error", "asyncio")
@@ -18,9 +19,10 @@ class _Message:
 class LogLimit(logging.Filter):
     """Let each kind of message through once in an interval, with the number of those that were left out."""
 
-    def __init__(self, interval_s: float = 10.0) -> None:
+    def __init__(self, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._interval_s = interval_s
+        self._clock = clock
         self._messages: dict[tuple[object, ...], _Message] = {}
 
     def install(self) -> None:
@@ -29,7 +31,7 @@ class LogLimit(logging.Filter):
             logging.getLogger(name).addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now_s = time.monotonic()
+        now_s = self._clock()
         message = self._messages.setdefault(_kind(record), _Message(now_s))
         if now_s < message.next_s:
             message.num_left_out += 1
