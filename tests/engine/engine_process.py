@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -93,6 +96,11 @@ class EngineClient:
     def check_runs(self) -> None:
         """Raise if the engine has ended."""
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Have the engine wait while messages are sent, so that no step comes between them."""
+        yield
+
     def close(self) -> None:
         self._context.destroy(linger=0)
         self._directory.cleanup()
@@ -138,7 +146,9 @@ class EngineClient:
         return [self.answers[request_id] for request_id in wanted]
 
     def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Answer]:
-        return self.wait([self.add(prompt, **sampling) for prompt in prompts])
+        with self.at_once():
+            request_ids = [self.add(prompt, **sampling) for prompt in prompts]
+        return self.wait(request_ids)
 
     def wait_for_rest(self) -> EngineStats:
         """Receive until the engine says that it has nothing to do, and return its statistics."""
@@ -212,6 +222,15 @@ class EngineProcess(EngineClient):
             self.send(Shutdown())
             assert self.process.wait(TIMEOUT_S) == 0
         self.close()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def check_runs(self) -> None:
         assert self.process.poll() is None, f"the engine ended with code {self.process.returncode}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,11 +14,21 @@ import torch
 import zmq
 
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.messages import Shutdown
+from swiftkv.engine.messages import Shutdown, ToEngine
 from swiftkv.engine.runner import ModelRunner
 from tests.engine.engine_process import TIMEOUT_S, EngineClient
 
 Runner = TypeVar("Runner", bound=ModelRunner)
+
+
+class PatientEngine(Engine):
+    """An engine that reads no message while the test holds a lock."""
+
+    may_read: threading.Lock
+
+    def _receive(self) -> list[ToEngine]:
+        with self.may_read:
+            return super()._receive()
 
 
 class EngineThread(EngineClient, Generic[Runner]):
@@ -28,6 +39,12 @@ class EngineThread(EngineClient, Generic[Runner]):
         with torch.inference_mode():
             self.runner = runner(self.config)
         self._ended: Future[None]
+        self._may_read = threading.Lock()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        with self._may_read:
+            yield
 
     def check_runs(self) -> None:
         if self._ended.done():
@@ -56,7 +73,8 @@ class EngineThread(EngineClient, Generic[Runner]):
         outputs.connect(self.config.outputs_address)
         try:
             with torch.inference_mode():
-                engine = Engine(self.config, self.runner, requests, outputs, context)
+                engine = PatientEngine(self.config, self.runner, requests, outputs, context)
+                engine.may_read = self._may_read
                 self.prepare(engine)
                 engine.run()
         finally:

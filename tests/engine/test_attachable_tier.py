@@ -17,6 +17,8 @@ from swiftkv.tier.messages import TierSpec, TierStats
 from tests.engine.engine_process import Answer
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
+from tests.support.node_process import wait_for
+from tests.support.storage import MemoryMedium
 
 BLOCK = 16
 PROMPT_TOKENS = 300
@@ -51,6 +53,19 @@ def engine(checkpoint: Path) -> Iterator[EngineThread[ModelRunner]]:
 
 def file_storage(directory: Path) -> dict[str, Any]:
     return {"backend": "file", "path": str(directory), "size": 1 << 30, "min_free": 0}
+
+
+class LateMedium(MemoryMedium):
+    """A medium that is opened once a file is there."""
+
+    def __init__(self, may_open: str) -> None:
+        super().__init__(may_open)
+        wait_for("the file that lets it open", Path(may_open).exists)
+
+
+def storage_that_opens_late(may_open: Path) -> dict[str, Any]:
+    options = {"may_open": str(may_open)}
+    return {"backend": "dynamic", "module_path": __name__, "class_name": "LateMedium", "options": options}
 
 
 def attach(client: EngineThread[ModelRunner], backend: dict[str, Any]) -> None:
@@ -165,9 +180,11 @@ def test_changes_that_cannot_be_made_are_refused_and_change_nothing(checkpoint: 
         why_not = outcome(client)
         assert why_not is not None
         assert why_not.startswith("tiers.storage.path: ")
+        attach(client, storage_that_opens_late(tmp_path / "may open"))
         attach(client, file_storage(tmp_path / "kv"))
-        attach(client, file_storage(tmp_path / "kv"))
-        assert [outcome(client), outcome(client)] == ["storage is just being attached or detached", None]
+        assert outcome(client) == "storage is just being attached or detached"
+        (tmp_path / "may open").touch()
+        assert outcome(client) is None
         attach(client, file_storage(tmp_path / "kv"))
         assert outcome(client) == "storage is attached; detach it first"
-        assert tier(client).backend == "file"
+        assert tier(client).backend == "dynamic"

@@ -34,7 +34,9 @@ ASKED: list[dict[str, Any]] = [
 def ask(engine: EngineProcess | EngineThread[ModelRunner]) -> list[Answer]:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 320, n).tolist() for n in (5, 90, 33, 17, 2, 48, 11)]
-    return engine.wait([engine.add(prompt, **asked) for prompt, asked in zip(prompts, ASKED, strict=True)])
+    with engine.at_once():
+        request_ids = [engine.add(prompt, **asked) for prompt, asked in zip(prompts, ASKED, strict=True)]
+    return engine.wait(request_ids)
 
 
 class Drafting:

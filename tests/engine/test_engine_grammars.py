@@ -206,7 +206,9 @@ def test_preempted_answers_go_on_where_their_grammars_were(checkpoint: Path, eng
     block_bytes = engine.config.memory.num_bytes // engine.ready.num_blocks  # type: ignore[union-attr]
     options = {**OPTIONS, "max_model_len": 192, "kv_bytes": 14 * block_bytes}
     with EngineProcess(checkpoint, async_scheduling=engine.config.async_scheduling, **options) as crowded:
-        answers = crowded.wait([crowded.add(PROMPT * 6, **each) for each in asked])
+        with crowded.at_once():
+            request_ids = [crowded.add(PROMPT * 6, **each) for each in asked]
+        answers = crowded.wait(request_ids)
         assert crowded.wait_for_rest().num_preemptions_total > 0
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
 

@@ -181,11 +181,9 @@ def test_a_lender_that_stays_stopped_is_given_up_and_attached_anew(tmp_path: Pat
             lender.be_attached(identity_of(process), paths[0])
             lender.say(Offer, [*range(each)], [1] * each)
             lender.receive(Accept)
-            request = engine.add([3] * (NUM_BLOCKS + 2) * BLOCK_SIZE, max_tokens=5 * BLOCK_SIZE)  # more than the pool
-            while not engine.answers[request].token_ids:
-                engine.take_one()
             process.process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.process.pid, os.WSTOPPED)
+            request = engine.add([3] * (NUM_BLOCKS + 2) * BLOCK_SIZE, max_tokens=5 * BLOCK_SIZE)  # more than the pool
             lender.receive(Detached)
             engine.wait([request])  # nobody else lends: there is no room for it any more
             error = engine.answers[request].error

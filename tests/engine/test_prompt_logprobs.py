@@ -179,8 +179,9 @@ def test_a_prompt_that_is_preempted_half_way(checkpoint: Checkpoint) -> None:
         max_num_batched_tokens=decoding + 4,
         async_scheduling=True,
     ) as engine:
-        others = [engine.add([3 + i], max_tokens=2 * BLOCK_SIZE + 8) for i in range(decoding)]
-        request = engine.add(PROMPT, **ASKED)
+        with engine.at_once():
+            others = [engine.add([3 + i], max_tokens=2 * BLOCK_SIZE + 8) for i in range(decoding)]
+            request = engine.add(PROMPT, **ASKED)
         answer = engine.wait([*others, request])[-1]
         stats = engine.wait_for_rest()
     assert stats.num_preemptions_total > 0

@@ -80,9 +80,10 @@ def turns_of_conversations(engine: EngineClient) -> list[list[int]]:
     conversations = [text(length) for length in (15, 32, 49)]
     answers = []
     for _ in range(3):
-        crowd = [engine.add(text(length), max_tokens=20 + length % 7) for length in (1, 16, 31, 33)]
-        turns = [engine.add(prompt, max_tokens=27 + 8 * i) for i, prompt in enumerate(conversations)]
-        crowd += [engine.add(text(length), max_tokens=4) for length in (290, 310)]
+        with engine.at_once():
+            crowd = [engine.add(text(length), max_tokens=20 + length % 7) for length in (1, 16, 31, 33)]
+            turns = [engine.add(prompt, max_tokens=27 + 8 * i) for i, prompt in enumerate(conversations)]
+            crowd += [engine.add(text(length), max_tokens=4) for length in (290, 310)]
         said = [answer.token_ids for answer in engine.wait([*turns, *crowd])]
         conversations = [[*prompt, *said[i], *text(5)] for i, prompt in enumerate(conversations)]
         answers += said
