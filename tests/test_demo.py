@@ -13,6 +13,8 @@ import psutil
 import pytest
 import yaml
 
+from tests.support.node_process import free_ports
+
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 240
 
@@ -20,19 +22,15 @@ TIMEOUT_S = 240
 def write_config(path: Path, *models: str, **node: object) -> Path:
     """The demo's own file, or some models of it, on ports that are free now."""
     config = yaml.safe_load((ROOT / "configs/embedded.yaml").read_text())
-    config["node"] |= {"port": free_port(), **node}
     config["models"] = [model for model in config["models"] if not models or model["name"] in models]
-    for model in config["models"]:
+    node_port, *ports = free_ports(1 + len(config["models"]))
+    config["node"] |= {"port": node_port, **node}
+    for model, port in zip(config["models"], ports, strict=True):
         model["path"] = str(ROOT / "checkpoints" / model["name"])
         model["threads"] = 1
-        model["endpoint"] = {"port": free_port()}
+        model["endpoint"] = {"port": port}
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def start_demo(config: Path) -> subprocess.Popen[str]:

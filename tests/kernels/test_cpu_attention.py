@@ -31,6 +31,7 @@ MAX_LEN = 4096
 @pytest.fixture(autouse=True)
 def _two_threads_and_poisoned_outputs() -> Iterator[None]:
     before = _cpu.num_threads(), torch.get_num_threads()
+    torch.manual_seed(0)
     _cpu.set_num_threads(2)
     torch.set_num_threads(1)  # the oracle's small tensors gain nothing from more
     torch.use_deterministic_algorithms(True)  # torch.empty is full of NaN

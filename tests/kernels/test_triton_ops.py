@@ -67,6 +67,7 @@ def test_nothing_of_triton_is_imported_for_the_cpu() -> None:
 
 
 def test_a_bias_that_some_of_the_packed_layers_have() -> None:
+    torch.manual_seed(0)
     weights, bias, x = [torch.randn(3, 8), torch.randn(5, 8)], torch.randn(5), torch.randn(2, 8)
     packed = triton_ops.pack_linear(weights, [None, bias])
     expected = torch.cat([x @ weights[0].T, x @ weights[1].T + bias], dim=1)

@@ -104,7 +104,7 @@ def test_an_engine_whose_coordinator_does_not_answer_is_ended(
     node.wait_until_lent(WORKER, MASTER)
     dead, borrower = node.process.engines()[WORKER], node.process.engines()[MASTER]
     (defects / WORKER).touch()
-    wait_for("it to be seen", lambda: node.process.ready()[WORKER] == "not responding")
+    wait_for("it to be seen", lambda: node.process.ready()[WORKER] != "ready")
     node.process.wait_line(rf"{WORKER}: the engine did not answer about lending for \d+ s and was ended; starting it")
     (defects / WORKER).unlink()
     wait_until_back(node, WORKER, dead)

@@ -25,6 +25,7 @@ from tests.support.completions import complete, streaming
 from tests.support.node_process import (
     DEADLINE_S,
     NodeProcess,
+    free_ports,
     remove,
     short_temporary_directory,
     small_models,
@@ -196,12 +197,6 @@ def test_a_defect_in_a_supervisor_stops_the_node_loudly(checkpoint: Path, tmp_pa
         node.assert_nothing_left()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
-
-
 @contextmanager
 def output_that_goes_nowhere(kind: str) -> Iterator[int | None]:
     """A file descriptor to write to, or `None` for none at all."""
@@ -240,7 +235,7 @@ def output_that_goes_nowhere(kind: str) -> Iterator[int | None]:
 )
 def test_output_that_goes_nowhere_holds_nobody_up(kind: str, checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
     file = tmp_path / "node.yaml"
-    port = free_port()
+    [port] = free_ports(1)
     file.write_text(yaml.safe_dump(config(checkpoint, "only", port=port)))
     arguments = ["-m", "swiftkv.cli", "serve", str(file)]
     environment = {**os.environ, "TMPDIR": str(temporary)}

@@ -15,7 +15,8 @@ from tests.support.mooncake_store import mooncake_store
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
 
 pytestmark = pytest.mark.slow
-FILE = {"backend": "file", "path": "kv", "size": "64MiB", "min_free": 0, "prefetch_threshold": 64}
+FILE = {"backend": "file", "path": "kv", "size": "64MiB", "min_free": 0}
+FILE |= {"prefetch_threshold": 64, "prefetch_policy": "wait_complete"}
 
 
 def node_of(directory: Path, temporary: Path, tiers: dict[str, Any] | None = None) -> NodeProcess:

@@ -37,7 +37,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     shape = {"tokenizer": True, "max_position_embeddings": 2048}
     make_checkpoint(directory / "dense", "llama", **shape)
     make_checkpoint(directory / "hybrid", "gemma3", **shape)
-    storage = {"backend": "file", "path": "kv", "size": "64MiB", "min_free": 0, "prefetch_threshold": 64}
+    storage = {"backend": "file", "path": "kv", "size": "64MiB", "min_free": 0}
+    storage |= {"prefetch_threshold": 64, "prefetch_policy": "wait_complete"}
     models = [
         model(f"{kind}{suffix}", directory / kind, **options)
         for kind in ("dense", "hybrid")

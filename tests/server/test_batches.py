@@ -310,7 +310,7 @@ def test_a_batch_expires(slow: Gateway) -> None:
 def test_lines_run_again_when_their_engine_died(slow: Gateway) -> None:
     client, engine = slow.openai(), slow.engines["chat"]
     created = create(client, jsonl([completion(max_tokens=1 + 3 * i) for i in range(40)]))
-    wait_until(lambda: 0 < client.batches.retrieve(created.id).request_counts.completed < 20)  # type: ignore[union-attr]
+    wait_until(lambda: client.batches.retrieve(created.id).request_counts.completed > 0)  # type: ignore[union-attr]
     engine.stop()
     slow.call(lambda: slow.clients["chat"].engine_down("was killed by SIGKILL", retry_after_s=0.1))
     assert client.batches.retrieve(created.id).status == "in_progress"

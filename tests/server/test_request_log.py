@@ -35,9 +35,11 @@ class LoggedGateway:
 
 @pytest.fixture
 def logged(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[LoggedGateway]:
+    """A step takes 5 ms."""
     path = tmp_path / "requests.jsonl"
     log = RequestLog(path)
-    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(api_key="key", request_log=log))
+    settings = ServerSettings(api_key="key", request_log=log)
+    gateway, stop = start_gateway(tmp_path, tokenizer, step_ms=5, settings=settings)
     gateway.api_key = "key"
     yield LoggedGateway(gateway, log, path)
     stop()

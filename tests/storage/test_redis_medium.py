@@ -103,8 +103,8 @@ def test_a_server_that_is_gone_opens_the_breaker(server: RedisServer) -> None:
 
 
 def test_a_server_that_hangs_is_late(server: RedisServer) -> None:
-    with opened(options(server, timeout="100ms")) as backend:
-        put(backend, KEYS)
+    with opened(options(server, timeout="1s")) as backend:
+        assert set(put(backend, KEYS)) == {Status.OK}
         server.process.send_signal(signal.SIGSTOP)
         try:
             assert set(check_got(backend, KEYS)) == {Status.LATE}

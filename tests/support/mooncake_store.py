@@ -9,14 +9,14 @@ import socket
 import stat
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 
-from tests.support.node_process import wait_for
+from tests.support.node_process import free_ports, wait_for
 
 HOST = "127.0.0.1"
 SEGMENT_BYTES = 64 << 20
@@ -28,7 +28,7 @@ class MooncakeStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._ports = _free_ports(3)
+        self._ports = free_ports(3)
         self.address = f"{HOST}:{self._ports[0]}"
         self.master = self._start_master()
         self._donor: subprocess.Popen[bytes] | None = None
@@ -108,11 +108,3 @@ def _program(name: str) -> str:
 def _answers(port: int) -> bool:
     with closing(socket.socket()) as caller:
         return caller.connect_ex((HOST, port)) == 0
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for listening in sockets:
-            listening.bind((HOST, 0))
-        return [listening.getsockname()[1] for listening in sockets]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -154,6 +156,19 @@ def small_models(checkpoint: Path, *names: str) -> list[dict[str, Any]]:
         {"name": name, "path": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache": {"memory": "64MiB"}}
         for name in names
     ]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports on the loopback interface that nobody has, and that the system gives to nobody by itself.
+
+    One that it gave for a moment may be a client's before a test uses it.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(10_000, 16_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return list(found)
 
 
 def short_temporary_directory() -> Path:

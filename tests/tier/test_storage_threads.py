@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.storage.breaker import Breaker, GuardedMedium
+from swiftkv.storage.envelope import SealedBackend
 from swiftkv.storage.levels import Level, Levels
 from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
@@ -20,6 +22,7 @@ from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
 from swiftkv.tier.storage_thread import StorageThread
 from swiftkv.tier.writer import Writer
+from tests.support.storage import MemoryMedium
 
 GROUP = KVGroup((0,), num_kv_heads=1, head_dim=32, dtype="float32", block_size=16)  # blocks of 4 KiB
 KEYS = ObjectKeys([GROUP], "weights", "cpu")
@@ -46,6 +49,22 @@ def open_file(directory: Path, **fault: Any) -> StorageBackend:
     if fault:
         options = {"backend": "fault", "inner": options, **fault}
     return open_backend(parse_storage(options, "storage", directory), KEYS.fingerprint)
+
+
+class GatedMedium(MemoryMedium):
+    """A medium in which nothing is found before the test lets it look."""
+
+    def __init__(self) -> None:
+        super().__init__(name=str(id(self)))
+        self.may_look = threading.Event()
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        assert self.may_look.wait(TIMEOUT_S)
+        return super().exists(keys, deadline_s)
+
+
+def sealed(medium: MemoryMedium) -> StorageBackend:
+    return SealedBackend(GuardedMedium(medium, Breaker()), KEYS.fingerprint)
 
 
 class Owner:
@@ -178,20 +197,23 @@ def test_behind_a_block_that_is_not_there_nothing_is_read(backend: StorageBacken
     loader.close()
 
 
-def test_a_long_load_does_not_hold_up_a_short_one(backend: StorageBackend, tmp_path: Path) -> None:
-    write(backend, *range(250))
+def test_a_long_load_does_not_hold_up_a_short_one() -> None:
+    medium = GatedMedium()
+    stored = sealed(medium)
+    write(stored, *range(250))
     owner = Owner()
-    slow = open_file(tmp_path, delay=1.0, delay_time="100ms")
-    loader = Loader(below(slow), KEYS, owner.wake)
+    loader = Loader(below(stored), KEYS, owner.wake)
+    loader.submit(search_for(1))  # it keeps the thread until both loads are there
     long, _ = load_of(*range(250))
     short, _ = load_of(1)
     loader.submit(long)
     loader.submit(short)
+    medium.may_look.set()
     parts = wait_for_parts(loader, owner, long, short)
     order = [part.load for part in parts]
     assert order.index(short) < len(order) - 1
     loader.close()
-    slow.close()
+    loader.join(TIMEOUT_S)
 
 
 def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:

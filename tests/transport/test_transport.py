@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -236,8 +237,9 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_copy(
     kind: TransportKind, pair: tuple[torch.Tensor, Transport, Lender]
 ) -> None:
     _, transport, lender = pair
+    transport.wait(transport.submit(runs((0, 0, 0, 100, 1)), None, 0))
+    stop(lender)  # so that two-sided copies are in the middle of their way for as long as it takes
     tickets = [transport.submit(runs((0, 0, 0, 100, 1)), None, i % LAYERS) for i in range(400)]
-    transport.wait(tickets[0])
     lender.kill()
     if kind == "p2p":
         with pytest.raises(TransferError):
@@ -269,9 +271,14 @@ def test_the_link_that_failed_is_named_and_the_others_go_on(kind: TransportKind,
         transport.close()
 
 
+def stop(lender: Lender) -> None:
+    lender.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, lender.process.pid, os.WSTOPPED)
+
+
 def test_a_peer_that_is_stopped(kind: TransportKind, pair: tuple[torch.Tensor, Transport, Lender]) -> None:
     pool, transport, lender = pair
-    lender.process.send_signal(signal.SIGSTOP)
+    stop(lender)
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(round_trip(pool, transport, 1)))
     thread.start()
@@ -286,7 +293,7 @@ def test_closing_does_not_wait_for_a_peer_that_is_stopped(
     kind: TransportKind, pair: tuple[torch.Tensor, Transport, Lender]
 ) -> None:
     _, transport, lender = pair
-    lender.process.send_signal(signal.SIGSTOP)
+    stop(lender)
     transport.submit(runs((0, 0, 0, 8, 1)), None, 0)
     transport.close()
 
