@@ -250,6 +250,12 @@ class StepPlan:
     def new_cached_tokens(self) -> Int32Array:
         """[A] how many of their prompt tokens were found in the prefix cache"""
     @property
+    def new_borrowed_starts(self) -> Int32Array:
+        """[A+1] rows of `new_borrowed_blocks` that belong to each"""
+    @property
+    def new_borrowed_blocks(self) -> Int32Array:
+        """Numbers of a prompt's blocks, from 0 and rising, that were found in borrowed memory"""
+    @property
     def new_arrivals_s(self) -> Float64Array:
         """[A] when they arrived, by the clock of `schedule`"""
     @property

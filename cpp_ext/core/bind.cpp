@@ -129,6 +129,8 @@ void bind_plan(nb::module_& m) {
     plan.def_ro("num_prompt_tokens_in_step", &StepPlan::num_prompt_tokens);
     def_array(plan, "new_request_ids", &StepPlan::new_request_ids);
     def_array(plan, "new_cached_tokens", &StepPlan::new_cached_tokens);
+    def_array(plan, "new_borrowed_starts", &StepPlan::new_borrowed_starts);
+    def_array(plan, "new_borrowed_blocks", &StepPlan::new_borrowed_blocks);
     def_array(plan, "new_arrivals_s", &StepPlan::new_arrivals_s);
     def_array(plan, "preempted_request_ids", &StepPlan::preempted_request_ids);
 

@@ -138,12 +138,13 @@ int KvCache::first_of_match(int g, int length) const {
     return groups_[g].spec.window == 0 ? 0 : std::max(0, length - groups_[g].num_tail);
 }
 
-int KvCache::count_borrowed(const BlockTable& table) const {
-    int count = 0;
-    for (size_t i = 0; i < table.groups[0].entries.size(); ++i)
-        count += std::any_of(table.groups.begin(), table.groups.end(),
-                             [&](const BlockTable::Group& held) { return is_staged(held.entries[i]); });
-    return count;
+std::vector<int32_t> KvCache::borrowed_blocks(const BlockTable& table) const {
+    std::vector<int32_t> blocks;
+    for (int32_t i = 0; i < std::ssize(table.groups[0].entries); ++i)
+        if (std::any_of(table.groups.begin(), table.groups.end(),
+                        [&](const BlockTable::Group& held) { return is_staged(held.entries[i]); }))
+            blocks.push_back(i);
+    return blocks;
 }
 
 bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare) {

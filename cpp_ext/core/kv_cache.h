@@ -103,8 +103,8 @@ class KvCache {
     int count_known(std::span<const BlockKey> keys, int before) const;
     // Whether such a prefix has blocks that are loading: who wants it waits until they are there.
     bool is_loading(std::span<const BlockKey> keys) const;
-    // Blocks' worth of tokens of which some group's block is borrowed.
-    int count_borrowed(const BlockTable& table) const;
+    // Returns the numbers of a table's blocks of which some group's is borrowed, rising.
+    std::vector<int32_t> borrowed_blocks(const BlockTable& table) const;
     // Adds blocks so that tokens up to `chunk_end` can be written, in full-attention groups up to `prompt_end`, and
     // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before
     // borrowed ones, and moves cached blocks out of their way.

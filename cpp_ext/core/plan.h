@@ -49,6 +49,8 @@ struct StepPlan {
     StepWork work;
     std::vector<RequestId> new_request_ids;        // [A] admitted for the first time
     std::vector<int32_t> new_cached_tokens;        // [A] of them, prompt tokens found in the cache
+    std::vector<int32_t> new_borrowed_starts;      // [A+1] rows of the next that belong to each
+    std::vector<int32_t> new_borrowed_blocks;      // numbers of a prompt's blocks that were found in borrowed memory
     std::vector<double> new_arrivals_s;            // [A] when they arrived
     std::vector<RequestId> preempted_request_ids;  // [P]
     int num_stream_buffers = 0;                    // 0: nothing is streamed in this step

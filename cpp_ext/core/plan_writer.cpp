@@ -15,7 +15,11 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
     plan->block_tables.assign(1, std::vector<std::vector<int32_t>>(cache_.num_groups()));
     plan->table_starts.assign(cache_.num_groups(), {0});
     for (const StepRow& row : rows) write_row(*plan, row);
+    plan->new_borrowed_starts.push_back(0);
     for (const Request* r : admitted) {
+        std::vector<int32_t>& borrowed = plan->new_borrowed_blocks;
+        borrowed.insert(borrowed.end(), r->borrowed_hits.begin(), r->borrowed_hits.end());
+        plan->new_borrowed_starts.push_back(static_cast<int32_t>(borrowed.size()));
         plan->new_request_ids.push_back(r->id);
         plan->new_cached_tokens.push_back(r->num_cached);
         plan->new_arrivals_s.push_back(r->arrival_s);

@@ -136,7 +136,7 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
     for (const Request* r : step.admitted()) {
         prefix_query_tokens_total_ += r->prompt_len;
         prefix_hit_tokens_total_ += r->num_cached;
-        borrowed_hit_tokens_total_ += r->num_cached_borrowed;
+        borrowed_hit_tokens_total_ += std::ssize(r->borrowed_hits) * limits_.block_size;
         window_missed_tokens_total_ += r->num_window_missed;
     }
     for (StepRow& row : step.rows()) {

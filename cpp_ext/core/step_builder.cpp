@@ -124,7 +124,8 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         r.num_shared_blocks = found.num_known < max_match ? found.num_known : 0;
         ++num_matches_;
     }
-    const int borrowed_hits = cache_.can_borrow() ? cache_.count_borrowed(r.table) : 0;
+    std::vector<int32_t> borrowed_hits;
+    if (cache_.can_borrow()) borrowed_hits = cache_.borrowed_blocks(r.table);
     const int spare = policy_.spare_blocks(roster_.running());
     int n = 0;
     // The whole prompt must fit, whatever part of it this step computes.
@@ -141,7 +142,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         refusal_.note(r, num_running, token_budget, short_group);
         return false;
     }
-    if (borrowed_hits > 0) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
+    if (!borrowed_hits.empty()) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
     roster_.start(r);
     refusal_.forget();
     const int num_found = r.table.num_committed;
@@ -150,7 +151,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     if (!r.was_admitted) {
         r.was_admitted = true;
         r.num_cached = r.num_computed;
-        r.num_cached_borrowed = borrowed_hits * block_size;
+        r.borrowed_hits = std::move(borrowed_hits);
         r.num_window_missed = (found.num_known - found.length) * block_size;
         shares_.charge_prompt(r.flow, r.num_remaining());
         admitted_.push_back(&r);

@@ -81,8 +81,8 @@ class AttachableTier(Tier):
     def why_less(self, request_id: int) -> LoadStop | None:
         return self._tier.why_less(request_id)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> None:
-        self._tier.admitted(request_id, cached_tokens)
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+        return self._tier.admitted(request_id, cached_tokens)
 
     def forget(self, request_id: int) -> None:
         self._tier.forget(request_id)

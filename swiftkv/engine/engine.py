@@ -21,6 +21,7 @@ from swiftkv._core import StepPlan, StepResult
 from swiftkv.engine.attachable_tier import AttachableTier
 from swiftkv.engine.cache_records import CacheRecords
 from swiftkv.engine.grammars import Grammars, PendingMasks
+from swiftkv.engine.hits import hits_elsewhere
 from swiftkv.engine.kv_events import open_kv_events
 from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs, PromptPart
@@ -32,6 +33,7 @@ from swiftkv.engine.messages import (
     FINISH_RUNNING,
     Abort,
     AddRequest,
+    Admitted,
     AttachStorage,
     CacheCommand,
     CacheReport,
@@ -462,11 +464,15 @@ class Engine:
     def _announce_admitted(self, plan: StepPlan) -> None:
         """Tell the gateway who has left the queue before the step runs, for a prefill may take seconds."""
         if len(plan.new_request_ids):
-            admitted = list(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
-            for request_id, cached_tokens in admitted:
+            admitted = []
+            borrowed = np.split(plan.new_borrowed_blocks, plan.new_borrowed_starts[1:-1])
+            found = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), borrowed, strict=True)
+            for request_id, cached_tokens, borrowed_blocks in found:
                 outcome = self._tier.why_less(request_id)
                 self._cache_records.admitted(self._requests[request_id], cached_tokens, outcome)
-                self._tier.admitted(request_id, cached_tokens)
+                loaded = self._tier.admitted(request_id, cached_tokens)
+                elsewhere = hits_elsewhere(loaded, borrowed_blocks, self._config.block_size)
+                admitted.append(Admitted(request_id, cached_tokens, elsewhere))
             self._send(StepOutput(b"", b"", b"", admitted, messages_taken=self._messages_taken))
 
     def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[bytes]] | None:

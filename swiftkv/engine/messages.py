@@ -7,7 +7,7 @@ a request is answered by `RequestError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -295,9 +295,26 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `prefix_hit_tokens_total` by where the KV lay, for all of HIT_TIERS."""
         levels = [] if self.tier is None else self.tier.levels
-        elsewhere = {"peer": self.prefix_hit_tokens_peer_total, "host": 0, "storage": 0}
-        elsewhere |= {level.tier: level.hit_tokens_total for level in levels}
-        return {"local": self.prefix_hit_tokens_total - sum(elsewhere.values()), **elsewhere}
+        elsewhere = {level.tier: level.hit_tokens_total for level in levels}
+        return _by_tier(self.prefix_hit_tokens_total, {"peer": self.prefix_hit_tokens_peer_total, **elsewhere})
+
+
+def _by_tier(num_tokens: int, elsewhere: Mapping[str, int]) -> dict[str, int]:
+    """Return tokens for all of HIT_TIERS: those that lay nowhere else are local."""
+    counts = {tier: elsewhere.get(tier, 0) for tier in HIT_TIERS}
+    return counts | {"local": num_tokens - sum(elsewhere.values())}
+
+
+class Admitted(msgspec.Struct, array_like=True, frozen=True):
+    """A request that the engine begins with, and the prompt tokens that it found in the cache; once per request."""
+
+    request_id: int
+    cached_tokens: int
+    elsewhere: dict[str, int] = {}  # of them by tier, those whose KV lay outside of the engine's own pool
+
+    def hit_tokens_by_tier(self) -> dict[str, int]:
+        """Return `cached_tokens` by where the KV lay, for all of HIT_TIERS."""
+        return _by_tier(self.cached_tokens, self.elsewhere)
 
 
 class StepTrace(msgspec.Struct, array_like=True, frozen=True):
@@ -320,7 +337,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     request_ids: bytes  # uint64
     token_ids: bytes  # int32
     finish_reasons: bytes  # uint8
-    admitted: list[tuple[int, int]] = []  # request id, prompt tokens found in the cache; once per request
+    admitted: list[Admitted] = []
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # of each token, by request id, for those that asked
     prompt_logprobs: dict[int, list[bytes]] | None = None  # with the first token: see `pack_prompt_logprobs`
     stats: EngineStats | None = None

@@ -42,8 +42,12 @@ class Tier:
     def added(self, request_id: int) -> None:
         """Note a request that the scheduler has got, and none of whose prompt is computed yet."""
 
-    def admitted(self, request_id: int, cached_tokens: int) -> None:
-        """Note with how many cached tokens a request began."""
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+        """Note with how many cached tokens a request began.
+
+        Return the tier that each block came from which was loaded for it, by the block's number in the prompt.
+        """
+        return {}
 
     def why_less(self, request_id: int) -> LoadStop | None:
         """Return why a request got less from below than there was, if it did; before `admitted`."""
@@ -122,8 +126,8 @@ class StorageTier(Tier):
     def added(self, request_id: int) -> None:
         self._loads.consider(request_id)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> None:
-        self._loads.admitted(request_id, cached_tokens)
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+        return self._loads.admitted(request_id, cached_tokens)
 
     def why_less(self, request_id: int) -> LoadStop | None:
         return self._loads.why_less.get(request_id)

@@ -107,6 +107,7 @@ class Answer(ABC):
             self.n,
             generation,
             show_cached=model.policy.shows_cached(body.cache_salt),
+            show_tiers=bool(body.return_cached_tokens_details),
             show_reasoning=model.reasoning is not None and isinstance(body, ChatBody),
         )
 

@@ -322,11 +322,11 @@ class EngineClient:
     def _on_step(self, step: StepOutput) -> None:
         now_s = time.perf_counter()
         self._outbox.taken(step.messages_taken)
-        for request_id, cached_tokens in step.admitted:
-            if sequence := self._in_flight.get(request_id):
-                sequence.admitted_s, sequence.cached_tokens = now_s, cached_tokens
-                sequence.generation.admitted.append((sequence.index, cached_tokens))
-                self.outlook.admitted(request_id, cached_tokens, now_s)
+        for admitted in step.admitted:
+            if sequence := self._in_flight.get(admitted.request_id):
+                sequence.admitted_s, sequence.cached_tokens = now_s, admitted.cached_tokens
+                sequence.generation.admitted.append((sequence.index, admitted))
+                self.outlook.admitted(admitted.request_id, admitted.cached_tokens, now_s)
                 self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
         for part in step.traces or ():
             if sequence := self._in_flight.get(part.request_id):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from swiftkv.engine.messages import AddRequest, Pooling, SamplingParams, TokenLogprobs
+from swiftkv.engine.messages import AddRequest, Admitted, Pooling, SamplingParams, TokenLogprobs
 from swiftkv.server.errors import ApiError
 from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.targets import NO_TARGETS, Targets
@@ -90,8 +90,8 @@ class SequenceOutput:
 class Generation:
     """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
 
-    ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the number of prompt
-    tokens that it found in the cache. ``finished`` grows by one for each sequence that has ended, however it did.
+    ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the prompt tokens that
+    it found in the cache. ``finished`` grows by one for each sequence that has ended, however it did.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Generation:
         """`abort` ends requests by their ids, for the reason that is given with them."""
         self.sender = sender
         self.request_ids = request_ids
-        self.admitted: list[tuple[int, int]] = []
+        self.admitted: list[tuple[int, Admitted]] = []
         self.finished: list[FinishedRequest] = []
         self._abort = abort
         self._unfinished = dict(enumerate(request_ids))

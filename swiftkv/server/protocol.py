@@ -65,6 +65,9 @@ class SamplingFields(ModelBody):
     stream: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    return_cached_tokens_details: bool | None = Field(
+        None, description="`usage` says where the KV of cached tokens lay"
+    )
 
     def shared_fields(self) -> dict[str, Any]:
         """Return the values of these fields by name, for a request of another protocol."""

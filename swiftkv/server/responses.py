@@ -35,6 +35,8 @@ from swiftkv.server.responses_api.objects import ResponseObject
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
+    cached_tokens_details: dict[str, int] | UnsetType = UNSET
+    """The cached tokens by where their KV lay, for requests that ask: local, peer, host, storage."""
 
 
 class CompletionTokensDetails(Struct):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
+from swiftkv.engine.messages import HIT_TIERS, Admitted
 from swiftkv.server.generation import Generation
 from swiftkv.server.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
@@ -19,6 +23,7 @@ class RunningUsage:
         generation: Generation,
         *,
         show_cached: bool,
+        show_tiers: bool,
         show_reasoning: bool,
     ) -> None:
         self.num_completion_tokens = 0
@@ -27,10 +32,12 @@ class RunningUsage:
         self._choices_per_prompt = choices_per_prompt
         self._generation = generation
         self._show_cached = show_cached
+        self._show_tiers = show_tiers
         self._show_reasoning = show_reasoning
         self._num_admitted = 0
-        self._cached_by_prompt: dict[int, int] = {}
+        self._admitted_of_prompt: dict[int, Admitted] = {}
         self._num_cached = 0
+        self._num_cached_by_tier: Counter[str] = Counter()
 
     def now(self) -> Usage:
         total = self._num_prompt_tokens + self.num_completion_tokens
@@ -38,6 +45,8 @@ class RunningUsage:
         if self._show_cached:
             self._take_admitted()
             usage.prompt_tokens_details = PromptTokensDetails(self._num_cached)
+            if self._show_tiers:
+                usage.prompt_tokens_details.cached_tokens_details = tiers_of(self._num_cached_by_tier)
         if self._show_reasoning:
             usage.completion_tokens_details = CompletionTokensDetails(self.num_reasoning_tokens)
         return usage
@@ -45,10 +54,22 @@ class RunningUsage:
     def _take_admitted(self) -> None:
         admitted = self._generation.admitted
         while self._num_admitted < len(admitted):
-            index, num_cached = admitted[self._num_admitted]
+            index, found = admitted[self._num_admitted]
             self._num_admitted += 1
             prompt = index // self._choices_per_prompt
-            before = self._cached_by_prompt.get(prompt)
-            if before is None or num_cached < before:
-                self._cached_by_prompt[prompt] = num_cached
-                self._num_cached += num_cached - (before or 0)
+            before = self._admitted_of_prompt.get(prompt)
+            if before is None or found.cached_tokens < before.cached_tokens:
+                self._admitted_of_prompt[prompt] = found
+                self._count(found, 1)
+                if before is not None:
+                    self._count(before, -1)
+
+    def _count(self, found: Admitted, sign: int) -> None:
+        self._num_cached += sign * found.cached_tokens
+        for tier, num_tokens in found.hit_tokens_by_tier().items():
+            self._num_cached_by_tier[tier] += sign * num_tokens
+
+
+def tiers_of(num_cached_by_tier: Mapping[str, int]) -> dict[str, int]:
+    """Return `cached_tokens_details` as answers have them, with all tiers."""
+    return {tier: num_cached_by_tier.get(tier, 0) for tier in HIT_TIERS}

@@ -56,18 +56,18 @@ class _Expected:
     num_after: int
     tiers: dict[int, str] = field(default_factory=dict)  # by index in the prompt
 
-    def hit_tokens(self, cached_tokens: int, block_size: int) -> Counter[str]:
-        """Return the tokens, by tier, that a request found beyond those that it could use before.
+    def tiers_of_hits(self, cached_tokens: int, block_size: int) -> dict[int, str]:
+        """Return the tiers of the blocks that a request found beyond those that it could use before, by index.
 
         A block of a prompt that was read in no group was here, or became it meanwhile: it counts with its neighbours.
         """
         num_cached = min(cached_tokens // block_size, self.num_after)
-        hits: Counter[str] = Counter()
+        hits: dict[int, str] = {}
         tier = next(iter(self.tiers.values()), None)
         for index in range(self.num_before, num_cached):
             tier = self.tiers.get(index, tier)
             if tier is not None:
-                hits[tier] += block_size
+                hits[index] = tier
         return hits
 
 
@@ -163,11 +163,19 @@ class Loads:
         if wait := self._waits.get(request_id):
             self._give_up(wait)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> None:
-        """Note with how many cached tokens a request began."""
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+        """Note with how many cached tokens a request began, and return the tiers of those that were loaded for it.
+
+        By index in the prompt, of blocks.
+        """
         self.why_less.pop(request_id, None)
-        if expected := self._expected.pop(request_id, None):
-            self.hit_tokens.update(expected.hit_tokens(cached_tokens, self._block_size))
+        expected = self._expected.pop(request_id, None)
+        if expected is None:
+            return {}
+        tiers = expected.tiers_of_hits(cached_tokens, self._block_size)
+        for tier, num_blocks in Counter(tiers.values()).items():
+            self.hit_tokens[tier] += num_blocks * self._block_size
+        return tiers
 
     def close(self) -> None:
         """Give up all that is being waited for."""

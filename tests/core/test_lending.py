@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
 
+from swiftkv import _core
 from swiftkv._core import GroupSpec, Link, Scheduler
 
 
@@ -263,6 +264,36 @@ def test_a_block_goes_to_the_nearest_place_that_has_room_and_else_where_the_olde
     assert where() == (2, 2)
     assert [ask(number) for number in (6, 7)] == [0, 0]  # the first two make room
     assert [ask(number) for number in (3, 2)] == [4, 0]
+    e.drain()
+
+
+def test_a_plan_names_the_cached_blocks_that_were_found_in_borrowed_memory() -> None:
+    """Blocks that move to the local pool at once are named too."""
+    setup = LendingSetup(((2, 8, 0),), (BorrowSetup(0, 8, 1),), max_num_batched_tokens=64, max_model_len=40)
+    e = LendingEngine(setup, random.Random(0))
+    e.borrow(0, 8)
+    prompts = [prompt(21, seed) for seed in range(3)]
+    for i, tokens in enumerate(prompts):
+        e.add(i, tokens, max_tokens=1)
+        e.drain()
+    keys, _, places = e.scheduler.resident_blocks()
+    place_of = {keys[32 * i : 32 * i + 32]: place for i, place in enumerate(places.tolist())}
+
+    def places_of(tokens: list[int]) -> list[int | None]:
+        """Return where each full block of a prompt lies: 0 is the local pool."""
+        key_bytes = _core.block_keys(b"", np.array(tokens, np.int32), setup.block_size)
+        return [place_of.get(key_bytes[i : i + 32]) for i in range(0, len(key_bytes), 32)]
+
+    spilled = next(tokens for tokens in prompts if any(places_of(tokens)))
+    e.add(10, spilled, max_tokens=1)
+    assert e.schedule()
+    plan = e.planned[0].plan
+    assert plan.new_request_ids.tolist() == [10]
+    assert plan.new_borrowed_blocks.tolist() == [i for i, place in enumerate(places_of(spilled)) if place]
+    assert plan.new_borrowed_starts.tolist() == [0, len(plan.new_borrowed_blocks)]
+    borrowed_tokens = len(plan.new_borrowed_blocks) * setup.block_size
+    assert e.scheduler.stats().borrowed_hit_tokens_total == borrowed_tokens
+    assert 0 < borrowed_tokens <= plan.new_cached_tokens[0]
     e.drain()
 
 

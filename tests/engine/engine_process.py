@@ -50,6 +50,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: int = 0
     cached_tokens: int | None = None
+    hit_tokens: dict[str, int] = field(default_factory=dict)  # those, by tier
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     pooled: bytes | None = None
@@ -173,9 +174,10 @@ class EngineClient:
         has_ended = any(message.finish_reasons) or bool(message.pooled)
         self.is_stale = message.stats is None and (self.is_stale or has_ended)
         self.taken.append(message.messages_taken)
-        for request_id, cached_tokens in message.admitted:
-            assert self.answers[request_id].cached_tokens is None
-            self.answers[request_id].cached_tokens = cached_tokens
+        for admitted in message.admitted:
+            answer = self.answers[admitted.request_id]
+            assert answer.cached_tokens is None
+            answer.cached_tokens, answer.hit_tokens = admitted.cached_tokens, admitted.hit_tokens_by_tier()
         arrays = (
             np.frombuffer(message.request_ids, np.uint64).tolist(),
             np.frombuffer(message.token_ids, np.int32).tolist(),

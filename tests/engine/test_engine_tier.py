@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from swiftkv.engine.runner import ModelRunner
+from swiftkv.storage.host_medium import make_host_memory
 from tests.engine.engine_process import Answer, EngineClient, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
@@ -99,6 +101,31 @@ def test_what_one_engine_wrote_the_next_one_reads(checkpoint: Path, tmp_path: Pa
     assert stats.tier.num_loading == 0
     assert not stats.tier.failures_total
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+@pytest.fixture
+def host_fd() -> Iterator[int]:
+    """The descriptor of host memory with room for everything here."""
+    fd = make_host_memory(16 << 20, 4096)
+    yield fd
+    os.close(fd)
+
+
+def test_hits_are_told_by_the_tier_that_they_came_from(checkpoint: Path, tmp_path: Path, host_fd: int) -> None:
+    """Host memory has 160 tokens, storage has those and 80 more, and the first 96 are computed before any is read."""
+    whole = prompt(300, 1)
+    file = file_backend(tmp_path / "kv")
+    answers(checkpoint, [whole[:160]], storage={**storage(file), "backend": None, "host_fd": host_fd})
+    answers(checkpoint, [whole[:240]], storage=storage(file))
+    both = {**storage(file, prefetch_threshold=128), "host_fd": host_fd}
+    with engine(checkpoint, storage=both) as client:
+        first, second, third = (client.generate([p])[0] for p in (whole[:96], whole, [*whole, 5]))
+        stats = client.wait_for_rest()
+    assert first.hit_tokens == {"local": 0, "peer": 0, "host": 0, "storage": 0}
+    assert second.hit_tokens == {"local": 96, "peer": 0, "host": 64, "storage": 80}
+    assert third.hit_tokens == {"local": 288, "peer": 0, "host": 0, "storage": 0}
+    assert [answer.cached_tokens for answer in (first, second, third)] == [0, 240, 288]
+    assert stats.hit_tokens_by_tier() == {"local": 384, "peer": 0, "host": 64, "storage": 80}
 
 
 def test_a_killed_engine_leaves_what_it_wrote(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from swiftkv.engine.messages import (
     FINISH_STOP,
     Abort,
     AddRequest,
+    Admitted,
     AttachStorage,
     CacheCommand,
     CacheReport,
@@ -72,7 +73,7 @@ class EchoEngine:
         self.push.connect(outputs_address)
         self.decoder = msgspec.msgpack.Decoder(ToEngine)
         self.sequences: dict[int, Sequence] = {}
-        self.admitted: list[tuple[int, int]] = []
+        self.admitted: list[Admitted] = []
         self.seen: list[tuple[str, list[int]]] = []
         self.taken = 0
         self.explanations: dict[int, Explanation] = {}
@@ -107,7 +108,7 @@ class EchoEngine:
                 prompt = np.frombuffer(message.prompt, "<i4").tolist()
                 self.sequences[message.request_id] = Sequence(message, prompt)
                 cached = self.cached(cache_salt, prompt)
-                self.admitted.append((message.request_id, cached))
+                self.admitted.append(Admitted(message.request_id, cached, {"host": BLOCK_SIZE} if cached else {}))
                 found = (message.request_id, len(prompt), cached)
                 self.explanations[message.request_id] = (
                     Explanation(*found, "evicted", 1.5) if cached else Explanation(*found, "never_stored")

@@ -43,7 +43,7 @@ def strict_gateway(tmp_path: Path, tokenizer: Tokenizer, request: pytest.Fixture
 def test_who_is_told_what_the_cache_held(strict_gateway: Gateway, shown: dict[str | None, bool]) -> None:
     for salt, is_shown in shown.items():
         for stream in (False, True):
-            body = {**COMPLETION, "cache_salt": salt, "stream": stream}
+            body = {**COMPLETION, "cache_salt": salt, "stream": stream, "return_cached_tokens_details": True}
             body |= {"stream_options": {"include_usage": True}} if stream else {}
             with strict_gateway.http() as http:
                 response = http.post("/v1/completions", json=body)

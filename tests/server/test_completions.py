@@ -143,6 +143,20 @@ def test_what_the_cache_held_is_reported(gateway: Gateway) -> None:
     assert last.usage.prompt_tokens_details.cached_tokens == 48
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_cached_tokens_are_told_by_tier_to_those_who_ask(gateway: Gateway, n: int) -> None:
+    """The echo engine says that the first block of what it finds was in host memory. Choices count as one prompt."""
+    prompts = [list(range(600 + 50 * n, 650 + 50 * n)), list(range(500 + 50 * n, 550 + 50 * n))]
+    asked = {"model": "chat", "prompt": prompts, "max_tokens": 1, "n": n}
+    with gateway.http() as http:
+        bodies = [asked, {**asked, "return_cached_tokens_details": True}]
+        http.post("/v1/completions", json=asked)
+        plain, told = (http.post("/v1/completions", json=body).json()["usage"] for body in bodies)
+    assert plain["prompt_tokens_details"] == {"cached_tokens": 96}
+    by_tier = {"local": 64, "peer": 0, "host": 32, "storage": 0}
+    assert told["prompt_tokens_details"] == {"cached_tokens": 96, "cached_tokens_details": by_tier}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_and_never_shows(gateway: Gateway, tokenizer: Tokenizer, stream: bool) -> None:
     arguments: Any = {"model": "chat", "prompt": TEXT, "max_tokens": 1000, "stop": ["lazy dog", "nowhere"]}

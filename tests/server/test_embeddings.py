@@ -93,7 +93,11 @@ def test_usage_tells_what_was_cached_where_it_may(embedding_gateway: Gateway, to
     prompt = [17, *LONG]
     first, second = (post(embedding_gateway, input=[prompt]).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
-    assert second["prompt_tokens_details"]["cached_tokens"] == len(prompt) // 16 * 16
+    assert second["prompt_tokens_details"] == {"cached_tokens": len(prompt) // 16 * 16}
+    third = post(embedding_gateway, input=[prompt, prompt], return_cached_tokens_details=True).json()["usage"]
+    local = 2 * (len(prompt) // 16 * 16 - 16)
+    by_tier = {"local": local, "peer": 0, "host": 32, "storage": 0}
+    assert third["prompt_tokens_details"] == {"cached_tokens": local + 32, "cached_tokens_details": by_tier}
 
 
 def test_more_texts_than_a_request_may_have_in_the_engine_at_once(embedding_gateway: Gateway) -> None:

@@ -70,6 +70,10 @@ def test_what_the_cache_held_counts_apart(gateway: Gateway) -> None:
     assert usages[0].cache_read_input_tokens < 32 < usages[1].cache_read_input_tokens
     totals = [usage.input_tokens + usage.cache_read_input_tokens for usage in usages]
     assert totals[0] == totals[1]
+    asked = {**ASKED, "messages": messages, "extra_body": {"return_cached_tokens_details": True}}
+    told = client_of(gateway).messages.create(**asked).usage.model_dump()
+    by_tier = {"local": told["cache_read_input_tokens"] - 16, "peer": 0, "host": 16, "storage": 0}
+    assert told["cached_tokens_details"] == by_tier
 
 
 def test_a_stream_joins_to_the_whole(gateway: Gateway) -> None:

@@ -77,6 +77,10 @@ def test_what_the_cache_held_is_reported(gateway: Gateway) -> None:
     usages = [gateway.openai().responses.create(**asked).usage for _ in range(2)]
     cached = [usage.input_tokens_details.cached_tokens for usage in usages if usage is not None]
     assert cached[0] < 32 < cached[1]
+    by_tier = {"local": cached[1] - 16, "peer": 0, "host": 16, "storage": 0}
+    told_usage = gateway.openai().responses.create(**asked, extra_body={"return_cached_tokens_details": True}).usage
+    assert told_usage is not None
+    assert told_usage.input_tokens_details.model_dump()["cached_tokens_details"] == by_tier
 
 
 def told(client: openai.OpenAI, asked: dict[str, Any]) -> Sequence[Any]:

@@ -72,7 +72,7 @@ class Turn:
     def body(self, model: str, history: Sequence[int]) -> dict[str, Any]:
         sampling = {"temperature": 0} if self.seed is None else {"temperature": 0.9, "top_p": 0.95, "seed": self.seed}
         prompt = [*history, *self.question]
-        fixed = {"ignore_eos": True, "return_token_ids": True}
+        fixed = {"ignore_eos": True, "return_token_ids": True, "return_cached_tokens_details": True}
         return {"model": model, "prompt": prompt, "max_tokens": self.max_tokens, **fixed, **sampling}
 
 
@@ -114,6 +114,8 @@ class LendingNode:
             response = self.complete(turn.body(model, history))
             assert response.status_code == 200, response.text
             answers.append(response.json()["choices"][0]["token_ids"])
+            cached = response.json()["usage"]["prompt_tokens_details"]
+            assert sum(cached["cached_tokens_details"].values()) == cached["cached_tokens"]
             assert len(answers[-1]) == turn.max_tokens
             history += [*turn.question, *answers[-1]]
         return answers

@@ -91,8 +91,13 @@ class MessagesAnswer(PassageAnswer):
         usage = self.usage()
         if usage.prompt_tokens_details is UNSET:
             return MessageUsage(usage.prompt_tokens, usage.completion_tokens)
-        cached = usage.prompt_tokens_details.cached_tokens
-        return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
+        cached, by_tier = usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens_details.cached_tokens_details
+        return MessageUsage(
+            usage.prompt_tokens - cached,
+            usage.completion_tokens,
+            cache_read_input_tokens=cached,
+            cached_tokens_details=by_tier,
+        )
 
 
 def _content_block(passage: Passage) -> Thinking | MessageText | ToolUseBlock:

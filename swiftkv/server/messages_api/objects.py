@@ -38,6 +38,8 @@ class MessageUsage(Struct):
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int | UnsetType = UNSET
+    cached_tokens_details: dict[str, int] | UnsetType = UNSET
+    """`cache_read_input_tokens` by where their KV lay, for requests that ask: local, peer, host, storage."""
 
 
 class MessageObject(Struct):

@@ -21,6 +21,9 @@ class PooledBody(ModelBody):
 
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    return_cached_tokens_details: bool | None = Field(
+        None, description="`usage` says where the KV of cached tokens lay"
+    )
     user: Label | None = Field(None, description="Accepted, not used")
     truncate_prompt_tokens: Annotated[None, Unsupported()] = None
     truncation_side: Annotated[None, Unsupported()] = None

@@ -9,6 +9,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 class CachedTokens(Struct):
     cached_tokens: int
+    cached_tokens_details: dict[str, int] | UnsetType = UNSET
+    """The cached tokens by where their KV lay, for requests that ask: local, peer, host, storage."""
 
 
 class PooledUsage(Struct):

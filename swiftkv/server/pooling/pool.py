@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv.engine.messages import POOLED_TOKEN, Pooling, SamplingParams
+from swiftkv.engine.messages import POOLED_TOKEN, Admitted, Pooling, SamplingParams
 from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.generation import SequenceRequest, Terms
 from swiftkv.server.models import ModelHandle
@@ -16,6 +17,7 @@ from swiftkv.server.pooling.bodies import PooledBody
 from swiftkv.server.pooling.objects import CachedTokens, PooledUsage
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.tiers import priority_in, tier_of
+from swiftkv.server.usage import tiers_of
 
 _NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=[POOLED_TOKEN], ignore_eos=True)
 
@@ -26,12 +28,15 @@ class Pooled:
 
     rows: npt.NDArray[np.float32]  # [num_prompts, width]
     num_tokens: int
-    num_cached: int
+    cached: Sequence[Admitted]
 
     def usage(self, model: ModelHandle, body: PooledBody) -> PooledUsage:
         usage = PooledUsage(self.num_tokens, self.num_tokens)
         if model.policy.shows_cached(body.cache_salt):
-            usage.prompt_tokens_details = CachedTokens(self.num_cached)
+            usage.prompt_tokens_details = CachedTokens(sum(found.cached_tokens for found in self.cached))
+            if body.return_cached_tokens_details:
+                by_tier = sum((Counter(found.hit_tokens_by_tier()) for found in self.cached), Counter[str]())
+                usage.prompt_tokens_details.cached_tokens_details = tiers_of(by_tier)
         return usage
 
 
@@ -44,7 +49,7 @@ async def pool(
         ApiError: 503 if the engine is down, 429 if too much is in flight, or what the engine refuses a prompt with.
     """
     rows: list[bytes] = [b""] * len(prompts)
-    num_cached = 0
+    cached: list[Admitted] = []
     finished: list[FinishedRequest] = []
     record.finished = finished
     sender = model.policy.sender
@@ -68,9 +73,9 @@ async def pool(
                         rows[start + output.index] = output.pooled
         finally:
             finished += generation.finished
-        num_cached += sum(cached for _, cached in generation.admitted)
+        cached += (found for _, found in generation.admitted)
     numbers = np.frombuffer(b"".join(rows), "<f4").reshape(len(prompts), -1)
-    return Pooled(numbers, sum(map(len, prompts)) // 4, num_cached)
+    return Pooled(numbers, sum(map(len, prompts)) // 4, cached)
 
 
 def unit_length(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.server.answer import Prompt
 from swiftkv.server.choices import Choice, Delta
@@ -26,6 +26,7 @@ from swiftkv.server.passages import (
     content,
 )
 from swiftkv.server.protocol import ChatBody
+from swiftkv.server.responses import PromptTokensDetails
 from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.responses_api.objects import (
     ArgumentsDelta,
@@ -201,11 +202,17 @@ class ResponsesAnswer(PassageAnswer):
         details, of_output = usage.prompt_tokens_details, usage.completion_tokens_details
         return ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(0 if details is msgspec.UNSET else details.cached_tokens),
+            _input_details(details),
             usage.completion_tokens,
             OutputTokensDetails(0 if of_output is msgspec.UNSET else of_output.reasoning_tokens),
             usage.total_tokens,
         )
+
+
+def _input_details(details: PromptTokensDetails | UnsetType) -> InputTokensDetails:
+    if details is UNSET:
+        return InputTokensDetails(0)
+    return InputTokensDetails(details.cached_tokens, cached_tokens_details=details.cached_tokens_details)
 
 
 def _status_of(passage: Passage) -> Status:

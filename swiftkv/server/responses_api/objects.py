@@ -54,6 +54,8 @@ OutputItem = ReasoningOutput | OutputMessage | FunctionCallItem
 class InputTokensDetails(Struct):
     cached_tokens: int
     cache_write_tokens: int = 0
+    cached_tokens_details: dict[str, int] | UnsetType = UNSET
+    """The cached tokens by where their KV lay, for requests that ask: local, peer, host, storage."""
 
 
 class OutputTokensDetails(Struct):
