@@ -12,7 +12,7 @@ from typing import ClassVar
 from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
-from swiftkv.server.choices import Choice, Delta, chat_logprobs, completion_logprobs, prompt_logprobs
+from swiftkv.server.choices import Choice, Delta, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation
 from swiftkv.server.models import ModelHandle
@@ -53,13 +53,13 @@ class Prompt:
 def make_choices(model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> list[Choice]:
     """Return what decodes each sequence, the choices of one prompt next to each other."""
     n = body.n or 1
+    rules = stop_rules(body)
     if isinstance(body, CompletionBody):
-        rules = stop_rules(body)
         return [
             Choice(index, prompts[index // n].token_ids, model.tokenizer, rules) for index in range(len(prompts) * n)
         ]
     tools = tool_use(model.tool_parser, body)
-    rules, prompt_ids = stop_rules(body, tools), prompts[0].token_ids
+    prompt_ids = prompts[0].token_ids
     return [
         Choice(index, prompt_ids, model.tokenizer, rules, tools, _sections(model, body, prompt_ids))
         for index in range(n)
@@ -99,6 +99,7 @@ class Answer(ABC):
         self.final_usage = bool(options and options.include_usage)
         self.running_usage = self.final_usage and bool(options and options.continuous_usage_stats)
         self._return_token_ids = bool(body.return_token_ids)
+        self._token_names = TokenNames(model.tokenizer, by_id=bool(body.return_tokens_as_token_ids))
         self._repeats_prompts = self._return_token_ids or (isinstance(body, CompletionBody) and bool(body.echo))
         self._started: set[int] = set()
         self._totals = [Delta(choice.index) for choice in self.choices]
@@ -256,13 +257,15 @@ class CompletionAnswer(Answer):
 
     def _echo_of(self, prompt: Prompt, packed: list[bytes]) -> CompletionLogprobs:
         entries: list[TokenLogprobs | None] = [None, *unpack_prompt_logprobs(packed)]
-        return completion_logprobs(self.model.tokenizer, prompt.token_ids, entries, 0)
+        return completion_logprobs(self._token_names, prompt.token_ids, entries, 0)
 
     def _named_logprobs(self, delta: Delta, echo: bool) -> CompletionLogprobs:
         echoed = self._echoed[delta.index // self.n] if echo else CompletionLogprobs([], [], [], [])
-        offset = self._text_offsets[delta.index] + sum(map(len, echoed.tokens))
-        named = completion_logprobs(self.model.tokenizer, delta.token_ids, delta.logprobs, offset)
-        self._text_offsets[delta.index] = offset + sum(map(len, named.tokens))
+        names, offset = self._token_names, self._text_offsets[delta.index]
+        if echo:
+            offset += names.num_chars(self._prompt(delta.index).token_ids)
+        named = completion_logprobs(names, delta.token_ids, delta.logprobs, offset)
+        self._text_offsets[delta.index] = offset + names.num_chars(delta.token_ids)
         return CompletionLogprobs(
             echoed.tokens + named.tokens,
             echoed.token_logprobs + named.token_logprobs,
@@ -309,7 +312,7 @@ class ChatAnswer(Answer):
                 ChatChoice(
                     total.index,
                     _message(total),
-                    chat_logprobs(tokenizer, total.token_ids, total.logprobs) if self._logprobs else None,
+                    chat_logprobs(self._token_names, total.token_ids, total.logprobs) if self._logprobs else None,
                     total.finish_reason,
                     total.stop_reason,
                     total.token_ids if self._return_token_ids else UNSET,
@@ -345,7 +348,7 @@ class ChatAnswer(Answer):
                 reasoning_content=delta.reasoning or UNSET,
                 reasoning=delta.reasoning or UNSET,
             ),
-            chat_logprobs(self.model.tokenizer, delta.token_ids, delta.logprobs) if self._logprobs else None,
+            chat_logprobs(self._token_names, delta.token_ids, delta.logprobs) if self._logprobs else None,
             delta.finish_reason,
             delta.stop_reason if delta.finish_reason else UNSET,
             delta.token_ids if self._return_token_ids else UNSET,

@@ -70,12 +70,21 @@ class Delta:
 
 @dataclass(frozen=True)
 class StopRules:
-    """The rules that end a choice, besides `max_tokens` and the model's own end-of-sequence tokens."""
+    """The rules that end a choice, besides `max_tokens` and the model's own end-of-sequence tokens.
+
+    Attributes:
+        shows_stop: Whether the text has the stop string or token that ended it.
+        skip_special_tokens: Whether the client is to see no special tokens.
+    """
 
     strings: StopStrings
     token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    shows_stop: bool = False
+
+    def new_matcher(self) -> StopMatcher:
+        return StopMatcher(self.strings, shows_stop=self.shows_stop)
 
 
 class _Calls:
@@ -132,8 +141,10 @@ class Choice:
         self.index = index
         self.num_tokens = 0
         self._rules = stop
-        self._detokenizer = Detokenizer(tokenizer.backend, prompt_ids, stop.skip_special_tokens)
-        self._matcher = StopMatcher(stop.strings)
+        self._tokenizer = tokenizer
+        skip_special_tokens = stop.skip_special_tokens and not (tools and tools.parser.shows_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer.backend, prompt_ids, skip_special_tokens)
+        self._matcher = stop.new_matcher()
         self._calls = None if tools is None else _Calls(tools)
         self._sections = sections  # until the rest of the answer is text for the user
 
@@ -154,7 +165,7 @@ class Choice:
             self._push_one_by_one(delta, output, stop_token)
             return delta
         self.num_tokens += len(tokens)
-        delta.text = self._detokenizer.push(tokens if stop_token is None else tokens[:-1])
+        delta.text = self._detokenizer.push(tokens if stop_token is None else tokens[:-1]) + self._stop_text(stop_token)
         delta.token_ids, delta.logprobs = tokens, output.logprobs
         return delta
 
@@ -175,7 +186,16 @@ class Choice:
                 delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
                 return
         if delta.finish_reason:
-            self._tell(None, self._matcher.flush(), delta)
+            self._tell(None, self._matcher.flush() + self._stop_text(stop_token), delta)
+
+    def _stop_text(self, token: int | None) -> str:
+        """Return the text of the token that ended the choice, if there is one that the client is to see."""
+        if token is None or not self._rules.shows_stop:
+            return ""
+        is_mark = self._sections is not None and self._sections.is_mark(token)
+        # A parser of calls may need special tokens that the client did not ask for.
+        is_hidden = is_mark or (self._rules.skip_special_tokens and self._tokenizer.is_special(token))
+        return "" if is_hidden else self._detokenizer.push([token])
 
     def _tell(self, token: int | None, text: str, delta: Delta) -> None:
         """Add `text` to the part of the answer that it belongs to; no token: it is the last."""
@@ -188,7 +208,7 @@ class Choice:
             return
         if sections.is_mark(token) and self._matcher.matched is None:  # a stop string lies in one part
             text += self._matcher.flush()
-            self._matcher = StopMatcher(self._rules.strings)
+            self._matcher = self._rules.new_matcher()
         was_reasoning = sections.is_reasoning
         self._take(sections.take(token, text), delta)
         delta.num_reasoning_tokens += was_reasoning and sections.is_reasoning
@@ -231,33 +251,50 @@ def _encoded(value: T) -> T:
     return cast("T", msgspec.Raw(_encoder.encode(value)))
 
 
+class TokenNames:
+    """The tokens of one model as logprobs name them: by their texts, or `token_id:7` where that is asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
+        self.tokenizer = tokenizer
+        self._by_id = by_id
+
+    def of(self, token_id: int) -> str:
+        """Return the name of a token."""
+        return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
+
+    def num_chars(self, token_ids: Sequence[int]) -> int:
+        """Return how far tokens move the offsets in a text, however they are named."""
+        return sum(len(self.tokenizer.token_text(token_id)) for token_id in token_ids)
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text_offset: int
+    names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text_offset: int
 ) -> CompletionLogprobs:
     """OpenAI's completion shape. ``None`` stands for the first token of an echoed prompt."""
     result = CompletionLogprobs([], [], [], [])
     for token_id, entry in zip(token_ids, logprobs, strict=True):
-        text = tokenizer.token_text(token_id)
-        result.tokens.append(text)
+        name = names.of(token_id)
+        result.tokens.append(name)
         result.text_offset.append(text_offset)
-        text_offset += len(text)
+        text_offset += names.num_chars([token_id])
         result.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-        top = None if entry is None else {**_top(tokenizer, entry), text: _finite(entry.logprob)}
+        top = None if entry is None else {**_top(names, entry), name: _finite(entry.logprob)}
         result.top_logprobs.append(_encoded(top))
     return result
 
 
-def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+def chat_logprobs(names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """OpenAI's chat shape."""
+    token_bytes = names.tokenizer.token_bytes
     return ChatLogprobs(
         [
             _encoded(
                 ChatTokenLogprob(
-                    tokenizer.token_text(token_id),
+                    names.of(token_id),
                     _finite(entry.logprob),
-                    tokenizer.token_bytes(token_id),
+                    token_bytes(token_id),
                     [
-                        TopLogprob(tokenizer.token_text(top_id), _finite(logprob), tokenizer.token_bytes(top_id))
+                        TopLogprob(names.of(top_id), _finite(logprob), token_bytes(top_id))
                         for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
                     ],
                 )
@@ -281,10 +318,9 @@ def prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], packed: lis
     return _encoded(result)
 
 
-def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+def _top(names: TokenNames, entry: TokenLogprobs) -> dict[str, float]:
     return {
-        tokenizer.token_text(top_id): _finite(logprob)
-        for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+        names.of(top_id): _finite(logprob) for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
     }
 
 

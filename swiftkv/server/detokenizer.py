@@ -135,8 +135,10 @@ class StopStrings:
 class StopMatcher:
     """Finds the first stop string in text that comes in pieces, and holds back what may become one."""
 
-    def __init__(self, stops: StopStrings) -> None:
+    def __init__(self, stops: StopStrings, *, shows_stop: bool = False) -> None:
+        """With `shows_stop` the stop string is a part of the text, so nothing is held back."""
         self._stops = stops
+        self._shows_stop = shows_stop
         self._state = 0
         self._held = ""
         self.matched: str | None = None
@@ -158,8 +160,8 @@ class StopMatcher:
                 first, self.matched = end - len(found), found
         if self.matched is not None:
             self._held = ""
-            return text[:first]
-        num_shown = len(text) - self._stops.depth(self._state)
+            return text[: first + len(self.matched)] if self._shows_stop else text[:first]
+        num_shown = len(text) if self._shows_stop else len(text) - self._stops.depth(self._state)
         self._held = text[num_shown:]
         return text[:num_shown]
 

@@ -12,14 +12,15 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation, SequenceRequest, Terms
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.models import ModelHandle
-from swiftkv.server.price import check_detokenize, check_messages, check_stops
+from swiftkv.server.price import check_detokenize, check_messages, check_stops, check_tokenize, max_tokenize_chars
 from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody
-from swiftkv.server.sampling import check_grammar_fields, sequence_requests
+from swiftkv.server.sampling import check_grammar_fields, sequence_requests, truncation
 from swiftkv.server.structured import asked_grammar, asks_for_grammar
 from swiftkv.server.targets import NO_TARGETS, Targets
 from swiftkv.server.templating import templating
 from swiftkv.server.tiers import priority_in, tier_of
 from swiftkv.server.tools import template_tools, tool_use
+from swiftkv.server.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ def _priority(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
 
 
 def _least_tokens(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
-    """Return how many tokens the first prompt has at least: a chat template may leave everything out."""
-    if isinstance(body, ChatBody):
+    """Return how many tokens the first prompt has at least: a chat template or a cut may leave nearly all of it out."""
+    if isinstance(body, ChatBody) or body.truncate_prompt_tokens is not None:
         return 1
     prompt = body.prompts[0]
     return model.tokenizer.least_tokens(len(prompt)) if isinstance(prompt, str) else len(prompt)
@@ -200,28 +201,42 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _completion_prompts(model: ModelHandle, body: CompletionBody) -> list[Prompt]:
+    cut = truncation(model, body)
     for text in body.prompts:
-        if isinstance(text, str):
+        if not isinstance(text, str):
+            continue
+        if cut is None:
             model.tokenizer.refuse_hopeless(len(text), model.max_model_len, "prompt")
-    return [_completion_prompt(model, body, prompt) for prompt in body.prompts]
+        else:
+            check_tokenize(len(text), model.max_model_len, "prompt")
+    return [_completion_prompt(model, body, prompt, cut) for prompt in body.prompts]
 
 
-def _completion_prompt(model: ModelHandle, body: CompletionBody, prompt: str | list[int]) -> Prompt:
-    if isinstance(prompt, str):
-        add_special_tokens = body.add_special_tokens is not False
+def _completion_prompt(
+    model: ModelHandle, body: CompletionBody, prompt: str | list[int], cut: Truncation | None
+) -> Prompt:
+    add_special_tokens = body.add_special_tokens is not False
+    if isinstance(prompt, list):
+        ids = prompt if cut is None else cut.cut(prompt)
+    elif cut is None:
         return Prompt(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
+    else:
+        ids = model.tokenizer.encode_cut(prompt, cut, add_special_tokens=add_special_tokens)
     if not body.echo:
-        return Prompt(prompt)
-    check_detokenize(len(prompt), model.max_model_len)
-    return Prompt(prompt, model.tokenizer.decode(prompt))
+        return Prompt(ids)
+    check_detokenize(len(ids), model.max_model_len)
+    return Prompt(ids, model.tokenizer.decode(ids))
 
 
 def _chat_prompt(model: ModelHandle, body: ChatBody, rendered: str | None) -> Prompt:
+    cut = truncation(model, body)
     # A template may leave out parts of a message, so only its result can be too long.
-    max_chars = model.tokenizer.max_chars(model.max_model_len)
+    max_len = model.max_model_len
+    max_chars = model.tokenizer.max_chars(max_len) if cut is None else max_tokenize_chars(max_len)
     if rendered is not None:
-        return Prompt(model.tokenizer.encode_rendered(rendered, max_chars=max_chars))
-    messages = conversation(body.messages)
-    given = templating(body, model.tokenizer.chat_template, body.reasoning_effort)
-    ids = model.tokenizer.encode_chat(messages, tools=template_tools(body), max_chars=max_chars, given=given)
-    return Prompt(ids)
+        ids = model.tokenizer.encode_rendered(rendered, max_chars=max_chars)
+    else:
+        messages = conversation(body.messages)
+        given = templating(body, model.tokenizer.chat_template, body.reasoning_effort)
+        ids = model.tokenizer.encode_chat(messages, tools=template_tools(body), max_chars=max_chars, given=given)
+    return Prompt(ids if cut is None else cut.cut(ids))

@@ -20,6 +20,7 @@ from swiftkv.server.structured import StructuredFields
 from swiftkv.server.templating import ReasoningEffort, TemplateFields
 from swiftkv.server.tiers import WantedTier
 from swiftkv.server.tools import ToolCallMessages, ToolFields
+from swiftkv.server.truncation import TruncationFields
 from swiftkv.units import Budget, parse_budget
 
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
@@ -74,7 +75,7 @@ class SamplingFields(ModelBody):
         return {name: getattr(self, name) for name in SamplingFields.model_fields}
 
 
-class GenerationBody(SamplingFields, StructuredFields):
+class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     """The fields that completions and chat completions have in common."""
 
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
@@ -87,6 +88,10 @@ class GenerationBody(SamplingFields, StructuredFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs call their tokens `token_id:7`")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The text shows the stop string or stop token that ended it"
+    )
     service_tier: WantedTier | None = None
 
     user: Label | None = Field(None, description="Accepted, not used")
@@ -94,16 +99,13 @@ class GenerationBody(SamplingFields, StructuredFields):
     metadata: Metadata | None = Field(None, description="Accepted, not used")
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
-    include_stop_str_in_output: Annotated[None, Unsupported(False)] = None
     # vLLM's, which some of its clients send with the value that asks for nothing.
     allowed_token_ids: Annotated[None, Unsupported()] = None
     bad_words: Annotated[None, Unsupported([])] = None
     early_stopping: Annotated[None, Unsupported(False)] = None
     kv_transfer_params: Annotated[None, Unsupported()] = None
     length_penalty: Annotated[None, Unsupported(1, 1.0)] = None
-    return_tokens_as_token_ids: Annotated[None, Unsupported(False)] = None
     spaces_between_special_tokens: Annotated[None, Unsupported(True)] = None
-    truncate_prompt_tokens: Annotated[None, Unsupported()] = None
     use_beam_search: Annotated[None, Unsupported(False)] = None
     vllm_xargs: Annotated[None, Unsupported({})] = None
 

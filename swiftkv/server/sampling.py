@@ -15,7 +15,7 @@ from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import Generating
 from swiftkv.server.protocol import INT64_MAX, ChatBody, CompletionBody, GenerationBody
-from swiftkv.server.tools import ToolUse
+from swiftkv.server.truncation import Truncation, asked_truncation
 
 _COMPLETION_MAX_TOKENS = 16
 _MIN_TEMPERATURE = 0.01
@@ -67,15 +67,26 @@ def check_grammar_fields(body: GenerationBody) -> None:
         raise ApiError(400, "field 'ignore_eos': an answer that a grammar holds ends with it", param="ignore_eos")
 
 
-def stop_rules(body: GenerationBody, tools: ToolUse | None = None) -> StopRules:
-    """Return the rules by which the gateway ends a generation whose answer may call `tools`."""
-    shows_special_tokens = tools is not None and tools.parser.shows_special_tokens
+def stop_rules(body: GenerationBody) -> StopRules:
+    """Return the rules by which the gateway ends a generation."""
     return StopRules(
         strings=StopStrings(body.stops),
         token_ids=frozenset(body.stop_token_ids or ()),
         min_tokens=body.min_tokens or 0,
-        skip_special_tokens=body.skip_special_tokens is not False and not shows_special_tokens,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        shows_stop=bool(body.include_stop_str_in_output),
     )
+
+
+def truncation(model: ModelHandle, body: CompletionBody | ChatBody) -> Truncation | None:
+    """Return the cut that the prompts of a request need, `None` if they stay whole.
+
+    Raises:
+        ApiError: 400 where nothing of a prompt would be kept, or more than the model takes.
+    """
+    usual = 0 if isinstance(body, ChatBody) else _COMPLETION_MAX_TOKENS
+    asked, _ = _asked_tokens(body)
+    return asked_truncation(body, model.max_model_len, usual if asked is None else asked)
 
 
 def _reasoning_marks(
@@ -131,9 +142,7 @@ def _sampling_params(
 
 def _max_tokens(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_tokens: int) -> int:
     room = model.max_model_len - num_prompt_tokens
-    asked, field = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    asked, field = _asked_tokens(body)
     if isinstance(body, CompletionBody) and asked == 0:
         if not body.echo:
             raise ApiError(400, "field 'max_tokens' is 0: nothing is asked for without 'echo'", param="max_tokens")
@@ -149,6 +158,13 @@ def _max_tokens(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_
     if asked is None:
         asked = room if isinstance(body, ChatBody) else min(room, _COMPLETION_MAX_TOKENS)
     return min(asked, model.defaults.max_new_tokens or asked)
+
+
+def _asked_tokens(body: CompletionBody | ChatBody) -> tuple[int | None, str]:
+    """Return the most tokens that a request asks for, and the field that says so."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_tokens, "max_tokens"
 
 
 def _num_logprobs(body: CompletionBody | ChatBody) -> tuple[int | None, int | None]:

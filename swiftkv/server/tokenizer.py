@@ -20,6 +20,7 @@ from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
 from swiftkv.server.templates import TemplateSource
 from swiftkv.server.templating import Templating
+from swiftkv.server.truncation import Truncation
 
 _SHOWN_CHARS = 512  # of an error that may quote a message
 # A code point that stands for no character, and so in no special token.
@@ -57,6 +58,7 @@ class Tokenizer:
         self.backend.no_padding()
         self._byte_level = _is_byte_level(self.backend)
         self._max_chars_per_token = max(map(len, self.backend.get_vocab()))
+        self._special_ids = _special_token_ids(self.backend)
         self._special_tokens = re.compile("|".join(map(re.escape, _special_token_texts(self.backend))) or r"(?!)")
         self._plain_backend = _split_special(self.backend) if split_special_tokens else None
         self._check_plain_backend()
@@ -83,6 +85,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`."""
         return self._ids(self.backend, text, add_special_tokens)
+
+    def encode_cut(self, text: str, truncation: Truncation, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of `text` as `encode` does, cut so that they keep the special tokens that it adds."""
+        num_added = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, truncation.max_tokens - num_added), direction=truncation.side)
+        if add_special_tokens:
+            encoding = self.backend.post_process(encoding)
+        return truncation.cut(encoding.ids)
 
     def encode_content(self, text: str) -> list[int]:
         """Return the token ids of what a client wrote, as `encode`; where special tokens are to be text, they are."""
@@ -172,6 +183,10 @@ class Tokenizer:
         """Return the token that is exactly `text`, `None` if there is none."""
         token_id: int | None = self.backend.token_to_id(text)
         return token_id
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is one that `skip_special_tokens` leaves out of texts."""
+        return token_id in self._special_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens included."""
@@ -295,6 +310,10 @@ def _split_special(backend: Backend) -> Backend:
     copy = Backend.from_str(backend.to_str())
     copy.encode_special_tokens = True
     return copy
+
+
+def _special_token_ids(backend: Backend) -> frozenset[int]:
+    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
 
 def _special_token_texts(backend: Backend) -> list[str]:

@@ -37,7 +37,6 @@ def post(gateway: Gateway, path: str, body: dict[str, Any]) -> tuple[int, dict[s
     [
         ("suffix", "x"),
         ("best_of", 2),
-        ("include_stop_str_in_output", True),
         ("guided_anything", {}),
         ("no_such_field", 1),
         ("max_completion_tokens", 5),

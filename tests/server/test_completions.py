@@ -172,6 +172,40 @@ def test_a_stop_string_ends_the_text_and_never_shows(gateway: Gateway, tokenizer
     assert chunks[-1].usage.completion_tokens == len(before_and_stop)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["lazy dog", "azy d", "."])
+def test_a_stop_string_shows_where_it_is_asked_for(
+    gateway: Gateway, tokenizer: Tokenizer, stop: str, stream: bool
+) -> None:
+    arguments: Any = {"model": "chat", "prompt": TEXT, "max_tokens": 1000, "stop": [stop, "nowhere"]}
+    answer = gateway.openai().completions.create(
+        **arguments, stream=stream, extra_body={"include_stop_str_in_output": True, "return_token_ids": True}
+    )
+    choices = [choice for chunk in (list(answer) if stream else [answer]) for choice in chunk.choices]
+    shown = TEXT[: TEXT.index(stop) + len(stop)]
+    assert "".join(choice.text for choice in choices) == shown
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
+    ids = [token for choice in choices for token in choice.token_ids]
+    # The token that completes it is the last; the text that this one has behind it is not shown.
+    assert len(tokenizer.decode(ids[:-1])) < len(shown) <= len(tokenizer.decode(ids))
+    if stream:
+        pieces = [tokenizer.decode(choice.token_ids) for choice in choices]
+        assert all(choice.text == piece for choice, piece in zip(choices[:-1], pieces, strict=False))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_of_a_chat_shows_where_it_is_asked_for(gateway: Gateway, stream: bool) -> None:
+    answer: Any = gateway.openai().chat.completions.create(
+        model="chat", messages=MESSAGES, max_tokens=50, stop="üß", stream=stream,
+        extra_body={"include_stop_str_in_output": True},
+    )  # fmt: skip
+    if stream:
+        content = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    else:
+        content = answer.choices[0].message.content
+    assert content == "user\nGrüß"
+
+
 def test_min_tokens_puts_stop_strings_off(gateway: Gateway) -> None:
     completion = gateway.openai().completions.create(
         model="chat", prompt="stop and go. ", max_tokens=500, stop="stop", extra_body={"min_tokens": 3}
@@ -189,6 +223,25 @@ def test_a_stop_token_is_counted_but_not_shown(gateway: Gateway, tokenizer: Toke
     assert (choice.finish_reason, choice.stop_reason) == ("stop", 302)
     assert (choice.token_ids, choice.prompt_token_ids) == (ids[:3], ids)
     assert completion.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("skip_special_tokens", "end"), [(True, ""), (False, "<|im_end|>")])
+@pytest.mark.parametrize("stop", [None, "nowhere"])  # with stop strings tokens are looked at one by one
+def test_a_stop_token_shows_where_it_is_asked_for(
+    gateway: Gateway, tokenizer: Tokenizer, stop: str | None, skip_special_tokens: bool, end: str, stream: bool
+) -> None:
+    fields = {"include_stop_str_in_output": True, "skip_special_tokens": skip_special_tokens}
+    create = gateway.openai().completions.create
+    for stop_ids, shown in (([302], tokenizer.decode([300, 301, 302])), ([2], tokenizer.decode([300, 301]) + end)):
+        prompt = [300, 301, *stop_ids, 303]
+        answer: Any = create(
+            model="chat", prompt=prompt, max_tokens=50, stop=stop, stream=stream,
+            extra_body={**fields, "stop_token_ids": stop_ids},
+        )  # fmt: skip
+        choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
+        assert "".join(choice.text for choice in choices) == shown
+        assert choices[-1].stop_reason == stop_ids[0]
 
 
 def test_token_ids_of_streams(gateway: Gateway, tokenizer: Tokenizer) -> None:
@@ -237,6 +290,45 @@ def test_logprobs_of_chat(gateway: Gateway, tokenizer: Tokenizer) -> None:
     assert [len(entry.top_logprobs) for entry in content] == [3] * 12
     assert bytes(byte for entry in content for byte in entry.bytes).decode().startswith("<|im_start|>user\nGr")
     assert len(chat.prompt_logprobs) == len(ids)
+
+
+def test_logprobs_may_name_tokens_by_their_ids(gateway: Gateway, tokenizer: Tokenizer) -> None:
+    body: Any = {"model": "chat", "prompt": [301, 302], "max_tokens": 3, "logprobs": 2, "echo": True}
+    create = gateway.openai().completions.create
+    by_id: Any = {"return_tokens_as_token_ids": True}
+    for stream in (False, True):
+        named, numbered = (
+            [
+                choice.logprobs
+                for answer in [create(**body, stream=stream, extra_body=extra)]
+                for chunk in (answer if stream else [answer])
+                for choice in chunk.choices
+            ]
+            for extra in ({}, by_id)
+        )
+        ids = [301, 302, 301, 302, 301]
+        assert [token for each in numbered for token in each.tokens] == [f"token_id:{token}" for token in ids]
+        tops = [top for each in numbered for top in each.top_logprobs]
+        assert tops[0] is None
+        assert tops[1] == {"token_id:302": -0.2, "token_id:303": -1.2}
+        for values in ("token_logprobs", "text_offset"):  # names take no room in the text
+            assert [getattr(each, values) for each in numbered] == [getattr(each, values) for each in named]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chats_may_name_tokens_by_their_ids(gateway: Gateway, tokenizer: Tokenizer, stream: bool) -> None:
+    answer: Any = gateway.openai().chat.completions.create(
+        model="chat", messages=MESSAGES, max_tokens=12, logprobs=True, top_logprobs=2, stream=stream,
+        extra_body={"return_tokens_as_token_ids": True},
+    )  # fmt: skip
+    choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
+    content = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    ids = tokenizer.backend.encode(CHAT_PROMPT).ids[:12]
+    assert [entry.token for entry in content] == [f"token_id:{token}" for token in ids]
+    assert [[top.token for top in entry.top_logprobs] for entry in content] == [
+        [f"token_id:{token}", f"token_id:{token + 1}"] for token in ids
+    ]
+    assert [entry.bytes for entry in content] == [tokenizer.token_bytes(token) for token in ids]
 
 
 def test_the_models(gateway: Gateway) -> None:
@@ -301,3 +393,15 @@ def test_a_stop_string_behind_a_call_ends_the_answer(tool_gateway: Gateway, is_s
     answer = tool_gateway.openai().chat.completions.create(**asked, stream=is_streamed)
     last = list(answer)[-1] if is_streamed else answer
     assert last.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_stop_string_behind_a_call_shows_where_it_is_asked_for(tool_gateway: Gateway) -> None:
+    content = '<tool_call>{"name": "add", "arguments": {}}</tool_call> the END is near'
+    tools: Any = [{"type": "function", "function": {"name": "add"}}]
+    answer = tool_gateway.openai().chat.completions.create(
+        model="chat", messages=[{"role": "user", "content": content}], tools=tools, stop=["END"],
+        extra_body={"include_stop_str_in_output": True},
+    )  # fmt: skip
+    message = answer.choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["add"]
+    assert message.content.endswith("the END")

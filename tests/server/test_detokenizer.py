@@ -116,6 +116,26 @@ def test_stop_strings_against_a_search_of_the_whole_text(pieces: list[str], stop
     assert shown + matcher.flush() == text
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("abc", max_size=4), max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+)
+def test_a_stop_string_that_is_shown_ends_the_text_and_nothing_is_held_back(
+    pieces: list[str], stops: list[str]
+) -> None:
+    matcher, shown, text = StopMatcher(StopStrings(stops), shows_stop=True), "", ""
+    for piece in pieces:
+        text += piece
+        shown += matcher.push(piece)
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        if found:
+            begin, stop = min(found)  # the one that begins first, and of those the shortest
+            assert (matcher.matched, shown) == (stop, text[: begin + len(stop)])
+            return
+        assert (matcher.matched, shown) == (None, text)
+
+
 def test_before_min_tokens_a_stop_string_is_text() -> None:
     matcher = StopMatcher(StopStrings(["END"]))
     assert matcher.push("END", watch=False) == "END"

@@ -178,9 +178,7 @@ def parse(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]]) -> D
     tools = None if parser is None else ToolUse(parser, functions, must_call=False, is_named=False, several=True)
     reasoning = choose_reasoning(None, tokenizer)
     sections = None if reasoning is None else reasoning.sections(prompt, continues=False)
-    shows = parser is not None and parser.shows_special_tokens
-    rules = StopRules(StopStrings([]), skip_special_tokens=not shows)
-    choice = Choice(0, prompt, tokenizer, rules, tools, sections)
+    choice = Choice(0, prompt, tokenizer, StopRules(StopStrings([])), tools, sections)
     total, passages = Delta(0), Passages()
     for number, piece in enumerate(pieces):
         finish_reason = "abort" if number == len(pieces) - 1 else None

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from echo_gateway import train_tokenizer
+
+from swiftkv.server.choices import Choice, Delta, StopRules
+from swiftkv.server.detokenizer import StopStrings
+from swiftkv.server.generation import SequenceOutput
+from swiftkv.server.reasoning_parsers import choose_reasoning
+from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers import TOOL_PARSERS
+from swiftkv.server.tool_parsers.base import ToolFunction
+from swiftkv.server.tools import ToolUse
+
+CALL = '{"name": "now", "parameters": {}}'
+CALLS = ToolUse(TOOL_PARSERS["llama3_json"], [ToolFunction("now", {})], must_call=False, is_named=False, several=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("thinking")
+    train_tokenizer(path, tags=["<think>", "</think>"])
+    return Tokenizer.from_pretrained(path)
+
+
+def stopped(choice: Choice, tokenizer: Tokenizer, text: str) -> Delta:
+    """Return all that a choice tells of an answer that its last token ends."""
+    *ids, last = tokenizer.encode(text, add_special_tokens=False)
+    total = Delta(0)
+    for token_id in ids:
+        total.append(choice.push(SequenceOutput(0, [token_id])))
+    total.append(choice.push(SequenceOutput(0, [last], finish_reason="stop")))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("skip_special_tokens", "shows_stop", "shown"),
+    [(True, True, ""), (False, True, "<|im_end|>"), (False, False, ""), (True, False, "")],
+)
+def test_a_parser_that_reads_special_tokens_shows_the_last_one_only_if_asked(
+    tokenizer: Tokenizer, skip_special_tokens: bool, shows_stop: bool, shown: str
+) -> None:
+    rules = StopRules(StopStrings([]), skip_special_tokens=skip_special_tokens, shows_stop=shows_stop)
+    total = stopped(Choice(0, [300], tokenizer, rules, CALLS), tokenizer, f"{CALL}<|im_end|>")
+    assert total.calls[0].function.name == "now"
+    assert "".join(call.function.arguments for call in total.calls) == "{}"
+    assert (total.text, total.finish_reason) == (shown, "tool_calls")
+
+
+def test_a_mark_of_the_reasoning_is_no_text_even_if_it_ends_the_answer(tokenizer: Tokenizer) -> None:
+    parser = choose_reasoning("qwen3", tokenizer)
+    assert parser is not None
+    prompt = tokenizer.encode("<think>", add_special_tokens=False)
+    rules = StopRules(StopStrings([]), skip_special_tokens=False, shows_stop=True)
+    choice = Choice(0, prompt, tokenizer, rules, None, parser.sections(prompt, continues=False))
+    total = stopped(choice, tokenizer, "so be it</think>")
+    assert (total.reasoning, total.text) == ("so be it", "")
+
+
+def test_a_stop_token_within_the_reasoning_is_a_part_of_it(tokenizer: Tokenizer) -> None:
+    parser = choose_reasoning("qwen3", tokenizer)
+    assert parser is not None
+    prompt = tokenizer.encode("<think>", add_special_tokens=False)
+    rules = StopRules(StopStrings([]), skip_special_tokens=False, shows_stop=True)
+    choice = Choice(0, prompt, tokenizer, rules, None, parser.sections(prompt, continues=False))
+    total = stopped(choice, tokenizer, "so be it<|im_end|>")
+    assert (total.reasoning, total.text) == ("so be it<|im_end|>", "")
