@@ -20,7 +20,7 @@ class TruncationFields(Body):
         None, description="The most tokens that are kept of a prompt; -1: as many as the model takes"
     )
     truncation_side: TruncationSide | None = Field(
-        None, description="Where `truncate_prompt_tokens` cuts a prompt; left out: `left`, and its end is kept"
+        None, description="The side that `truncate_prompt_tokens` cuts off; left out: `left`, of embeddings `right`"
     )
 
 
@@ -38,11 +38,14 @@ class Truncation:
         return token_ids[max(0, len(token_ids) - self.max_tokens) :]
 
 
-def asked_truncation(body: TruncationFields, max_model_len: int, num_new_tokens: int) -> Truncation | None:
+def asked_truncation(
+    body: TruncationFields, max_model_len: int, num_new_tokens: int, *, usual_side: TruncationSide = "left"
+) -> Truncation | None:
     """Return the cut that a request asks for, `None` for whole prompts.
 
     Args:
         num_new_tokens: The tokens that are to be generated behind the prompt, 0 where the request does not say.
+        usual_side: The side that is cut off where the request does not say.
 
     Raises:
         ApiError: 400 where nothing of a prompt would be kept, or more than the model takes.
@@ -60,5 +63,5 @@ def asked_truncation(body: TruncationFields, max_model_len: int, num_new_tokens:
         )
         raise ApiError(400, message, param=_FIELD, code="context_length_exceeded")
     kept = room if most == -1 else most
-    # The answer has one token at least, even where the request does not say.
-    return Truncation(max(1, min(kept, max_model_len - 1)), body.truncation_side or "left")
+    # One token at least is generated, even where the request does not say.
+    return Truncation(max(1, min(kept, max_model_len - 1)), body.truncation_side or usual_side)

@@ -108,6 +108,29 @@ def test_more_texts_than_a_request_may_have_in_the_engine_at_once(embedding_gate
     np.testing.assert_allclose(vectors, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_texts_that_are_too_long_are_cut_where_that_is_asked_for(
+    embedding_gateway: Gateway, tokenizer: Tokenizer, side: str | None
+) -> None:
+    texts = ["one two three four five six seven eight", "one"]
+    ids = [tokenizer.encode(text) for text in texts]
+    assert len(ids[0]) > 4 >= len(ids[1])
+    kept = [each[-4:] if side == "left" else each[:4] for each in ids]
+    for asked in (texts, ids):
+        answer = post(embedding_gateway, input=asked, truncate_prompt_tokens=4, truncation_side=side).json()
+        vectors = [item["embedding"] for item in answer["data"]]
+        np.testing.assert_allclose(vectors, [unit(echoed_numbers(each, [])) for each in kept], atol=1e-6)
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, kept))
+
+
+def test_minus_one_keeps_what_an_embedding_model_takes(embedding_gateway: Gateway) -> None:
+    prompt = [3 + i % 500 for i in range(MAX_MODEL_LEN + 5)]
+    answer = post(embedding_gateway, input=prompt, truncate_prompt_tokens=-1).json()
+    assert answer["usage"]["prompt_tokens"] == MAX_MODEL_LEN - 1
+    expected = unit(echoed_numbers(prompt[: MAX_MODEL_LEN - 1], []))
+    np.testing.assert_allclose(answer["data"][0]["embedding"], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -120,7 +143,8 @@ def test_more_texts_than_a_request_may_have_in_the_engine_at_once(embedding_gate
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "priority": 3}, "priority"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
         ({"messages": []}, "input"),
     ],
 )

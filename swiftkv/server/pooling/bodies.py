@@ -10,6 +10,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import INT32_MAX, Body, Label, Text, Unsupported
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import PROMPT_KINDS, ModelBody, TokenIds, each_prompt
+from swiftkv.server.truncation import TruncationFields
 
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=LIMITS.texts)]
 OneOrMany = Text | Texts
@@ -25,8 +26,6 @@ class PooledBody(ModelBody):
         None, description="`usage` says where the KV of cached tokens lay"
     )
     user: Label | None = Field(None, description="Accepted, not used")
-    truncate_prompt_tokens: Annotated[None, Unsupported()] = None
-    truncation_side: Annotated[None, Unsupported()] = None
     padding: Annotated[None, Unsupported("do_not_pad")] = None
     mm_processor_kwargs: Annotated[None, Unsupported({})] = None
 
@@ -44,7 +43,7 @@ Input = Annotated[
 ]
 
 
-class EmbeddingBody(PooledBody):
+class EmbeddingBody(PooledBody, TruncationFields):
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
@@ -67,6 +66,8 @@ class ScoringBody(PooledBody):
 
     instruction: Text | None = Field(None, description="What to look for, in place of the checkpoint's")
     use_activation: Annotated[None, Unsupported(True)] = None
+    truncate_prompt_tokens: Annotated[None, Unsupported()] = None
+    truncation_side: Annotated[None, Unsupported()] = None
 
 
 class ScoreBody(ScoringBody):

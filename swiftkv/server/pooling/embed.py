@@ -19,9 +19,10 @@ from swiftkv.server.models import ModelHandle
 from swiftkv.server.pooling.bodies import EmbeddingBody
 from swiftkv.server.pooling.objects import Embedding, EmbeddingList
 from swiftkv.server.pooling.pool import Pooled, pool, unit_length
-from swiftkv.server.price import check_pooled
+from swiftkv.server.price import check_pooled, check_tokenize
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.sampling import prompt_bytes
+from swiftkv.server.truncation import Truncation, asked_truncation
 
 HIDDEN_STATE = Pooling()
 
@@ -52,8 +53,11 @@ def text_prompts(
     *,
     prompt_name: str | None = None,
     add_special_tokens: bool = True,
+    cut: Truncation | None = None,
 ) -> list[list[int]]:
     """Return the token ids of texts behind the checkpoint's prompt of that name, or its default one.
+
+    `cut`: how those are cut that are too long, the prompt before them included.
 
     Raises:
         ApiError: 400 if there is no such prompt, or a text is far too long.
@@ -66,8 +70,16 @@ def text_prompts(
         raise ApiError(400, message, param="prompt_name")
     before = "" if name is None else recipe.prompts[name]
     for text in texts:
-        tokenizer.refuse_hopeless(len(text), model.max_model_len, field)
-    return [tokenizer.encode(before + text, add_special_tokens=add_special_tokens) for text in texts]
+        if cut is None:
+            tokenizer.refuse_hopeless(len(text), model.max_model_len, field)
+        else:
+            check_tokenize(len(text), model.max_model_len, field)
+    return [
+        tokenizer.encode(before + text, add_special_tokens=add_special_tokens)
+        if cut is None
+        else tokenizer.encode_cut(before + text, cut, add_special_tokens=add_special_tokens)
+        for text in texts
+    ]
 
 
 def _check_dimensions(recipe: EmbeddingRecipe, dimensions: int | None) -> None:
@@ -85,7 +97,9 @@ def _check_dimensions(recipe: EmbeddingRecipe, dimensions: int | None) -> None:
 
 
 def _prompts(model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody) -> list[bytes]:
-    prompts = [prompt for prompt in body.inputs if not isinstance(prompt, str)]
+    cut = asked_truncation(body, model.max_model_len, 0, usual_side="right")
+    whole = [prompt for prompt in body.inputs if not isinstance(prompt, str)]
+    prompts = whole if cut is None else [cut.cut(prompt) for prompt in whole]
     texts = [text for text in body.inputs if isinstance(text, str)]
     if prompts and body.prompt_name is not None:
         raise ApiError(400, "field 'prompt_name' is for texts, and the input is token ids", param="prompt_name")
@@ -95,6 +109,7 @@ def _prompts(model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody) -
         "input",
         prompt_name=body.prompt_name,
         add_special_tokens=body.add_special_tokens is not False,
+        cut=cut,
     )
     numbers_each = body.dimensions or recipe.width
     check_pooled("input", [len(prompt) for prompt in prompts], numbers_each, model.max_model_len)
