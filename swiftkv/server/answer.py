@@ -7,7 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -39,6 +39,8 @@ from swiftkv.server.tiers import tier_of
 from swiftkv.server.tools import tool_use
 from swiftkv.server.usage import RunningUsage
 
+BodyT_co = TypeVar("BodyT_co", bound=CompletionBody | ChatBody, covariant=True)
+
 _SMALL_NUMBERS = 512
 
 
@@ -48,6 +50,21 @@ class Prompt:
 
     token_ids: list[int]
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunRequest(Generic[BodyT_co]):
+    """A request that an engine has begun to answer.
+
+    Attributes:
+        choices: One for each sequence, those of one prompt next to each other.
+    """
+
+    model: ModelHandle
+    body: BodyT_co
+    prompts: Sequence[Prompt]
+    choices: Sequence[Choice]
+    generation: Generation
 
 
 def make_choices(model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> list[Choice]:
@@ -78,23 +95,17 @@ class Answer(ABC):
     id_prefix: ClassVar[str]
     end_of_stream: ClassVar[bytes] = b"data: [DONE]\n\n"
 
-    def __init__(
-        self,
-        model: ModelHandle,
-        body: CompletionBody | ChatBody,
-        prompts: Sequence[Prompt],
-        choices: Sequence[Choice],
-        generation: Generation,
-    ) -> None:
+    def __init__(self, request: BegunRequest[CompletionBody | ChatBody]) -> None:
+        model, body = request.model, request.body
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
-        self.prompts = prompts
-        self.generation = generation
+        self.prompts = request.prompts
+        self.generation = request.generation
+        self.choices = request.choices
         self.n = body.n or 1
         tier = tier_of(body.service_tier, model.policy.max_tier)
         self.service_tier: str | UnsetType = UNSET if body.service_tier is None else tier
-        self.choices = choices
         options = body.stream_options
         self.final_usage = bool(options and options.include_usage)
         self.running_usage = self.final_usage and bool(options and options.continuous_usage_stats)
@@ -104,9 +115,9 @@ class Answer(ABC):
         self._started: set[int] = set()
         self._totals = [Delta(choice.index) for choice in self.choices]
         self._usage = RunningUsage(
-            sum(len(prompt.token_ids) for prompt in prompts),
+            sum(len(prompt.token_ids) for prompt in self.prompts),
             self.n,
-            generation,
+            self.generation,
             show_cached=model.policy.shows_cached(body.cache_salt),
             show_tiers=bool(body.return_cached_tokens_details),
             show_reasoning=model.reasoning is not None and isinstance(body, ChatBody),
@@ -170,15 +181,9 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     id_prefix = "cmpl-"
 
-    def __init__(
-        self,
-        model: ModelHandle,
-        body: CompletionBody,
-        prompts: Sequence[Prompt],
-        choices: Sequence[Choice],
-        generation: Generation,
-    ) -> None:
-        super().__init__(model, body, prompts, choices, generation)
+    def __init__(self, request: BegunRequest[CompletionBody]) -> None:
+        super().__init__(request)
+        body = request.body
         self._echo = bool(body.echo)
         self._only_echo = body.max_tokens == 0
         self._logprobs = body.logprobs is not None
@@ -277,15 +282,9 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     id_prefix = "chatcmpl-"
 
-    def __init__(
-        self,
-        model: ModelHandle,
-        body: ChatBody,
-        prompts: Sequence[Prompt],
-        choices: Sequence[Choice],
-        generation: Generation,
-    ) -> None:
-        super().__init__(model, body, prompts, choices, generation)
+    def __init__(self, request: BegunRequest[ChatBody]) -> None:
+        super().__init__(request)
+        body = request.body
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs is not None
         self._hides_reasoning = body.include_reasoning is False

@@ -8,10 +8,8 @@ from typing import ClassVar, cast
 
 from msgspec import Struct
 
-from swiftkv.server.answer import Answer, Prompt
-from swiftkv.server.choices import Choice, Delta
-from swiftkv.server.generation import Generation
-from swiftkv.server.models import ModelHandle
+from swiftkv.server.answer import Answer, BegunRequest
+from swiftkv.server.choices import Delta
 from swiftkv.server.passages import PassageEvent, Passages
 from swiftkv.server.protocol import ChatBody
 from swiftkv.server.sse import NamedEvent, named_events
@@ -24,15 +22,8 @@ class PassageAnswer(Answer):
 
     end_of_stream: ClassVar[bytes] = b""
 
-    def __init__(
-        self,
-        model: ModelHandle,
-        body: ChatBody,
-        prompts: Sequence[Prompt],
-        choices: Sequence[Choice],
-        generation: Generation,
-    ) -> None:
-        super().__init__(model, body, prompts, choices, generation)
+    def __init__(self, request: BegunRequest[ChatBody]) -> None:
+        super().__init__(request)
         self.passages = Passages()
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer, Prompt, make_choices
+from swiftkv.server.answer import Answer, BegunRequest, ChatAnswer, CompletionAnswer, Prompt, make_choices
 from swiftkv.server.choices import Choice
 from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import Generation, SequenceRequest, Terms
+from swiftkv.server.generation import SequenceRequest, Terms
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import check_detokenize, check_messages, check_stops, check_tokenize, max_tokenize_chars
@@ -148,8 +148,8 @@ def _prepared(
     return Prepared(prompts, sequences, make_choices(model, body, prompts))
 
 
-AnswerMaker = Callable[[ModelHandle, Any, Sequence[Prompt], Sequence[Choice], Generation], Answer]
-"""Makes the answer to a request of the second argument's type."""
+AnswerMaker = Callable[[BegunRequest[Any]], Answer]
+"""Makes the answer to a request whose body is of a type that it knows."""
 
 
 def begin(
@@ -181,7 +181,7 @@ def begin(
     generation = model.client.generate(prepared.sequences, terms)
     model.client.metrics.request_n.observe(body.n or 1)
     usual: AnswerMaker = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
-    return (make_answer or usual)(model, body, prepared.prompts, prepared.choices, generation)
+    return (make_answer or usual)(BegunRequest(model, body, prepared.prompts, prepared.choices, generation))
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from swiftkv.server.answer import CompletionAnswer, Prompt, make_choices
+from swiftkv.server.answer import BegunRequest, CompletionAnswer, Prompt, make_choices
 from swiftkv.server.detokenizer import StopMatcher, StopStrings
 from swiftkv.server.errors import ApiError
 from swiftkv.server.price import LIMITS, json_shape
@@ -385,7 +385,7 @@ def test_usage_costs_the_same_for_any_number_of_sequences(gateway: Gateway) -> N
         def measure(body: CompletionBody = body) -> None:
             choices = make_choices(model, body, prompts)
             with model.client.generate(sequence_requests(model, body, [[1, 2, 3]])) as generation:
-                answer = CompletionAnswer(model, body, prompts, choices, generation)
+                answer = CompletionAnswer(BegunRequest(model, body, prompts, choices, generation))
                 costs.append(calls(answer.usage))
 
         gateway.call(measure)

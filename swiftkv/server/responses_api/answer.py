@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from swiftkv.server.answer import Prompt
-from swiftkv.server.choices import Choice, Delta
+from swiftkv.server.answer import BegunRequest
+from swiftkv.server.choices import Delta
 from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import Generation
-from swiftkv.server.models import ModelHandle
 from swiftkv.server.passage_answer import PassageAnswer
 from swiftkv.server.passages import (
     CallPassage,
@@ -63,17 +61,9 @@ _FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 class ResponsesAnswer(PassageAnswer):
     id_prefix = "resp_"
 
-    def __init__(
-        self,
-        asked: ResponsesBody,
-        model: ModelHandle,
-        body: ChatBody,
-        prompts: Sequence[Prompt],
-        choices: Sequence[Choice],
-        generation: Generation,
-    ) -> None:
-        """Answer `asked`, of which `body` is the translation."""
-        super().__init__(model, body, prompts, choices, generation)
+    def __init__(self, asked: ResponsesBody, request: BegunRequest[ChatBody]) -> None:
+        """Answer `asked`, of which `request` is the translation."""
+        super().__init__(request)
         self._asked = asked
         self._num_events = 0
 
