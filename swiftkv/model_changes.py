@@ -170,6 +170,6 @@ class RunningModels:
     async def _one_at_a_time(self) -> AsyncIterator[None]:
         """Raise `ApiError` 409 where another change is being made."""
         if self._changing.locked():
-            raise ApiError(409, "another model is being added or removed", code="busy", retry_after_s=_BUSY_RETRY_S)
+            raise ApiError(409, "another change of models is in progress", code="busy", retry_after_s=_BUSY_RETRY_S)
         async with self._changing:
             yield

@@ -19,7 +19,7 @@ class TenantConfig(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=64,
-        description="a name of letters, digits, '.', '_' and '-', at most 64 (metrics show it)",
+        description="a name of letters, digits, '.', '_' and '-', at most 64 (the request log shows it)",
     )
     api_key_env: Variable = Field(description="the name of an environment variable")
     weight: Annotated[float, Field(ge=0.01, le=100)] = Field(1.0, description="a number from 0.01 to 100")

@@ -31,6 +31,7 @@ from swiftkv.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HostMiddleware,
+    has_bearer_key,
     is_open,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
@@ -98,7 +99,7 @@ def create_app(
     app.include_router(admin_router(table, lending, changes))
     app.include_router(cache_router(table))
     app.include_router(page_router())
-    status = _status_router(table, metrics, lending, only_model=None)
+    status = _status_router(table, settings, metrics, lending, only_model=None)
     app.include_router(status)
     app.include_router(status, prefix="/models/{name}", include_in_schema=False)  # /openapi.json shows it once
     return app
@@ -112,7 +113,7 @@ def create_model_app(
     app.include_router(openai_router(table))
     app.include_router(routing_router(table))
     app.include_router(pooling_router(table))
-    app.include_router(_status_router(table, metrics, lending, only_model=name))
+    app.include_router(_status_router(table, settings, metrics, lending, only_model=name))
     return app
 
 
@@ -157,7 +158,12 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
 
 
 def _status_router(
-    models: ModelTable, metrics: GatewayMetrics, lending: NodeLending, only_model: str | None
+    models: ModelTable,
+    settings: ServerSettings,
+    metrics: GatewayMetrics,
+    lending: NodeLending,
+    *,
+    only_model: str | None,
 ) -> APIRouter:
     router = APIRouter()
 
@@ -195,22 +201,28 @@ def _status_router(
 
     metrics_text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    def scrapes_of(only: str | None) -> Scrapes:
+    def scrapes_of(only: str | None, *, names_tenants: bool) -> Scrapes:
         async def observe() -> None:
             metrics.engines.observe(models.engines())
             await lending.observe(metrics.lending, only)
 
-        return Scrapes(observe, lambda: metrics.render(only), metrics.scrape_pace)
+        def render() -> bytes:
+            return metrics.render(only) + (metrics.render_tenants(only) if names_tenants else b"")
 
-    scrapes: dict[str | None, Scrapes] = {}
+        return Scrapes(observe, render, metrics.scrape_pace)
+
+    scrapes: dict[tuple[str | None, bool], Scrapes] = {}
 
     @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
     async def scrape(request: Request) -> Response:
+        """Metrics for Prometheus. Those that name tenants are for requests with the key of `/admin`."""
         only = _asked_for(request)
         models.only(only)
-        if only not in scrapes:
-            scrapes[only] = scrapes_of(only)
-        return Response(await scrapes[only].text(), media_type=CONTENT_TYPE)
+        names_tenants = has_bearer_key(request.headers, settings.admin_key)
+        shown = scrapes.get((only, names_tenants))
+        if shown is None:
+            shown = scrapes[only, names_tenants] = scrapes_of(only, names_tenants=names_tenants)
+        return Response(await shown.text(), media_type=CONTENT_TYPE)
 
     def _asked_for(request: Request) -> str | None:
         """Return the model that is asked for alone."""

@@ -94,7 +94,7 @@ class GatewayMetrics:
         of_engines = (self.layer_stream, self.cache_configs, self.blocks, self.tiers, self.compute, self.lending)
         for collector in of_engines:
             self.registry.register(collector)
-        self.tenants = TenantMetrics(self.registry, _FIRST_TOKEN_S)
+        self.tenants = TenantMetrics(_FIRST_TOKEN_S)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.request_success = self._counter("vllm:request_success", "Requests finished", ("finished_reason",))
@@ -139,13 +139,12 @@ class GatewayMetrics:
         return ModelMetrics(self, name)
 
     def render(self, only_model: str | None = None) -> bytes:
-        """Return the text that Prometheus scrapes, for every model or for one."""
-        if only_model is None and not self._hidden:
-            return generate_latest(self.registry)
-        some = CollectorRegistry()
-        hidden = self._hidden
-        some.register(SomeModels(self.registry, lambda m: m not in hidden if only_model is None else m == only_model))
-        return generate_latest(some)
+        """Return the text that Prometheus scrapes, for every model or for one; nothing in it is about tenants."""
+        return self._render(self.registry, only_model)
+
+    def render_tenants(self, only_model: str | None = None) -> bytes:
+        """Return the rest of that text, which names the node's tenants."""
+        return self._render(self.tenants.registry, only_model)
 
     def hide_model(self, name: str) -> None:
         """Leave out a model that was removed. Its counters go on if one of the same name is added."""
@@ -153,6 +152,14 @@ class GatewayMetrics:
 
     def show_model(self, name: str) -> None:
         self._hidden.discard(name)
+
+    def _render(self, registry: CollectorRegistry, only_model: str | None) -> bytes:
+        if only_model is None and not self._hidden:
+            return generate_latest(registry)
+        some = CollectorRegistry()
+        hidden = self._hidden
+        some.register(SomeModels(registry, lambda m: m not in hidden if only_model is None else m == only_model))
+        return generate_latest(some)
 
     def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self.registry)

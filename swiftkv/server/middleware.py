@@ -38,6 +38,11 @@ class _Key:
         return any(hmac.compare_digest(digest, self._digest) for digest in digests)
 
 
+def has_bearer_key(headers: Headers, key: str) -> bool:
+    """Return whether a request has `key` as `Authorization: Bearer <key>`."""
+    return _Key(key).is_among(_bearer(headers))
+
+
 def _bearer(headers: Headers) -> list[bytes]:
     """Return the digest of what is sent as `Authorization: Bearer <key>`, if anything is."""
     scheme, _, key = headers.get("authorization", "").partition(" ")

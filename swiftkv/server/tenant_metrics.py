@@ -1,4 +1,7 @@
-"""The metrics of tenants: what each has had of each model. Labels are the names in the node's file, and no others."""
+"""The metrics of tenants: what each has had of each model. Labels are the names in the node's file, and no others.
+
+They have a registry of their own, because they tell who the node's customers are.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,20 @@ _LABELS = ("model_name", "tenant")
 class TenantMetrics:
     """Counts the sequences of tenants as they end; those of nodes without tenants are passed over."""
 
-    def __init__(self, registry: CollectorRegistry, first_token_s: tuple[float, ...]) -> None:
+    def __init__(self, first_token_s: tuple[float, ...]) -> None:
         """`first_token_s` are the bounds of the histogram's buckets."""
+        self.registry = CollectorRegistry()
         self._requests = Counter(
             "swiftkv:tenant_requests", "Requests of a tenant that ended", (*_LABELS, "finished_reason"),
-            registry=registry,
+            registry=self.registry,
         )  # fmt: skip
         self._tokens = Counter(
             "swiftkv:tenant_tokens", "Tokens of a tenant's requests that ended, of prompts and of answers",
-            (*_LABELS, "kind"), registry=registry,
+            (*_LABELS, "kind"), registry=self.registry,
         )  # fmt: skip
         self._first_token = Histogram(
             "swiftkv:tenant_time_to_first_token_seconds", "From arrival to the first token, of requests that ended",
-            _LABELS, buckets=first_token_s, registry=registry,
+            _LABELS, buckets=first_token_s, registry=self.registry,
         )  # fmt: skip
 
     def observe(self, model: str, request: FinishedRequest) -> None:

@@ -45,7 +45,7 @@ def test_a_node_serves_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert httpx.get(f"{node.url}/v1/models").status_code == 401
         headers = {"x-api-key": KEYS["SWIFTKV_TEST_KEY_A"]}
         assert httpx.get(f"{node.url}/v1/batches", headers=headers).status_code == 404
-        assert 'tenant="bob"' in httpx.get(f"{node.url}/metrics").text
+        assert 'tenant="bob"' in httpx.get(f"{node.url}/metrics", headers=node.admin_headers()).text
         assert any("$SWIFTKV_TEST_KEY_A" in line for line in node.lines)
         (engine,) = node.engines().values()
         for process in (engine, *psutil.Process(engine.pid).children(recursive=True)):

@@ -25,6 +25,7 @@ TENANTS = {
     "key of carol": TenantConfig(name="carol", api_key_env="C", weight=1, cache="shared"),
     "key of dave": TenantConfig(name="dave", api_key_env="D", weight=1),
 }
+ADMIN_KEY = "key of the node"
 LONG = "one two three four five six seven eight nine ten " * 20
 COMPLETION: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 1}
 
@@ -33,7 +34,7 @@ COMPLETION: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 
 def tenants_gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
     directory: Path = tmp_path_factory.mktemp("tenants")
     log = RequestLog(directory / "requests.jsonl")
-    settings = ServerSettings(tenants=senders_by_key(TENANTS), request_log=log)
+    settings = ServerSettings(tenants=senders_by_key(TENANTS), request_log=log, admin_key=ADMIN_KEY)
     gateway, stop = start_gateway(directory, tokenizer, settings=settings)
     yield gateway
     stop()
@@ -119,7 +120,7 @@ def test_each_has_its_part_of_the_places(tenants_gateway: Gateway) -> None:
 
 
 def test_metrics_name_tenants_and_nobody_else(tenants_gateway: Gateway) -> None:
-    before = tenants_gateway.metrics.render().decode()
+    before = tenants_gateway.metrics.render_tenants().decode()
 
     def value(text: str, metric: str) -> float:
         return float(next((line.split()[-1] for line in text.splitlines() if line.startswith(metric)), 0))
@@ -127,7 +128,7 @@ def test_metrics_name_tenants_and_nobody_else(tenants_gateway: Gateway) -> None:
     with tenants_gateway.http() as http:
         headers = {"x-api-key": "key of dave", "x-llm-d-inference-fairness-id": "a stranger"}
         assert http.post("/v1/completions", json={**COMPLETION, "max_tokens": 3}, headers=headers).status_code == 200
-        text = http.get("/metrics").text
+        text = http.get("/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}).text
     generated = 'swiftkv:tenant_tokens_total{kind="generated",model_name="chat",tenant="dave"}'
     assert value(text, generated) - value(before, generated) == 3
     ended = 'swiftkv:tenant_requests_total{finished_reason="length",model_name="chat",tenant="dave"}'
@@ -135,6 +136,25 @@ def test_metrics_name_tenants_and_nobody_else(tenants_gateway: Gateway) -> None:
     first = 'swiftkv:tenant_time_to_first_token_seconds_count{model_name="chat",tenant="dave"}'
     assert value(text, first) - value(before, first) == 1
     assert "stranger" not in text
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/models/chat/metrics"])
+def test_only_the_admin_key_is_told_who_the_tenants_are(tenants_gateway: Gateway, path: str) -> None:
+    assert post(tenants_gateway, "alice").status_code == 200
+    with tenants_gateway.http() as http:
+        texts = [
+            http.get(path, headers=headers).text
+            for headers in ({}, {"Authorization": "Bearer key of alice"}, {"x-api-key": ADMIN_KEY})
+        ]
+        told = http.get(path, headers={"Authorization": f"Bearer {ADMIN_KEY}"}).text
+    assert all('vllm:request_success_total{finished_reason="length",model_name="chat"}' in text for text in texts)
+    assert not any("alice" in text or "tenant" in text for text in texts)
+    names, names_for_all = (
+        {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")} for text in (told, texts[0])
+    )
+    assert names_for_all < names
+    assert all(name.startswith("swiftkv:tenant_") for name in names - names_for_all)
+    assert 'tenant="alice"' in told
 
 
 def test_without_tenants_nothing_is_said_of_them(gateway: Gateway) -> None:
