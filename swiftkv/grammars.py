@@ -35,11 +35,13 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         text: For `json` a JSON schema, for `choice` a JSON list of strings, for `grammar` Lark or GBNF.
         whitespace: For `json`: a regular expression of the white space between two parts; empty for none.
+        calls: Lark rules of which `calls` may stand in place of all that.
     """
 
     kind: GrammarKind
     text: str
     whitespace: str | None = None
+    calls: str | None = None
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -55,18 +57,27 @@ def library_form(source: GrammarSource) -> str:
     Raises:
         ValueError: with a sentence for the client; what only the compiler can see, `new_matcher` tells.
     """
+    grammar = _grammar(source)
+    if source.calls is None:
+        return json.dumps({"grammars": [grammar]})
+    either = {"lark_grammar": f"start: calls | @answer\n{source.calls}"}
+    return json.dumps({"grammars": [either, {**grammar, "name": "answer"}]})
+
+
+def _grammar(source: GrammarSource) -> dict[str, object]:
     match source.kind:
         case "json":
-            return _serialized(json_schema=held_schema(json.loads(source.text), source.whitespace))
+            return {"json_schema": held_schema(json.loads(source.text), source.whitespace)}
         case "regex":
-            return LLMatcher.grammar_from_regex(source.text)
+            [grammar] = json.loads(LLMatcher.grammar_from_regex(source.text))["grammars"]
+            return dict(grammar)
         case "choice":
             alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(source.text))
-            return _serialized(lark_grammar=f"start: {alternatives}")
+            return {"lark_grammar": f"start: {alternatives}"}
         case "grammar":
-            return _serialized(lark_grammar=_as_lark(source.text))
+            return {"lark_grammar": _as_lark(source.text)}
         case "lark":
-            return _serialized(lark_grammar=source.text)
+            return {"lark_grammar": source.text}
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -108,7 +119,3 @@ def held_schema(schema: object, whitespace: str | None = None) -> dict[str, obje
     is_compact = whitespace == ""
     options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": whitespace or _WHITESPACE}
     return {**schema, "x-guidance": options}
-
-
-def _serialized(**grammar: object) -> str:
-    return json.dumps({"grammars": [grammar]})

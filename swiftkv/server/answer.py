@@ -67,15 +67,20 @@ class BegunRequest(Generic[BodyT_co]):
     generation: Generation
 
 
-def make_choices(model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt]) -> list[Choice]:
-    """Return what decodes each sequence, the choices of one prompt next to each other."""
+def make_choices(
+    model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt], *, is_held: bool
+) -> list[Choice]:
+    """Return what decodes each sequence, the choices of one prompt next to each other.
+
+    `is_held`: a grammar holds their texts.
+    """
     n = body.n or 1
     rules = stop_rules(body)
     if isinstance(body, CompletionBody):
         return [
             Choice(index, prompts[index // n].token_ids, model.tokenizer, rules) for index in range(len(prompts) * n)
         ]
-    tools = tool_use(model.tool_parser, body)
+    tools = tool_use(model.tool_parser, body, is_held=is_held)
     prompt_ids = prompts[0].token_ids
     return [
         Choice(index, prompt_ids, model.tokenizer, rules, tools, _sections(model, body, prompt_ids))

@@ -121,23 +121,28 @@ async def _checked_grammar(model: ModelHandle, body: CompletionBody | ChatBody, 
     """Return the grammar that is to hold the answer, as engines take it."""
     if not asks_for_grammar(body) and not (isinstance(body, ChatBody) and body.tools):
         return None
-    asked = await model.threads.run(lambda: _asked_grammar(model, body), num_bytes)
-    if asked is None:
+    grammars = await model.threads.run(lambda: _asked_grammars(model, body), num_bytes)
+    if not grammars:
         return None
     check_grammar_fields(body)
-    return await model.grammars.check(asked)
+    checked = [await model.grammars.check(asked) for asked in grammars]
+    return checked[-1]
 
 
-def _asked_grammar(model: ModelHandle, body: CompletionBody | ChatBody) -> AskedGrammar | None:
+def _asked_grammars(model: ModelHandle, body: CompletionBody | ChatBody) -> list[AskedGrammar]:
+    """Return the grammars of a request that are to be checked; the last of them holds its answer."""
     asked = asked_grammar(body)
     tools = tool_use(model.tool_parser, body) if isinstance(body, ChatBody) else None
-    of_tools = None if tools is None else tools.grammar()
-    if of_tools is not None and body.response_format is not None:
-        return of_tools  # the format is of texts, and the answer has none: agents send both, turn after turn
-    if asked is not None and of_tools is not None:
-        message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"
-        raise ApiError(400, message, param="tool_choice")
-    return asked or of_tools
+    if tools is None or (asked is None and not tools.must_call):
+        return [] if asked is None else [asked]
+    if asked is None:
+        return [tools.grammar()]
+    if not tools.must_call:
+        return tools.grammars_beside(asked)
+    if body.response_format is not None:
+        return [tools.grammar()]  # the format is of texts, and the answer has none: agents send both, turn after turn
+    message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"
+    raise ApiError(400, message, param="tool_choice")
 
 
 def _prepared(
@@ -145,7 +150,7 @@ def _prepared(
 ) -> Prepared:
     prompts = [_chat_prompt(model, body, rendered)] if isinstance(body, ChatBody) else _completion_prompts(model, body)
     sequences = sequence_requests(model, body, [prompt.token_ids for prompt in prompts], grammar)
-    return Prepared(prompts, sequences, make_choices(model, body, prompts))
+    return Prepared(prompts, sequences, make_choices(model, body, prompts, is_held=grammar is not None))
 
 
 AnswerMaker = Callable[[BegunRequest[Any]], Answer]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from swiftkv.grammars import GrammarSource
@@ -14,7 +15,8 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import Body, Label, Text
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.price import LIMITS, check_grammar
-from swiftkv.server.tool_parsers.base import ToolFunction, ToolParser
+from swiftkv.server.tool_parsers import TOOL_PARSERS
+from swiftkv.server.tool_parsers.base import EitherParser, ToolFunction, ToolParser
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -88,6 +90,7 @@ class ToolUse:
         must_call: Whether the answer is calls and nothing else.
         is_named: Whether the request names the function.
         several: Whether there may be more than one call.
+        is_held: Whether a grammar holds the answer to calls, or to something else that the request asks for.
     """
 
     parser: type[ToolParser]
@@ -95,28 +98,52 @@ class ToolUse:
     must_call: bool
     is_named: bool
     several: bool
+    is_held: bool = False
 
-    def new_parser(self) -> ToolParser:
-        return self.parser(self.functions, must_call=self.must_call)
+    def new_parser(self) -> ToolParser | EitherParser:
+        parser, opening = self.parser(self.functions, must_call=self.must_call), self.parser.call_opening
+        if self.must_call or not self.is_held or opening is None:
+            return parser
+        return EitherParser(parser, opening)
 
-    def grammar(self) -> AskedGrammar | None:
-        """Return the grammar that makes the answer calls; `None` where the model may choose.
+    def grammar(self) -> AskedGrammar:
+        """Return the grammar that makes the answer calls.
 
         Raises:
             ApiError: 400 if it is larger than the limits.
         """
-        if not self.must_call:
-            return None
-        text = self.parser.call_grammar(self.functions, several=self.several)
-        check_grammar("tools", text, is_json=False)
-        return AskedGrammar("tools", GrammarSource("lark", text))
+        return AskedGrammar("tools", GrammarSource("lark", f"start: calls\n{self._rules()}"))
+
+    def grammars_beside(self, asked: AskedGrammar) -> list[AskedGrammar]:
+        """Return the grammars to check where the model may choose between calls and `asked`; the last holds the answer.
+
+        Raises:
+            ApiError: 400 if they are larger than the limits, or the model's calls may look like other answers.
+        """
+        if not self.parser.holds_calls:
+            return [asked]  # calls come before the answer, so nothing of what is asked holds them
+        if self.parser.call_opening is None:
+            name = next(name for name, parser in TOOL_PARSERS.items() if parser is self.parser)
+            message = (
+                f"field 'tool_choice': auto does not go with field '{asked.field}' on this model, whose calls "
+                f"(tool_parser: {name}) a grammar cannot tell from other answers; send required, a function or none"
+            )
+            raise ApiError(400, message, param="tool_choice", code="unsupported_field")
+        either = AskedGrammar(asked.field, msgspec.structs.replace(asked.source, calls=self._rules()))
+        return [self.grammar(), either]  # a mistake in the tools is one of their field
+
+    def _rules(self) -> str:
+        rules = self.parser.call_grammar(self.functions, several=self.several)
+        check_grammar("tools", rules, is_json=False)
+        return rules
 
 
-def tool_use(parser: type[ToolParser] | None, body: ToolFields) -> ToolUse | None:
+def tool_use(parser: type[ToolParser] | None, body: ToolFields, *, is_held: bool = False) -> ToolUse | None:
     """Return what a request lets its answer call, or `None` if nothing.
 
     Args:
         parser: of the model's calls; `None`: nobody knows how it writes them.
+        is_held: Whether a grammar holds the answer.
 
     Raises:
         ApiError: 400.
@@ -150,6 +177,7 @@ def tool_use(parser: type[ToolParser] | None, body: ToolFields) -> ToolUse | Non
         must_call=is_named or choice == "required",
         is_named=is_named,
         several=not is_named and body.parallel_tool_calls is not False,
+        is_held=is_held,
     )
 
 

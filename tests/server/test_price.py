@@ -383,7 +383,7 @@ def test_usage_costs_the_same_for_any_number_of_sequences(gateway: Gateway) -> N
         body = CompletionBody.model_validate({**COMPLETION, "n": n, "max_tokens": 4000, "stream": True})
 
         def measure(body: CompletionBody = body) -> None:
-            choices = make_choices(model, body, prompts)
+            choices = make_choices(model, body, prompts, is_held=False)
             with model.client.generate(sequence_requests(model, body, [[1, 2, 3]])) as generation:
                 answer = CompletionAnswer(BegunRequest(model, body, prompts, choices, generation))
                 costs.append(calls(answer.usage))

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from swiftkv.config import ModelConfig
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
 from swiftkv.server.tool_parsers import TOOL_PARSERS, choose_parser
-from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said, ToolEvent, ToolFunction
+from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, EitherParser, Said, ToolEvent, ToolFunction
 
 Outcome = tuple[str, list[tuple[str, str]]]
 WEATHER = '{"city": "Köln", "note": "a \\"quoted\\" } ] \\\\ </tool_call> [TOOL_CALLS]", "days": [1, {"a": []}]}'
@@ -169,7 +169,7 @@ def test_any_text_is_the_same_in_one_piece_and_in_many(name: str, parts: list[st
 
 def matcher_of(name: str, **options: Any) -> LLMatcher:
     grammar = TOOL_PARSERS[name].call_grammar(FUNCTIONS, **options)
-    return new_matcher(LLTokenizer("byte"), library_form(GrammarSource("lark", grammar)))
+    return new_matcher(LLTokenizer("byte"), library_form(GrammarSource("lark", f"start: calls\n{grammar}")))
 
 
 @pytest.mark.parametrize("name", sorted(name for name, parser in TOOL_PARSERS.items() if parser.holds_calls))
@@ -198,6 +198,50 @@ def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
     assert not matcher_of(name, several=False).consume_tokens(list(text.encode()))
     wrong = text.replace("12", '"12"')
     assert not matcher_of(name, several=True).consume_tokens(list(wrong.encode()))
+
+
+ANSWER = {
+    "json": ('{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}', '{"name": "Ulm"}'),
+    "regex": ("[a-z]{2}<[0-9]/", "ab<1/"),
+    "choice": ('["yes", "<tool"]', "<tool"),
+    "grammar": ('start: "a" calls\ncalls: "b" | "c"', "ac"),
+}
+CALL = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a":12}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("kind", ANSWER)
+@pytest.mark.parametrize("name", [name for name, parser in TOOL_PARSERS.items() if parser.call_opening is not None])
+def test_a_grammar_allows_calls_or_what_is_asked_for(name: str, kind: Any) -> None:
+    source, answer = ANSWER[kind]
+    calls = TOOL_PARSERS[name].call_grammar(FUNCTIONS, several=True)
+    fresh = new_matcher(LLTokenizer("byte"), library_form(GrammarSource(kind, source, calls=calls)))
+    held = [answer, CALL[name], f"{CALL[name]}\n{CALL[name]}"]
+    broken = [f"{answer}{CALL[name]}", CALL[name].replace("12", '"x"'), f"{CALL[name]}{answer}", "Well", "<tool_cat"]
+    for text in held + broken:
+        matcher = fresh.deep_copy()
+        is_text = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+        assert is_text == (text in held), (text, matcher.get_error())
+
+
+@pytest.mark.parametrize("name", [name for name, parser in TOOL_PARSERS.items() if parser.call_opening is not None])
+def test_where_a_grammar_holds_an_answer_its_beginning_tells_calls_from_text(name: str) -> None:
+    opening = TOOL_PARSERS[name].call_opening
+    assert opening is not None
+    quoting = json.dumps({"quote": CALL[name]})
+    for text, outcome in (
+        (quoting, (quoting, [])),
+        (f"{CALL[name]}\n{CALL[name]}", ("", [("add", '{"a": 12}')] * 2)),
+        (opening[:5], (opening[:5], [])),
+        ("", ("", [])),
+    ):
+        for pieces in ([text], list(text)):
+            parser = EitherParser(TOOL_PARSERS[name](FUNCTIONS), opening)
+            events = [event for piece in pieces for event in parser.push(piece)]
+            said, calls = outcome_of([*events, *parser.finish()])
+            assert (said, [(f, json.dumps(json.loads(arguments))) for f, arguments in calls]) == outcome
 
 
 @pytest.mark.parametrize(

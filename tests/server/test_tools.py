@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from swiftkv.server.errors import ApiError
+from swiftkv.server.grammars import AskedGrammar
+from swiftkv.server.protocol import ChatBody
+from swiftkv.server.structured import asked_grammar
 from swiftkv.server.tokenizer import Tokenizer
-from swiftkv.server.tools import ToolCallMessage
+from swiftkv.server.tool_parsers import TOOL_PARSERS
+from swiftkv.server.tools import ToolCallMessage, tool_use
 from tests.support.checkpoints import make_tokenizer
 
 TEMPLATE = (
@@ -44,3 +48,36 @@ def test_special_tokens_in_tools_are_text_where_those_of_messages_are(tokenizer:
     ids = tokenizer.encode_chat(conversation('{"a": "<|end|>"}'), tools=tools, max_chars=1000)
     assert Counter(ids)[ends] == (1 if tokenizer._plain_backend is not None else 3)
     assert tokenizer.decode(ids).count("<|end|>") == 3
+
+
+def either(parser: str) -> tuple[list[AskedGrammar], AskedGrammar]:
+    """Return what holds an answer that may be a call or JSON, for a model with that parser, and what is asked for."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = ChatBody.model_validate({
+        "messages": [{"role": "user", "content": "a"}], "tools": tools, "response_format": {"type": "json_object"}
+    })  # fmt: skip
+    asked, use = asked_grammar(body), tool_use(TOOL_PARSERS[parser], body)
+    assert asked is not None
+    assert use is not None
+    return use.grammars_beside(asked), asked
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_an_answer_may_be_a_call_or_what_is_asked_for(parser: str) -> None:
+    (of_tools, both), asked = either(parser)
+    assert (of_tools.field, both.field) == ("tools", asked.field)
+    assert (both.source.kind, both.source.text) == (asked.source.kind, asked.source.text)
+    assert both.source.calls is not None
+    assert of_tools.source.text == f"start: calls\n{both.source.calls}"
+
+
+@pytest.mark.parametrize("parser", ["llama3_json", "mistral"])
+def test_calls_that_look_like_answers_do_not_go_with_a_format(parser: str) -> None:
+    with pytest.raises(ApiError, match=parser) as refused:
+        either(parser)
+    assert (refused.value.status, refused.value.param) == (400, "tool_choice")
+
+
+def test_calls_in_a_channel_of_their_own_are_not_held() -> None:
+    held, asked = either("gpt_oss")
+    assert held == [asked]

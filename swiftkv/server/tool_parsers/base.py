@@ -54,6 +54,8 @@ class ToolParser(ABC):
 
     holds_calls: ClassVar[bool] = True
     """Whether a grammar can make an answer calls."""
+    call_opening: ClassVar[str | None] = None
+    """The text that every call begins with, and no JSON does; `None` where a call may look like another answer."""
 
     @abstractmethod
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
@@ -70,11 +72,41 @@ class ToolParser(ABC):
     @staticmethod
     @abstractmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        """Return a Lark grammar of one call, or of several, of these functions."""
+        """Return Lark rules of which `calls` is one call, or several, of these functions."""
 
     @staticmethod
     def new_call_id() -> str:
         return f"call_{secrets.token_hex(12)}"
+
+
+class EitherParser:
+    """Parses an answer that a grammar makes calls or a text. Its beginning decides, so a text may quote calls."""
+
+    def __init__(self, calls: ToolParser, opening: str) -> None:
+        """`calls` parses the calls, which begin with `opening`."""
+        self._calls = calls
+        self._opening = opening
+        self._start: str | None = ""  # the text so far, until it is known what it is
+        self._has_calls = False
+
+    def push(self, text: str) -> list[ToolEvent]:
+        if self._start is not None:
+            self._start += text
+            if self._opening.startswith(self._start):
+                return []
+            self._has_calls = self._start.startswith(self._opening)
+            text, self._start = self._start, None
+        if self._has_calls:
+            return self._calls.push(text)
+        return [Said(text)] if text else []
+
+    def finish(self) -> list[ToolEvent]:
+        if self._has_calls:
+            return self._calls.finish()
+        return [Said(self._start)] if self._start else []
+
+    def new_call_id(self) -> str:
+        return self._calls.new_call_id()
 
 
 class SteppedParser(ToolParser):

@@ -12,6 +12,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 class HermesParser(TaggedParser):
     template_mark = _OPEN
+    call_opening = _OPEN
 
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
@@ -49,4 +50,4 @@ class HermesParser(TaggedParser):
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
         more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
-        return f"start: call{more}\n" + call_rules(functions, begin=f"{_OPEN}\n", end=f"\n{_CLOSE}")
+        return f"calls: call{more}\n" + call_rules(functions, begin=f"{_OPEN}\n", end=f"\n{_CLOSE}")

@@ -64,4 +64,4 @@ class Llama3JsonParser(ToolParser):
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
         more = f' ("; " call){{0,{MAX_CALLS - 1}}}' if several else ""
-        return f"start: call{more}\n" + call_rules(functions, key="parameters")
+        return f"calls: call{more}\n" + call_rules(functions, key="parameters")

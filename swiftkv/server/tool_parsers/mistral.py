@@ -88,7 +88,7 @@ class MistralParser(SteppedParser):
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
         more = f' (", " call){{0,{MAX_CALLS - 1}}}' if several else ""
-        return f'start: "[" call{more} "]"\n' + call_rules(functions)
+        return f'calls: "[" call{more} "]"\n' + call_rules(functions)
 
     @staticmethod
     def new_call_id() -> str:

@@ -35,6 +35,7 @@ _INSIDE = (_PARAMETER, _FUNCTION_END, _CLOSE)  # the tags that a call may have n
 
 class Qwen3CoderParser(TaggedParser):
     template_mark = _FUNCTION
+    call_opening = _OPEN
 
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
@@ -129,7 +130,7 @@ class Qwen3CoderParser(TaggedParser):
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
         more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
-        rules = [f"start: call{more}", "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+        rules = [f"calls: call{more}", "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
         for number, function in enumerate(functions):
             rules += _function_rules(number, function)
         return "\n".join(rules)
