@@ -57,7 +57,7 @@ def test_prefaulting_changes_no_byte() -> None:
 
 
 def test_prefaulting_ends_with_the_pool() -> None:
-    """Else the thread may let go of the tensor while the interpreter ends, which aborts the process."""
+    """A thread that outlives it may let go of the tensor while the interpreter ends, which aborts the process."""
     pool = Pool([(FULL, (1 << 30) // FULL.block_bytes)])
     thread = pool.prefault()
     del pool
