@@ -23,7 +23,7 @@ struct TileProducts {
     static constexpr int kKeyAlignment = kStep;
     static constexpr int kPartitionSteps = kPartitionTokens / kStep;
     static constexpr int kStepsPerSlice = 4;  // of 16 products, about as long as weighing a row
-    static constexpr int kRowsPerTask = 128;
+    static constexpr int kRowsPerTask = 256;
 
     static int block_rows(int) { return 2 * kTileRows; }
     static int padded_rows(int rows) { return static_cast<int>(round_up(rows, 2 * kTileRows)); }

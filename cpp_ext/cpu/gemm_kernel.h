@@ -12,6 +12,14 @@ struct Prefetch {
     int64_t bytes = 0;
 };
 
+// How products of many rows are cut, measured on cores with a second-level cache of 1 to 2 MiB.
+struct Blocking {
+    int64_t max_rows;        // of a tile
+    int64_t resident_bytes;  // of a tile's activations, which stay in the second-level cache while panels pass
+    int64_t piece_bytes;     // of a panel, which passes over all rows of a tile before the next one is touched
+    bool fetches;            // the panels to come; loads of AMX tiles are slowed by that more than by waiting
+};
+
 // The matrix kernel of one instruction set. Weights of N outputs and K inputs are packed in panels of panel_width
 // outputs; a panel is [K / k_step][panel_width][k_step], zero where N ends and up to a multiple of k_multiple where K
 // ends, and panels follow one another.
@@ -25,6 +33,7 @@ struct GemmKernel {
     // a row's bits depend neither on `rows` nor on where k is cut.
     void (*multiply)(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
                      float* sums, Prefetch ahead);
+    Blocking blocking;
     void (*release)();  // undoes what `multiply` left in the thread's registers; null if nothing
 };
 

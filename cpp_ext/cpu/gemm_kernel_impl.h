@@ -123,6 +123,7 @@ constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
             kMaxRows,
             widen_activations,
             multiply<Product, kMaxRows, kVectors>,
+            {192, 384 << 10, 256 << 10, true},
             nullptr};
 }
 

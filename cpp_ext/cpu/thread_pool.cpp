@@ -13,7 +13,7 @@
 namespace swiftkv {
 namespace {
 
-constexpr std::chrono::microseconds kSpin{20};
+constexpr std::chrono::microseconds kSpin{50};  // longer than most of what a step does between two regions
 
 thread_local int current_thread = -1;  // index inside a region, -1 outside
 
