@@ -167,7 +167,7 @@ def test_a_lender_that_stays_stopped_is_given_up_and_attached_anew(tmp_path: Pat
     """Over p2p, where a step waits for it: then it goes on without."""
     each = 2 * NUM_BLOCKS
     with (
-        borrower(tmp_path, ["a"], "p2p", watchdog_s=4) as engine,
+        borrower(tmp_path, ["a"], "p2p", watchdog_s=8) as engine,
         zmq.Context() as context,
         closing(Admin(f"ipc://{tmp_path}/leases")) as admin,
     ):

@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.lending_node import Answers, LendingNode, Reference, Turn, conversation, serving
+from tests.support.lending_node import LendingNode, Reference, Turn, conversation, meanwhile, serving
 from tests.support.node_process import remove, short_temporary_directory, wait_for
 
 MASTER = "float32"
@@ -101,12 +101,13 @@ def wait_until_all_lend(node: LendingNode) -> None:
 def streaming(node: LendingNode, right: Reference) -> Iterator[None]:
     """The master is busy with more than its pool holds; no client of it sees an error, and every answer is right."""
     expected = right.answers(MASTER, [*LONG, *CONVERSATIONS])
-    with ThreadPoolExecutor(1) as clients:
-        answers: Future[list[Answers]] = clients.submit(node.hold_all, MASTER, [*LONG, *CONVERSATIONS])
-        wait_for("borrowed memory to be in use", lambda: node.blocks(MASTER)["borrowed_used"] or answers.done())
-        assert not answers.done()
+
+    def hold() -> None:
+        assert node.hold_all(MASTER, [*LONG, *CONVERSATIONS]) == expected
+
+    with meanwhile(hold, 0.0):
+        wait_for("borrowed memory to be in use", lambda: node.blocks(MASTER)["borrowed_used"])
         yield
-        assert answers.result() == expected
 
 
 @contextmanager

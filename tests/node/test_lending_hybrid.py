@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.lending_node import LendingNode, Reference, Turn, conversation, serving
+from tests.support.lending_node import LendingNode, Reference, Turn, conversation, meanwhile, serving
 from tests.support.node_process import remove, short_temporary_directory, wait_for
 
 WINDOW = 40
@@ -125,12 +124,13 @@ def test_a_hybrid_dies_while_hybrids_stream_from_it(node: LendingNode, right: Re
     expected = right.answers("hybrid", [LONG, *CONVERSATIONS])
     node.wait_until_lent("worker", "hybrid")
     dead = node.process.engines()["worker"]
-    with ThreadPoolExecutor(1) as clients:
-        answers = clients.submit(node.hold_all, "hybrid", [LONG, *CONVERSATIONS])
-        wait_for("borrowed memory to be in use", lambda: node.blocks("hybrid")["borrowed_used"] or answers.done())
-        assert not answers.done()
+
+    def hold() -> None:
+        assert node.hold_all("hybrid", [LONG, *CONVERSATIONS]) == expected
+
+    with meanwhile(hold, 0.0):
+        wait_for("borrowed memory to be in use", lambda: node.blocks("hybrid")["borrowed_used"])
         dead.kill()
-        assert answers.result() == expected
     wait_for("the restart", node.is_ready)
     node.wait_until_lent("worker", "hybrid")
     node.assert_at_rest("worker", *NAMES)

@@ -97,7 +97,6 @@ def loading(node: LendingNode, reference: Reference) -> Iterator[None]:
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(node.hold, MASTER, LONG[0])
         wait_for("loads", lambda: node.metric("swiftkv:tier_requests_loading", model_name=MASTER) or answer.done())
-        assert not answer.done()
         yield
         assert [answer.result()] == reference.answers(MASTER, LONG[:1])
     wait_for("its report", lambda: node.metric("swiftkv:tier_hit_tokens_total", model_name=MASTER))

@@ -60,7 +60,7 @@ def test_a_chat_borrows_from_a_model_that_embeds(setting: Setting) -> None:
     node = LendingNode(setting.node)
     client = openai.OpenAI(base_url=f"{setting.node.url}/v1", api_key="none", max_retries=0)
     try:
-        wait_for("most of the pool to be lent", lambda: node.model("search")["lent_bytes"] > 4 << 20)
+        wait_for("most of the pool to be lent", lambda: (node.model("search")["lent_bytes"] or 0) > 4 << 20)
         length = node.max_model_len("chat")
         prompt = [3 + i % 290 for i in range(length // 2)]
         body = {"model": "chat", "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -119,6 +123,17 @@ class EchoProcess:
         self.process.kill()
         self.process.wait()
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Have the engine read and say nothing within the block."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
 
 @dataclass
 class Gateway:
@@ -161,6 +176,17 @@ class Gateway:
     def admin(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         return httpx.Client(base_url=self.url, timeout=30, headers=headers)
+
+    @contextmanager
+    def asking(self, path: str, body: dict[str, Any], sent_ahead: bytes = b"") -> Iterator[None]:
+        """Be a client that has sent a request, and perhaps more, and reads no answer; it hangs up at the end."""
+        content = json.dumps(body).encode()
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""])
+        host, port = self.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + content + sent_ahead)
+            yield
 
     def openai(self, path: str = "/v1") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + path, api_key=self.api_key or "none", max_retries=0, timeout=30)

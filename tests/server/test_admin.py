@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swiftkv.server import lending
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.tokenizer import Tokenizer
+from tests.support.node_process import wait_for
 
 NUM_LENT = FIRST_BUDGET_BYTES // EXTENT_BYTES
 
@@ -202,20 +201,14 @@ def test_an_engine_that_is_gone_is_503_and_the_others_are_shown(lending_gateway:
 
 def test_an_engine_that_is_stopped_is_503_in_time(lending_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "_RECALL_TIMEOUT_S", 0.2)
-    process = lending_gateway.engines["code"].process
-    assert process is not None
     assert lent_bytes(lending_gateway) == FIRST_BUDGET_BYTES  # they are connected
-    process.send_signal(signal.SIGSTOP)
-    refused = patch(lending_gateway, "25%")
-    with lending_gateway.admin() as http:
+    with lending_gateway.engines["code"].standing_still(), lending_gateway.admin() as http:
+        refused = patch(lending_gateway, "25%")
         assert http.get("/metrics").status_code == 200
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "does not answer about lending within 0.2 s" in refused.json()["error"]["message"]
     assert lending_gateway.budgets["code"] == [POOL_BYTES // 4]  # it will hold, and outlive the engine
-    process.send_signal(signal.SIGCONT)
-    deadline_s = time.monotonic() + 10
-    while lent_bytes(lending_gateway) != POOL_BYTES // 4:  # it was asked, and does it now
-        assert time.monotonic() < deadline_s
+    wait_for("what was asked to be done", lambda: lent_bytes(lending_gateway) == POOL_BYTES // 4)
 
 
 def test_a_node_that_does_not_lend(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -226,12 +226,13 @@ def test_a_request_wakes_a_model_that_is_asleep(tmp_path: Path, tokenizer: Token
 
 
 def test_nothing_is_left_of_a_client_that_hangs_up(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    gateway, stop = start_gateway(tmp_path, tokenizer, step_ms=1000, embedding=RECIPE)
+    gateway, stop = start_gateway(tmp_path, tokenizer, embedding=RECIPE)
     client = gateway.clients["chat"]
     try:
-        with httpx.Client(base_url=gateway.url, timeout=0.2) as http, pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/embeddings", json={"model": "chat", "input": [[i] for i in range(3, 600)]})
-        wait_for("its sequences to end", lambda: client.num_in_flight == 0)
+        with gateway.engines["chat"].standing_still():
+            with gateway.asking("/v1/embeddings", {"model": "chat", "input": [[i] for i in range(3, 600)]}):
+                wait_for("its sequences to begin", lambda: client.num_in_flight)
+            wait_for("its sequences to end", lambda: client.num_in_flight == 0)
         assert client.outlook.queued.num_tokens == 0
     finally:
         stop()

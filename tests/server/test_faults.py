@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 import time
@@ -55,12 +54,7 @@ def test_a_client_that_hangs_up_in_a_stream_ends_its_request(slow_gateway: Gatew
 def test_a_client_that_hangs_up_before_the_answer_ends_its_request(slow_gateway: Gateway, sent_ahead: bytes) -> None:
     """It may have sent another request ahead, or a part of one."""
     client = slow_gateway.clients["chat"]
-    body = json.dumps({**LONG, "n": 3}).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
-    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
-    host, port = slow_gateway.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + body + sent_ahead)
+    with slow_gateway.asking("/v1/completions", {**LONG, "n": 3}, sent_ahead):
         wait_until(lambda: client.num_in_flight == 3)
     wait_until(lambda: client.num_in_flight == 0)
     wait_until(lambda: running(slow_gateway) == 0)  # the engine says so: it was told

@@ -141,15 +141,15 @@ def test_every_wait_for_a_client_has_an_end(deadlines: Deadlines, parts: list[by
 
 def test_a_body_that_keeps_coming_may_take_longer_than_a_window() -> None:
     async def run() -> bytes:
-        async with serving(replace(PATIENT, body_window_s=0.5, min_body_rate=20.0)) as server:
+        async with serving(replace(PATIENT, body_window_s=1.0, min_body_rate=20.0)) as server:
             reader, writer = await server.connect()
-            writer.write(LINE + b"content-length: 1500\r\nconnection: close\r\n\r\n")
-            for _ in range(15):
+            writer.write(LINE + b"content-length: 2500\r\nconnection: close\r\n\r\n")
+            for _ in range(25):
                 await asyncio.sleep(0.1)
                 writer.write(b"z" * 100)
             return await asyncio.wait_for(reader.read(), PATIENCE_S)
 
-    assert asyncio.run(run()).endswith(b"00001500")
+    assert asyncio.run(run()).endswith(b"00002500")
 
 
 def test_an_answer_may_take_longer_than_any_deadline() -> None:

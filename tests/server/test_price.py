@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 import threading
 import tracemalloc
@@ -34,14 +33,6 @@ COMPLETION: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 
 LONG: dict[str, Any] = {**COMPLETION, "prompt": [[1] * 4000] * 10, "n": 30}
 USER = {"role": "user", "content": "hello"}
 CHAT: dict[str, Any] = {"model": "chat", "messages": [USER], "max_tokens": 1}
-
-
-TOKENIZE = b"""POST /tokenize HTTP/1.1\r
-Host: localhost\r
-Content-Type: application/json\r
-Content-Length: 32\r
-\r
-{"model": "chat", "prompt": "a"}"""
 
 
 def post(gateway: Gateway, path: str, body: dict[str, Any] | str) -> tuple[int, dict[str, Any]]:
@@ -315,9 +306,7 @@ def test_who_hangs_up_takes_the_work_along(gateway: Gateway) -> None:
     try:
         busy = asyncio.run_coroutine_threadsafe(threads.run(release.wait), gateway.loop)
         gateway.call(lambda: None)
-        host, port = gateway.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(TOKENIZE)
+        with gateway.asking("/tokenize", {"model": "chat", "prompt": "a"}):
             wait_for("it to wait", lambda: threads._num_waiting == 1)
         wait_for("its place to be free again", lambda: threads._num_waiting == 0)
         answers: list[int] = []

@@ -124,10 +124,11 @@ def test_sleep_waits_for_requests_in_flight_and_gives_up_or_aborts_them(own_gate
         assert "model 'code' is going to sleep" in list(events)[-2]
     admin(own_gateway, "code/wake")
     with streaming(own_gateway, "code", max_tokens=200) as events, ThreadPoolExecutor(1) as other:
-        sleeping = other.submit(admin, own_gateway, "code/sleep")
-        wait_for("the model to fall asleep", lambda: state(own_gateway, "code") is EngineState.SLEEPING)
-        assert "is going to sleep" in complete(own_gateway, "code").json()["error"]["message"]
-        busy = admin(own_gateway, "code/sleep")
+        with own_gateway.engines["code"].standing_still():
+            sleeping = other.submit(admin, own_gateway, "code/sleep")
+            wait_for("the model to fall asleep", lambda: state(own_gateway, "code") is EngineState.SLEEPING)
+            assert "is going to sleep" in complete(own_gateway, "code").json()["error"]["message"]
+            busy = admin(own_gateway, "code/sleep")
         assert (busy.status_code, busy.json()["error"]["code"]) == (409, "not_ready")
         assert list(events)[-1] == "data: [DONE]"
         assert sleeping.result().json()["state"] == "asleep"

@@ -161,7 +161,7 @@ def small_models(checkpoint: Path, *names: str) -> list[dict[str, Any]]:
 def free_ports(count: int) -> list[int]:
     """Return ports on the loopback interface that nobody has, and that the system gives to nobody by itself.
 
-    One that it gave for a moment may be a client's before a test uses it.
+    A port that the system gave and got back may be some client's by the time a test uses it.
     """
     found: set[int] = set()
     while len(found) < count:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from swiftkv.cache.pool import Pool
 from swiftkv.errors import TransferError
 from swiftkv.transport.base import Runs, Transport
 from swiftkv.transport.p2p import P2pTransport
@@ -200,15 +202,20 @@ def test_every_job_is_on_the_books(attached: Attached) -> None:
     assert not len(attached.transport.take_timings())
 
 
-@pytest.fixture
-def pair(kind: TransportKind, tmp_path: Path) -> Iterator[tuple[torch.Tensor, Transport, Lender]]:
-    """A borrower that waits one second for others to connect, and a lender of its own, attached as link 0."""
-    pool = pool_of(NUM_BYTES)
-    transport = P2pTransport(pool, connect_timeout_s=1) if kind == "p2p" else ShmTransport(pool)
-    with Lender([tmp_path / "store"], NUM_BYTES, serve=kind == "p2p") as lender:
+@contextmanager
+def paired(transport: Transport, pool: Pool, store: Path) -> Iterator[tuple[torch.Tensor, Transport, Lender]]:
+    """A borrower, and a lender of its own, attached as link 0."""
+    with Lender([store], NUM_BYTES, serve=isinstance(transport, P2pTransport)) as lender:
         transport.attach(0, lender.handles[0])
         yield pool.tensor, transport, lender
         transport.close()
+
+
+@pytest.fixture
+def pair(kind: TransportKind, tmp_path: Path) -> Iterator[tuple[torch.Tensor, Transport, Lender]]:
+    pool = pool_of(NUM_BYTES)
+    with paired(open_transport(kind, pool), pool, tmp_path / "store") as pair:
+        yield pair
 
 
 def round_trip(pool: torch.Tensor, transport: Transport, seed: int) -> bool:
@@ -276,17 +283,20 @@ def stop(lender: Lender) -> None:
     os.waitid(os.P_PID, lender.process.pid, os.WSTOPPED)
 
 
-def test_a_peer_that_is_stopped(kind: TransportKind, pair: tuple[torch.Tensor, Transport, Lender]) -> None:
-    pool, transport, lender = pair
-    stop(lender)
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(round_trip(pool, transport, 1)))
-    thread.start()
-    thread.join(1.5 if kind == "p2p" else None)  # longer than the time that is given to connecting
-    assert thread.is_alive() == (kind == "p2p")
-    lender.process.send_signal(signal.SIGCONT)
-    thread.join()
-    assert answers == [True]
+def test_a_peer_that_is_stopped(kind: TransportKind, tmp_path: Path) -> None:
+    """It is waited for longer than the time that is given to connecting."""
+    pool, connect_timeout_s = pool_of(NUM_BYTES), 3.0
+    transport = P2pTransport(pool, connect_timeout_s) if kind == "p2p" else ShmTransport(pool)
+    with paired(transport, pool, tmp_path / "store") as (tensor, _, lender):
+        stop(lender)
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda: answers.append(round_trip(tensor, transport, 1)))
+        thread.start()
+        thread.join(connect_timeout_s + 0.5 if kind == "p2p" else None)
+        assert thread.is_alive() == (kind == "p2p")
+        lender.process.send_signal(signal.SIGCONT)
+        thread.join()
+        assert answers == [True]
 
 
 def test_closing_does_not_wait_for_a_peer_that_is_stopped(
