@@ -14,6 +14,7 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 NO_BLOCK: Final[int]
+PRIORITIES_PER_CLASS: Final[int]
 """The block-table entry where there is no block, as the sliding window leaves them behind; kernels never follow it."""
 
 def blake3(data: bytes) -> bytes:
@@ -111,6 +112,8 @@ class SchedulerStats:
     num_running: Final[int]
     num_waiting: Final[int]
     num_preemptions_total: Final[int]
+    num_displaced_total: Final[list[int]]
+    """Preemptions for the sake of a request of a higher class, by the class of who had to leave, the highest first"""
     prefill_tokens_per_s: Final[float | None]
     """How fast prompts are expected to be computed beside what runs; None before that can be known"""
     prefix_matches_total: Final[int]

@@ -166,6 +166,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("num_running", &SchedulerStats::num_running)
         .def_ro("num_waiting", &SchedulerStats::num_waiting)
         .def_ro("num_preemptions_total", &SchedulerStats::num_preemptions_total)
+        .def_ro("num_displaced_total", &SchedulerStats::num_displaced_total)
         .def_ro("prefix_matches_total", &SchedulerStats::prefix_matches_total)
         .def_ro("prefix_query_tokens_total", &SchedulerStats::prefix_query_tokens_total)
         .def_ro("prefix_hit_tokens_total", &SchedulerStats::prefix_hit_tokens_total)
@@ -348,6 +349,7 @@ nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int bl
 NB_MODULE(_core, m) {
     m.doc() = "Block pool, prefix index and scheduler of swiftkv.";
     m.attr("NO_BLOCK") = kNoBlock;
+    m.attr("PRIORITIES_PER_CLASS") = kPrioritiesPerClass;
     bind_stats(m);
     bind_step_time(m);
     bind_plan(m);

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -83,6 +84,11 @@ struct LocalMove {
     BlockId from, to;
 };
 
+// Blocks that tables would let go of, in the local pool and below it.
+struct Gain {
+    int local = 0, staged = 0;
+};
+
 class KvCache {
   public:
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
@@ -123,6 +129,10 @@ class KvCache {
     bool has_free(const BlockTable& table, int num_tokens, int spare) const;
     // The first group in which extend() finds no room; kNone: it finds room in all of them.
     int short_group(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    // How many of `tables`, from the first, must let go of their blocks before extend() finds room, where each of them
+    // that does so lessens `spare` by one; kNone: all of them do not suffice. Blocks may have to move; see compact().
+    int releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
+                        std::span<const BlockTable* const> tables) const;
     // Grows whenever extend() may find room in a group, or acquire_prefix() find more so that less is needed there,
     // where it did not before; other than by a commit of the very blocks that are looked for. kNone: in any group.
     int64_t room_version(int group) const;
@@ -275,7 +285,11 @@ class KvCache {
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     void set_worths(std::span<const NodeId> nodes);
-    int available(int group) const;
+    Gain gain_of(int group, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const;
+    bool has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,
+                       int spare) const;
+    bool is_short(int group, int needed, int spare, Gain gain) const;
+    int available(int group, Gain gain = {}) const;
     // ---- a house: extents that groups share; in kv_cache_house.cpp ----
     std::vector<int> wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
     int missing_extents(std::span<const int> wanted) const;
@@ -298,9 +312,9 @@ class KvCache {
     void claim(int group, BlockId first, int num_blocks);
     int missing(const BlockTable& table, int group, int chunk_end, int prompt_end) const;
     int first_of_match(int group, int length) const;
-    int available_staged(int group) const;
+    int available_staged(int group, Gain gain) const;
     int num_unstaged(int group) const;  // blocks that could be staged beside those in use; below 0: as many cannot
-    int overdraft(int group) const;
+    int overdraft(int group, Gain gain = {}) const;
     int staging_target(int group) const;
     int most_of_one_sequence(int group) const;
     // All of these return kNone, or false, with nothing changed, if there is no room.

@@ -14,10 +14,61 @@ int KvCache::missing(const BlockTable& table, int g, int chunk_end, int prompt_e
 int KvCache::short_group(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
     if (house_) return spare_extents(wanted_blocks(table, chunk_end, prompt_end, spare), false) < 0 ? 0 : kNone;
     for (int g = 0; g < num_groups(); ++g) {
-        const int needed = missing(table, g, chunk_end, prompt_end);
-        if ((needed > 0 || overdraft(g) > 0) && available(g) < std::max(0, needed) + spare + overdraft(g)) return g;
+        if (is_short(g, missing(table, g, chunk_end, prompt_end), spare, {})) return g;
     }
     return kNone;
+}
+
+bool KvCache::is_short(int g, int needed, int spare, Gain gain) const {
+    if (needed <= 0 && !can_borrow()) return false;
+    const int over = overdraft(g, gain);
+    return (needed > 0 || over > 0) && available(g, gain) < std::max(0, needed) + spare + over;
+}
+
+int KvCache::releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
+                             std::span<const BlockTable* const> tables) const {
+    std::vector<Gain> gains(groups_.size());
+    std::vector<std::unordered_map<BlockId, int>> num_gone(groups_.size());
+    int count = 0;
+    while (!has_room_with(gains, table, chunk_end, prompt_end, spare - count)) {
+        if (count == static_cast<int>(tables.size())) return kNone;
+        for (int g = 0; g < num_groups(); ++g) {
+            const Gain gain = gain_of(g, *tables[count], num_gone[g]);
+            gains[g].local += gain.local;
+            gains[g].staged += gain.staged;
+        }
+        ++count;
+    }
+    return count;
+}
+
+// The blocks that nobody holds any more once those are gone that `num_gone` counts, and this table.
+Gain KvCache::gain_of(int g, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const {
+    const BlockPool& pool = groups_[g].pool;
+    const BlockTable::Group& held = table.groups[g];
+    Gain gain;
+    for (size_t i = held.first; i < held.entries.size(); ++i) {
+        const BlockId block = block_of(g, held.entries[i]);
+        if (++num_gone[block] < pool.refs(block) || pool.is_busy(block)) continue;
+        if (is_local(g, block)) {
+            ++gain.local;
+        } else if (!pool.is_leaving(block)) {
+            ++gain.staged;
+        }
+    }
+    return gain;
+}
+
+bool KvCache::has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,
+                            int spare) const {
+    if (house_) {
+        std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
+        for (int g = 0; g < num_groups(); ++g) wanted[g] -= gains[g].local;
+        return spare_extents(wanted, true) >= 0;
+    }
+    for (int g = 0; g < num_groups(); ++g)
+        if (is_short(g, missing(table, g, chunk_end, prompt_end), spare, gains[g])) return false;
+    return true;
 }
 
 int KvCache::window_room_end(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
@@ -69,13 +120,14 @@ int64_t KvCache::room_version(int group) const {
     return version;
 }
 
-int KvCache::available(int g) const {
-    return groups_[g].pool.available(Place::kLocal) + available_staged(g);
+int KvCache::available(int g, Gain gain) const {
+    return groups_[g].pool.available(Place::kLocal) + gain.local + available_staged(g, gain);
 }
 
 // A borrowed block is of use only while there is a layer block to stage it in.
-int KvCache::available_staged(int g) const {
-    return std::clamp(num_unstaged(g), 0, groups_[g].pool.available_below(Place::kLocal));
+int KvCache::available_staged(int g, Gain gain) const {
+    const int below = groups_[g].pool.available_below(Place::kLocal) + gain.staged;
+    return std::clamp(num_unstaged(g) + gain.staged, 0, below);
 }
 
 int KvCache::num_unstaged(int g) const {
@@ -83,8 +135,8 @@ int KvCache::num_unstaged(int g) const {
 }
 
 // Borrowed blocks in use that cannot be staged: as many must move in.
-int KvCache::overdraft(int g) const {
-    return can_borrow() ? std::max(0, -num_unstaged(g)) : 0;
+int KvCache::overdraft(int g, Gain gain) const {
+    return can_borrow() ? std::max(0, -num_unstaged(g) - gain.staged) : 0;
 }
 
 }  // namespace swiftkv

@@ -82,7 +82,8 @@ struct StepResult {
 struct SchedulerStats {
     int num_running, num_waiting;
     int64_t num_preemptions_total;
-    int64_t prefix_matches_total;  // how often a prompt was looked up in the prefix cache
+    CountByClass num_displaced_total;  // of them, for the sake of a higher class
+    int64_t prefix_matches_total;      // how often a prompt was looked up in the prefix cache
     int64_t prefix_query_tokens_total, prefix_hit_tokens_total;
     int64_t borrowed_hit_tokens_total;   // of the hits, those that lay in borrowed blocks
     int64_t window_missed_tokens_total;  // behind the hits, those that were known, but the tail of their end was not

@@ -51,6 +51,22 @@ Request& Policy::victim(Running running) const {
     return *running.back();
 }
 
+bool Policy::outranks_some(int64_t priority, Running running) const {
+    return !running.empty() && class_of(priority) < class_of(running.back()->priority);
+}
+
+std::vector<Request*> Policy::those_that_give_way(const Request& waiting, Running running, int64_t num_begun) const {
+    std::vector<Request*> found;
+    for (size_t i = running.size(); i > 0 && outranks_some(waiting.priority, running.first(i)); --i) {
+        Request* r = running[i - 1];
+        const bool may_leave = class_of(r->priority) == kBatchClass || r->num_known() > r->displaced_len;
+        if (may_leave && r->begun < num_begun) found.push_back(r);
+    }
+    const auto place = [](const Request* r) { return std::tuple(-class_of(r->priority), r->has_answer(), -r->begun); };
+    std::sort(found.begin(), found.end(), [&](const Request* a, const Request* b) { return place(a) < place(b); });
+    return found;
+}
+
 bool Policy::is_long(int num_left) const {
     return limits_.long_prefill_token_threshold && num_left > *limits_.long_prefill_token_threshold;
 }

@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "kv_cache.h"
 #include "request.h"
@@ -44,6 +45,13 @@ class Policy {
     // ---- who must leave ----
     // The running request that is preempted when others need room.
     Request& victim(Running running) const;
+    // Whether requests of this priority are of a higher class than some that run.
+    bool outranks_some(int64_t priority, Running running) const;
+    // The running requests that give way to a waiting one of a higher class, in the order in which they leave: the
+    // lowest class first; in it those without a token, whose clients notice least; of these the latest begun. Batch
+    // work always gives way. Others that were displaced before do so once they have got another token: so each gets on,
+    // however many of a higher class come. Those whose `begun` is `num_begun` or more have only just begun, and stay.
+    std::vector<Request*> those_that_give_way(const Request& waiting, Running running, int64_t num_begun) const;
 
     // ---- how much fits ----
     // The most tokens of one step, an oversized prompt aside.

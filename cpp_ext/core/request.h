@@ -34,6 +34,7 @@ struct Request {
     RequestId id;
     int64_t priority;
     uint64_t arrival = 0;  // its number
+    int64_t begun = 0;     // its number among those that have begun, when it did so last
     double arrival_s;
     double deadline_s;
     int flow;
@@ -54,8 +55,9 @@ struct Request {
     std::vector<int32_t> borrowed_hits = {};  // of their blocks, those that were found in borrowed memory
     int num_window_missed = 0;                // behind them, known at admission, but without the tail of their end
     int num_scheduled = 0;                    // tokens that steps in progress compute, or the one being planned
-    int num_unknown = 0;  // rows of steps in progress that sample: each brings a token behind `tokens`, or more
-    int slot = kNone;     // row slot while running
+    int num_unknown = 0;    // rows of steps in progress that sample: each brings a token behind `tokens`, or more
+    int slot = kNone;       // row slot while running
+    int displaced_len = 0;  // its tokens when it was displaced last
     bool was_admitted = false;
     bool is_in_step = false;      // the one being planned
     bool is_held = false;         // it waits to hear from storage
@@ -69,6 +71,7 @@ struct Request {
     double rank = 0;       // within the lane
 
     int num_known() const { return static_cast<int>(tokens.size()); }
+    bool has_answer() const { return num_known() > prompt_len; }
     int num_tokens() const { return num_known() + num_unknown; }
     int num_planned() const { return num_computed + num_scheduled; }
     // Tokens to compute, as far as is known while it waits; at least one.

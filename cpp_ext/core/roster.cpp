@@ -48,6 +48,7 @@ void Roster::start(Request& r) {
     std::pop_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = free_slots_.back();
     free_slots_.pop_back();
+    r.begun = num_begun_++;
     running_.insert(std::lower_bound(running_.begin(), running_.end(), &r, Policy::Order{}), &r);
 }
 
@@ -57,6 +58,12 @@ void Roster::preempt(Request& r) {
     enqueue(r);
     preempted_.push_back(r.id);
     ++num_preemptions_total_;
+}
+
+void Roster::displace(Request& r) {
+    preempt(r);
+    r.displaced_len = r.num_known();
+    ++num_displaced_total_[class_of(r.priority)];
 }
 
 void Roster::enqueue(Request& r) noexcept {

@@ -38,11 +38,17 @@ class Roster {
     void start(Request& request);
     // Sends a running request back to wait: its blocks are let go, what was sampled is kept.
     void preempt(Request& request);
+    // Does the same for the sake of a request of a higher class.
+    void displace(Request& request);
 
     // Requests that were preempted, and no plan has named yet.
     int num_preempted() const { return static_cast<int>(preempted_.size()); }
     std::vector<RequestId> take_preempted() { return std::exchange(preempted_, {}); }
     int64_t num_preemptions_total() const { return num_preemptions_total_; }
+    // Of those, the ones that were displaced, by their class.
+    const CountByClass& num_displaced_total() const { return num_displaced_total_; }
+    // How often a request has begun to run.
+    int64_t num_begun() const { return num_begun_; }
 
     // Throws std::runtime_error on any disagreement.
     void check(int max_num_seqs) const;
@@ -60,7 +66,9 @@ class Roster {
     std::vector<int> free_slots_;  // a heap: lowest first
     std::vector<RequestId> preempted_;
     uint64_t num_arrived_ = 0;
+    int64_t num_begun_ = 0;
     int64_t num_preemptions_total_ = 0;
+    CountByClass num_displaced_total_{};
 };
 
 }  // namespace swiftkv

@@ -111,16 +111,16 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
 // Requests that run go on before any is admitted, but for those that the order puts before prompts. And where prompts
 // are not split, one that is longer than max_num_batched_tokens gets a step of its own.
 void Scheduler::fill(StepBuilder& step) {
-    const int num_preempted = roster_.num_preempted();
-    if (roster_.has_free_slot()) roster_.refresh_waiting();
+    const int num_before = roster_.num_preempted();
+    const auto has_preempted = [&] { return roster_.num_preempted() - step.num_displaced() > num_before; };
+    if (step.may_seat()) roster_.refresh_waiting();
     step.admit_oversized_prompt();
     step.schedule_decodes();
-    if (!step.must_commit() && roster_.num_preempted() == num_preempted) step.admit_before_prefills();
+    if (!step.must_commit() && !has_preempted()) step.admit_before_prefills();
     step.schedule_prefills();
-    const bool has_preempted = roster_.num_preempted() > num_preempted;
     // Nobody is admitted into blocks that were just taken from a preempted request, unless nobody else runs.
-    if (!step.must_commit() && (!has_preempted || step.is_empty())) {
-        if (has_preempted) {  // their blocks may empty a recalled extent, or hold a longer prompt
+    if (!step.must_commit() && (!has_preempted() || step.is_empty())) {
+        if (has_preempted()) {  // their blocks may empty a recalled extent, or hold a longer prompt
             settle_lending();
             step.admit_oversized_prompt();
         }
@@ -272,6 +272,7 @@ SchedulerStats Scheduler::stats() const {
     return {.num_running = roster_.num_running(),
             .num_waiting = static_cast<int>(roster_.waiting().size()),
             .num_preemptions_total = roster_.num_preemptions_total(),
+            .num_displaced_total = roster_.num_displaced_total(),
             .prefix_matches_total = prefix_matches_total_,
             .prefix_query_tokens_total = prefix_query_tokens_total_,
             .prefix_hit_tokens_total = prefix_hit_tokens_total_,

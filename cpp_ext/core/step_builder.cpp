@@ -10,11 +10,12 @@
 namespace swiftkv {
 
 void StepBuilder::admit_oversized_prompt() {
-    if (policy_.splits_prompts() || !roster_.has_free_slot()) return;
+    if (policy_.splits_prompts() || !may_seat()) return;
     WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
     Request* r = waiting.next();
     while (r && is_stuck(*r)) r = waiting.next();
-    if (r && policy_.is_oversized(*r) && !policy_.is_prefix_coming(*r, roster_.running())) admit(*r, r->num_tokens());
+    if (!r || !may_seat(r->priority) || !policy_.is_oversized(*r)) return;
+    if (!policy_.is_prefix_coming(*r, roster_.running())) admit(*r, r->num_tokens());
 }
 
 void StepBuilder::schedule_decodes() {
@@ -56,6 +57,9 @@ void StepBuilder::put_back_past_share(std::vector<Request*>& prompts) const {
 }
 
 bool StepBuilder::goes_before(const Request& waiting, const Request& prompt) const {
+    const int own = class_of(waiting.priority), other = class_of(prompt.priority);
+    if (own != other) return own < other;
+    if (!order_.interrupts_prompts()) return false;
     if (shares_.is_shared() && waiting.priority == prompt.priority) {
         if (shares_.is_past(prompt.flow, waiting.flow)) return true;
         if (shares_.is_past(waiting.flow, prompt.flow)) return false;
@@ -77,12 +81,13 @@ void StepBuilder::admit_while(MayGo may_go) {
     WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
     int num_refused = 0;
     const Request* refused = nullptr;  // the first
-    for (int i = 0; i < policy_.max_looks() && !is_closed() && roster_.has_free_slot(); ++i) {
+    for (int i = 0; i < policy_.max_looks() && !is_closed() && may_seat(); ++i) {
         Request* r = waiting.next();
-        if (!r || !may_go(*r)) return;
+        if (!r || !may_seat(r->priority) || class_of(r->priority) >= displaced_class_ || !may_go(*r)) return;
         if (refused && shares_.is_past(r->flow, refused->flow)) return;
         if (!policy_.may_begin(*r, roster_.running()) || policy_.is_prefix_coming(*r, roster_.running())) continue;
         if (is_stuck(*r) || admit(*r, budget_left_)) continue;
+        if (must_commit_ || !roster_.has_free_slot()) return;
         if (++num_refused == policy_.max_refusals()) return;
         if (num_refused > 1) continue;
         refused = r;
@@ -92,10 +97,14 @@ void StepBuilder::admit_while(MayGo may_go) {
 }
 
 void StepBuilder::admit_before_prefills() {
-    if (!order_.interrupts_prompts() || roster_.waiting().size() == 0 || !roster_.has_free_slot()) return;
+    if (roster_.waiting().size() == 0 || !may_seat()) return;
+    if (!order_.interrupts_prompts() && !policy_.outranks_some(roster_.waiting().first_priority(), roster_.running()))
+        return;
     const std::vector<Request*> prompts = prompts_in_part();
     if (prompts.empty()) return;
-    admit_while([&](const Request& r) { return goes_before(r, *prompts.front()); });
+    const Request& first = *prompts.front();
+    // All prompts are of the class of the first if that was displaced: the lowest.
+    admit_while([&](const Request& r) { return first.slot == kNone || goes_before(r, first); });
 }
 
 void StepBuilder::admit_waiting() {
@@ -112,9 +121,19 @@ bool StepBuilder::is_stuck(Request& r) const {
     return true;
 }
 
+bool StepBuilder::may_seat() const {
+    return roster_.waiting().size() > 0 && may_seat(roster_.waiting().first_priority());
+}
+
+bool StepBuilder::may_seat(int64_t priority) const {
+    return roster_.has_free_slot() || policy_.outranks_some(priority, roster_.running());
+}
+
 bool StepBuilder::admit(Request& r, int token_budget) {
-    const int num_running = roster_.num_running();
-    if (refusal_.still_holds(r, num_running, token_budget)) return false;
+    std::vector<Request*> giving_way = policy_.those_that_give_way(r, roster_.running(), num_begun_);
+    if (giving_way.empty()) {
+        if (!roster_.has_free_slot() || refusal_.still_holds(r, roster_.num_running(), token_budget)) return false;
+    }
     const int block_size = cache_.block_size();
     PrefixMatch found{};
     if (!r.skip_prefix_match) {
@@ -133,14 +152,11 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget, work_, limit_s_), spare);
         return n > 0 && n <= token_budget && cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare);
     };
-    if (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room())) {
-        const int chunk_end = r.num_computed + std::max(n, 1);
-        const int short_group =
-            n > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), spare);
-        cache_.put_back(r.table);
-        r.num_computed = 0;
-        refusal_.note(r, num_running, token_budget, short_group);
-        return false;
+    if (!roster_.has_free_slot() ||
+        (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room()))) {
+        const std::vector<Request*> leaving = who_must_leave(r, std::move(giving_way), token_budget);
+        turn_away(r, n, token_budget);
+        return displace(leaving) && admit(r, token_budget);
     }
     if (!borrowed_hits.empty()) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
     roster_.start(r);
@@ -158,6 +174,67 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     }
     add(r, n);
     return true;
+}
+
+// There was no room for `num_tokens` tokens of a waiting request.
+void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
+    const int chunk_end = r.num_computed + std::max(num_tokens, 1);
+    const int spare = policy_.spare_blocks(roster_.running());
+    const int short_group =
+        num_tokens > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), spare);
+    cache_.put_back(r.table);
+    r.num_computed = 0;
+    refusal_.note(r, roster_.num_running(), token_budget, short_group);
+}
+
+// As many of those that give way as leave a slot and room for a request whose table has what it found in the cache;
+// none if all of them do not, or the step has too few tokens left.
+std::vector<Request*> StepBuilder::who_must_leave(const Request& r, std::vector<Request*> giving_way,
+                                                  int token_budget) const {
+    if (giving_way.empty() || policy_.first_chunk(r, token_budget, work_, limit_s_) > token_budget) return {};
+    std::vector<const BlockTable*> tables;
+    for (const Request* other : giving_way) tables.push_back(&other->table);
+    const int least = policy_.splits_prompts() ? 1 : r.num_remaining();
+    const int count = cache_.releases_needed(r.table, r.num_computed + least, r.num_tokens(),
+                                             policy_.spare_blocks(roster_.running()), tables);
+    if (count == kNone) return {};
+    giving_way.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));
+    return giving_way;
+}
+
+// Returns whether anybody has left. Nobody does while a step in progress has one of them.
+bool StepBuilder::displace(std::span<Request* const> leaving) {
+    const auto tokens_in_step = [&](const Request* r) { return r->is_in_step ? row_of(*r)->num_tokens : 0; };
+    const auto is_in_progress = [&](const Request* r) { return r->num_scheduled > tokens_in_step(r); };
+    if (leaving.empty()) return false;
+    must_commit_ = std::any_of(leaving.begin(), leaving.end(), is_in_progress);
+    if (must_commit_) return false;
+    for (Request* r : leaving) {
+        if (r->is_in_step) take_out(*r);
+        roster_.displace(*r);
+        displaced_class_ = std::min(displaced_class_, class_of(r->priority));
+        ++num_displaced_;
+    }
+    return true;
+}
+
+std::vector<StepRow>::iterator StepBuilder::row_of(const Request& in_step) {
+    const auto found =
+        std::find_if(rows_.begin(), rows_.end(), [&](const StepRow& row) { return row.request == &in_step; });
+    ensure(found != rows_.end(), "a request in the step has a row");
+    return found;
+}
+
+// The step computes nothing of the request after all.
+void StepBuilder::take_out(Request& r) {
+    const auto row = row_of(r);
+    r.is_in_step = false;
+    r.num_scheduled -= row->num_tokens;
+    r.num_unknown -= row->samples;
+    budget_left_ += row->num_tokens;
+    rows_.erase(row);
+    work_ = {};
+    for (const StepRow& other : rows_) work_.add_row(other.request->num_planned() - other.num_tokens, other.num_tokens);
 }
 
 // Gets blocks for the next `num_tokens` tokens of a running request, from others if need be; or for fewer where

@@ -1,6 +1,7 @@
 // Builds a step: picks the tokens that it computes, and gets blocks for them.
 #pragma once
 
+#include <cstdint>
 #include <limits>
 #include <span>
 #include <utility>
@@ -29,25 +30,31 @@ class StepBuilder {
           shares_(shares),
           refusal_(refusal),
           now_s_(now_s),
+          num_begun_(roster.num_begun()),
           budget_left_(policy.token_budget()) {}
 
     // Admits a prompt that needs a step of its own; decoding pauses for it.
     void admit_oversized_prompt();
     // Takes the next token of every request that has but one left to compute.
     void schedule_decodes();
-    // Admits waiting requests that the order puts before all prompts that are computed in part.
+    // Admits waiting requests that their class or the order puts before all prompts that are computed in part.
     void admit_before_prefills();
     // Goes on with prompts that are computed in part.
     void schedule_prefills();
     // Admits waiting requests in order. One that waits for blocks holds up those behind it for a while, and those whose
     // flow is past its share until it is admitted. One that waits for another's prefix lets others by, and so does one
-    // for which there would not be room if it were alone: until more is lent.
+    // for which there would not be room if it were alone: until more is lent. One that finds no slot or no room
+    // displaces running requests of lower classes, if that helps; who is displaced is not admitted again in the same
+    // step.
     void admit_waiting();
 
     // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
     void add_drafts();
 
+    // Whether there is a slot for somebody who waits, if only that of a request of a lower class.
+    bool may_seat() const;
     bool is_empty() const { return rows_.empty(); }
+    int num_displaced() const { return num_displaced_; }
     int num_matches() const { return num_matches_; }  // look-ups in the prefix cache
     // Whether nothing else can be planned before the step in progress is committed.
     bool must_commit() const { return must_commit_; }
@@ -62,7 +69,14 @@ class StepBuilder {
     void put_back_past_share(std::vector<Request*>& prompts) const;
     bool goes_before(const Request& waiting, const Request& prompt) const;
     bool is_stuck(Request& request) const;
+    bool may_seat(int64_t priority) const;
     bool admit(Request& request, int token_budget);
+    void turn_away(Request& request, int num_tokens, int token_budget);
+    std::vector<Request*> who_must_leave(const Request& request, std::vector<Request*> giving_way,
+                                         int token_budget) const;
+    bool displace(std::span<Request* const> leaving);
+    void take_out(Request& request);
+    std::vector<StepRow>::iterator row_of(const Request& request);
     int make_room(Request& request, int num_tokens);
     bool compact(Request& request, int num_tokens, int spare);
     void add(Request& request, int num_tokens);
@@ -77,10 +91,13 @@ class StepBuilder {
     FairShare& shares_;
     Refusal& refusal_;
     const double now_s_;
-    int budget_left_;  // tokens
-    StepWork work_;    // of its rows, without drafts
+    const int64_t num_begun_;  // requests, before the step
+    int budget_left_;          // tokens
+    StepWork work_;            // of its rows, without drafts
     double limit_s_ = std::numeric_limits<double>::infinity();
     bool must_commit_ = false;
+    int num_displaced_ = 0;
+    int displaced_class_ = kNumClasses;  // the highest of theirs
     int num_matches_ = 0;
     std::vector<StepRow> rows_;
     std::vector<Request*> admitted_;

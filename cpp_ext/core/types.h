@@ -1,6 +1,8 @@
 // The few words that every file of the core uses.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 
@@ -17,6 +19,18 @@ using BlockId = int32_t;
 using NodeId = int32_t;
 // Identifies a full block and everything before it: BLAKE3 of its tokens, keyed with the key of the block before.
 using BlockKey = Hash;
+
+// A priority is a class, in steps of kPrioritiesPerClass from 0, which is class 1, and a place within the class. Lower
+// ones go first; the last class is batch work.
+inline constexpr int kNumClasses = 4, kBatchClass = kNumClasses - 1;
+inline constexpr int kClassBits = 32;
+inline constexpr int64_t kPrioritiesPerClass = int64_t{1} << kClassBits;
+using CountByClass = std::array<int64_t, kNumClasses>;
+
+constexpr int class_of(int64_t priority) {
+    const int64_t steps = ((priority >> (kClassBits - 1)) + 1) >> 1;  // rounded
+    return static_cast<int>(std::clamp<int64_t>(steps + 1, 0, kBatchClass));
+}
 
 inline constexpr BlockId kNone = -1;
 // Block-table entry of a block that a sliding window has left behind.

@@ -48,6 +48,7 @@ class WaitingQueue {
     void add(Request& request);
     void remove(Request& request);
     size_t size() const { return size_; }
+    int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // only while somebody waits
     bool contains(Request& request) const;
     // Looks up again what the prefix cache has of the first requests of the lanes, and moves them to where they belong.
     void refresh();

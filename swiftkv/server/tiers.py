@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from swiftkv._core import PRIORITIES_PER_CLASS
 from swiftkv.policies import ServiceTier
 
 Tier = ServiceTier
 WantedTier = Literal["auto", "default", "priority", "flex", "batch"]
 
 _CLASSES: dict[Tier, int] = {"priority": -1, "default": 0, "flex": 1, "batch": 2}  # lower goes first
-_PRIORITIES_PER_CLASS = 1 << 32
 
 
 def tier_of(wanted: WantedTier | None, highest: Tier) -> Tier:
@@ -21,4 +21,4 @@ def tier_of(wanted: WantedTier | None, highest: Tier) -> Tier:
 
 def priority_in(tier: Tier, priority: int) -> int:
     """Return the scheduler's priority of a request whose `priority`, of 32 bits, orders it within its tier."""
-    return _CLASSES[tier] * _PRIORITIES_PER_CLASS + priority
+    return _CLASSES[tier] * PRIORITIES_PER_CLASS + priority

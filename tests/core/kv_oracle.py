@@ -542,6 +542,7 @@ class Engine:
         for naive in self.foretellers:
             assert stats.num_running == len(self.slots) - len(naive.preempted)
             assert stats.num_preemptions_total == naive.num_preemptions
+            assert stats.num_displaced_total == naive.num_displaced
             for g, pool in zip(stats.groups, naive.pools, strict=True):
                 assert g.cached == len(pool.evictable())
                 assert g.in_flight == pool.num_in_flight()

@@ -135,7 +135,15 @@ class LendingEngine:
 
     # ---- requests ----
 
-    def add(self, request_id: int, prompt: list[int], max_tokens: int, *, skip_prefix_match: bool = False) -> None:
+    def add(
+        self,
+        request_id: int,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        skip_prefix_match: bool = False,
+        priority: int = 0,
+    ) -> None:
         self._note("add")
         empty = np.zeros(0, np.int32)
         self.scheduler.add_request(
@@ -146,6 +154,7 @@ class LendingEngine:
             stop_token_ids=empty,
             namespace=b"",
             skip_prefix_match=skip_prefix_match,
+            priority=priority,
         )
         last_len = min(len(prompt) + max_tokens, self.setup.max_model_len)
         self.requests[request_id] = SimulatedRequest(list(prompt), last_len, len(prompt))

@@ -43,8 +43,16 @@ class StoringEngine(LendingEngine):
 
     # ---- requests ----
 
-    def add(self, request_id: int, prompt: list[int], max_tokens: int, *, skip_prefix_match: bool = False) -> None:
-        super().add(request_id, prompt, max_tokens, skip_prefix_match=skip_prefix_match)
+    def add(
+        self,
+        request_id: int,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        skip_prefix_match: bool = False,
+        priority: int = 0,
+    ) -> None:
+        super().add(request_id, prompt, max_tokens, skip_prefix_match=skip_prefix_match, priority=priority)
         self._note_keys(prompt)
 
     def add_held(self, request_id: int, prompt: list[int], max_tokens: int) -> None:

@@ -19,7 +19,13 @@ from swiftkv import _core
 from swiftkv.policies import SchedulingPolicy
 
 MAX_MOVES, MAX_REFUSALS = 64, 16  # of one step
+NUM_CLASSES, PRIORITIES_PER_CLASS = 4, 1 << 32
 PRIVATE: Prefix = ()  # a block that is not in the prefix index
+
+
+def class_of(priority: int) -> int:
+    steps = (priority + PRIORITIES_PER_CLASS // 2) // PRIORITIES_PER_CLASS
+    return min(max(0, steps + 1), NUM_CLASSES - 1)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,12 @@ class NaiveRequest:
     drafting: bool = False  # a step in progress has a draft of it
     in_step: bool = False  # that is being planned
     admitted: bool = False
+    begun: int = 0  # its number among those that have begun, when it did so last
+    displaced_len: int = 0  # its tokens when it was displaced last
+
+    @property
+    def service_class(self) -> int:
+        return class_of(self.order[0])
 
     def num_tokens(self) -> int:
         return len(self.tokens) + self.unknown
@@ -221,6 +233,8 @@ class NaiveScheduler:
         self.must_commit = False
         self.preempted: list[int] = []  # that no plan has named yet
         self.num_preemptions = 0
+        self.num_begun = 0
+        self.num_displaced = [0] * NUM_CLASSES
         self.num_planned = self.num_settled = 0
 
     def add(
@@ -389,12 +403,14 @@ class NaiveScheduler:
         self.must_commit = False
         num_preempted = len(self.preempted)
         self.budget = self.setup.max_num_batched_tokens
-        if len(self.running) < self.setup.max_num_seqs:
+        self.displaced: list[NaiveRequest] = []  # in this step
+        self.num_begun_before = self.num_begun
+        if any(map(self.may_seat, self.waiting)):
             self.refresh_waiting()
         if not self.setup.enable_chunked_prefill:
             self.admit_oversized()
         for is_decode in (True, False):
-            if not is_decode and not self.must_commit and len(self.preempted) == num_preempted:
+            if not is_decode and not self.must_commit and not self.has_preempted(num_preempted):
                 self.admit_before_prefills()
             for request in self.running_in_order(is_decode):
                 due = request in self.running and not request.in_step and (request.remaining() == 1) == is_decode
@@ -403,7 +419,7 @@ class NaiveScheduler:
                     continue
                 if fitting := self.make_room(request, n):
                     self.put(request, fitting)
-        has_preempted = len(self.preempted) > num_preempted
+        has_preempted = self.has_preempted(num_preempted)
         if not self.must_commit and (not has_preempted or not self.plan.rows):
             if has_preempted and not self.setup.enable_chunked_prefill:
                 self.admit_oversized()
@@ -418,12 +434,22 @@ class NaiveScheduler:
             self.num_planned += 1
         return self.plan
 
+    def has_preempted(self, num_before: int) -> bool:
+        """Return whether this step has taken blocks from a request for those that others grow into."""
+        return len(self.preempted) - len(self.displaced) > num_before
+
+    def has_slot(self) -> bool:
+        return len(self.running) < self.setup.max_num_seqs
+
+    def may_seat(self, request: NaiveRequest) -> bool:
+        return self.has_slot() or any(r.service_class > request.service_class for r in self.running)
+
     def admit_oversized(self) -> None:
-        if self.waiting and len(self.running) < self.setup.max_num_seqs:
-            head = next(self.in_order())
+        for head in self.in_order():
             size = len(head.tokens)
-            if size > self.budget and not self.is_prefix_coming(head):
+            if self.may_seat(head) and size > self.budget and not self.is_prefix_coming(head):
                 self.admit(head, size)
+            return
 
     def running_in_order(self, is_decode: bool) -> list[NaiveRequest]:
         if is_decode or not self.interrupts_prompts():
@@ -444,11 +470,14 @@ class NaiveScheduler:
         return sorted(prompts, key=place)
 
     def admit_before_prefills(self) -> None:
-        prompts = self.prompts_in_part()
-        if prompts and self.interrupts_prompts():
+        if prompts := self.prompts_in_part():
             self.admit_waiting(before=prompts[0])
 
     def goes_before(self, waiting: NaiveRequest, prompt: NaiveRequest) -> bool:
+        if waiting.service_class != prompt.service_class or prompt not in self.running:
+            return waiting.service_class < prompt.service_class
+        if not self.interrupts_prompts():
+            return False
         if waiting.order[0] == prompt.order[0]:
             if self.shares.is_past(prompt.flow, [waiting.flow]):
                 return True
@@ -460,7 +489,9 @@ class NaiveScheduler:
         num_refused = 0
         refused: NaiveRequest | None = None  # the first
         for request in self.in_order():
-            if self.budget <= 0 or len(self.running) == self.setup.max_num_seqs:
+            if self.budget <= 0 or not self.may_seat(request):
+                return
+            if any(request.service_class >= r.service_class for r in self.displaced):
                 return
             if before is not None and not self.goes_before(request, before):
                 return
@@ -468,6 +499,8 @@ class NaiveScheduler:
                 return
             if not self.may_begin(request) or self.is_prefix_coming(request) or self.admit(request, self.budget):
                 continue
+            if self.must_commit or not self.has_slot():
+                return
             num_refused += 1
             refused = refused or request
             if num_refused == 1 and request.refused_since_s is None:
@@ -623,15 +656,19 @@ class NaiveScheduler:
         request.computed = length * size
         num_known = self.num_known(request)
         request.num_shared = num_known if num_known < self.max_match(request) else 0
-        n = self.chunk(request, budget) if self.setup.enable_chunked_prefill else request.remaining()
-        n = 0 if n > budget else self.fit(request, n, spare=len(self.running))
+        wanted = self.chunk(request, budget) if self.setup.enable_chunked_prefill else request.remaining()
+        may_fit = wanted <= budget and self.has_slot()
+        n = self.fit(request, wanted, spare=len(self.running)) if may_fit else 0
         if n == 0:
+            leaving = self.who_must_leave(request) if wanted <= budget else []
             self.release(request)
             for pool, order in zip(self.pools, orders, strict=True):
                 pool.lru = order  # to be looked at is not to be used
-            return False
+            return self.displace(leaving) and self.admit(request, budget)
         self.stop_waiting(request)
         request.expected = 0
+        request.begun = self.num_begun
+        self.num_begun += 1
         self.running = sorted([*self.running, request], key=lambda r: r.order)
         if not request.admitted:
             request.admitted = True
@@ -640,6 +677,69 @@ class NaiveScheduler:
         self.keep_boundaries(request, length - 1, length)
         self.put(request, n)
         return True
+
+    # ---- who gives way to a higher class ----
+
+    def who_must_leave(self, request: NaiveRequest) -> list[NaiveRequest]:
+        """Return the fewest, in their order, without which a request has a slot and room; none, if nothing helps."""
+        giving_way = [r for r in self.running if self.gives_way(r, request)]
+        giving_way.sort(key=lambda r: (-r.service_class, len(r.tokens) > r.prompt_len, -r.begun))
+        for count in range(not self.has_slot(), len(giving_way) + 1):
+            if self.has_room_without(request, giving_way[:count]):
+                return giving_way[:count]
+        return []
+
+    def gives_way(self, request: NaiveRequest, waiting: NaiveRequest) -> bool:
+        is_batch = request.service_class == NUM_CLASSES - 1
+        return (
+            request.service_class > waiting.service_class
+            and (is_batch or len(request.tokens) > request.displaced_len)
+            and request.begun < self.num_begun_before
+        )
+
+    def has_room_without(self, request: NaiveRequest, leaving: list[NaiveRequest]) -> bool:
+        size = self.setup.block_size
+        end = request.computed + (1 if self.setup.enable_chunked_prefill else request.remaining())
+        spare = len(self.running) - len(leaving)
+        for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            held = [prefix for r in leaving for prefix in r.tables[g] if prefix is not None]
+            freed = held.count(PRIVATE)
+            for prefix in set(held) - {PRIVATE}:
+                freed += pool.holders[prefix] == held.count(prefix) and prefix not in pool.busy
+            missing = -(-(end if window else request.num_tokens()) // size) - len(request.tables[g])
+            if missing > 0 and missing + spare > pool.num_available() + freed:
+                return False
+        return True
+
+    def displace(self, leaving: list[NaiveRequest]) -> bool:
+        """Send requests back to wait, unless a step in progress has one of them."""
+        in_step = {request_id: n for request_id, _, n in self.plan.rows}
+        self.must_commit = any(r.scheduled > in_step.get(r.id, 0) for r in leaving)
+        if self.must_commit:
+            return False
+        for request in leaving:
+            self.take_out(request)
+            request.displaced_len = len(request.tokens)
+            self.num_displaced[request.service_class] += 1
+            self.displaced.append(request)
+            self.preempt(request)
+        return bool(leaving)
+
+    def take_out(self, request: NaiveRequest) -> None:
+        for i, (request_id, _, n) in enumerate(self.plan.rows):
+            if request_id == request.id:
+                del self.plan.rows[i], self.plan.drafts[i]
+                request.unknown -= self.plan.samples.pop(i)
+                request.scheduled -= n
+                request.in_step = False
+                self.budget += n
+                return
+
+    def preempt(self, request: NaiveRequest) -> None:
+        self.leave(request)
+        self.wait(request)
+        self.preempted.append(request.id)
+        self.num_preemptions += 1
 
     def add_drafts(self) -> None:
         """Lengthen rows that end with their request's last known token, with what nobody else wants."""
@@ -703,10 +803,7 @@ class NaiveScheduler:
             if victim.scheduled:
                 self.must_commit = not victim.in_step
                 return 0
-            self.leave(victim)
-            self.wait(victim)
-            self.preempted.append(victim.id)
-            self.num_preemptions += 1
+            self.preempt(victim)
             if victim is request:
                 return 0
         return fitting

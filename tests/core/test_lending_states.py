@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
 
+from swiftkv import _core
+
 SETUPS = [
     LendingSetup(((3, 8, 0),), (BorrowSetup(0, 4, 2),)),
     LendingSetup(((3, 8, 0),), (BorrowSetup(0, 4, 2),), stream_buffers=1),
@@ -39,11 +41,16 @@ class Lending(RuleBasedStateMachine):
     def _link(self, pick: int) -> int:
         return pick % len(self.engine.setup.borrow)
 
-    @rule(length=st.integers(1, 40), seed=st.integers(0, 2), max_tokens=st.integers(1, 12))
-    def add(self, length: int, seed: int, max_tokens: int) -> None:
+    @rule(
+        length=st.integers(1, 40),
+        seed=st.integers(0, 2),
+        max_tokens=st.integers(1, 12),
+        tier=st.sampled_from([0, 0, 1, 2]),
+    )
+    def add(self, length: int, seed: int, max_tokens: int, tier: int) -> None:
         length = min(length, self.engine.setup.max_model_len - 2)
         prompt = [random.Random(seed).randrange(3) for _ in range(length)]
-        self.engine.add(self.next_id, prompt, max_tokens)
+        self.engine.add(self.next_id, prompt, max_tokens, priority=tier * _core.PRIORITIES_PER_CLASS)
         self.next_id += 1
 
     @precondition(lambda self: self.engine.requests)

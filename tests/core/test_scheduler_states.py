@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_oracle import Engine
-from naive_scheduler import Setup
+from naive_scheduler import PRIORITIES_PER_CLASS, Setup
 
 # Few different tokens and block-wise repetition: prefixes are shared often, and diverge often.
 TOKENS = st.integers(0, 2)
@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.lists(TOKENS, max_size=1),
         namespace=st.sampled_from([b"a", b"a", b"b"]),
         skip_prefix_match=st.sampled_from([False, False, False, True]),
-        priority=st.integers(0, 1),
+        priority=st.sampled_from([0, 0, 1, *(i * PRIORITIES_PER_CLASS for i in (-1, 1, 2, 2))]),
         deadline_s=st.sampled_from([math.inf, math.inf, 1.0, 2.0, 3.5]),
         flow=st.sampled_from([0, 0, 1, 2]),
         flow_weight=st.sampled_from([1.0, 1.0, 3.0, 0.3]),

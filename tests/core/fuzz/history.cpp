@@ -186,7 +186,7 @@ void History::add() {
     if (flags & 4) prompt.min_tokens = in_.between(0, 4);
     prompt.cache_namespace = (flags & 24) == 24 ? 1 : 0;
     prompt.skip_prefix_match = (flags & 96) == 96;
-    prompt.priority = (flags & 128) ? 1 : 0;
+    prompt.priority = (flags & 128) ? kPrioritiesPerClass : 0;
     say("add", prompt.tokens.size(), "tokens, max_tokens", prompt.max_tokens, "flags", flags);
     engine_.add(prompt);
     prompts_.push_back(std::move(prompt.tokens));

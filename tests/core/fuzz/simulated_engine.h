@@ -42,7 +42,7 @@ struct Prompt {
     std::optional<TokenId> stop = {};
     uint8_t cache_namespace = 0;
     bool skip_prefix_match = false;
-    int priority = 0;
+    int64_t priority = 0;
 };
 
 class SimulatedEngine {

@@ -407,7 +407,7 @@ MUTANTS = [
     one("deadlines do not count", ORDER, "{ return -r.deadline_s; }", "{ return 0 * r.num_left(); }"),
     one("all lengths are one lane", ORDER, "std::bit_width(static_cast<unsigned>(r.num_left()))", "0 * r.num_left()"),
     one("what is cached counts", QUEUE, "    r.num_expected = known * size;\n", ""),
-    one("what is cached later counts", SCHEDULER, "if (roster_.has_free_slot()) roster_.refresh_waiting();", ""),
+    one("what is cached later counts", SCHEDULER, "if (step.may_seat()) roster_.refresh_waiting();", ""),
     one("what is evicted is expected", CACHE, "index_.find(keys[known - 1]) == kNone", "false"),
     one("nobody goes before a prompt in part", SCHEDULER, " step.admit_before_prefills();", " {}"),
     one(
@@ -430,6 +430,33 @@ MUTANTS = [
         "limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority",
         "n.priority",
     ),
+    # Who gives way to a higher class.
+    one(
+        "equals displace each other",
+        POLICY,
+        "class_of(priority) < class_of(running",
+        "class_of(priority) <= class_of(running",
+    ),
+    one("who was displaced does not get on", POLICY, "|| r->num_known() > r->displaced_len;", "|| true;"),
+    one("batch work stays", POLICY, "class_of(r->priority) == kBatchClass || r", "r"),
+    one("answers leave before prompts", POLICY, "r->has_answer(), -r->begun", "!r->has_answer(), -r->begun"),
+    one("who began first leaves", POLICY, "r->has_answer(), -r->begun", "r->has_answer(), r->begun"),
+    one("the highest class leaves first", POLICY, "std::tuple(-class_of(", "std::tuple(class_of("),
+    one(
+        "what others hold too is a gain",
+        CACHE_ROOM,
+        "if (++num_gone[block] < pool.refs(block) || pool.is_busy(block)) continue;",
+        "if (pool.is_busy(block)) continue;",
+    ),
+    one("all leave for one", BUILDER, "    giving_way.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));\n", ""),
+    one("requests of a step in progress leave", BUILDER, "r->num_scheduled > tokens_in_step(r)", "r == nullptr"),
+    one(
+        "who is displaced comes back at once",
+        BUILDER,
+        "class_of(r->priority) >= displaced_class_ || !may_go(*r)",
+        "!may_go(*r)",
+    ),
+    one("the tokens of who left are lost", BUILDER, "    budget_left_ += row->num_tokens;\n", ""),
     # Shares.
     one("answers cost nothing", SCHEDULER, "    shares_.charge_answer(r.flow, static_cast<int>(i));\n", ""),
     one("prompts cost nothing", BUILDER, "        shares_.charge_prompt(r.flow, r.num_remaining());\n", ""),
@@ -483,7 +510,7 @@ MUTANTS = [
     one(
         "a refused prompt is matched at every step",
         BUILDER,
-        "if (refusal_.still_holds(r, num_running, token_budget)) return false;",
+        " || refusal_.still_holds(r, roster_.num_running(), token_budget)",
         "",
     ),
     # The plan.

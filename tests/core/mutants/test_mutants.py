@@ -26,6 +26,7 @@ TESTS = {
             "step_time",
             "bounded_steps",
             "admission_order",
+            "displacement",
             "fair_share",
             "refusal",
             "bindings",

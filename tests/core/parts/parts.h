@@ -73,7 +73,7 @@ struct Parts {
     Parts(const Parts&) = delete;
     Parts& operator=(const Parts&) = delete;
 
-    Request& add(RequestId id, const std::vector<TokenId>& prompt, int priority = 0, int flow = 0) {
+    Request& add(RequestId id, const std::vector<TokenId>& prompt, int64_t priority = 0, int flow = 0) {
         shares.know(flow, 1);
         roster.add(make_request({.id = id,
                                  .prompt = prompt,

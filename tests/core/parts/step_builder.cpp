@@ -72,6 +72,39 @@ TEST(the_last_that_runs_makes_room_for_others) {
     EXPECT(!step.must_commit());
 }
 
+// As many requests of the lowest class as have a slot, all of which decode.
+void fill_with_batch_work(Parts& parts) {
+    for (int i = 1; i <= parts.limits.max_num_seqs; ++i) parts.add(i, tokens(4, i), 2 * kPrioritiesPerClass);
+    prefill(parts);
+}
+
+TEST(a_higher_class_takes_the_place_of_a_lower_one_in_the_step) {
+    Parts parts(32);
+    fill_with_batch_work(parts);
+    parts.add(9, tokens(4, 9));
+    StepBuilder step = parts.begin_step();
+    step.schedule_decodes();
+    EXPECT(step.may_seat());
+    step.admit_waiting();
+    EXPECT(rows_of(step) == Rows{{1, 1}, {2, 1}, {3, 1}, {9, 4}});
+    EXPECT(step.num_displaced() == 1 && !step.must_commit());
+    EXPECT(parts.roster.take_preempted() == std::vector<RequestId>{4});
+    EXPECT(parts.roster.num_displaced_total() == CountByClass{0, 0, 0, 1});
+    step.admit_waiting();
+    EXPECT(rows_of(step).size() == 4);  // who was displaced stays away
+}
+
+TEST(nobody_is_displaced_whom_a_step_in_progress_has) {
+    Parts parts(32);
+    fill_with_batch_work(parts);
+    parts.add(9, tokens(4, 9));
+    parts.roster.find(4)->num_scheduled = 1;
+    StepBuilder step = parts.begin_step();
+    step.admit_waiting();
+    EXPECT(step.is_empty() && step.must_commit());
+    EXPECT(parts.roster.take_preempted().empty());
+}
+
 TEST(nobody_is_preempted_whom_a_step_in_progress_has) {
     Parts parts(4);
     parts.add(1, tokens(8));
