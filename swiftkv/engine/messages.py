@@ -291,6 +291,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
     tier: TierStats | None = None  # None: no storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
+    num_displaced_total: list[int] = []  # of `num_preemptions_total`, those for a higher tier, by service tier
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `prefix_hit_tokens_total` by where the KV lay, for all of HIT_TIERS."""

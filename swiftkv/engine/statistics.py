@@ -56,6 +56,7 @@ class EngineStatistics:
             num_used_blocks=count(lambda group: group.used),
             num_cached_blocks=count(lambda group: group.cached),
             num_preemptions_total=stats.num_preemptions_total,
+            num_displaced_total=stats.num_displaced_total,
             prefix_query_tokens_total=stats.prefix_query_tokens_total,
             prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
             steps_total=self._steps_total,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -10,6 +11,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFam
 from prometheus_client.registry import Collector
 
 from swiftkv.engine.messages import HIT_TIERS, STEP_TIME_TERMS, EngineStats, Ready
+from swiftkv.policies import ServiceTier
 from swiftkv.server.block_metrics import BlockMetrics
 from swiftkv.server.compute_metrics import ComputeMetrics
 from swiftkv.server.engine_state import EngineState
@@ -26,6 +28,7 @@ from swiftkv.server.tier_metrics import TierMetrics
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 LOCAL_TIER, PEER_TIER = "local", "peer"
+_SERVICE_TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -52,6 +55,11 @@ class GatewayMetrics:
         self.engines = _EngineStates()
         self.registry.register(self.engines)
         self.preemptions = self._counter("vllm:num_preemptions", "Requests preempted and recomputed")
+        self.displaced = self._counter(
+            "swiftkv:requests_displaced",
+            "Requests preempted so that one of a higher service tier could begin, by their own tier",
+            ("service_tier",),
+        )
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self.window_missed = self._counter(
@@ -216,6 +224,7 @@ class ModelMetrics:
         self._engine_totals = dict.fromkeys(
             (
                 metrics.preemptions.labels(name),
+                *(metrics.displaced.labels(name, tier) for tier in _SERVICE_TIERS),
                 metrics.prefix_queries.labels(name),
                 metrics.prefix_hits.labels(name),
                 *(metrics.prefix_tier_hits.labels(name, tier) for tier in HIT_TIERS),
@@ -246,6 +255,7 @@ class ModelMetrics:
         hits = stats.hit_tokens_by_tier()
         totals = (
             stats.num_preemptions_total,
+            *(stats.num_displaced_total or [0] * len(_SERVICE_TIERS)),
             stats.prefix_query_tokens_total,
             stats.prefix_hit_tokens_total,
             *(hits[tier] for tier in HIT_TIERS),

@@ -101,6 +101,20 @@ def test_totals_survive_a_restarted_engine() -> None:
     assert tiers == [39, 26]
 
 
+def test_displaced_requests_count_by_their_service_tier() -> None:
+    metrics = GatewayMetrics()
+    model = metrics.for_model("m")
+    for total in (1, 4):
+        model.observe_engine(EngineStats(*[0] * 12, num_displaced_total=[0, 0, 2, total]))
+    counts = {
+        tier: metrics.registry.get_sample_value(
+            "swiftkv:requests_displaced_total", {"model_name": "m", "service_tier": tier}
+        )
+        for tier in ("priority", "default", "flex", "batch")
+    }
+    assert counts == {"priority": 0, "default": 0, "flex": 2, "batch": 4}
+
+
 def test_routers_learn_the_sizes_of_an_engine_anew_when_it_restarts() -> None:
     metrics = GatewayMetrics()
     metrics.for_model("m").engine_came_up(READY)
