@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from swiftkv._core import PRIORITIES_PER_CLASS
 from swiftkv.policies import SchedulingPolicy
 
 _LENGTH, _LEFT, _PAIRS, _ARRIVED_S, _PRIORITY, _DEADLINE_S, _HAS_BEGUN, _DONE_S, _FLOW, _WEIGHT = range(10)
@@ -83,6 +84,7 @@ class _Answer:
 
     context: int
     held: int
+    priority: float
     num_tokens: int = 0
 
 
@@ -171,9 +173,9 @@ class EngineForecast:
         answer = self._answers.get(request_id)
         if answer is None:
             self._advance(now_s)
-            length, left = self._rows[self._row_of[request_id], [_LENGTH, _LEFT]].tolist()
+            length, left, priority = self._rows[self._row_of[request_id], [_LENGTH, _LEFT, _PRIORITY]].tolist()
             self._leave_queue(request_id)
-            answer = self._answers[request_id] = _Answer(int(length), int(left))
+            answer = self._answers[request_id] = _Answer(int(length), int(left), priority)
             self._context += answer.context
         answer.context += 1
         answer.num_tokens += 1
@@ -220,7 +222,7 @@ class EngineForecast:
         queued_s = self._rest_of_step_s(now_s) + ahead_s + own_s + beside_s + whole * pace.overhead_s
         queued_s /= 1 - self._overtaking_part(prompt, pace, queued_s, now_s)
         waits = ahead & (rows[:, _HAS_BEGUN] == 0) & (rows[:, _LENGTH] > 0)
-        room_s = self._room_s(prompt.num_left, int(share[waits].sum()), float(rows[waits, _LEFT] @ share[waits]))
+        room_s = self._room_s(prompt, int(share[waits].sum()), float(rows[waits, _LEFT] @ share[waits]))
         tpot_s = self._decodes_s(1, prompt.num_tokens)
         return Forecast(max(queued_s, room_s + alone_s), alone_s, tpot_s, self._answer_tokens * tpot_s)
 
@@ -299,18 +301,30 @@ class EngineForecast:
         budget = max(1, limits.max_num_batched_tokens - len(self._answers))
         return _Pace(token_s, pair_s, overhead_s, spare_s, budget)
 
-    def _room_s(self, num_left: int, num_ahead: int, tokens_ahead: float) -> float:
-        """Return when answers will have ended that leave a slot, and memory, for who comes after those ahead."""
-        if not self._answers:
+    def _end_of_class(self, prompt: NewPrompt) -> float:
+        """Return the priority from which on running requests give way to a prompt: those of lower classes do."""
+        if self._limits.policy == "fcfs":
+            return math.inf
+        return (math.floor(prompt.priority / PRIORITIES_PER_CLASS + 0.5) + 0.5) * PRIORITIES_PER_CLASS
+
+    def _room_s(self, prompt: NewPrompt, num_ahead: int, tokens_ahead: float) -> float:
+        """Return when answers will have ended that leave a slot, and memory, for who comes after those ahead.
+
+        Those of lower classes need not end: they give way.
+        """
+        end = self._end_of_class(prompt)
+        answers = [answer for answer in self._answers.values() if answer.priority < end]
+        if not answers:
             return 0.0
-        num_running = len(self._answers) + len(self._begun)
-        held = sum(answer.held + answer.num_tokens for answer in self._answers.values())
+        rows = self._rows
+        num_running = len(answers) + int(np.sum((rows[:, _HAS_BEGUN] > 0) & (rows[:, _PRIORITY] < end)))
+        held = sum(answer.held + answer.num_tokens for answer in answers)
         short_slots = num_ahead + 1 - (self._limits.max_num_seqs - num_running)
-        short_tokens = tokens_ahead + num_left - (self.pool_tokens - held)
-        num_ends = max(float(short_slots), short_tokens * len(self._answers) / max(1, held))
+        short_tokens = tokens_ahead + prompt.num_left - (self.pool_tokens - held)
+        num_ends = max(float(short_slots), short_tokens * len(answers) / max(1, held))
         if num_ends <= 0:
             return 0.0
-        part = math.ceil(num_ends) / len(self._answers)
+        part = math.ceil(num_ends) / len(answers)
         return part * self._answer_tokens * max(self._step_s, self._decodes_s())
 
     def _overtaking_part(self, prompt: NewPrompt, pace: _Pace, wait_s: float, now_s: float) -> float:
@@ -350,7 +364,7 @@ class EngineForecast:
         is_equal: Bools = is_used & (rows[:, _PRIORITY] == prompt.priority)
         ahead: Bools = is_used & (rows[:, _PRIORITY] < prompt.priority)
         if policy == "priority":
-            ahead |= is_equal | (rows[:, _HAS_BEGUN] > 0)
+            ahead |= is_equal | ((rows[:, _HAS_BEGUN] > 0) & (rows[:, _PRIORITY] < self._end_of_class(prompt)))
         elif policy == "spf":
             ahead |= is_equal & (left <= prompt.num_left)
         elif policy == "deadline":

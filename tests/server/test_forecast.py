@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from swiftkv._core import PRIORITIES_PER_CLASS
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.server.forecast import EngineForecast, ForecastLimits, NewPrompt
 
@@ -126,6 +127,17 @@ def test_without_memory_one_waits_for_an_answer_to_end() -> None:
     of.token(1, 1.0)
     assert ttft_s(of, NewPrompt(500), 1.1) > 2
     assert ttft_s(of, NewPrompt(50), 1.1) < 0.2
+
+
+@pytest.mark.parametrize("policy", ["priority", "spf", "hrrn", "deadline"])
+def test_work_of_a_lower_class_leaves_its_slot_and_its_memory(policy: SchedulingPolicy) -> None:
+    of = forecast(policy, max_num_seqs=2)
+    of.pool_tokens = 1000
+    for request_id in range(2):
+        of.add(request_id, NewPrompt(400, priority=2 * PRIORITIES_PER_CLASS), 0.0)
+        of.token(request_id, 1.0)
+    assert ttft_s(of, NewPrompt(500), 1.1) < 0.6
+    assert ttft_s(of, NewPrompt(500, priority=2 * PRIORITIES_PER_CLASS - 1), 1.1) > 1  # of the same class
 
 
 def test_a_token_takes_at_least_as_long_as_a_step_with_all_answers() -> None:
