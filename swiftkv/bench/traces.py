@@ -37,6 +37,8 @@ class Arrival:
     block_tokens: int = BLOCK_TOKENS
     flow: int = 0
     """The share of the engine that it takes; traces do not say."""
+    priority: int = 0
+    """Its priority in the scheduler; traces do not say."""
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Return token ids, [input_tokens]: each is the id of its block, since prompts are only compared."""

@@ -37,7 +37,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     if not len(outcome.arrival_s):
         raise ValueError("no request of the trace fits the model: raise max_model_len")
     elapsed_s = float(outcome.end_s.max() - outcome.arrival_s.min())
-    met = targets.met(outcome)
+    met, tokens = targets.met(outcome), outcome.input_tokens + outcome.output_tokens
     return {
         "requests": len(outcome.arrival_s),
         "refused": outcome.num_refused,
@@ -49,7 +49,9 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "input_tokens_per_s": float(outcome.input_tokens.sum()) / elapsed_s,
         "output_tokens_per_s": float(outcome.output_tokens.sum()) / elapsed_s,
         "goodput_requests_per_s": float(met.sum()) / elapsed_s,
+        "goodput_tokens_per_s": float(tokens[met].sum()) / elapsed_s,
         "targets_met": float(met.mean()),
+        "targets_met_tokens": float(tokens[met].sum() / tokens.sum()),
         "ttft_s": _spread(outcome.ttft_s),
         "tpot_s": _spread(outcome.tpot_s),
         "e2e_s": _spread(outcome.e2e_s),
@@ -82,6 +84,7 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
     row("answer tokens a second", "output_tokens_per_s", "{:,.1f}")
     row("preemptions", "preemptions", "{:,}")
     row("targets met", "targets_met", "{:.1%}")
+    row("tokens of these", "targets_met_tokens", "{:.1%}")
     for heading, key in (("first token", "ttft_s"), ("per token", "tpot_s"), ("whole answer", "e2e_s")):
         for of in ("mean", *_QUANTILES):
             cells = [f"{1e3 * figures[key][of]:,.1f}" if figures[key] else "-" for figures in models.values()]

@@ -198,6 +198,7 @@ class _Run:
             stop_token_ids=_NO_STOP,
             namespace=b"simulated",
             skip_prefix_match=False,
+            priority=arrival.priority,
             arrival_s=arrival_s,
             deadline_s=arrival_s + self._door.target_ttft_s(arrival),
             flow=arrival.flow,

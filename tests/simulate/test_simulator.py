@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftkv._core import GroupSpec, Scheduler, StepPlan
+from swiftkv._core import PRIORITIES_PER_CLASS, GroupSpec, Scheduler, StepPlan
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival
 from swiftkv.simulate.report import Targets, figures
 from swiftkv.simulate.simulator import Outcome, simulate
@@ -89,13 +89,21 @@ def test_whatever_comes_is_served_in_an_order_that_can_be(arrivals: list[Arrival
         assert outcome.busy_s == pytest.approx(1e-3 * alone.sum())
 
 
+def test_a_request_of_a_higher_class_displaces_work_of_a_lower_one() -> None:
+    batch = [Arrival(0.0, 100, 900, (i,), priority=2 * PRIORITIES_PER_CLASS) for i in range(8)]
+    outcome = run([*batch, Arrival(2.0, 100, 1, (9,))])
+    assert outcome.ttft_s[8] < 0.12
+    assert outcome.num_preemptions == 1
+
+
 def test_targets_of_first_tokens_and_of_the_others() -> None:
     outcome = run([Arrival(0.0, 1000, 1, (0, 1)), Arrival(10.0, 2000, 5, (2, 3, 4, 5))])
     assert figures(outcome, Targets(ttft_s=1.5))["targets_met"] == 0.5
     assert figures(outcome, Targets(tpot_s=0.0005))["targets_met"] == 0.5  # an answer of one token has no other
-    assert figures(outcome, Targets(ttft_s=1.5, tpot_s=0.0005))["goodput_requests_per_s"] == pytest.approx(
-        1 / outcome.end_s.max()
-    )
+    of_both = figures(outcome, Targets(ttft_s=1.5, tpot_s=0.0005))
+    assert of_both["goodput_requests_per_s"] == pytest.approx(1 / outcome.end_s.max())
+    assert of_both["goodput_tokens_per_s"] == pytest.approx(1001 / outcome.end_s.max())
+    assert of_both["targets_met_tokens"] == pytest.approx(1001 / (1001 + 2005))
 
 
 def test_plans_do_not_depend_on_the_run() -> None:
