@@ -126,14 +126,24 @@ class EngineClient:
         cache_salt: str = "",
         pooling: Pooling | None = None,
         is_traced: bool = False,
+        priority: int = 0,
         **sampling: Any,
     ) -> int:
         request_id = next(self._ids)
         params = SamplingParams(**{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling})
         self.answers[request_id] = Answer()
         tokens = np.array(prompt, np.int32).tobytes()
-        message = AddRequest(request_id, tokens, params, cache_salt=cache_salt, pooling=pooling, is_traced=is_traced)
-        self.send(message)
+        self.send(
+            AddRequest(
+                request_id,
+                tokens,
+                params,
+                cache_salt=cache_salt,
+                priority=priority,
+                pooling=pooling,
+                is_traced=is_traced,
+            )
+        )
         return request_id
 
     def abort(self, *request_ids: int) -> None:
