@@ -36,12 +36,14 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
         text: For `json` a JSON schema, for `choice` a JSON list of strings, for `grammar` Lark or GBNF.
         whitespace: For `json`: a regular expression of the white space between two parts; empty for none.
         calls: Lark rules of which `calls` may stand in place of all that.
+        calls_token: The token that these begin with, where it has no text.
     """
 
     kind: GrammarKind
     text: str
     whitespace: str | None = None
     calls: str | None = None
+    calls_token: int | None = None
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -60,7 +62,8 @@ def library_form(source: GrammarSource) -> str:
     grammar = _grammar(source)
     if source.calls is None:
         return json.dumps({"grammars": [grammar]})
-    either = {"lark_grammar": f"start: calls | @answer\n{source.calls}"}
+    opening = "" if source.calls_token is None else f"<[{source.calls_token}]> "
+    either = {"lark_grammar": f"start: {opening}calls | @answer\n{source.calls}"}
     return json.dumps({"grammars": [either, {**grammar, "name": "answer"}]})
 
 

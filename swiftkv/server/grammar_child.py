@@ -14,6 +14,7 @@ from llguidance import LLTokenizer
 from swiftkv.grammars import GrammarSource, Verdict, error_of, library_form, new_matcher
 from swiftkv.server.child import ChildLimits, serve
 
+_ANY_TOKEN = 0  # stands for a token of the model, which is not known here
 # An engine compiles with four times the stack.
 _LIMITS = ChildLimits(memory_bytes=2 << 30, stack_bytes=4 << 20, cpu_s=2)
 
@@ -27,9 +28,10 @@ def begin() -> Callable[[bytes], bytes]:
 
 def check(source: GrammarSource, tokenizer: LLTokenizer) -> Verdict:
     """Compile a grammar and take its first step."""
+    known = source if source.calls_token is None else msgspec.structs.replace(source, calls_token=_ANY_TOKEN)
     try:
         grammar = library_form(source)
-        matcher = new_matcher(tokenizer, grammar)
+        matcher = new_matcher(tokenizer, library_form(known))
         matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(error_of(matcher))

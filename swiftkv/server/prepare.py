@@ -138,7 +138,7 @@ def _asked_grammars(model: ModelHandle, body: CompletionBody | ChatBody) -> list
     if asked is None:
         return [tools.grammar()]
     if not tools.must_call:
-        return tools.grammars_beside(asked)
+        return tools.grammars_beside(asked, model.tokenizer)
     if body.response_format is not None:
         return [tools.grammar()]  # the format is of texts, and the answer has none: agents send both, turn after turn
     message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"

@@ -15,6 +15,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import Body, Label, Text
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.price import LIMITS, check_grammar
+from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers import TOOL_PARSERS
 from swiftkv.server.tool_parsers.base import EitherParser, ToolFunction, ToolParser
 
@@ -114,23 +115,27 @@ class ToolUse:
         """
         return AskedGrammar("tools", GrammarSource("lark", f"start: calls\n{self._rules()}"))
 
-    def grammars_beside(self, asked: AskedGrammar) -> list[AskedGrammar]:
+    def grammars_beside(self, asked: AskedGrammar, tokenizer: Tokenizer) -> list[AskedGrammar]:
         """Return the grammars to check where the model may choose between calls and `asked`; the last holds the answer.
+
+        `tokenizer` is the model's.
 
         Raises:
             ApiError: 400 if they are larger than the limits, or the model's calls may look like other answers.
         """
         if not self.parser.holds_calls:
             return [asked]  # calls come before the answer, so nothing of what is asked holds them
-        if self.parser.call_opening is None:
+        opening = self.parser.call_opening
+        token = tokenizer.token_id(opening) if opening is not None and self.parser.opens_with_token else None
+        if opening is None or (token is None and self.parser.opens_with_token):
             name = next(name for name, parser in TOOL_PARSERS.items() if parser is self.parser)
             message = (
                 f"field 'tool_choice': auto does not go with field '{asked.field}' on this model, whose calls "
                 f"(tool_parser: {name}) a grammar cannot tell from other answers; send required, a function or none"
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_field")
-        either = AskedGrammar(asked.field, msgspec.structs.replace(asked.source, calls=self._rules()))
-        return [self.grammar(), either]  # a mistake in the tools is one of their field
+        either = msgspec.structs.replace(asked.source, calls=self._rules(), calls_token=token)
+        return [self.grammar(), AskedGrammar(asked.field, either)]  # a mistake in the tools is one of their field
 
     def _rules(self) -> str:
         rules = self.parser.call_grammar(self.functions, several=self.several)

@@ -209,20 +209,30 @@ ANSWER = {
 CALL = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a":12}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a":12}}]',
 }
+TWO_CALLS = {name: f"{call}\n{call}" for name, call in CALL.items()} | {
+    "mistral": CALL["mistral"].removesuffix("]") + ", " + CALL["mistral"].removeprefix("[TOOL_CALLS][")
+}
+TAG_ID = 7  # stands for the token [TOOL_CALLS], which has no text
+
+
+def ids_of(text: str) -> list[int]:
+    return list(text.replace("[TOOL_CALLS]", chr(TAG_ID)).encode())
 
 
 @pytest.mark.parametrize("kind", ANSWER)
 @pytest.mark.parametrize("name", [name for name, parser in TOOL_PARSERS.items() if parser.call_opening is not None])
 def test_a_grammar_allows_calls_or_what_is_asked_for(name: str, kind: Any) -> None:
     source, answer = ANSWER[kind]
-    calls = TOOL_PARSERS[name].call_grammar(FUNCTIONS, several=True)
-    fresh = new_matcher(LLTokenizer("byte"), library_form(GrammarSource(kind, source, calls=calls)))
-    held = [answer, CALL[name], f"{CALL[name]}\n{CALL[name]}"]
+    parser = TOOL_PARSERS[name]
+    calls, token = parser.call_grammar(FUNCTIONS, several=True), TAG_ID if parser.opens_with_token else None
+    fresh = new_matcher(LLTokenizer("byte"), library_form(GrammarSource(kind, source, calls=calls, calls_token=token)))
+    held = [answer, CALL[name], TWO_CALLS[name]]
     broken = [f"{answer}{CALL[name]}", CALL[name].replace("12", '"x"'), f"{CALL[name]}{answer}", "Well", "<tool_cat"]
     for text in held + broken:
         matcher = fresh.deep_copy()
-        is_text = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+        is_text = matcher.consume_tokens(ids_of(text)) and matcher.is_accepting()
         assert is_text == (text in held), (text, matcher.get_error())
 
 
@@ -233,7 +243,7 @@ def test_where_a_grammar_holds_an_answer_its_beginning_tells_calls_from_text(nam
     quoting = json.dumps({"quote": CALL[name]})
     for text, outcome in (
         (quoting, (quoting, [])),
-        (f"{CALL[name]}\n{CALL[name]}", ("", [("add", '{"a": 12}')] * 2)),
+        (TWO_CALLS[name], ("", [("add", '{"a": 12}')] * 2)),
         (opening[:5], (opening[:5], [])),
         ("", ("", [])),
     ):

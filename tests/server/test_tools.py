@@ -50,7 +50,14 @@ def test_special_tokens_in_tools_are_text_where_those_of_messages_are(tokenizer:
     assert tokenizer.decode(ids).count("<|end|>") == 3
 
 
-def either(parser: str) -> tuple[list[AskedGrammar], AskedGrammar]:
+@pytest.fixture(scope="module")
+def mistral() -> Tokenizer:
+    fast = make_tokenizer(320)
+    fast.add_tokens(["[TOOL_CALLS]"], special_tokens=True)
+    return Tokenizer(fast)
+
+
+def either(parser: str, tokenizer: Tokenizer) -> tuple[list[AskedGrammar], AskedGrammar]:
     """Return what holds an answer that may be a call or JSON, for a model with that parser, and what is asked for."""
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = ChatBody.model_validate({
@@ -59,25 +66,27 @@ def either(parser: str) -> tuple[list[AskedGrammar], AskedGrammar]:
     asked, use = asked_grammar(body), tool_use(TOOL_PARSERS[parser], body)
     assert asked is not None
     assert use is not None
-    return use.grammars_beside(asked), asked
+    return use.grammars_beside(asked, tokenizer), asked
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
-def test_an_answer_may_be_a_call_or_what_is_asked_for(parser: str) -> None:
-    (of_tools, both), asked = either(parser)
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "mistral"])
+def test_an_answer_may_be_a_call_or_what_is_asked_for(mistral: Tokenizer, parser: str) -> None:
+    (of_tools, both), asked = either(parser, mistral)
     assert (of_tools.field, both.field) == ("tools", asked.field)
     assert (both.source.kind, both.source.text) == (asked.source.kind, asked.source.text)
     assert both.source.calls is not None
     assert of_tools.source.text == f"start: calls\n{both.source.calls}"
+    assert both.source.calls_token == (mistral.token_id("[TOOL_CALLS]") if parser == "mistral" else None)
 
 
 @pytest.mark.parametrize("parser", ["llama3_json", "mistral"])
-def test_calls_that_look_like_answers_do_not_go_with_a_format(parser: str) -> None:
+def test_calls_that_look_like_answers_do_not_go_with_a_format(tokenizer: Tokenizer, parser: str) -> None:
+    """Those of Mistral do where the tokenizer lacks the token that they begin with."""
     with pytest.raises(ApiError, match=parser) as refused:
-        either(parser)
+        either(parser, tokenizer)
     assert (refused.value.status, refused.value.param) == (400, "tool_choice")
 
 
-def test_calls_in_a_channel_of_their_own_are_not_held() -> None:
-    held, asked = either("gpt_oss")
+def test_calls_in_a_channel_of_their_own_are_not_held(tokenizer: Tokenizer) -> None:
+    held, asked = either("gpt_oss", tokenizer)
     assert held == [asked]

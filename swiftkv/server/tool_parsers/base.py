@@ -55,7 +55,9 @@ class ToolParser(ABC):
     holds_calls: ClassVar[bool] = True
     """Whether a grammar can make an answer calls."""
     call_opening: ClassVar[str | None] = None
-    """The text that every call begins with, and no JSON does; `None` where a call may look like another answer."""
+    """The text that calls begin with, and no JSON does; `None` where a call may look like another answer."""
+    opens_with_token: ClassVar[bool] = False
+    """Whether that text is a special token, which the rules of `call_grammar` leave out."""
 
     @abstractmethod
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:

@@ -25,6 +25,8 @@ _ID_LENGTH = 9  # the templates refuse other ids
 
 class MistralParser(SteppedParser):
     template_mark = _TAG
+    call_opening = _TAG
+    opens_with_token = True
     shows_special_tokens = True
 
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
