@@ -85,7 +85,9 @@ class GrammarCompiler:
     def _run(self) -> None:
         while (grammar := self._wanted.get()) is not None:
             try:
-                outcome: LLMatcher | ValueError = new_matcher(self._tokenizer, grammar)
+                matcher = new_matcher(self._tokenizer, grammar)
+                matcher.compute_bitmask()  # what copies of it begin with need not be found out by each of them
+                outcome: LLMatcher | ValueError = matcher
             except ValueError as error:
                 outcome = error
             self._compiled.put((grammar, outcome))
