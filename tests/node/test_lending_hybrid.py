@@ -14,7 +14,7 @@ from tests.support.node_process import remove, short_temporary_directory, wait_f
 
 WINDOW = 40
 CONVERSATIONS = [conversation(seed) for seed in range(6)]
-SHORT_ONES = [conversation(seed, num_turns=1, question_tokens=(20, 40), max_tokens=(4, 8)) for seed in range(20, 80)]
+SHORT_ONES = [conversation(seed, num_turns=1, question_tokens=(20, 40), max_tokens=(4, 8)) for seed in range(20, 140)]
 LONG = (Turn(tuple(3 + i * i % 311 for i in range(700)), 12),)
 LONG_ONES = [(Turn(tuple(3 + i * (i + seed) % 311 for i in range(900)), 4),) for seed in range(5)]
 NAMES = ("hybrid", "windows")
@@ -105,12 +105,17 @@ def extents_of(node: LendingNode, model: str) -> list[int]:
     return [full // 4, windows]
 
 
+def lends_its_budget(node: LendingNode, model: str) -> bool:
+    view = node.model(model)
+    return bool(view["lent_bytes"] == view["budget_bytes"])
+
+
 @on_shm_first
 def test_extents_go_from_group_to_group_in_a_pool_that_lends(node: LendingNode, right: Reference) -> None:
     """Tails of short prompts make room for long histories, and come back, while masters hold the rest."""
     full, windows = [], []
-    for conversations in (SHORT_ONES[:20], LONG_ONES, SHORT_ONES[20:]):
-        node.wait_until_lent("worker", "hybrid")
+    for conversations in (SHORT_ONES[:60], LONG_ONES, SHORT_ONES[60:]):
+        wait_for("the idle worker to lend what it may", lambda: lends_its_budget(node, "worker"))
         assert [node.hold("worker", turns) for turns in conversations] == right.answers("worker", conversations)
         for of_group, count in zip((full, windows), extents_of(node, "worker"), strict=True):
             of_group.append(count)
