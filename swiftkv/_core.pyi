@@ -441,6 +441,9 @@ class Scheduler:
     def end_copying(self) -> None:
         """Note that the bytes of what `take_offers` named have been copied; extents come and go again."""
 
+    def offer_prefix(self, keys: bytes) -> None:
+        """Offer to storage what is here of a prefix, whatever the write policy waits for. Keys have 32 bytes each."""
+
     def num_offers(self) -> int:
         """Return how many blocks wait to be taken."""
 

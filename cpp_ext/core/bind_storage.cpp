@@ -76,6 +76,13 @@ std::vector<LoadedBlock> loaded_blocks(Input<int32_t> groups, Input<int32_t> blo
 
 }  // namespace
 
+std::vector<BlockKey> block_keys_of(nb::bytes keys) {
+    if (keys.size() % sizeof(BlockKey)) throw std::invalid_argument("keys: each has 32 bytes");
+    std::vector<BlockKey> block_keys(keys.size() / sizeof(BlockKey));
+    std::memcpy(block_keys.data(), keys.c_str(), keys.size());
+    return block_keys;
+}
+
 void bind_storage(nb::class_<Scheduler>& scheduler) {
     const nb::call_guard<nb::gil_scoped_release> unlocked;
     scheduler
@@ -85,6 +92,14 @@ void bind_storage(nb::class_<Scheduler>& scheduler) {
             "write_policy"_a)
         .def("take_offers", &take_offers, "max_blocks"_a)
         .def("end_copying", &Scheduler::end_copying, unlocked)
+        .def(
+            "offer_prefix",
+            [](Scheduler& self, nb::bytes keys) {
+                const std::vector<BlockKey> block_keys = block_keys_of(keys);
+                nb::gil_scoped_release released;
+                self.offer_prefix(block_keys);
+            },
+            "keys"_a)
         .def("num_offers", &Scheduler::num_offers, unlocked)
         .def("num_dropped_offers", &Scheduler::num_dropped_offers, unlocked)
         .def("evicted_age_s", &evicted_age_s, "key"_a)

@@ -223,6 +223,8 @@ class KvCache {
     void set_write_policy(WritePolicy policy);
     // Up to so many blocks that are to be written to storage.
     std::vector<StoredBlock> take_offers(int max_blocks);
+    // Offers what is here of a prefix, whenever the policy would do that.
+    void offer_prefix(std::span<const BlockKey> keys);
     const Offers& offers() const { return offers_; }
     // Whether each key has a block here: [keys][groups].
     std::vector<uint8_t> residency(std::span<const BlockKey> keys) const;
@@ -346,6 +348,7 @@ class KvCache {
     void offer_committed(NodeId node, const BlockKey& key);
     void offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys);
     void offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
+    void offer_match(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
     bool can_store(int group, BlockId block) const;
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
     bool has_room_to_load(std::span<const int> wanted, bool may_evict) const;

@@ -47,7 +47,17 @@ void KvCache::offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey
 }
 
 void KvCache::offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length) {
-    if (offers_.policy() != WritePolicy::kWriteThroughSelective) return;
+    if (offers_.policy() == WritePolicy::kWriteThroughSelective) offer_match(path, keys, length);
+}
+
+void KvCache::offer_prefix(std::span<const BlockKey> keys) {
+    if (offers_.policy() == WritePolicy::kNever) return;
+    std::vector<NodeId> path;
+    const int length = match(keys, path).length;
+    offer_match(path, keys, length);
+}
+
+void KvCache::offer_match(std::span<const NodeId> path, std::span<const BlockKey> keys, int length) {
     for (int g = 0; g < num_groups(); ++g)
         for (int i = first_of_match(g, length); i < length; ++i) offers_.add(path[i], g, keys[i]);
 }

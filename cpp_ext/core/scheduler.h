@@ -88,6 +88,8 @@ class Scheduler {
     // planned.
     std::vector<StoredBlock> take_offers(int max_blocks);
     void end_copying();
+    // Offers what is here of a prefix now, whatever the write policy waits for.
+    void offer_prefix(std::span<const BlockKey> keys);
     int num_offers() const;
     int64_t num_dropped_offers() const;
     // The waiting request is not admitted before it is let go. Unknown ids are ignored, here and below.

@@ -33,6 +33,11 @@ void Scheduler::end_copying() {
     is_copying_ = false;
 }
 
+void Scheduler::offer_prefix(std::span<const BlockKey> keys) {
+    const std::lock_guard lock(mutex_);
+    cache_.offer_prefix(keys);
+}
+
 int Scheduler::num_offers() const {
     const std::lock_guard lock(mutex_);
     return cache_.offers().num_waiting();

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from swiftkv._core import Scheduler, blake3
 from swiftkv.cache.geometry import KVGroup
@@ -15,6 +16,7 @@ from swiftkv.tier.keys import BLOCK_KEY_BYTES
 from swiftkv.tier.messages import LoadStop
 
 _MAX_RECORDS = 1024
+_MAX_KEY_BYTES = 32 << 20  # of all prompts that are remembered: a million blocks
 _MAX_BEGINNINGS = 4096
 _MAX_NAMESPACES = 8  # of one beginning
 
@@ -28,13 +30,17 @@ class CacheRecords:
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._records: OrderedDict[int, Explanation] = OrderedDict()  # by request
         self._beginnings: OrderedDict[bytes, set[bytes]] = OrderedDict()  # namespaces by hash of a first block
+        self._keys: OrderedDict[int, bytes] = OrderedDict()  # of the blocks of prompts, by request
+        self._num_key_bytes = 0
 
     def admitted(self, request: Request, cached_tokens: int, tier_outcome: LoadStop | None) -> None:
         """Note why a request that begins found nothing behind `cached_tokens`.
 
         `tier_outcome` says why a tier below the pool gave less than it had, if it did.
         """
-        reason, age_s = self._reason(request, cached_tokens, tier_outcome)
+        keys, is_resident, _ = self._scheduler.look_up(request.request_id)
+        self._remember_keys(request.request_id, keys)
+        reason, age_s = self._reason(request, cached_tokens, tier_outcome, keys, is_resident)
         self._records[request.request_id] = Explanation(
             request.request_id, len(request.prompt), cached_tokens, reason, age_s
         )
@@ -50,12 +56,26 @@ class CacheRecords:
         """Return what is known of these requests; nothing of those that are not remembered."""
         return [self._records[request_id] for request_id in request_ids if request_id in self._records]
 
+    def keys_of(self, request_id: int) -> bytes | None:
+        """Return the keys of the full blocks of a request's prompt; `None` if it is not remembered."""
+        return self._keys.get(request_id)
+
+    def _remember_keys(self, request_id: int, keys: bytes) -> None:
+        self._keys[request_id] = keys
+        self._num_key_bytes += len(keys)
+        while len(self._keys) > _MAX_RECORDS or self._num_key_bytes > max(_MAX_KEY_BYTES, len(keys)):
+            self._num_key_bytes -= len(self._keys.popitem(last=False)[1])
+
     def _reason(
-        self, request: Request, cached_tokens: int, tier_outcome: LoadStop | None
+        self,
+        request: Request,
+        cached_tokens: int,
+        tier_outcome: LoadStop | None,
+        keys: bytes,
+        is_resident: npt.NDArray[np.uint8],
     ) -> tuple[CacheStop, float | None]:
         if request.sampling.prompt_logprobs is not None:
             return "prompt_logprobs", None
-        keys, is_resident, _ = self._scheduler.look_up(request.request_id)
         num_matched = cached_tokens // self._block_size
         if num_matched * BLOCK_KEY_BYTES >= len(keys):
             return "complete", None

@@ -309,6 +309,7 @@ class Engine:
             case Abort(request_ids=request_ids):
                 self._scheduler.abort(np.array(request_ids, np.uint64))
                 for request_id in request_ids:
+                    self._offer_prompt(request_id)
                     self._forget(request_id)
             case CacheCommand():
                 cleared = self._clear_cache() if message.clear else 0
@@ -409,6 +410,8 @@ class Engine:
 
     def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult, traces: list[StepTrace]) -> None:
         reasons = result.finish_reasons
+        for request_id in result.request_ids[reasons != FINISH_RUNNING].tolist():
+            self._offer_prompt(request_id)
         rows = np.flatnonzero(reasons < FINISH_ABORTED)  # those below are of tokens that clients get
         if self._grammars:
             rows = rows[~np.isin(result.request_ids[rows], self._follow_grammars(result, rows))]
@@ -440,6 +443,12 @@ class Engine:
             )
         if reasons.any():  # else every request goes on
             self._part_with(plan, sampled, result)
+
+    def _offer_prompt(self, request_id: int) -> None:
+        """Offer a prompt to storage, if it is to last there."""
+        request, keys = self._requests.get(request_id), self._cache_records.keys_of(request_id)
+        if request is not None and request.is_to_last and keys is not None:
+            self._scheduler.offer_prefix(keys)
 
     def _part_with(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
         """Take back tokens that do not count, and forget the requests that ended."""

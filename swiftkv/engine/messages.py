@@ -183,6 +183,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     is_traced: bool = False  # its steps are to be told of
     flow: int = 0  # whose share of the engine it takes
     flow_weight: float = 1.0
+    is_to_last: bool = False  # its prompt goes to storage, if there is any, whatever the write policy waits for
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -38,6 +38,7 @@ class Request:
     is_traced: bool = False
     flow: int = 0
     flow_weight: float = 1.0
+    is_to_last: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -84,6 +85,7 @@ class Request:
             is_traced=message.is_traced,
             flow=message.flow,
             flow_weight=message.flow_weight,
+            is_to_last=message.is_to_last,
         )
 
 

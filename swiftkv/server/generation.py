@@ -29,6 +29,7 @@ class Terms:
         targets: A request that would miss these is refused.
         sender: On whose behalf it comes.
         is_traced: Whether the engine tells of its steps.
+        is_to_last: Whether the prompt goes to storage, if there is any, whatever the write policy waits for.
     """
 
     cache_salt: str = ""
@@ -37,6 +38,7 @@ class Terms:
     targets: Targets = NO_TARGETS
     sender: Sender = ANYBODY
     is_traced: bool = False
+    is_to_last: bool = False
 
 
 USUAL_TERMS = Terms()
@@ -63,6 +65,7 @@ class SequenceRequest:
             is_traced=terms.is_traced,
             flow=terms.sender.flow,
             flow_weight=terms.sender.weight,
+            is_to_last=terms.is_to_last,
         )
 
     @property

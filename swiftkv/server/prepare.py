@@ -182,6 +182,7 @@ def begin(
         targets=targets,
         sender=policy.sender,
         is_traced=is_traced,
+        is_to_last=body.prompt_cache_retention == "24h",
     )
     generation = model.client.generate(prepared.sequences, terms)
     model.client.metrics.request_n.observe(body.n or 1)

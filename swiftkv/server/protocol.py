@@ -40,6 +40,8 @@ LogitBias = Annotated[
     BeforeValidator(AtMost(LIMITS.logit_bias)),
 ]
 Metadata = Annotated[dict[Label, Label], Field(max_length=LIMITS.metadata), BeforeValidator(AtMost(LIMITS.metadata))]
+CacheRetention = Literal["in_memory", "24h"]
+RETENTION = "With `24h` and storage the prompt is stored when the request ends, whatever `write_policy` waits for"
 
 
 class ModelBody(Body):
@@ -99,6 +101,7 @@ class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     metadata: Metadata | None = Field(None, description="Accepted, not used")
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
+    prompt_cache_retention: CacheRetention | None = Field(None, description=RETENTION)
     # vLLM's, which some of its clients send with the value that asks for nothing.
     allowed_token_ids: Annotated[None, Unsupported()] = None
     bad_words: Annotated[None, Unsupported([])] = None

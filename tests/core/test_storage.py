@@ -7,6 +7,8 @@ import pytest
 from naive_scheduler import Setup
 from storage_oracle import StorageEngine, Transfer
 
+from swiftkv import _core
+
 BLOCK = 4
 DENSE = Setup(((1, 16, 0),), BLOCK, 4, 64, 48)
 HYBRID = Setup(((1, 16, 0), (1, 16, 8)), BLOCK, 4, 64, 48)
@@ -52,6 +54,23 @@ def test_every_full_block_is_offered_once() -> None:
     assert len(e.storage) == 4
     run(e, 2, prompt(18))
     assert e.store() == 0
+
+
+@pytest.mark.parametrize(("setup", "num_blocks"), [(DENSE, 4), (HYBRID, 6)], ids=["dense", "hybrid"])
+def test_a_prefix_is_offered_before_a_second_prompt_finds_it(setup: Setup, num_blocks: int) -> None:
+    """A window has its tail on offer, and each block is offered once."""
+    e = StorageEngine(setup, "write_through_selective")
+    run(e, 1, prompt(18))
+    assert not e.storage
+    keys = _core.block_keys(b"", np.array(prompt(18), np.int32), BLOCK)
+    for stored in (num_blocks, 0):
+        e.scheduler.offer_prefix(keys)
+        assert e.store() == stored
+    e.reset_prefix_cache()
+    assert run_from_storage(e, 2, prompt(18)) == 16
+    e.scheduler.set_write_policy("never")
+    e.scheduler.offer_prefix(keys)
+    assert e.scheduler.num_offers() == 0
 
 
 def test_selective_writing_waits_for_the_second_prompt() -> None:

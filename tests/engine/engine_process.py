@@ -127,6 +127,7 @@ class EngineClient:
         pooling: Pooling | None = None,
         is_traced: bool = False,
         priority: int = 0,
+        is_to_last: bool = False,
         **sampling: Any,
     ) -> int:
         request_id = next(self._ids)
@@ -142,6 +143,7 @@ class EngineClient:
                 priority=priority,
                 pooling=pooling,
                 is_traced=is_traced,
+                is_to_last=is_to_last,
             )
         )
         return request_id

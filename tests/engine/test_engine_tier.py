@@ -281,3 +281,15 @@ def test_selective_writing_stores_what_was_found_again(checkpoints: dict[str, Pa
         wait_until_stored(client)
     second = answers(checkpoints["llama"], PROMPTS, storage=spec)
     assert [answer.cached_tokens for answer in second] == [192, 0]
+
+
+def test_selective_writing_stores_the_prompt_of_a_request_that_wants_it_to_last(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    spec = storage(file_backend(tmp_path / "kv"), write_policy="write_through_selective")
+    with engine(checkpoint, storage=spec) as client:
+        for p, is_to_last in zip(PROMPTS, (True, False), strict=True):
+            client.wait([client.add(p, is_to_last=is_to_last)])
+        wait_until_stored(client)
+    second = answers(checkpoint, PROMPTS, storage=spec)
+    assert [answer.cached_tokens for answer in second] == [288, 0]

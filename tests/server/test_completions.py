@@ -405,3 +405,19 @@ def test_a_stop_string_behind_a_call_shows_where_it_is_asked_for(tool_gateway: G
     message = answer.choices[0].message
     assert [call.function.name for call in message.tool_calls] == ["add"]
     assert message.content.endswith("the END")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_retentions_of_the_cache_are_those_of_openai(gateway: Gateway, path: str) -> None:
+    asked = {
+        "/v1/completions": {"prompt": "hello"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+        "/v1/responses": {"input": "hello"},
+    }[path]
+    with gateway.http() as http:
+        for retention in ("in_memory", "24h", None):
+            body = {"model": "chat", **asked, "prompt_cache_retention": retention}
+            assert http.post(path, json=body).status_code == 200
+        refused = http.post(path, json={"model": "chat", **asked, "prompt_cache_retention": "7d"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt_cache_retention"

@@ -10,7 +10,15 @@ from pydantic import Field, PrivateAttr, Tag
 
 from swiftkv.server.fields import INT32_MAX, Body, Label, Text, Unsupported, told_by
 from swiftkv.server.price import LIMITS
-from swiftkv.server.protocol import ChatBody, ChatMessage, Metadata, SamplingFields, TextPart
+from swiftkv.server.protocol import (
+    RETENTION,
+    CacheRetention,
+    ChatBody,
+    ChatMessage,
+    Metadata,
+    SamplingFields,
+    TextPart,
+)
 from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
 from swiftkv.server.templating import ReasoningEffort
 from swiftkv.server.tiers import WantedTier
@@ -190,7 +198,7 @@ class ResponsesBody(SamplingFields):
     metadata: Metadata | None = Field(None, description="Accepted, not used")
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
-    prompt_cache_retention: Label | None = Field(None, description="Accepted, not used")
+    prompt_cache_retention: CacheRetention | None = Field(None, description=RETENTION)
     max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description="Accepted, not used")
     stream_options: ResponsesStreamOptions | None = None
     previous_response_id: Annotated[None, Unsupported()] = None
@@ -259,6 +267,7 @@ def _chat(body: ResponsesBody) -> ChatBody:
         response_format=None if body.text is None else body.text.for_chat(),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         service_tier=body.service_tier,
+        prompt_cache_retention=body.prompt_cache_retention,
     )
 
 
