@@ -94,6 +94,8 @@ class GroupStats:
     borrowed_cached: Final[int]
     borrowed_in_flight: Final[int]
     staging_layer_blocks: Final[int]
+    pinned: Final[int]
+    """The blocks in use that pins hold"""
 
 class GroupDemand:
     """The blocks that requests want of one KV group. Peaks are since `take_demand` was last called.
@@ -508,6 +510,22 @@ class Scheduler:
 
         All events of the scheduler's life add up to them. Keys have 32 bytes each.
         """
+
+    def pin(self, pin_id: int, keys: bytes, max_share: float) -> tuple[int, float, bool]:
+        """Keep the longest prefix of `keys` that can be used and lies in the local pool, until `unpin`.
+
+        Return its length in blocks, the share of the pool that all pins take with it, and whether it is kept: it is
+        not if there is none, or if that share is beyond `max_share`. A pin gives way to a request that could run if it
+        were alone, and otherwise cannot. Keys have 32 bytes each.
+
+        Raises ValueError if the pin is already known.
+        """
+
+    def unpin(self, pin_id: int) -> bool:
+        """Let go of a pin, and return whether there was one."""
+
+    def take_lost_pins(self) -> UInt64Array:
+        """Return the pins that were given up since the last call: for a request, or because their bytes were lost."""
 
     def stats(self) -> SchedulerStats: ...
     def step_time(self) -> StepTime:

@@ -145,6 +145,7 @@ void bind_stats(nb::module_& m) {
     nb::class_<GroupStats>(m, "GroupStats")
         .def_ro("free", &GroupStats::free)
         .def_ro("used", &GroupStats::used)
+        .def_ro("pinned", &GroupStats::pinned)
         .def_ro("cached", &GroupStats::cached)
         .def_ro("lent", &GroupStats::lent)
         .def_ro("in_flight", &GroupStats::in_flight)
@@ -335,6 +336,7 @@ void bind_scheduler(nb::module_& m) {
         .def("reset_prefix_cache", &Scheduler::reset_prefix_cache, unlocked);
     bind_storage(scheduler);
     bind_events(scheduler);
+    bind_pins(scheduler);
 }
 
 nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int block_size) {

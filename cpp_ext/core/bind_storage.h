@@ -1,4 +1,4 @@
-// The parts of the binding that are about storage and about events.
+// The parts of the binding that are about storage, about events and about pins.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,5 +14,6 @@ std::vector<BlockKey> block_keys_of(nanobind::bytes keys);
 
 void bind_storage(nanobind::class_<Scheduler>& scheduler);
 void bind_events(nanobind::class_<Scheduler>& scheduler);
+void bind_pins(nanobind::class_<Scheduler>& scheduler);
 
 }  // namespace swiftkv

@@ -68,7 +68,8 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
     }
 }
 
-PrefixMatch KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const {
+template <class IsThere>
+PrefixMatch KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path, IsThere&& is_there) const {
     PrefixMatch found{};
     // Length of the run of resident blocks that ends at the block looked at, per group.
     std::vector<int> run(groups_.size(), 0);
@@ -77,7 +78,8 @@ PrefixMatch KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& 
         if (node == kNone && has_full_attention_) return false;
         bool is_usable = true;
         for (int g = 0; g < num_groups(); ++g) {
-            const bool is_resident = node != kNone && index_.block(node, g) != kNone;
+            const BlockId block = node == kNone ? kNone : index_.block(node, g);
+            const bool is_resident = block != kNone && is_there(g, block);
             run[g] = is_resident ? run[g] + 1 : 0;
             const int needed = groups_[g].spec.window == 0 ? length : std::min(length, groups_[g].num_tail);
             is_usable &= run[g] >= needed;
@@ -90,10 +92,30 @@ PrefixMatch KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& 
     return found;
 }
 
+PrefixMatch KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const {
+    return match(keys, path, [](int, BlockId) { return true; });
+}
+
 PrefixMatch KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey> keys) {
     path_.clear();
     const PrefixMatch found = match(keys, path_);
-    const int length = found.length;
+    hold_match(table, found.length);
+    offer_hit(path_, keys, found.length);
+    return found;
+}
+
+int KvCache::acquire_local_prefix(BlockTable& table, std::span<const BlockKey> keys) {
+    path_.clear();
+    const auto is_there = [&](int g, BlockId block) {
+        return is_local(g, block) && groups_[g].pool.state(block) != BlockState::kLoading;
+    };
+    const int length = match(keys, path_, is_there).length;
+    hold_match(table, length);
+    return length;
+}
+
+// `path_` has the nodes of the match.
+void KvCache::hold_match(BlockTable& table, int length) {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
         BlockTable::Group& held = table.groups[g];
@@ -106,8 +128,13 @@ PrefixMatch KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey>
         }
     }
     table.num_committed = length;
-    offer_hit(path_, keys, length);
-    return found;
+}
+
+bool KvCache::is_indexed(const BlockTable& table) const {
+    for (int g = 0; g < num_groups(); ++g)
+        for (size_t i = table.groups[g].first; i < table.groups[g].entries.size(); ++i)
+            if (groups_[g].pool.node(block_of(g, table.groups[g].entries[i])) == kNone) return false;
+    return true;
 }
 
 int KvCache::count_known(std::span<const BlockKey> keys, int before) const {
@@ -121,9 +148,13 @@ int KvCache::count_known(std::span<const BlockKey> keys, int before) const {
     return known;
 }
 
+bool KvCache::has_loading() const {
+    return std::any_of(groups_.begin(), groups_.end(),
+                       [](const Group& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; });
+}
+
 bool KvCache::is_loading(std::span<const BlockKey> keys) const {
-    const auto loads = [](const Group& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; };
-    if (std::none_of(groups_.begin(), groups_.end(), loads)) return false;
+    if (!has_loading()) return false;
     std::vector<NodeId> path;
     const int length = match(keys, path).length;
     for (int g = 0; g < num_groups(); ++g) {

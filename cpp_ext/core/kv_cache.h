@@ -105,8 +105,15 @@ class KvCache {
     // Gives an empty table the longest usable cached prefix of `keys`. A prefix is usable if every full-attention group
     // has all its blocks, and every sliding-window group its tail.
     PrefixMatch acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
+    // Gives an empty table the longest prefix that can be used and lies in the local pool, its bytes there; returns how
+    // many blocks that are.
+    int acquire_local_prefix(BlockTable& table, std::span<const BlockKey> keys);
+    // Whether the prefix index knows every block of a table.
+    bool is_indexed(const BlockTable& table) const;
     // How many of the first keys the index knows, whether or not they are of use; `before`: how many it was before.
     int count_known(std::span<const BlockKey> keys, int before) const;
+    // Whether any block is loading.
+    bool has_loading() const;
     // Whether such a prefix has blocks that are loading: who wants it waits until they are there.
     bool is_loading(std::span<const BlockKey> keys) const;
     // Returns the numbers of a table's blocks of which some group's is borrowed, rising.
@@ -285,7 +292,11 @@ class KvCache {
         std::vector<BlockId> missing = {};         // targets of moves whose source was lost meanwhile
     };
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
+    // `is_there(group, block)` says whether a block that the index has may be used.
+    template <class IsThere>
+    PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path, IsThere&& is_there) const;
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
+    void hold_match(BlockTable& table, int length);
     void set_worths(std::span<const NodeId> nodes);
     Gain gain_of(int group, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const;
     bool has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,

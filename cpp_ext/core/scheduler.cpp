@@ -22,6 +22,7 @@ Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std:
       order_(make_order(limits.policy)),
       shares_(limits.max_num_batched_tokens),
       roster_(cache_, demand_, *order_, shares_, limits.max_num_seqs),
+      pins_(cache_),
       policy_(cache_, limits_, step_time_),
       refusal_(cache_),
       writer_(cache_, limits_) {}
@@ -87,7 +88,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     ensure(!is_copying_, "storage has copied what it took before a step is planned");
     must_commit_ = false;
     cache_.begin_step();  // blocks that are let go from here on are in flight until this step is committed
-    StepBuilder step(cache_, roster_, policy_, *order_, shares_, refusal_, now_s);
+    StepBuilder step(cache_, roster_, pins_, policy_, *order_, shares_, refusal_, now_s);
 
     settle_lending();  // extents that were recalled are emptied, and the layer-stream cache follows what is borrowed
     cache_.forget_idle_moves();  // those of blocks that have been let go since
@@ -126,6 +127,7 @@ void Scheduler::fill(StepBuilder& step) {
         }
         step.admit_waiting();
     }
+    make_pins_give_way(step);
     must_commit_ = step.must_commit();  // room is only with a request that the step in progress computes
     prefix_matches_total_ += step.num_matches();
 }
@@ -263,12 +265,15 @@ void Scheduler::abandon_step() noexcept {
     // All that run, in the step or not: it may have moved any block, and its copies are worth nothing.
     while (!roster_.running().empty()) drop_steps(*roster_.running().back());
     cache_.settle_failed();
+    pins_.drop_broken();
 }
 
 // ---- what others see ----
 
 SchedulerStats Scheduler::stats() const {
     const std::lock_guard lock(mutex_);
+    std::vector<GroupStats> groups = cache_.stats();
+    for (int g = 0; g < cache_.num_groups(); ++g) groups[g].pinned = pins_.num_blocks(g);
     return {.num_running = roster_.num_running(),
             .num_waiting = static_cast<int>(roster_.waiting().size()),
             .num_preemptions_total = roster_.num_preemptions_total(),
@@ -281,7 +286,7 @@ SchedulerStats Scheduler::stats() const {
             .step_s_total = step_s_total_,
             .step_time_error_ratio = step_time_.error_ratio(),
             .prefill_tokens_per_s = policy_.prefill_tokens_per_s(roster_.running()),
-            .groups = cache_.stats()};
+            .groups = std::move(groups)};
 }
 
 StepTime Scheduler::step_time() const {
@@ -311,6 +316,7 @@ void Scheduler::check_invariants() const {
         tables.push_back(&r->table);
         keys.push_back(&r->keys);
     }
+    pins_.check(tables, keys);
     cache_.check(tables, keys);
 }
 

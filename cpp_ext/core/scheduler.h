@@ -12,6 +12,7 @@
 #include "demand.h"
 #include "fair_share.h"
 #include "kv_cache.h"
+#include "pins.h"
 #include "plan.h"
 #include "plan_writer.h"
 #include "policy.h"
@@ -117,6 +118,16 @@ class Scheduler {
     void forget_loading(std::span<const LoadedBlock> blocks);
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
 
+    // ---- pins ----
+    // Keeps the longest prefix of `keys` that can be used and lies in the local pool, as Pins does. Throws
+    // std::invalid_argument if the pin is already known.
+    PinOutcome pin(PinId id, std::span<const BlockKey> keys, double max_share);
+    // Returns whether there was such a pin.
+    bool unpin(PinId id);
+    // Returns pins that were given up since the last call: for a request that could not run otherwise, or because their
+    // bytes were lost.
+    std::vector<PinId> take_lost_pins();
+
     // ---- events ----
     // Keeps up to `max_events` of what the prefix index learns and forgets, for take_kv_events().
     void enable_kv_events(int max_events);
@@ -148,6 +159,7 @@ class Scheduler {
 
     bool can_plan_ahead() const;
     void fill(StepBuilder& step);
+    void make_pins_give_way(StepBuilder& step);
     std::unique_ptr<StepPlan> open(StepBuilder& step);
     void settle_lending();
     void note_demand() { demand_.note(roster_.num_running()); }
@@ -169,6 +181,7 @@ class Scheduler {
     const std::unique_ptr<const AdmissionOrder> order_;
     FairShare shares_;
     Roster roster_;
+    Pins pins_;
     StepTime step_time_;
     Policy policy_;
     Refusal refusal_;

@@ -80,6 +80,7 @@ void Scheduler::drop_lost() noexcept {
             roster_.preempt(*r);
         }
     }
+    pins_.drop_broken();
 }
 
 // Asks the row and not its request, which may hold other blocks by now: equal ones that were in the cache.

@@ -132,7 +132,11 @@ bool StepBuilder::may_seat(int64_t priority) const {
 bool StepBuilder::admit(Request& r, int token_budget) {
     std::vector<Request*> giving_way = policy_.those_that_give_way(r, roster_.running(), num_begun_);
     if (giving_way.empty()) {
-        if (!roster_.has_free_slot() || refusal_.still_holds(r, roster_.num_running(), token_budget)) return false;
+        if (!roster_.has_free_slot()) return false;
+        if (refusal_.still_holds(r, roster_.num_running(), token_budget)) {
+            has_refused_ = true;
+            return false;
+        }
     }
     const int block_size = cache_.block_size();
     PrefixMatch found{};
@@ -182,6 +186,7 @@ void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     const int spare = policy_.spare_blocks(roster_.running());
     const int short_group =
         num_tokens > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), spare);
+    has_refused_ = true;
     cache_.put_back(r.table);
     r.num_computed = 0;
     refusal_.note(r, roster_.num_running(), token_budget, short_group);
@@ -247,6 +252,7 @@ int StepBuilder::make_room(Request& r, int num_tokens) {
         Request& victim = policy_.victim(roster_.running());
         must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
         if (victim.num_scheduled > 0) return 0;
+        if (roster_.num_running() == 1 && pins_.give_way()) continue;
         roster_.preempt(victim);
         if (&victim == &r) return 0;
     }
@@ -256,6 +262,7 @@ int StepBuilder::make_room(Request& r, int num_tokens) {
 bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
     if (!cache_.shares_extents()) return false;
     std::vector<BlockTable*> tables = roster_.running_tables();
+    for (BlockTable* pinned : pins_.tables()) tables.push_back(pinned);
     if (std::find(tables.begin(), tables.end(), &r.table) == tables.end()) tables.push_back(&r.table);
     const int least = policy_.splits_prompts() ? 1 : num_tokens;
     return cache_.compact(r.table, r.num_planned() + least, r.num_tokens(), spare, tables);

@@ -10,6 +10,7 @@
 #include "admission_order.h"
 #include "fair_share.h"
 #include "kv_cache.h"
+#include "pins.h"
 #include "policy.h"
 #include "refusal.h"
 #include "request.h"
@@ -21,10 +22,11 @@ namespace swiftkv {
 // Fills one step as the policy decides, and gets blocks for its tokens. It lives as long as one schedule() call.
 class StepBuilder {
   public:
-    StepBuilder(KvCache& cache, Roster& roster, const Policy& policy, const AdmissionOrder& order, FairShare& shares,
-                Refusal& refusal, double now_s)
+    StepBuilder(KvCache& cache, Roster& roster, Pins& pins, const Policy& policy, const AdmissionOrder& order,
+                FairShare& shares, Refusal& refusal, double now_s)
         : cache_(cache),
           roster_(roster),
+          pins_(pins),
           policy_(policy),
           order_(order),
           shares_(shares),
@@ -55,6 +57,8 @@ class StepBuilder {
     bool may_seat() const;
     bool is_empty() const { return rows_.empty(); }
     int num_displaced() const { return num_displaced_; }
+    // Whether there was no room for a request that waits.
+    bool has_refused() const { return has_refused_; }
     int num_matches() const { return num_matches_; }  // look-ups in the prefix cache
     // Whether nothing else can be planned before the step in progress is committed.
     bool must_commit() const { return must_commit_; }
@@ -86,6 +90,7 @@ class StepBuilder {
 
     KvCache& cache_;
     Roster& roster_;
+    Pins& pins_;
     const Policy& policy_;
     const AdmissionOrder& order_;
     FairShare& shares_;
@@ -98,6 +103,7 @@ class StepBuilder {
     bool must_commit_ = false;
     int num_displaced_ = 0;
     int displaced_class_ = kNumClasses;  // the highest of theirs
+    bool has_refused_ = false;
     int num_matches_ = 0;
     std::vector<StepRow> rows_;
     std::vector<Request*> admitted_;

@@ -91,6 +91,7 @@ struct GroupStats {
     int total;
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
     int staging_layer_blocks;  // that borrowed blocks can be staged in
+    int pinned = 0;            // of those in use, the ones that pins hold
 };
 
 // Divides a >= 0 by b > 0, without a sum that overflows.

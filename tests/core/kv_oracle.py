@@ -21,6 +21,7 @@ from swiftkv import _core
 
 RUNNING, STOP, LENGTH, ABORTED, DROPPED, BROKEN, REJECTED = range(7)
 
+KEY_BYTES = 32
 PEER = -1  # in place of a KV group: who borrows writes there
 
 Cell = tuple[int, int, int]  # a place for the KV of a token, or for a part of it
@@ -138,6 +139,8 @@ class Engine:
         self.away: set[int] = set()  # extents of the pool in which a peer writes
         self.lent: list[set[int]] = [set() for _ in setup.lend]  # extents of links
         self.now_s = 0.0
+        self.pins: dict[int, bytes] = {}  # the keys that each keeps
+        self.num_pins = 0
 
     def add(
         self,
@@ -227,10 +230,37 @@ class Engine:
         for naive in self.foretellers:
             naive.end_loading(load, ended.prefix, is_loaded)
 
+    def pin(self, namespace: bytes, tokens: list[int], max_share: float) -> int | None:
+        """Pin what is here of a prefix, and return its number; `None` if it is not kept."""
+        pin_id, self.num_pins = self.num_pins, self.num_pins + 1
+        keys = _core.block_keys(namespace, np.array(tokens, np.int32), self.setup.block_size)
+        length, share, is_kept = self.scheduler.pin(pin_id, keys, max_share)
+        assert is_kept == (length > 0 and share <= max_share)
+        for naive in self.foretellers:
+            assert (length, is_kept) == naive.pin(pin_id, namespace, tokens, max_share)
+        if is_kept:
+            self.pins[pin_id] = keys[: length * KEY_BYTES]
+        return pin_id if is_kept else None
+
+    def unpin(self, pin_id: int) -> None:
+        is_known = self.scheduler.unpin(pin_id)
+        assert is_known == (self.pins.pop(pin_id, None) is not None)
+        for naive in self.foretellers:
+            assert is_known == naive.unpin(pin_id)
+
+    def _note_lost_pins(self) -> None:
+        lost = self.scheduler.take_lost_pins().tolist()
+        for pin_id in lost:
+            del self.pins[pin_id]
+        for naive in self.foretellers:
+            assert lost == naive.lost_pins
+            naive.lost_pins = []
+
     def schedule(self) -> _core.StepPlan | None:
         plan = self.scheduler.schedule(self.now_s)
         for naive in self.foretellers:
             self._compare(plan, naive.schedule(self.now_s))
+        self._note_lost_pins()
         if plan is not None:
             rows = rows_of(plan)
             self._note_admissions(plan)
@@ -336,6 +366,7 @@ class Engine:
         self.plans.clear()
         self.drafts.clear()
         self.scheduler.abandon()
+        self._note_lost_pins()
         for request in self.requests.values():
             request.computed = None
 
@@ -549,4 +580,17 @@ class Engine:
                 assert g.free == pool.num_free()
                 assert g.loading == pool.num_loading()
         if not self.requests:
-            assert all(g.used == 0 for g in stats.groups)
+            assert all(g.used == g.pinned for g in stats.groups)
+        self._check_pins()
+
+    def _check_pins(self) -> None:
+        """Check that all that is pinned is here, whatever requests wanted since."""
+        keys, _, _ = self.scheduler.resident_blocks()
+        resident = {keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}
+        has_full_attention = any(window == 0 for _, _, window in self.setup.groups)
+        for pinned in self.pins.values():
+            kept = {pinned[i : i + KEY_BYTES] for i in range(0, len(pinned), KEY_BYTES)}
+            assert not has_full_attention or kept <= resident
+        for stats in self.scheduler.stats().groups:
+            assert stats.pinned <= stats.used
+            assert self.pins or stats.pinned == 0

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from kv_oracle import Prefixes
+from kv_oracle import KEY_BYTES, Prefixes
 from visits import State, Visits, states_of
 
 from swiftkv import _core
 
 DROPPED, REJECTED = 4, 6
+LOCAL = 0  # the place of a block in the engine's own pool
 WIDTH_BYTES = 64  # of a layer block; any number does
 PEER_BASE_BYTES = 10_000
 LOCAL_BASE_BYTES = 1_000
@@ -129,6 +130,8 @@ class LendingEngine:
         self.lent: list[set[int]] = [set() for _ in self.setup.lend]
         # Extents of dead lenders that steps in progress may still reach, with the last such step: the bytes are gone.
         self.orphaned: list[dict[int, int]] = [{} for _ in self.setup.borrow]
+        self.pins: dict[int, bytes] = {}  # the keys that each keeps
+        self.num_pins = 0
 
     def _note(self, event: str) -> None:
         self.visits.note(states_of(self), event)
@@ -215,6 +218,25 @@ class LendingEngine:
                 self.orphaned[link][extent] = self.planned[-1].number
         self.held[link].clear()
         self.recalled[link].clear()
+        self._note_lost_pins()
+
+    def pin(self, tokens: list[int], max_share: float) -> int | None:
+        """Pin what lies in the local pool of a prefix, and return its number; `None` if it is not kept."""
+        pin_id, self.num_pins = self.num_pins, self.num_pins + 1
+        keys = _core.block_keys(b"", np.array(tokens, np.int32), self.setup.block_size)
+        length, share, is_kept = self.scheduler.pin(pin_id, keys, max_share)
+        assert is_kept == (length > 0 and share <= max_share)
+        if not is_kept:
+            return None
+        self.pins[pin_id] = keys[: length * KEY_BYTES]
+        return pin_id
+
+    def unpin(self, pin_id: int) -> None:
+        assert self.scheduler.unpin(pin_id) == (self.pins.pop(pin_id, None) is not None)
+
+    def _note_lost_pins(self) -> None:
+        for pin_id in self.scheduler.take_lost_pins().tolist():
+            del self.pins[pin_id]
 
     def lend(self, link: int, count: int) -> None:
         group, _, blocks_per_extent = self.setup.lend[link]
@@ -248,6 +270,7 @@ class LendingEngine:
         states = states_of(self)
         plan = self.scheduler.schedule(self.now_s)
         self._note_plan(states, plan)
+        self._note_lost_pins()
         if plan is None:
             assert self.scheduler.schedule(self.now_s) is None, "there was something to do, had one asked twice"
             return False
@@ -334,6 +357,7 @@ class LendingEngine:
                 if event == stop_at:
                     break
         self.scheduler.abandon()
+        self._note_lost_pins()
         self._end_step()
 
     def _end_step(self) -> None:
@@ -501,6 +525,18 @@ class LendingEngine:
                 assert borrowed == held
             if not self.planned:
                 assert stats.in_flight == stats.borrowed_in_flight == 0
+            assert stats.pinned <= stats.used
+            assert self.pins or stats.pinned == 0
+        self._check_pins()
+
+    def _check_pins(self) -> None:
+        """Check that all that is pinned lies in the local pool, whatever requests and peers wanted since."""
+        if all(window for _, _, window in self.setup.groups):
+            return
+        keys, _, places = self.scheduler.resident_blocks()
+        local = {keys[i * KEY_BYTES :][:KEY_BYTES] for i, place in enumerate(places.tolist()) if place == LOCAL}
+        for pinned in self.pins.values():
+            assert {pinned[i : i + KEY_BYTES] for i in range(0, len(pinned), KEY_BYTES)} <= local
 
     def drain(self) -> None:
         """Run until every request for which there can be room has finished; nothing that could run waits."""

@@ -236,6 +236,9 @@ class NaiveScheduler:
         self.num_begun = 0
         self.num_displaced = [0] * NUM_CLASSES
         self.num_planned = self.num_settled = 0
+        self.pins: dict[int, list[list[Prefix | None]]] = {}  # blocks that are kept, per group; the oldest first
+        self.lost_pins: list[int] = []
+        self.has_refused = False  # in the step that is being planned
 
     def add(
         self,
@@ -393,6 +396,49 @@ class NaiveScheduler:
                     pool.drop(prefix)
         self.clear(request)
 
+    # ---- pins ----
+
+    def pin(self, pin_id: int, namespace: bytes, tokens: list[int], max_share: float) -> tuple[int, bool]:
+        """Return how many blocks of a prefix are here, and whether they are kept from now on."""
+        size = self.setup.block_size
+        for length in range(len(tokens) // size, 0, -1):
+            tables: list[list[Prefix | None]] = [
+                [None] * first + [(namespace, *tokens[: (i + 1) * size]) for i in range(first, length)]
+                for first in self.first_blocks(length)
+            ]
+            pinned = list(zip(self.pools, tables, strict=True))
+            if all(prefix in pool.holders for pool, table in pinned for prefix in table if prefix is not None):
+                break
+        else:
+            return 0, False
+        if self.share_of_pins([*self.pins.values(), tables]) > max_share:
+            return length, False
+        self.pins[pin_id] = tables
+        for pool, table in pinned:
+            for prefix in table:
+                if prefix is not None:
+                    pool.hold(prefix)
+        return length, True
+
+    def share_of_pins(self, pins: list[list[list[Prefix | None]]]) -> float:
+        blocks = [{prefix for tables in pins for prefix in tables[g]} - {None} for g in range(len(self.pools))]
+        return max(len(held) / pool.num_blocks for held, pool in zip(blocks, self.pools, strict=True))
+
+    def unpin(self, pin_id: int) -> bool:
+        tables = self.pins.pop(pin_id, None)
+        for pool, table in zip(self.pools, tables or [], strict=False):
+            for prefix in reversed(table):
+                if prefix is not None:
+                    pool.drop(prefix)
+        return tables is not None
+
+    def give_way(self) -> bool:
+        """The oldest pin ends for the sake of a request."""
+        if not self.pins:
+            return False
+        self.lost_pins.append(next(iter(self.pins)))
+        return self.unpin(self.lost_pins[-1])
+
     # ---- schedule ----
 
     def schedule(self, now_s: float) -> NaivePlan:
@@ -400,7 +446,7 @@ class NaiveScheduler:
         self.plan, self.now_s = NaivePlan(), now_s
         if self.open and self.must_commit:
             return self.plan
-        self.must_commit = False
+        self.must_commit = self.has_refused = False
         num_preempted = len(self.preempted)
         self.budget = self.setup.max_num_batched_tokens
         self.displaced: list[NaiveRequest] = []  # in this step
@@ -422,6 +468,11 @@ class NaiveScheduler:
         has_preempted = self.has_preempted(num_preempted)
         if not self.must_commit and (not has_preempted or not self.plan.rows):
             if has_preempted and not self.setup.enable_chunked_prefill:
+                self.admit_oversized()
+            self.admit_waiting()
+        is_alone = not (self.running or self.open or any(pool.num_loading() for pool in self.pools))
+        while is_alone and not self.plan.rows and self.has_refused and self.give_way():
+            if not self.setup.enable_chunked_prefill:
                 self.admit_oversized()
             self.admit_waiting()
         if not self.must_commit:
@@ -664,6 +715,7 @@ class NaiveScheduler:
             self.release(request)
             for pool, order in zip(self.pools, orders, strict=True):
                 pool.lru = order  # to be looked at is not to be used
+            self.has_refused = True
             return self.displace(leaving) and self.admit(request, budget)
         self.stop_waiting(request)
         request.expected = 0
@@ -803,6 +855,8 @@ class NaiveScheduler:
             if victim.scheduled:
                 self.must_commit = not victim.in_step
                 return 0
+            if len(self.running) == 1 and self.give_way():
+                continue
             self.preempt(victim)
             if victim is request:
                 return 0

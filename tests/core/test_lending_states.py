@@ -114,6 +114,16 @@ class Lending(RuleBasedStateMachine):
     def take_back(self, pick: int, count: int) -> None:
         self.engine.take_back(pick % len(self.engine.setup.lend), count)
 
+    @rule(length=st.integers(1, 40), seed=st.integers(0, 2), max_share=st.sampled_from([0.25, 0.5, 1.0]))
+    def pin(self, length: int, seed: int, max_share: float) -> None:
+        """A beginning of what `add` asks for."""
+        self.engine.pin([random.Random(seed).randrange(3) for _ in range(length)], max_share)
+
+    @precondition(lambda self: self.engine.num_pins)
+    @rule(pick=st.integers(0, 99))
+    def unpin(self, pick: int) -> None:
+        self.engine.unpin(pick % self.engine.num_pins)
+
     @rule()
     def reset(self) -> None:
         self.engine.reset_prefix_cache()

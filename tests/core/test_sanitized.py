@@ -20,7 +20,7 @@ TESTS = [
     *(f"tests/core/test_{name}.py" for name in ("bindings", "block_keys", "demand", "lending", "lending_random")),
     *(f"tests/core/test_{name}.py" for name in ("lending_states", "refusal", "scheduler", "scheduler_states")),
     *(f"tests/core/test_{name}.py" for name in ("admission_order", "bounded_steps", "step_time", "windows")),
-    *(f"tests/core/test_{name}.py" for name in ("storage", "storage_states")),
+    *(f"tests/core/test_{name}.py" for name in ("storage", "storage_states", "pins")),
     *("tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py", "tests/transport/test_copy_engine.py"),
     "tests/transport/test_transport.py",
 ]

@@ -132,6 +132,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         loads = sorted(self.engine.loads)
         self.engine.end_loading(loads[pick % len(loads)], is_loaded)
 
+    @rule(
+        source=st.integers(0, 1 << 16),
+        num_blocks=st.integers(1, 8),
+        namespace=st.sampled_from([b"a", b"a", b"b"]),
+        max_share=st.sampled_from([0.25, 0.5, 1.0]),
+    )
+    def pin(self, source: int, num_blocks: int, namespace: bytes, max_share: float) -> None:
+        prompt = self.history[source % len(self.history)]
+        self.engine.pin(namespace, prompt[: num_blocks * self.engine.setup.block_size], max_share)
+
+    @precondition(lambda self: self.engine.num_pins)
+    @rule(pick=st.integers(0, 1 << 16))
+    def unpin(self, pick: int) -> None:
+        self.engine.unpin(pick % self.engine.num_pins)
+
     @precondition(lambda self: self.engine.requests)
     @rule(which=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=3))
     def abort(self, which: list[int]) -> None:

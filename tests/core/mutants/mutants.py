@@ -51,9 +51,38 @@ BUILDER_H = "core/step_builder.h"
 ORDER, QUEUE = "core/admission_order.cpp", "core/waiting_queue.cpp"
 SHARES = "core/fair_share.h"
 STEP_TIME = "core/step_time.cpp"
+PINS = "core/pins.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
 MUTANTS = [
+    # Pins.
+    one(
+        "a pin keeps blocks that a lender may want back",
+        CACHE,
+        "return is_local(g, block) && groups_[g].pool.state(block)",
+        "return groups_[g].pool.state(block)",
+    ),
+    one(
+        "a pin keeps blocks that are loading",
+        CACHE,
+        "return is_local(g, block) && groups_[g].pool.state(block) != BlockState::kLoading;",
+        "return is_local(g, block);",
+    ),
+    one("a pin beyond the share is kept", PINS, "length == 0 || share_with_it > max_share", "length == 0"),
+    one("a block that two pins hold counts twice", PINS, "std::unique(held.begin(), held.end())", "held.end()"),
+    one(
+        "a request that is alone waits for the end of a pin",
+        BUILDER,
+        "if (roster_.num_running() == 1 && pins_.give_way()) continue;",
+        "",
+    ),
+    one(
+        "pinned blocks move and their pin does not notice",
+        BUILDER,
+        "for (BlockTable* pinned : pins_.tables()) tables.push_back(pinned);",
+        "",
+    ),
+    one("a pin whose bytes were lost stays", PINS, "if (cache_.is_indexed(pin.table)) return false;", "return false;"),
     # The block pool.
     one("a block that a step still uses is free", POOL, "if (records_[block].busy_until > 0) {", "if (false) {"),
     one(

@@ -20,6 +20,7 @@ TESTS = {
     "core": [
         f"tests/core/test_{name}.py"
         for name in (
+            "pins",
             "lending",
             "scheduler",
             "windows",

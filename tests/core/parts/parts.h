@@ -67,6 +67,7 @@ struct Parts {
           order(make_order(with.policy)),
           shares(with.max_num_batched_tokens),
           roster(cache, demand, *order, shares, with.max_num_seqs),
+          pins(cache),
           policy(cache, limits, step_time),
           refusal(cache),
           writer(cache, limits) {}
@@ -90,7 +91,7 @@ struct Parts {
 
     StepBuilder begin_step(double now_s = 0.0) {
         cache.begin_step();
-        return StepBuilder(cache, roster, policy, *order, shares, refusal, now_s);
+        return StepBuilder(cache, roster, pins, policy, *order, shares, refusal, now_s);
     }
 
     // The step is over; rows that sample get their request's next token, which is `token`.
@@ -114,6 +115,7 @@ struct Parts {
     std::unique_ptr<const AdmissionOrder> order;
     FairShare shares;
     Roster roster;
+    Pins pins;
     StepTime step_time;
     Policy policy;
     Refusal refusal;

@@ -1,0 +1,88 @@
+#include "pins.h"
+
+#include <algorithm>
+
+#include "../common/check.h"
+
+namespace swiftkv {
+
+bool Pins::contains(PinId id) const {
+    return std::any_of(pins_.begin(), pins_.end(), [&](const Pin& pin) { return pin.id == id; });
+}
+
+PinOutcome Pins::add(PinId id, std::span<const BlockKey> keys, double max_share) {
+    ensure(!contains(id), "a pin has a number of its own");
+    Pin& pin = pins_.emplace_back(id, std::vector<BlockKey>(), cache_.make_table());
+    const int length = cache_.acquire_local_prefix(pin.table, keys);
+    const double share_with_it = share();
+    if (length == 0 || share_with_it > max_share) {
+        cache_.put_back(pin.table);
+        pins_.pop_back();
+        return {length, share_with_it, false};
+    }
+    pin.keys.assign(keys.begin(), keys.begin() + length);
+    return {length, share_with_it, true};
+}
+
+bool Pins::remove(PinId id) {
+    const auto found = std::find_if(pins_.begin(), pins_.end(), [&](const Pin& pin) { return pin.id == id; });
+    if (found == pins_.end()) return false;
+    cache_.release(found->table);
+    pins_.erase(found);
+    return true;
+}
+
+bool Pins::give_way() {
+    if (pins_.empty()) return false;
+    lost_.push_back(pins_.front().id);
+    cache_.release(pins_.front().table);
+    pins_.pop_front();
+    return true;
+}
+
+void Pins::drop_broken() {
+    std::erase_if(pins_, [&](Pin& pin) {
+        if (cache_.is_indexed(pin.table)) return false;
+        lost_.push_back(pin.id);
+        cache_.release(pin.table);
+        return true;
+    });
+}
+
+std::vector<BlockTable*> Pins::tables() {
+    std::vector<BlockTable*> tables;
+    for (Pin& pin : pins_) tables.push_back(&pin.table);
+    return tables;
+}
+
+int Pins::num_blocks(int g) const {
+    std::vector<int32_t> held;
+    for (const Pin& pin : pins_) {
+        const BlockTable::Group& table = pin.table.groups[g];
+        held.insert(held.end(), table.entries.begin() + table.first, table.entries.end());
+    }
+    std::sort(held.begin(), held.end());
+    return static_cast<int>(std::unique(held.begin(), held.end()) - held.begin());
+}
+
+double Pins::share() const {
+    double share = 0;
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const double of_group = static_cast<double>(num_blocks(g)) / cache_.spec(g).num_blocks;
+        share = cache_.shares_extents() ? share + of_group : std::max(share, of_group);
+    }
+    return share;
+}
+
+void Pins::check(std::vector<const BlockTable*>& tables, std::vector<const std::vector<BlockKey>*>& keys) const {
+    for (const Pin& pin : pins_) {
+        tables.push_back(&pin.table);
+        keys.push_back(&pin.keys);
+        check_that(cache_.is_indexed(pin.table), "the prefix index knows what is pinned");
+        check_that(cache_.borrowed_blocks(pin.table).empty(), "what is pinned lies in the local pool");
+        for (const BlockTable::Group& held : pin.table.groups)
+            check_that(held.entries.size() == pin.keys.size(), "a pin holds what it keeps");
+    }
+}
+
+}  // namespace swiftkv
