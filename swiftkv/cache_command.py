@@ -33,6 +33,10 @@ def cache_show(
     for model in overview["models"]:
         table.add_row(model["model"], *_cells(model))
     Console().print(table)
+    for model in overview["models"]:
+        for pin in model["pins"]:
+            kept = f"keeps {pin['tokens']:,} tokens" if pin["state"] == "kept" else f"has lost {pin['tokens']:,} tokens"
+            print(f"{model['model']} {kept}: pin {pin['pin']}, {pin['seconds_left']:,.0f} s left")
 
 
 @cache_app.command("why", epilog="Example: `swiftkv cache why chatcmpl-7f3a`")
@@ -54,6 +58,31 @@ def cache_why(
             f"{found['model']}: {sequence['cached_tokens']:,} of {sequence['prompt_tokens']:,} prompt tokens were "
             f"cached: {sequence['reason']}{when}: {sequence['meaning']}"
         )
+
+
+@cache_app.command("pin", epilog="Example: `swiftkv cache pin chatcmpl-7f3a --for 8h`")
+def cache_pin(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The X-Request-Id of its answer.")],
+    time_to_live: Annotated[str, typer.Option("--for", help="How long to keep it, such as 90s, 30m or 24h.")] = "1h",
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+) -> None:
+    """Keep what the model's pool has of the prompt of a REQUEST of late, whatever else is asked for meanwhile."""
+    path = f"cache/requests/{quote(request, safe='')}/pin?ttl={quote(time_to_live, safe='')}"
+    made = ask_admin("POST", url, path, admin_key_env)
+    print(f"{made['model']} keeps {made['tokens']:,} tokens for {made['seconds_left']:,.0f} s: pin {made['pin']}")
+
+
+@cache_app.command("unpin", epilog="Example: `swiftkv cache unpin chat 3`")
+def cache_unpin(
+    model: Model,
+    pin: Annotated[int, typer.Argument(metavar="PIN", min=0, help="Its number, as `swiftkv cache show` has it.")],
+    url: Url = DEFAULT_URL,
+    admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
+) -> None:
+    """End a PIN of MODEL: its blocks are cached like others from then on."""
+    ask_admin("DELETE", url, f"cache/{quote(model, safe='')}/pins/{pin}", admin_key_env)
+    print(f"{model} has ended pin {pin}")
 
 
 @cache_app.command("clear", epilog="Example: `swiftkv cache clear chat`")

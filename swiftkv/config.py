@@ -44,6 +44,7 @@ from swiftkv.units import (
     parse_budget,
     parse_duration,
     parse_memory,
+    parse_part,
 )
 
 _MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
@@ -244,6 +245,7 @@ class KVCacheConfig(Section):
     memory: Annotated[PoolMemory, PlainValidator(parse_memory)] = Field(PoolBytes(512 << 20), description=_MEMORY)
     block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
     retention_interval: Annotated[int, Field(gt=0)] | None = Field(None, description="a number of tokens, or null")
+    max_pinned: Annotated[float, PlainValidator(parse_part)] = Field(0.25, description="a percentage such as 25%")
 
 
 class LendingConfig(Section):

@@ -83,6 +83,7 @@ def _engine_config(
         max_num_partial_prefills=model.max_num_partial_prefills,
         max_long_partial_prefills=model.max_long_partial_prefills,
         enable_prefix_caching=model.enable_prefix_caching,
+        max_pinned_share=model.kv_cache.max_pinned,
         enable_chunked_prefill=model.enable_chunked_prefill,
         shares_extents=plan.shares_extents,
         lending=lending,

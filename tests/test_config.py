@@ -27,7 +27,7 @@ MISTAKES = [
     (ONE_MODEL % ", kv_cahe: {}", "models[0].kv_cahe: unknown key; did you mean kv_cache?"),
     (
         ONE_MODEL % ", kv_cache: {size: 1GiB}",
-        "models[0].kv_cache.size: unknown key; known here: memory, block_size, retention_interval",
+        "models[0].kv_cache.size: unknown key; known here: memory, block_size, retention_interval, max_pinned",
     ),
     # wrong units and types
     (
@@ -152,7 +152,7 @@ MISTAKES = [
     ("models: []", "models: [] is not a list of at least one model"),
     (
         ONE_MODEL % ", kv_cache: ",
-        "models[0].kv_cache: null is not a mapping with the keys memory, block_size, retention_interval",
+        "models[0].kv_cache: null is not a mapping with the keys memory, block_size, retention_interval, max_pinned",
     ),
     ("- chat", "the file holds ['chat']; it wants a mapping with the keys node and models"),
     # keys that exclude each other

@@ -41,6 +41,7 @@ from swiftkv.engine.messages import (
     EngineConfig,
     EngineStats,
     FromEngine,
+    Pin,
     RequestError,
     Shutdown,
     Sleep,
@@ -49,10 +50,12 @@ from swiftkv.engine.messages import (
     StepTrace,
     ToEngine,
     TokenLogprobs,
+    Unpin,
     Wake,
     Woken,
     pack_prompt_logprobs,
 )
+from swiftkv.engine.pins import Pins
 from swiftkv.engine.pooler import Pooler, pooled_by_request
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
@@ -116,6 +119,9 @@ class Engine:
         self._turns = open_turns(config, runner.kernels)
         groups = [region.group for region in runner.pool.regions]
         self._cache_records = CacheRecords(self._scheduler, groups)
+        self._pins = Pins(
+            self._scheduler, self._cache_records, block_size=config.block_size, max_share=config.max_pinned_share
+        )
         self._kv_events = open_kv_events(config.kv_events, self._scheduler, groups, config.device, context)
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
@@ -137,7 +143,7 @@ class Engine:
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._statistics = EngineStatistics(config, runner, self._scheduler, self._tier, self._turns)
+        self._statistics = EngineStatistics(config, runner, self._scheduler, self._tier, self._turns, self._pins)
         self._messages_taken = 0
         self._stats_due_s = 0.0  # monotonic
         self._stats_changed = True
@@ -160,6 +166,7 @@ class Engine:
                 self._send_stats()
             self._lending.before_step(self._finish_steps)
             self._tier.before_step()
+            self._stats_changed |= self._pins.before_step(time.monotonic())
             self._kv_events.collect()
             if not busy:
                 PROGRESS.rests()
@@ -300,7 +307,7 @@ class Engine:
             self._send(RequestError(request_id, 503, message))
 
     def _handle(
-        self, message: AddRequest | Abort | CacheCommand | Sleep | Wake | AttachStorage | DetachStorage
+        self, message: AddRequest | Abort | CacheCommand | Pin | Unpin | Sleep | Wake | AttachStorage | DetachStorage
     ) -> None:
         self._stats_changed = True
         match message:
@@ -315,6 +322,14 @@ class Engine:
                 cleared = self._clear_cache() if message.clear else 0
                 explanations = self._cache_records.explain(message.explain)
                 self._send(CacheReport(message.call, explanations, cleared))
+            case Pin(call=call, request_ids=request_ids, ttl_s=ttl_s):
+                made = self._pins.pin(request_ids, ttl_s, time.monotonic())
+                self._send_stats()
+                self._send(CacheReport(call, why_not=made) if isinstance(made, str) else CacheReport(call, pin=made))
+            case Unpin(call=call, pin_id=pin_id):
+                is_done = self._pins.unpin(pin_id)
+                self._send_stats()
+                self._send(CacheReport(call, why_not=None if is_done else f"there is no pin {pin_id}"))
             case Sleep():
                 self._finish_steps()
                 assert not self._requests, f"{len(self._requests)} requests of an engine that is to sleep"

@@ -104,6 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_partial_prefills: int | None = None  # prompts that are computed in part at once
     max_long_partial_prefills: int = 1  # of them, long ones
     enable_prefix_caching: bool = True
+    max_pinned_share: float = 0.25  # of the pool
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
@@ -221,6 +222,21 @@ class CacheCommand(msgspec.Struct, tag="cache", array_like=True, frozen=True):
     clear: bool = False  # forget every cached block that no running request holds
 
 
+class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
+    """Keep the prompt of a request in the pool; answered by `CacheReport`."""
+
+    call: int
+    request_ids: list[int]  # the first that is remembered counts
+    ttl_s: float
+
+
+class Unpin(msgspec.Struct, tag="unpin", array_like=True, frozen=True):
+    """End a pin; answered by `CacheReport`."""
+
+    call: int
+    pin_id: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """The engine exits with code 0 before its next step; what still runs is dropped."""
 
@@ -261,6 +277,15 @@ class ComputeStats(msgspec.Struct, array_like=True, frozen=True):
     waited_s_total: float  # that its steps have waited for turns
 
 
+class PinView(msgspec.Struct, array_like=True, frozen=True):
+    """A prefix that is kept in the pool."""
+
+    pin_id: int
+    num_tokens: int
+    left_s: float  # before its time is over
+    is_lost: bool  # a request needed its blocks, or their bytes were lost
+
+
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """Totals count from the start of the engine. Blocks are of all KV groups together."""
 
@@ -293,6 +318,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     tier: TierStats | None = None  # None: no storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
     num_displaced_total: list[int] = []  # of `num_preemptions_total`, those for a higher tier, by service tier
+    pins: list[PinView] = []
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `prefix_hit_tokens_total` by where the KV lay, for all of HIT_TIERS."""
@@ -384,11 +410,13 @@ class Explanation(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=True):
-    """Answers `CacheCommand`."""
+    """Answers `CacheCommand`, `Pin` and `Unpin`."""
 
     call: int
     explanations: list[Explanation] = []  # of the requests that are remembered
     cleared_blocks: int = 0
+    pin: PinView | None = None  # that was made
+    why_not: str | None = None  # nothing was pinned, or unpinned
 
 
 class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
@@ -416,5 +444,5 @@ def unpack_prompt_logprobs(parts: list[bytes]) -> Iterator[TokenLogprobs]:
         yield from _unpack.decode(part)
 
 
-ToEngine = AddRequest | Abort | CacheCommand | Sleep | Wake | AttachStorage | DetachStorage | Shutdown
+ToEngine = AddRequest | Abort | CacheCommand | Pin | Unpin | Sleep | Wake | AttachStorage | DetachStorage | Shutdown
 FromEngine = Ready | StepOutput | CacheReport | RequestError | Slept | Woken | StorageChanged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,6 +10,7 @@ import msgspec
 
 from swiftkv._core import GroupStats, Scheduler
 from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineConfig, EngineStats
+from swiftkv.engine.pins import Pins
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import Tier
 from swiftkv.engine.turns import Turns
@@ -20,13 +22,14 @@ class EngineStatistics:
     """Counts steps, and asks the scheduler and the layer stream for the rest."""
 
     def __init__(
-        self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, tier: Tier, turns: Turns
+        self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, tier: Tier, turns: Turns, pins: Pins
     ) -> None:
         self._block_size = config.block_size
         self._runner = runner
         self._scheduler = scheduler
         self._tier = tier
         self._turns = turns
+        self._pins = pins
         self._steps_total = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
@@ -78,6 +81,7 @@ class EngineStatistics:
             expert_load_factors=self._runner.expert_loads.factors(),
             tier=self._tier.stats(),
             groups=[msgspec.convert(group, GroupBlocks, from_attributes=True) for group in stats.groups],
+            pins=self._pins.views(time.monotonic()),
         )
 
     def _count_streamed(self) -> None:

@@ -200,6 +200,7 @@ class GroupBlocks(msgspec.Struct, frozen=True):
     borrowed_cached: int
     borrowed_in_flight: int
     staging_layer_blocks: int
+    pinned: int = 0  # of those in use, the ones that pins hold
 
 
 class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=True):

@@ -258,7 +258,7 @@ def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict
         for operation in operations.values():
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):
-                if parameter["in"] == "path" and parameter["name"] not in ("file_id", "batch_id"):
+                if parameter["in"] == "path" and parameter["name"] not in ("file_id", "batch_id", "pin_id"):
                     parameter["schema"]["enum"] = models.names
             if refused := _guard(operation, path, settings):
                 operation["responses"][str(refused)] = documented_error(path)

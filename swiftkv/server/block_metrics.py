@@ -31,4 +31,12 @@ class BlockMetrics(Collector):
             for number, group in enumerate(groups):
                 for state in STATES:
                     blocks.add_metric((model, str(number), state), getattr(group, state))
-        return [blocks]
+        pinned = GaugeMetricFamily(
+            "swiftkv:kv_blocks_pinned",
+            "Blocks in use that pins keep, by KV group",
+            labels=("model_name", "group"),
+        )
+        for model, groups in self._groups.items():
+            for number, group in enumerate(groups):
+                pinned.add_metric((model, str(number)), group.pinned)
+        return [blocks, pinned]

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from swiftkv.engine.messages import CacheCommand, CacheReport
+from swiftkv.engine.messages import CacheCommand, CacheReport, Pin, Unpin
 from swiftkv.server.errors import ApiError
 
 _PATIENCE_S = 60.0
@@ -16,7 +16,7 @@ _MAX_REMEMBERED = 4096
 class CacheCalls:
     """The calls to one engine that wait for an answer, and the ids that its latest requests have in the engine."""
 
-    def __init__(self, send: Callable[[CacheCommand], bool], refusal: Callable[[], ApiError]) -> None:
+    def __init__(self, send: Callable[[CacheCommand | Pin | Unpin], bool], refusal: Callable[[], ApiError]) -> None:
         """`send` says whether the engine could be told; `refusal` makes the error for when it could not."""
         self._send = send
         self._refusal = refusal
@@ -38,7 +38,7 @@ class CacheCalls:
             ApiError: 503 if the engine is down or does not answer.
         """
         in_engine = self._remembered.get(request_id)
-        return None if in_engine is None else await self._ask(explain=list(in_engine))
+        return None if in_engine is None else await self._ask(lambda call: CacheCommand(call, list(in_engine)))
 
     async def clear(self) -> CacheReport:
         """Have the engine forget every cached block that no running request holds.
@@ -46,7 +46,24 @@ class CacheCalls:
         Raises:
             ApiError: 503 if the engine is down or does not answer.
         """
-        return await self._ask(clear=True)
+        return await self._ask(lambda call: CacheCommand(call, clear=True))
+
+    async def pin(self, request_id: str, ttl_s: float) -> CacheReport | None:
+        """Have the engine keep the prompt of a request; `None` if it has had no such request of late.
+
+        Raises:
+            ApiError: 503 if the engine is down or does not answer.
+        """
+        in_engine = self._remembered.get(request_id)
+        return None if in_engine is None else await self._ask(lambda call: Pin(call, list(in_engine), ttl_s))
+
+    async def unpin(self, pin_id: int) -> CacheReport:
+        """Have the engine end a pin.
+
+        Raises:
+            ApiError: 503 if the engine is down or does not answer.
+        """
+        return await self._ask(lambda call: Unpin(call, pin_id))
 
     def answered(self, report: CacheReport) -> None:
         """Hand an answer to whoever waits for it."""
@@ -59,10 +76,10 @@ class CacheCalls:
             if not waiting.done():
                 waiting.set_exception(self._refusal())
 
-    async def _ask(self, *, explain: list[int] | None = None, clear: bool = False) -> CacheReport:
+    async def _ask(self, message: Callable[[int], CacheCommand | Pin | Unpin]) -> CacheReport:
         self._next_call += 1
         call = self._next_call
-        if not self._send(CacheCommand(call, explain or [], clear)):
+        if not self._send(message(call)):
             raise self._refusal()
         waiting = self._waiting[call] = asyncio.get_running_loop().create_future()
         try:

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
 from swiftkv.engine.messages import CacheStop, EngineStats, Explanation
-from swiftkv.server.cache_views import CacheCleared, CacheOverview, ModelCache, RequestMatch, SequenceMatch
+from swiftkv.server.cache_views import (
+    CacheCleared,
+    CacheOverview,
+    ModelCache,
+    PinChange,
+    PinnedPrefix,
+    RequestMatch,
+    SequenceMatch,
+)
 from swiftkv.server.errors import ApiError
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
 from swiftkv.server.routes import documented
 from swiftkv.server.streaming import json_response
+from swiftkv.units import parse_duration
 
 Name = Annotated[str, Path(description="Name of the model")]
+PinId = Annotated[str, Path(description="Number of the pin", pattern="^[0-9]{1,18}$")]
+TimeToLive = Annotated[
+    str, Query(description="How long to keep it, such as 90s, 30m or 24h", pattern=r"^[0-9]{1,6}(ms|s|m|h)$")
+]
 RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer")]
 
 MEANINGS: dict[CacheStop, str] = {
@@ -48,10 +61,7 @@ def cache_router(models: ModelTable) -> APIRouter:
             report = await model.client.cache.explain(request_id)
             if report is not None and report.explanations:
                 return json_response(RequestMatch(request_id, model.name, [_match(e) for e in report.explanations]))
-        raise ApiError(
-            404, f"no request '{request_id}' has begun of late; engines remember their last thousand",
-            param="request_id", code="unknown_request",
-        )  # fmt: skip
+        raise _unknown(request_id)
 
     @router.post("/{model}/clear", responses=documented("CacheCleared", 404, 503))
     async def clear(model: Name) -> Response:
@@ -61,7 +71,37 @@ def cache_router(models: ModelTable) -> APIRouter:
         report = await client.cache.clear()
         return json_response(CacheCleared(model, report.cleared_blocks))
 
+    @router.post("/requests/{request_id}/pin", responses=documented("PinChange", 400, 404, 409, 503))
+    async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:
+        """Keep what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
+        for model in models.all():
+            report = await model.client.cache.pin(request_id, parse_duration(ttl))
+            if report is None:
+                continue
+            if report.pin is None:
+                raise ApiError(409, f"model '{model.name}': {report.why_not}", code="not_pinned")
+            made = report.pin
+            return json_response(PinChange(model.name, made.pin_id, "pinned", made.num_tokens, made.left_s))
+        raise _unknown(request_id)
+
+    @router.delete("/{model}/pins/{pin_id}", responses=documented("PinChange", 400, 404, 503))
+    async def unpin(model: Name, pin_id: PinId) -> Response:
+        """End a pin. Its blocks are cached like others from then on."""
+        client = models.get(model).client
+        client.check_available()
+        report = await client.cache.unpin(int(pin_id))
+        if report.why_not is not None:
+            raise ApiError(404, f"model '{model}': {report.why_not}", param="pin_id", code="unknown_pin")
+        return json_response(PinChange(model, int(pin_id), "unpinned", None, None))
+
     return router
+
+
+def _unknown(request_id: str) -> ApiError:
+    return ApiError(
+        404, f"no request '{request_id}' has begun of late; engines remember their last thousand",
+        param="request_id", code="unknown_request",
+    )  # fmt: skip
 
 
 def _view(name: str, stats: EngineStats) -> ModelCache:
@@ -71,6 +111,11 @@ def _view(name: str, stats: EngineStats) -> ModelCache:
         tokens={"local": stats.kv_tokens_local, "peer": stats.kv_tokens_peer},
         query_tokens_total=stats.prefix_query_tokens_total,
         hit_tokens_total=stats.hit_tokens_by_tier(),
+        pinned_blocks=sum(group.pinned for group in stats.groups),
+        pins=[
+            PinnedPrefix(pin.pin_id, pin.num_tokens, round(pin.left_s, 3), "lost" if pin.is_lost else "kept")
+            for pin in stats.pins
+        ],
     )
 
 

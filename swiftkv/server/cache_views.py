@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 
@@ -17,6 +19,20 @@ class ModelCache(Struct):
     """Prompt tokens of all requests that have begun."""
     hit_tokens_total: dict[str, int]
     """The prompt tokens that were not computed, by where their KV lay: local, peer, host, storage."""
+    pinned_blocks: int
+    """The number of blocks in use that pins keep."""
+    pins: list[PinnedPrefix]
+
+
+class PinnedPrefix(Struct):
+    """A prefix that stays in a model's pool."""
+
+    pin: int
+    """Its number, by which it is unpinned."""
+    tokens: int
+    seconds_left: float
+    state: Literal["kept", "lost"]
+    """lost: a request that had the model for itself needed the room, or the bytes were lost with a lender."""
 
 
 class CacheOverview(Struct):
@@ -46,3 +62,12 @@ class CacheCleared(Struct):
     model: str
     blocks: int
     """Cached blocks that were forgotten, of all KV groups."""
+
+
+class PinChange(Struct):
+    model: str
+    pin: int
+    state: Literal["pinned", "unpinned"]
+    tokens: int | None
+    """Those that were pinned."""
+    seconds_left: float | None

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.server.batches.objects import FileDeleted, OfflineBatch, OfflineBatchList, StoredFile, StoredFileList
-from swiftkv.server.cache_views import CacheCleared, CacheOverview, RequestMatch
+from swiftkv.server.cache_views import CacheCleared, CacheOverview, PinChange, RequestMatch
 from swiftkv.server.errors import AnthropicError, ErrorResponse
 from swiftkv.server.messages_api.objects import MessageObject, TokenCount
 from swiftkv.server.node_views import (
@@ -265,7 +265,7 @@ DOCUMENTED = (
     Completion, ChatCompletion, ResponseObject, MessageObject, TokenCount, ModelCard, ModelList, Tokenized, Detokenized,
     Health, Readiness, NotReady, Version, ErrorResponse, AnthropicError, LendingOverview, BudgetChange, PoolView,
     NodeOverview, RenderedPrompt, Loads, ModelStart, ModelChange, Sleeping, StorageOverview, StorageChange,
-    CacheOverview, RequestMatch, CacheCleared, StoredFile,
+    CacheOverview, RequestMatch, CacheCleared, PinChange, StoredFile,
     StoredFileList, FileDeleted, OfflineBatch, OfflineBatchList, EmbeddingList, ScoreList, Ranking,
 )  # fmt: skip
 

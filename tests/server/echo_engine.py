@@ -33,6 +33,8 @@ from swiftkv.engine.messages import (
     DetachStorage,
     EngineStats,
     Explanation,
+    Pin,
+    PinView,
     Ready,
     RequestError,
     Shutdown,
@@ -43,6 +45,7 @@ from swiftkv.engine.messages import (
     StorageChanged,
     ToEngine,
     TokenLogprobs,
+    Unpin,
     Wake,
     Woken,
     pack_prompt_logprobs,
@@ -79,6 +82,7 @@ class EchoEngine:
         self.explanations: dict[int, Explanation] = {}
         self.incarnation = incarnation
         self.storage: str | None = None
+        self.pins: list[PinView] = []
         self.step_time_s: list[float] = []
         self.send(Ready("echo", os.getpid(), max_model_len, VOCAB_SIZE, 1024, 1 << 20, BLOCK_SIZE, [], incarnation))
 
@@ -127,6 +131,13 @@ class EchoEngine:
                 self.send(CacheReport(message.call, known, len(self.seen) if message.clear else 0))
                 if message.clear:
                     self.seen.clear()
+            case Pin(call=call, request_ids=[request_id, *_]):
+                self.pin(call, request_id, message.ttl_s)
+            case Unpin(call=call, pin_id=pin_id):
+                known = [pin for pin in self.pins if pin.pin_id == pin_id]
+                self.pins = [pin for pin in self.pins if pin.pin_id != pin_id]
+                self.send(StepOutput(b"", b"", b"", stats=self.stats(), messages_taken=self.taken))
+                self.send(CacheReport(call, why_not=None if known else f"there is no pin {pin_id}"))
             case Sleep():
                 self.send(Slept(self.incarnation))
             case Wake():
@@ -134,6 +145,16 @@ class EchoEngine:
             case Shutdown():
                 return False
         return True
+
+    def pin(self, call: int, request_id: int, ttl_s: float) -> None:
+        """Keep a prompt of two blocks or more, and no second one."""
+        num_tokens = self.explanations[request_id].prompt_tokens // BLOCK_SIZE * BLOCK_SIZE
+        if num_tokens < 2 * BLOCK_SIZE or self.pins:
+            self.send(CacheReport(call, why_not="there is no room"))
+            return
+        self.pins.append(PinView(1, num_tokens, ttl_s, is_lost=False))
+        self.send(StepOutput(b"", b"", b"", stats=self.stats(), messages_taken=self.taken))
+        self.send(CacheReport(call, pin=self.pins[0]))
 
     def change_storage(self, change_id: int, why_not: str | None, storage: str | None) -> None:
         """Say that storage was attached or detached; nothing is kept there."""
@@ -205,7 +226,21 @@ class EchoEngine:
         used = len(self.sequences)
         tier = TierStats(backend=self.storage)
         return EngineStats(
-            used, 0, 1024, 1024 - used, used, 0, 0, 0, 0, 0, 0, 0, step_time_s=self.step_time_s, tier=tier
+            used,
+            0,
+            1024,
+            1024 - used,
+            used,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            step_time_s=self.step_time_s,
+            tier=tier,
+            pins=self.pins,
         )
 
 

@@ -94,3 +94,24 @@ def test_show(own_gateway: Gateway) -> None:
     for model in overview["models"]:
         assert model["blocks"].keys() == {"free", "used", "cached"}
         assert model["hit_tokens_total"].keys() == {"local", "peer", "host", "storage"}
+
+
+def test_a_prompt_is_pinned_shown_and_unpinned(own_gateway: Gateway) -> None:
+    complete(own_gateway, "to-keep", model="code")
+    made = run(own_gateway, "pin", "to-keep", "--for", "2h")
+    assert made.stdout == "code keeps 96 tokens for 7,200 s: pin 1\n", made.stderr
+    (shown,) = (model for model in json.loads(run(own_gateway, "show", "--json").stdout)["models"] if model["pins"])
+    assert shown["model"] == "code"
+    assert shown["pins"] == [{"pin": 1, "tokens": 96, "seconds_left": 7200.0, "state": "kept"}]
+    assert "code keeps 96 tokens: pin 1, 7,200 s left" in run(own_gateway, "show").stdout
+    with own_gateway.admin() as http:
+        refused = http.post("/admin/cache/requests/to-keep/pin")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_pinned")
+        assert "there is no room" in refused.json()["error"]["message"]
+        assert http.post("/admin/cache/requests/nobody/pin").status_code == 404
+        assert http.post("/admin/cache/requests/to-keep/pin?ttl=long").status_code == 400
+        assert http.delete("/admin/cache/nobody/pins/1").status_code == 404
+    assert run(own_gateway, "unpin", "code", "1").stdout == "code has ended pin 1\n"
+    again = run(own_gateway, "unpin", "code", "1")
+    assert again.exit_code == 1
+    assert "model 'code': there is no pin 1" in again.stderr

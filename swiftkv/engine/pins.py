@@ -1,0 +1,79 @@
+"""Prefixes that stay in the pool of an engine until they are unpinned, or their time is over."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swiftkv._core import Scheduler
+from swiftkv.engine.cache_records import CacheRecords
+from swiftkv.engine.messages import PinView
+
+MAX_PINS = 256
+
+
+@dataclass(slots=True)
+class _Pin:
+    num_tokens: int
+    ends_s: float  # monotonic
+    is_lost: bool = False
+
+
+class Pins:
+    """Pins the prompts of requests that began of late, within the model's share of the pool.
+
+    One that was lost is shown until its time is over.
+    """
+
+    def __init__(self, scheduler: Scheduler, records: CacheRecords, *, block_size: int, max_share: float) -> None:
+        self._scheduler = scheduler
+        self._records = records
+        self._block_size = block_size
+        self._max_share = max_share
+        self._pins: OrderedDict[int, _Pin] = OrderedDict()
+        self._num_pinned = 0
+
+    def pin(self, request_ids: Sequence[int], ttl_s: float, now_s: float) -> PinView | str:
+        """Pin the prompt of the first of these requests that is remembered; return why not if it cannot be done."""
+        self.before_step(now_s)
+        known = next((number for number in request_ids if self._records.keys_of(number) is not None), None)
+        if known is None:
+            return "the engine does not remember the request; it knows its last thousand"
+        if len(self._pins) == MAX_PINS:
+            return f"there are {MAX_PINS} pins, which is the most; unpin one"
+        pin_id = self._num_pinned + 1
+        length, share, is_kept = self._scheduler.pin(pin_id, self._records.keys_of(known) or b"", self._max_share)
+        if length == 0:
+            return "none of the request's prompt lies in the model's own pool now; ask for it again first"
+        if not is_kept:
+            return (
+                f"pins would take {share:.0%} of the pool, and kv_cache.max_pinned is {self._max_share:.0%}; "
+                "unpin something, or raise it"
+            )
+        self._num_pinned = pin_id
+        pin = self._pins[pin_id] = _Pin(length * self._block_size, now_s + ttl_s)
+        return _view(pin_id, pin, now_s)
+
+    def unpin(self, pin_id: int) -> bool:
+        """End a pin, and return whether there was one."""
+        self._scheduler.unpin(pin_id)
+        return self._pins.pop(pin_id, None) is not None
+
+    def before_step(self, now_s: float) -> bool:
+        """End the pins whose time is over, note those that are lost, and return whether there were any."""
+        lost = self._scheduler.take_lost_pins().tolist()
+        for pin_id in lost:
+            if pin := self._pins.get(pin_id):
+                pin.is_lost = True
+        over = [pin_id for pin_id, pin in self._pins.items() if pin.ends_s <= now_s]
+        for pin_id in over:
+            self.unpin(pin_id)
+        return bool(lost or over)
+
+    def views(self, now_s: float) -> list[PinView]:
+        return [_view(pin_id, pin, now_s) for pin_id, pin in self._pins.items()]
+
+
+def _view(pin_id: int, pin: _Pin, now_s: float) -> PinView:
+    return PinView(pin_id, pin.num_tokens, max(0.0, pin.ends_s - now_s), pin.is_lost)
