@@ -62,6 +62,8 @@ class Pins:
 
     def before_step(self, now_s: float) -> bool:
         """End the pins whose time is over, note those that are lost, and return whether there were any."""
+        if not self._pins:
+            return False
         lost = self._scheduler.take_lost_pins().tolist()
         for pin_id in lost:
             if pin := self._pins.get(pin_id):
