@@ -539,8 +539,8 @@ MUTANTS = [
     one(
         "a refused prompt is matched at every step",
         BUILDER,
-        " || refusal_.still_holds(r, roster_.num_running(), token_budget)",
-        "",
+        "refusal_.still_holds(r, roster_.num_running(), token_budget)",
+        "false",
     ),
     # The plan.
     one(
