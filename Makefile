@@ -42,6 +42,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
 unit: setup

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -67,7 +68,7 @@ class Faults:
         """Inject one fault at random."""
         self._ceased.clear()
         kinds: list[Callable[[], None]] = [self._kill, self._signal, self._stop, self._set_budget]
-        kinds += [lambda kind=kind: self._fill(kind) for kind in self._directories if kind not in self._full]
+        kinds += [partial(self._fill, kind) for kind in self._directories if kind not in self._full]
         self._rng.choice(kinds)()
 
     def cease(self, timeout_s: float) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from swiftkv import _cpu
 from swiftkv.kernels import cpu
-from swiftkv.kernels.cpu_tensors import DTYPES
+from swiftkv.kernels.cpu_tensors import DTYPES, native_activation
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, Router
 
 DISTINCT = 96  # experts of `products`: more than caches hold
@@ -133,7 +133,18 @@ class Products:
             (self.gate_up[index], rows, _cpu.Epilogue.GATED, activated),
             (self.down[index], activated, _cpu.Epilogue.STORE, outputs),
         ):
-            _cpu.linear(weights, x.data_ptr(), count, 0, 0.0, epilogue, self.dtype, out.data_ptr())
+            _cpu.linear(
+                weights,
+                x.data_ptr(),
+                count,
+                0,
+                _cpu.NormWeight.SAME_DTYPE,
+                0.0,
+                epilogue,
+                native_activation(SILU),
+                self.dtype,
+                out.data_ptr(),
+            )
 
 
 def measure(runs: dict[str, Callable[[], object]], clock: Clock, rounds: int) -> dict[str, list[float]]:

@@ -42,7 +42,7 @@ def serve(pipe: Connection, step_ms: float) -> None:
 def tokens_generated(gateway: Gateway) -> float:
     value = gateway.metrics.registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "chat"})
     assert value is not None
-    return value
+    return float(value)
 
 
 async def stream(url: str, number: int, chat: bool, stop: asyncio.Event) -> int:

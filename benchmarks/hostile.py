@@ -184,7 +184,7 @@ class Stage:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        options = {"threads": 1, "max_model_len": 8192, "max_num_seqs": 64}
+        options: dict[str, Any] = {"threads": 1, "max_model_len": 8192, "max_num_seqs": 64}
         models = [
             model(STREAMED, args.checkpoint, "64MiB", **options),
             model(ATTACKED, DEMO_CHECKPOINTS / "chat", "64MiB", **options),

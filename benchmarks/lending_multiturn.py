@@ -169,7 +169,8 @@ class Conversations:
         if len(answer.token_ids) != num_tokens:
             raise SystemExit(f"{self.server.name}: {len(answer.token_ids)} token ids came, {num_tokens} were asked for")
         spent = self._stream_seconds() - before if is_alone else StreamSeconds()
-        row = {"turn": number, "session": session, "ttft_s": answer.ttft_s, "latency_s": answer.latency_s}
+        row: dict[str, Any] = {"turn": number, "session": session}
+        row |= {"ttft_s": answer.ttft_s, "latency_s": answer.latency_s}
         row |= {"num_prompt": len(history) + len(fresh), "num_history": len(history)}
         row |= {"num_cached": min(answer.num_cached_tokens, len(history)), "stream": asdict(spent)}
         self.rows.append(row)

@@ -50,7 +50,8 @@ MAX_MODEL_LEN = 4096
 
 
 def make_node(checkpoint: Path, lending: bool, args: argparse.Namespace) -> Node:
-    threads = {"threads": len(os.sched_getaffinity(0)) if args.shared_cores else 1, "max_model_len": MAX_MODEL_LEN}
+    num_threads = len(os.sched_getaffinity(0)) if args.shared_cores else 1
+    threads: dict[str, Any] = {"threads": num_threads, "max_model_len": MAX_MODEL_LEN}
     pool = args.small_pool if lending else "1GiB"
     master = model("master", checkpoint, pool, "master", **threads)
     worker = model("worker", checkpoint, "1GiB", lending={"budget": "70%"}, **threads)

@@ -169,7 +169,7 @@ def step_seconds(state: str, answer: Answer, args: argparse.Namespace) -> float:
         raise SystemExit(f"the master, {state}: {answer.error}")
     if state == "decoding":
         return statistics.median(answer.itls_s)
-    return answer.ttft_s / -(-args.prefilled // args.chunk)
+    return float(answer.ttft_s / -(-args.prefilled // args.chunk))
 
 
 def with_worst(values_s: list[float]) -> str:

@@ -129,7 +129,9 @@ def bench_wait(policy: SchedulingPolicy, num_waiting: int = 100_000, num_seqs: i
         start = time.perf_counter()
         scheduler.add_request(i, prompt, 1_000_000, 0, NO_STOP, b"model", False, arrival_s=i * 1e-3)
         add_s.append(time.perf_counter() - start)
-    now_s, admit_s, decode_s = num_waiting * 1e-3, [], []
+    now_s = num_waiting * 1e-3
+    admit_s: list[float] = []
+    decode_s: list[float] = []
     for step in range(steps):
         now_s += 0.05
         start = time.perf_counter()

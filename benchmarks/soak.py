@@ -222,7 +222,7 @@ def count_wrong(kept: dict[str, list[Known]]) -> int:
 
 def processor_seconds(node: WatchedNode) -> float:
     times = [psutil.Process(pid).cpu_times() for pid in node.pids().values()]
-    return sum(of.user + of.system for of in times)
+    return float(sum(of.user + of.system for of in times))
 
 
 def make_node() -> WatchedNode:

@@ -79,7 +79,7 @@ def main() -> None:
     engine._wait()
     for message in engine._receive():
         engine._handle(message)  # type: ignore[arg-type]
-    costs_us = []
+    costs_us: list[float] = []
     with torch.inference_mode():
         while len(costs_us) < args.steps:
             started_s = time.perf_counter()

@@ -43,7 +43,7 @@ def make_runs(num_blocks: int, run_length: int) -> Runs:
 
 
 def measure(call: Callable[[int], object], num_bytes: int, seconds: float) -> str:
-    times_s = []
+    times_s: list[float] = []
     call(0)
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s or len(times_s) < 5:

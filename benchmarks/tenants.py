@@ -41,7 +41,7 @@ class Run:
     @property
     def ttft_s(self) -> list[float]:
         """The times of the steady tenant's requests."""
-        return self.outcome.ttft_s[self.steady].tolist()
+        return list(self.outcome.ttft_s[self.steady])
 
     @property
     def hit_rate(self) -> float:

@@ -169,7 +169,7 @@ class WatchedNode(Node):
 
     def _children(self) -> list[psutil.Process]:
         try:
-            return psutil.Process(self.pid).children()
+            return list(psutil.Process(self.pid).children())
         except psutil.NoSuchProcess:
             return []
 

@@ -125,7 +125,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
@@ -143,7 +143,7 @@ def save(model: Any, tokenizer: Any, directory: Path, **generation: Any) -> None
     """
     from transformers import GenerationConfig
 
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id, **generation
     )
     model.save_pretrained(directory)
@@ -190,7 +190,7 @@ def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -
     config = _config(arch, size, tokenizer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
     save(model, tokenizer, directory)
     return directory
 

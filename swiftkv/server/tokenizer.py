@@ -37,7 +37,7 @@ _NOT_VARIABLES = {
     "messages",
 }
 _AS_USUAL = Templating()
-_BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+_BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class Tokenizer:
