@@ -5,34 +5,31 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from swiftkv import __version__
 from swiftkv.server.admin import ModelChanges, admin_router
+from swiftkv.server.api_document import ApiDocument
 from swiftkv.server.batches.routes import batches_router
 from swiftkv.server.batches.storage import Storage
 from swiftkv.server.batches.upload import FORM_OVERHEAD_BYTES
-from swiftkv.server.body import body_schemas, body_threads
+from swiftkv.server.body import body_threads
 from swiftkv.server.cache_routes import cache_router
-from swiftkv.server.docs_page import docs_response
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import CONTENT_TYPE, GatewayMetrics
 from swiftkv.server.middleware import (
-    ADMIN_PATH,
     AdminMiddleware,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HostMiddleware,
     has_bearer_key,
-    is_open,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.node_page import page_router
@@ -46,8 +43,7 @@ from swiftkv.server.node_views import (
 from swiftkv.server.pooling.routes import pooling_router
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
-from swiftkv.server.responses import openapi_components
-from swiftkv.server.routes import documented, documented_error, openai_router
+from swiftkv.server.routes import documented, openai_router
 from swiftkv.server.routing import routing_router
 from swiftkv.server.scrape import Scrapes
 from swiftkv.server.streaming import ClientGone, json_response
@@ -118,7 +114,7 @@ def create_model_app(
 
 
 def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> FastAPI:
-    app = FastAPI(title="swiftkv", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="swiftkv", version=__version__, openapi_url=None)  # of `ApiDocument`
     app.state.body_threads = body_threads()
     app.state.turns = settings.limits.turns
     install_error_handlers(app)
@@ -130,10 +126,6 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=499)  # nobody reads it
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return docs_response(app.openapi())
 
     storage = settings.storage
     app.add_middleware(
@@ -153,7 +145,7 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
     if settings.trace_sink is not None:
         app.add_middleware(TraceMiddleware, sink=settings.trace_sink)
     app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # the last is the first to see a request
-    app.openapi = lambda: _openapi(app, models, settings)  # type: ignore[method-assign]
+    app.include_router(ApiDocument(app, models, asks_for_key=bool(settings.keys)).router())
     return app
 
 
@@ -238,45 +230,6 @@ def _describe(name: str, engine: EngineView) -> str:
 
 def _named_model(name: Annotated[str, Path(description="Name of the model")]) -> None:
     """Puts the path parameter into the OpenAPI document; the routes read it from the path."""
-
-
-def _openapi(app: FastAPI, models: ModelTable, settings: ServerSettings) -> dict[str, Any]:
-    """FastAPI's document, made true: our answers, our errors (never its own 422), and the key where one is asked."""
-    if app.openapi_schema and app.state.documented_models == models.names:
-        return app.openapi_schema
-    app.state.documented_models = models.names
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(body_schemas())
-    schemas.pop("HTTPValidationError", None)
-    schemas.pop("ValidationError", None)
-    for body in schemas.values():
-        if "model" in body.get("properties", {}):
-            body["properties"]["model"] = {"enum": [*models.names, None], "description": "Which model answers"}
-    schemas.update(openapi_components())
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            for parameter in operation.get("parameters", ()):
-                if parameter["in"] == "path" and parameter["name"] not in ("file_id", "batch_id", "pin_id"):
-                    parameter["schema"]["enum"] = models.names
-            if refused := _guard(operation, path, settings):
-                operation["responses"][str(refused)] = documented_error(path)
-    schemes = ["admin", "bearer"] if settings.keys else ["admin"]
-    document["components"]["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name in schemes}
-    if settings.keys:
-        document["components"]["securitySchemes"]["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-    app.openapi_schema = document
-    return document
-
-
-def _guard(operation: dict[str, Any], path: str, settings: ServerSettings) -> int | None:
-    """Write down which key an operation asks for; return the status for a request without it, or `None`."""
-    is_admin = path.startswith(f"{ADMIN_PATH}/")
-    if not is_admin and (not settings.keys or is_open(path)):
-        return None
-    operation["security"] = [{"admin": []}] if is_admin else [{"bearer": []}, {"x-api-key": []}]
-    return 401
 
 
 __all__ = [

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from starlette.responses import HTMLResponse
-
-_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "h2{font-size:1.1rem;margin:2rem 0 .3rem}code,pre{font:14px/1.4 ui-monospace,monospace}"
@@ -18,15 +16,14 @@ _STYLE = (
 )
 
 
-def docs_response(document: Mapping[str, Any]) -> HTMLResponse:
+def docs_page(document: Mapping[str, Any]) -> str:
     """Return the page for an OpenAPI document."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     body = "\n".join([*_operations(document), *_schemas(document)])
-    page = (
+    return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f'<h1>{title}</h1><p>For programs: <a href="openapi.json">openapi.json</a></p>\n{body}</html>'
     )
-    return HTMLResponse(page, headers=_HEADERS)
 
 
 def _operations(document: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,96 @@
+"""The OpenAPI document of a port at `/openapi.json` and `/docs`, written down once for as long as its models stay."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.responses import HTMLResponse, Response
+
+from swiftkv.server.body import body_schemas
+from swiftkv.server.docs_page import HEADERS, docs_page
+from swiftkv.server.middleware import ADMIN_PATH, is_open
+from swiftkv.server.models import ModelTable
+from swiftkv.server.responses import openapi_components
+from swiftkv.server.routes import documented_error
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Keeps both answers of a port; they are right while it serves `models`."""
+
+    models: list[str]
+    document: bytes
+    page: bytes
+
+
+class ApiDocument:
+    """Describes the routes of one port to programs and to people.
+
+    Anybody may ask for it, and writing its quarter of a megabyte takes the event loop several milliseconds: it is kept
+    until models come or go.
+    """
+
+    def __init__(self, app: FastAPI, models: ModelTable, *, asks_for_key: bool) -> None:
+        self._app = app
+        self._models = models
+        self._asks_for_key = asks_for_key
+        self._written: _Written | None = None
+
+    def router(self) -> APIRouter:
+        router = APIRouter(include_in_schema=False)
+
+        @router.get("/openapi.json")
+        async def document() -> Response:
+            return Response(self._write().document, media_type="application/json")
+
+        @router.get("/docs")
+        async def docs() -> Response:
+            return HTMLResponse(self._write().page, headers=HEADERS)
+
+        return router
+
+    def _write(self) -> _Written:
+        names = self._models.names
+        if self._written is None or self._written.models != names:
+            document = self._document(names)
+            text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+            self._written = _Written(names, text.encode(), docs_page(document).encode())
+        return self._written
+
+    def _document(self, models: list[str]) -> dict[str, Any]:
+        """Return FastAPI's document with our answers, our errors (never its own 422), and our keys."""
+        document = get_openapi(title=self._app.title, version=self._app.version, routes=self._app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(body_schemas())
+        schemas.pop("HTTPValidationError", None)
+        schemas.pop("ValidationError", None)
+        for body in schemas.values():
+            if "model" in body.get("properties", {}):
+                body["properties"]["model"] = {"enum": [*models, None], "description": "Which model answers"}
+        schemas.update(openapi_components())
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                for parameter in operation.get("parameters", ()):
+                    if parameter["in"] == "path" and parameter["name"] not in ("file_id", "batch_id", "pin_id"):
+                        parameter["schema"]["enum"] = models
+                if refused := self._guard(operation, path):
+                    operation["responses"][str(refused)] = documented_error(path)
+        bearer = {"type": "http", "scheme": "bearer"}
+        schemes: dict[str, Any] = {"admin": bearer}
+        if self._asks_for_key:
+            schemes |= {"bearer": bearer, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
+        document["components"]["securitySchemes"] = schemes
+        return document
+
+    def _guard(self, operation: dict[str, Any], path: str) -> int | None:
+        """Write down which key an operation asks for; return the status for a request without it, or `None`."""
+        is_admin = path.startswith(f"{ADMIN_PATH}/")
+        if not is_admin and (not self._asks_for_key or is_open(path)):
+            return None
+        operation["security"] = [{"admin": []}] if is_admin else [{"bearer": []}, {"x-api-key": []}]
+        return 401
