@@ -8,11 +8,14 @@
 namespace swiftkv {
 
 Boundaries::Boundaries(std::vector<int> num_tails) : num_tails_(std::move(num_tails)) {
-    for (int tail : num_tails_)
+    for (int tail : num_tails_) {
         if (tail != kNone) max_span_ = std::max(max_span_, tail + 1);
+        needs_paths_ |= tail == kNone;
+    }
 }
 
 void Boundaries::keep(std::span<const NodeId> nodes, Worth worth) {
+    ensure(!needs_paths_ || knows_path(nodes.front()), "a boundary that is kept has a whole prefix");
     const auto [end, is_new] = ends_.try_emplace(nodes.front(), next_);
     if (!is_new) {
         Worth& known = boundaries_.at(end->second).worth;
@@ -24,14 +27,23 @@ void Boundaries::keep(std::span<const NodeId> nodes, Worth worth) {
     ++next_;
 }
 
+// Full attention needs a node for every boundary behind it, a window for those that are near.
+std::vector<Boundaries::Number> Boundaries::broken_by(NodeId node, int group) {
+    std::vector<Number> broken;
+    if (num_tails_[group] == kNone) {
+        for (NodeId gone : paths_.cut(node))
+            if (const auto end = ends_.find(gone); end != ends_.end()) broken.push_back(end->second);
+        std::sort(broken.begin(), broken.end());
+    } else if (const auto found = distances_.find(node); found != distances_.end()) {
+        for (const auto& [number, distance] : found->second)
+            if (needs(group, distance)) broken.push_back(number);
+    }
+    return broken;
+}
+
 std::vector<NodeId> Boundaries::lose(NodeId node, int group) {
     std::vector<NodeId> touched;
-    const auto found = distances_.find(node);
-    if (found == distances_.end()) return touched;
-    std::vector<Number> broken;
-    for (const auto& [number, distance] : found->second)
-        if (needs(group, distance)) broken.push_back(number);
-    for (Number number : broken) {
+    for (Number number : broken_by(node, group)) {
         const std::vector<NodeId>& nodes = boundaries_.at(number).nodes;
         touched.insert(touched.end(), nodes.begin(), nodes.end());
         erase(number);
@@ -77,8 +89,11 @@ void Boundaries::erase(Number number) {
 }
 
 void Boundaries::check() const {
+    paths_.check();
     size_t listed = 0, known = 0;
     for (const auto& [number, boundary] : boundaries_) {
+        for (size_t i = 0; needs_paths_ && i + 1 < boundary.nodes.size(); ++i)
+            check_that(paths_.follows(boundary.nodes[i], boundary.nodes[i + 1]), "the way to a boundary is known");
         listed += boundary.nodes.size();
         check_that(ends_.at(boundary.nodes.front()) == number, "a node knows the boundary right behind it");
         for (int i = 0; i < static_cast<int>(boundary.nodes.size()); ++i)

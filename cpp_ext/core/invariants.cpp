@@ -191,6 +191,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
 // What is kept can be used.
 void KvCache::check_boundaries() const {
     boundaries_.check();
+    boundaries_.for_each_on_path([&](NodeId node) { check_that(!index_.is_empty(node), "a path has its nodes"); });
     boundaries_.for_each([&](std::span<const NodeId> nodes) {
         for (int i = 0; i < static_cast<int>(nodes.size()); ++i)
             for (int g = 0; g < num_groups(); ++g)

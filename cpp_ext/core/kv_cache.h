@@ -297,6 +297,7 @@ class KvCache {
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path, IsThere&& is_there) const;
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
     void hold_match(BlockTable& table, int length);
+    bool find_path(std::span<const BlockKey> keys);
     void set_worths(std::span<const NodeId> nodes);
     Gain gain_of(int group, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const;
     bool has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,

@@ -36,10 +36,31 @@ void KvCache::keep_boundary(std::span<const BlockKey> keys, int length, Worth wo
         if (node == kNone) break;
         nodes.push_back(node);
     }
-    if (nodes.empty()) return;
+    if (nodes.empty() || !find_path(keys.first(length))) return;
     boundaries_.keep(nodes, worth);
     set_worths(nodes);
     offer_tail(nodes, keys.first(length));
+}
+
+// Shows the boundaries the way to the end of a prefix, as far as they do not know it yet; false: a part of it is gone.
+bool KvCache::find_path(std::span<const BlockKey> keys) {
+    if (!has_full_attention_) return true;
+    std::vector<NodeId> unknown;  // last one first
+    NodeId before = kNone;
+    for (size_t i = keys.size(); i > 0 && before == kNone; --i) {
+        const NodeId node = index_.find(keys[i - 1]);
+        if (node == kNone) return false;
+        if (boundaries_.knows_path(node)) {
+            before = node;
+        } else {
+            unknown.push_back(node);
+        }
+    }
+    for (; !unknown.empty(); unknown.pop_back()) {
+        boundaries_.extend_path(unknown.back(), before);
+        before = unknown.back();
+    }
+    return true;
 }
 
 void KvCache::set_worths(std::span<const NodeId> nodes) {

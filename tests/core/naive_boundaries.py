@@ -30,7 +30,10 @@ class NaiveBoundaries:
         return max((tail + 1 for tail in self.tails if tail is not None), default=0)
 
     def needs(self, boundary: Boundary, group: int, prefix: Prefix) -> bool:
-        return prefix in boundary.prefixes[: self.tails[group]]
+        tail = self.tails[group]
+        if tail is None:
+            return boundary.prefixes[0][: len(prefix)] == prefix
+        return prefix in boundary.prefixes[:tail]
 
     def keep(self, prefixes: list[Prefix], worth: Worth) -> None:
         known = [boundary for boundary in self.kept if boundary.prefixes[0] == prefixes[0]]

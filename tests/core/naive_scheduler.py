@@ -663,9 +663,18 @@ class NaiveScheduler:
             if not any(resident):
                 break
             prefixes.append(prefix)
-        if prefixes:
+        if prefixes and self.has_histories(request, length):
             self.boundaries.keep(prefixes, worth)
             self.set_worths(prefixes)
+
+    def has_histories(self, request: NaiveRequest, length: int) -> bool:
+        """Tell whether groups without a window have every block of a prefix."""
+        prefixes = [request.prefix((i + 1) * self.setup.block_size) for i in range(length)]
+        return all(
+            window or prefix in pool.holders or prefix in pool.loading
+            for pool, window in zip(self.pools, self.windows, strict=True)
+            for prefix in prefixes
+        )
 
     def keep_boundaries(self, request: NaiveRequest, begin: int, end: int) -> None:
         """Keep the boundaries of a request behind its first `begin` blocks, and up to `end` blocks."""

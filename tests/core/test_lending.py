@@ -297,7 +297,6 @@ def test_a_plan_names_the_cached_blocks_that_were_found_in_borrowed_memory() -> 
     e.drain()
 
 
-@pytest.mark.xfail(strict=True, reason="a boundary does not know the blocks below its tail, so it does not miss them")
 def test_tails_above_blocks_that_a_lender_took_with_it_are_the_first_to_go() -> None:
     """The tail of a boundary is of no use without all full-attention blocks below it, however far below."""
     setup = LendingSetup(

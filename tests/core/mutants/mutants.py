@@ -51,6 +51,7 @@ BUILDER_H = "core/step_builder.h"
 ORDER, QUEUE = "core/admission_order.cpp", "core/waiting_queue.cpp"
 SHARES = "core/fair_share.h"
 STEP_TIME = "core/step_time.cpp"
+PATHS = "core/paths.cpp"
 PINS = "core/pins.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
@@ -148,6 +149,7 @@ MUTANTS = [
     one("an answer's end is not kept", ROSTER, "if (cache_.has_windows()) cache_.keep", "if (false) cache_.keep"),
     one("regular boundaries stay for good", "core/policy.h", "Worth::kInterval);", "Worth::kKept);"),
     one("a boundary outlives its tail", BOUNDARIES, "if (needs(group, distance)) broken.push_back(number);", ""),
+    one("a boundary outlives what lies far below it", PATHS, "gone.push_back(behind);", "break;"),
     one("a boundary goes with the block below it", BOUNDARIES, "if (needs(group, distance)) broken", "broken"),
     one(
         "a boundary keeps no block below its tail",
