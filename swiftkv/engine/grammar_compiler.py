@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer
 
 from swiftkv.grammars import new_matcher
 
-logger = logging.getLogger(__name__)
-
 _KEPT = 32
 _STACK_BYTES = 16 << 20
-
-
-def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
-    """Return the tokens of a checkpoint as grammars need them, or `None` if they cannot be had: then there are none."""
-    file = directory / "tokenizer.json"
-    if not eos_token_ids or not file.is_file():
-        return None
-    try:
-        return LLTokenizer(str(file), n_vocab=vocab_size, eos_token=eos_token_ids[0])
-    except ValueError as error:
-        logger.warning("%s: no answer can be held to a grammar: %s", file, error)
-        return None
 
 
 class GrammarCompiler:

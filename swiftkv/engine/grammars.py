@@ -18,7 +18,8 @@ from llguidance import LLExecutor, LLMatcher
 
 from swiftkv._core import StepPlan
 from swiftkv.arithmetic import ceil_div
-from swiftkv.engine.grammar_compiler import GrammarCompiler, open_tokenizer
+from swiftkv.engine.grammar_compiler import GrammarCompiler
+from swiftkv.engine.grammar_tokens import open_tokenizer
 from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig, ReasoningMarks
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_masks import TokenMasks

@@ -1,0 +1,113 @@
+"""Tokenizers with tokens that llguidance cannot take, which no grammar allows then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from swiftkv.engine.grammar_tokens import open_tokenizer
+from swiftkv.grammars import GrammarSource, library_form, new_matcher
+from tests.engine.engine_process import EngineProcess
+from tests.support.checkpoints import SHAPE, make_checkpoint, make_tokenizer
+
+LONG = "a" * 4096
+LONGEST = "a" * 1023
+EOS, A, B = 0, 1, 2
+
+
+def merged() -> Tokenizer:
+    """Return a tokenizer that makes runs of a's by merges, `LONG` the last."""
+    runs = ["a" * 2**i for i in range(13)]
+    vocab = {"</s>": EOS, "a": A, "b": B} | {run: 2 + i for i, run in enumerate(runs) if i}
+    tokenizer = Tokenizer(models.BPE(vocab, [(run, run) for run in runs[:-1]]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def listed() -> Tokenizer:
+    """Return a tokenizer whose vocabulary is a list of tokens and scores, as SentencePiece has them."""
+    pieces = [("</s>", 0.0), ("a", -1.0), ("b", -1.0), (LONG, -2.0), (LONGEST, -2.0), ("bb", -1.5)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=EOS, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def added(*, special: bool) -> Callable[[], Tokenizer]:
+    def make() -> Tokenizer:
+        tokenizer = Tokenizer(models.BPE({"</s>": EOS, "a": A, "b": B, "bb": 3}, [("b", "b")]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_tokens([AddedToken(LONG, special=special), LONGEST])
+        return tokenizer
+
+    return make
+
+
+def allowed(directory: Path, vocab_size: int, regex: str) -> set[int]:
+    """Return the tokens that may begin a text that `regex` allows."""
+    tokenizer = open_tokenizer(directory, vocab_size, [EOS])
+    assert tokenizer is not None
+    matcher = new_matcher(tokenizer, library_form(GrammarSource("regex", regex)))
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+@pytest.mark.parametrize(
+    "make", [merged, listed, added(special=False), added(special=True)], ids=["merged", "listed", "added", "special"]
+)
+def test_a_grammar_allows_every_token_but_one_that_is_too_long(
+    tmp_path: Path, make: Callable[[], Tokenizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    assert LONG in vocab
+    text = {token: token_id for token, token_id in vocab.items() if token != "</s>" and len(token) <= len(LONGEST)}
+    assert allowed(tmp_path, len(vocab), "(a|b){1,5000}") == set(text.values())
+    assert allowed(tmp_path, len(vocab), "a{1,5000}") == {text[token] for token in text if set(token) == {"a"}}
+    assert "no grammar allows its" in caplog.text
+
+
+def test_merges_may_be_written_as_texts(tmp_path: Path) -> None:
+    """Older files have them so."""
+    content = json.loads(merged().to_str())
+    content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    vocab = content["model"]["vocab"]
+    assert allowed(tmp_path, len(vocab), "a{1,5000}") == {
+        vocab[token] for token in vocab if set(token) == {"a"} and len(token) <= len(LONGEST)
+    }
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": {"a": 1}}}'])
+def test_a_file_that_is_no_tokenizer_makes_no_grammars(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert open_tokenizer(tmp_path, 3, [EOS]) is None
+    assert "no answer can be held to a grammar" in caplog.text
+
+
+def test_an_engine_serves_a_model_with_such_a_token(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    tokenizer = make_tokenizer(300)
+    tokenizer.add_tokens([LONG])
+    tokenizer.save_pretrained(tmp_path)
+    long = tokenizer.convert_tokens_to_ids(LONG)
+    assert long < SHAPE["vocab_size"]
+    grammar = library_form(GrammarSource("regex", "a{1,5000}"))
+    with EngineProcess(tmp_path, max_model_len=512) as engine:
+        asked = {"max_tokens": 20, "logit_bias": {long: 100.0}}
+        free, held = engine.wait(
+            [engine.add([9, 40], **asked), engine.add([9, 40], grammar=grammar, ignore_eos=False, **asked)]
+        )
+    assert free.token_ids == [long] * 20
+    assert held.token_ids
+    assert set(tokenizer.decode(held.token_ids, skip_special_tokens=True)) == {"a"}
