@@ -12,7 +12,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import SequenceRequest, Terms
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.models import ModelHandle
-from swiftkv.server.price import check_detokenize, check_messages, check_stops, check_tokenize, max_tokenize_chars
+from swiftkv.server.price import check_detokenize, check_messages, check_stops, max_tokenize_chars
 from swiftkv.server.protocol import ChatBody, ChatMessage, CompletionBody
 from swiftkv.server.sampling import check_grammar_fields, sequence_requests, truncation
 from swiftkv.server.structured import asked_grammar, asks_for_grammar
@@ -209,12 +209,8 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def _completion_prompts(model: ModelHandle, body: CompletionBody) -> list[Prompt]:
     cut = truncation(model, body)
     for text in body.prompts:
-        if not isinstance(text, str):
-            continue
-        if cut is None:
-            model.tokenizer.refuse_hopeless(len(text), model.max_model_len, "prompt")
-        else:
-            check_tokenize(len(text), model.max_model_len, "prompt")
+        if isinstance(text, str):
+            model.tokenizer.refuse_hopeless(len(text), model.max_model_len, "prompt", cut)
     return [_completion_prompt(model, body, prompt, cut) for prompt in body.prompts]
 
 
@@ -224,10 +220,10 @@ def _completion_prompt(
     add_special_tokens = body.add_special_tokens is not False
     if isinstance(prompt, list):
         ids = prompt if cut is None else cut.cut(prompt)
-    elif cut is None:
-        return Prompt(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt)
     else:
-        ids = model.tokenizer.encode_cut(prompt, cut, add_special_tokens=add_special_tokens)
+        ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, cut=cut)
+        if cut is None:
+            return Prompt(ids, prompt)
     if not body.echo:
         return Prompt(ids)
     check_detokenize(len(ids), model.max_model_len)

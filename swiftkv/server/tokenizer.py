@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
+from swiftkv.server.price import check_tokenize
 from swiftkv.server.templates import TemplateSource
 from swiftkv.server.templating import Templating
 from swiftkv.server.truncation import Truncation
@@ -82,23 +83,14 @@ class Tokenizer:
             raise CheckpointError(f"{path}: the tokenizer has no fast form; add a tokenizer.json to the directory")
         return cls(tokenizer, split_special_tokens=split_special_tokens)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`."""
-        return self._ids(self.backend, text, add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, cut: Truncation | None = None) -> list[int]:
+        """Return the token ids of `text`; a cut leaves the special tokens that are added to it."""
+        return self._ids(self.backend, text, add_special_tokens, cut)
 
-    def encode_cut(self, text: str, truncation: Truncation, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of `text` as `encode` does, cut so that they keep the special tokens that it adds."""
-        num_added = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        encoding.truncate(max(0, truncation.max_tokens - num_added), direction=truncation.side)
-        if add_special_tokens:
-            encoding = self.backend.post_process(encoding)
-        return truncation.cut(encoding.ids)
-
-    def encode_content(self, text: str) -> list[int]:
+    def encode_content(self, text: str, cut: Truncation | None = None) -> list[int]:
         """Return the token ids of what a client wrote, as `encode`; where special tokens are to be text, they are."""
         backend = self.backend if self._plain_backend is None else self._plain_backend
-        return self._ids(backend, text, True)
+        return self._ids(backend, text, True, cut)
 
     @property
     def chat_template(self) -> str:
@@ -170,13 +162,17 @@ class Tokenizer:
         """Return how many tokens a text of `num_chars` has at least."""
         return max(1, -(-num_chars // self._max_chars_per_token))
 
-    def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str) -> None:
+    def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str, cut: Truncation | None = None) -> None:
         """Refuse a text that cannot come to `max_tokens` tokens or fewer, without tokenizing it.
 
+        One that is to be cut may come to more, as long as it does not take too long to tokenize.
+
         Raises:
-            ApiError: 400.
+            ApiError: 400, or 413 for a text to be cut.
         """
-        if num_chars > self.max_chars(max_tokens):
+        if cut is not None:
+            check_tokenize(num_chars, max_tokens, field)
+        elif num_chars > self.max_chars(max_tokens):
             raise _too_long(num_chars, self.max_chars(max_tokens), field)
 
     def token_id(self, text: str) -> int | None:
@@ -282,9 +278,14 @@ class Tokenizer:
         return ids + self._ids(self._plain_backend, text[end:].replace(_MARK, ""), False)
 
     @staticmethod
-    def _ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def _ids(backend: Backend, text: str, add_special_tokens: bool, cut: Truncation | None = None) -> list[int]:
+        if cut is None:
+            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        num_added = backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding = backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, cut.max_tokens - num_added), direction=cut.side)
+        return cut.cut((backend.post_process(encoding) if add_special_tokens else encoding).ids)
 
     def _token_text(self, token_id: int) -> str:
         """Return the text of one token alone: U+FFFD where it is a part of a character."""

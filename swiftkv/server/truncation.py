@@ -20,7 +20,9 @@ class TruncationFields(Body):
         None, description="The most tokens that are kept of a prompt; -1: as many as the model takes"
     )
     truncation_side: TruncationSide | None = Field(
-        None, description="The side that `truncate_prompt_tokens` cuts off; left out: `left`, of embeddings `right`"
+        None,
+        description="The side that `truncate_prompt_tokens` cuts off; left out: `left`, of embeddings and scores "
+        "`right`",
     )
 
 

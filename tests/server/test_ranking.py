@@ -11,14 +11,14 @@ import httpx
 import numpy as np
 import pytest
 from echo_engine import echoed_numbers
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import MAX_MODEL_LEN, Gateway, start_gateway
 
 from swiftkv.errors import CheckpointError
 from swiftkv.models.pooling import EmbeddingRecipe, ScoreRecipe
 from swiftkv.server.pooling.template import ScoreTemplate
 from swiftkv.server.tokenizer import Tokenizer
 from tests.support.checkpoints import make_tokenizer
-from tests.support.pooling import card_prompt, make_reranker_tokenizer
+from tests.support.pooling import CARD_INSTRUCTION, CARD_PREFIX, CARD_SUFFIX, card_prompt, make_reranker_tokenizer
 
 QUERY = "what does the fox do"
 DOCUMENTS = ["it jumps", "Grüße aus Köln", "a lazy dog", "nothing", "you"]
@@ -53,8 +53,22 @@ def post(gateway: Gateway, path: str, **body: Any) -> httpx.Response:
 
 
 def expected(template: ScoreTemplate, query: str, document: str, instruction: str | None = None) -> float:
-    yes, no = echoed_numbers(template.encode(query, document, instruction), template.pooling.token_ids).tolist()
+    return expected_of(template, template.encode(query, document, instruction))
+
+
+def expected_of(template: ScoreTemplate, prompt: list[int]) -> float:
+    yes, no = echoed_numbers(prompt, template.pooling.token_ids).tolist()
     return math.exp(yes) / (math.exp(yes) + math.exp(no))
+
+
+def cut_card_prompt(query: str, document: str, most: int, side: str) -> list[int]:
+    """Return a prompt of at most `most` tokens as the model card makes it: only what is between its words is cut."""
+    reference = make_reranker_tokenizer()
+    prefix, suffix = (reference.encode(text, add_special_tokens=False) for text in (CARD_PREFIX, CARD_SUFFIX))
+    reference.truncation_side = side
+    asked = f"<Instruct>: {CARD_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+    kept = reference(asked, truncation=True, max_length=most - len(prefix) - len(suffix))["input_ids"]
+    return [*prefix, *kept, *suffix]
 
 
 def test_the_text_is_the_model_cards(template: ScoreTemplate) -> None:
@@ -104,6 +118,27 @@ def test_as_many_with_as_many(scoring_gateway: Gateway, template: ScoreTemplate)
     )
 
 
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_the_text_between_the_templates_words_is_cut(
+    scoring_gateway: Gateway, template: ScoreTemplate, side: str | None
+) -> None:
+    most = len(template.encode(QUERY, "")) + 3
+    prompts = [cut_card_prompt(QUERY, document, most, side or "right") for document in DOCUMENTS]
+    assert [len(template.encode(QUERY, document)) > most for document in DOCUMENTS].count(True) > 1
+    cut = {"truncate_prompt_tokens": most, "truncation_side": side}
+    answer = post(scoring_gateway, "/v1/score", text_1=QUERY, text_2=DOCUMENTS, **cut).json()
+    scores = [expected_of(template, prompt) for prompt in prompts]
+    assert [item["score"] for item in answer["data"]] == pytest.approx(scores, abs=1e-6)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    results = post(scoring_gateway, "/v1/rerank", query=QUERY, documents=DOCUMENTS, **cut).json()["results"]
+    assert {item["index"]: item["relevance_score"] for item in results} == pytest.approx(dict(enumerate(scores)))
+
+
+def test_minus_one_keeps_what_a_scoring_model_takes(scoring_gateway: Gateway) -> None:
+    body = {"text_1": QUERY, "text_2": "b " * 9000, "truncate_prompt_tokens": -1}
+    assert post(scoring_gateway, "/v1/score", **body).json()["usage"]["prompt_tokens"] == MAX_MODEL_LEN - 1
+
+
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
 def test_documents_are_ranked(scoring_gateway: Gateway, template: ScoreTemplate, path: str) -> None:
     given = [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]]
@@ -130,6 +165,10 @@ def test_a_model_that_embeds_compares(comparing_gateway: Gateway, tokenizer: Tok
     cosines = [float(left @ row / np.linalg.norm(left) / np.linalg.norm(row)) for row in right]
     assert [item["score"] for item in answer["data"]] == pytest.approx([*cosines, 1.0], abs=1e-6)
     assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in (QUERY, *DOCUMENTS))
+    cut = post(comparing_gateway, "/v1/score", text_1=QUERY, text_2=DOCUMENTS, truncate_prompt_tokens=3).json()
+    left, *right = (echoed_numbers(tokenizer.encode(text)[:3], []) for text in (QUERY, *DOCUMENTS))
+    cosines = [float(left @ row / np.linalg.norm(left) / np.linalg.norm(row)) for row in right]
+    assert [item["score"] for item in cut["data"]] == pytest.approx(cosines, abs=1e-6)
     refused = post(comparing_gateway, "/v1/score", text_1="a", text_2="b", instruction="find animals")
     assert refused.json()["error"]["param"] == "instruction"
 
@@ -147,6 +186,8 @@ def test_a_model_that_embeds_compares(comparing_gateway: Gateway, tokenizer: Tok
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 4}, "max_tokens_per_doc"),
         ("/v1/rerank", {"query": "a", "documents": ["b " * 5000]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 20}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a"}, "model"),
     ],
 )

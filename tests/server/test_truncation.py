@@ -52,7 +52,7 @@ def rendered(http: httpx.Client, body: dict[str, Any]) -> list[int]:
 def test_a_text_is_cut_as_transformers_cuts_it(
     framed: PreTrainedTokenizerFast, most: int, add_special_tokens: bool, side: TruncationSide
 ) -> None:
-    ours = Tokenizer(framed).encode_cut(TEXT, Truncation(most, side), add_special_tokens=add_special_tokens)
+    ours = Tokenizer(framed).encode(TEXT, cut=Truncation(most, side), add_special_tokens=add_special_tokens)
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(framed.backend_tokenizer.to_str()), truncation_side=side
     )
@@ -62,7 +62,7 @@ def test_a_text_is_cut_as_transformers_cuts_it(
 
 
 def test_no_more_is_kept_than_asked_for_where_special_tokens_alone_are_more(framed: PreTrainedTokenizerFast) -> None:
-    ids = Tokenizer(framed).encode_cut(TEXT, Truncation(1), add_special_tokens=True)
+    ids = Tokenizer(framed).encode(TEXT, cut=Truncation(1))
     assert ids == [framed.backend_tokenizer.token_to_id("<|im_end|>")]
 
 

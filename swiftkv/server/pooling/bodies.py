@@ -61,13 +61,11 @@ class EmbeddingBody(PooledBody, TruncationFields):
         return each_prompt(self.input)
 
 
-class ScoringBody(PooledBody):
+class ScoringBody(PooledBody, TruncationFields):
     """The fields that requests for scores have, whichever way they give their texts."""
 
     instruction: Text | None = Field(None, description="What to look for, in place of the checkpoint's")
     use_activation: Annotated[None, Unsupported(True)] = None
-    truncate_prompt_tokens: Annotated[None, Unsupported()] = None
-    truncation_side: Annotated[None, Unsupported()] = None
 
 
 class ScoreBody(ScoringBody):

@@ -19,10 +19,10 @@ from swiftkv.server.models import ModelHandle
 from swiftkv.server.pooling.bodies import EmbeddingBody
 from swiftkv.server.pooling.objects import Embedding, EmbeddingList
 from swiftkv.server.pooling.pool import Pooled, pool, unit_length
-from swiftkv.server.price import check_pooled, check_tokenize
+from swiftkv.server.price import check_pooled
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.sampling import prompt_bytes
-from swiftkv.server.truncation import Truncation, asked_truncation
+from swiftkv.server.truncation import Truncation, TruncationFields, asked_truncation
 
 HIDDEN_STATE = Pooling()
 
@@ -70,16 +70,13 @@ def text_prompts(
         raise ApiError(400, message, param="prompt_name")
     before = "" if name is None else recipe.prompts[name]
     for text in texts:
-        if cut is None:
-            tokenizer.refuse_hopeless(len(text), model.max_model_len, field)
-        else:
-            check_tokenize(len(text), model.max_model_len, field)
-    return [
-        tokenizer.encode(before + text, add_special_tokens=add_special_tokens)
-        if cut is None
-        else tokenizer.encode_cut(before + text, cut, add_special_tokens=add_special_tokens)
-        for text in texts
-    ]
+        tokenizer.refuse_hopeless(len(text), model.max_model_len, field, cut)
+    return [tokenizer.encode(before + text, add_special_tokens=add_special_tokens, cut=cut) for text in texts]
+
+
+def pooled_truncation(model: ModelHandle, body: TruncationFields) -> Truncation | None:
+    """Return the cut that the texts of a request need, `None` if they stay whole. Raises as `asked_truncation`."""
+    return asked_truncation(body, model.max_model_len, 0, usual_side="right")
 
 
 def _check_dimensions(recipe: EmbeddingRecipe, dimensions: int | None) -> None:
@@ -97,7 +94,7 @@ def _check_dimensions(recipe: EmbeddingRecipe, dimensions: int | None) -> None:
 
 
 def _prompts(model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody) -> list[bytes]:
-    cut = asked_truncation(body, model.max_model_len, 0, usual_side="right")
+    cut = pooled_truncation(model, body)
     whole = [prompt for prompt in body.inputs if not isinstance(prompt, str)]
     prompts = whole if cut is None else [cut.cut(prompt) for prompt in whole]
     texts = [text for text in body.inputs if isinstance(text, str)]

@@ -18,7 +18,7 @@ from msgspec import UNSET
 from swiftkv.server.errors import ApiError
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.pooling.bodies import RerankBody, ScoreBody, ScoringBody
-from swiftkv.server.pooling.embed import HIDDEN_STATE, recipe_of, text_prompts
+from swiftkv.server.pooling.embed import HIDDEN_STATE, pooled_truncation, recipe_of, text_prompts
 from swiftkv.server.pooling.objects import PooledUsage, RankedDocument, RankedText, Ranking, Score, ScoreList
 from swiftkv.server.pooling.pool import pool, unit_length
 from swiftkv.server.price import check_pooled
@@ -57,17 +57,18 @@ async def _scores(
 ) -> tuple[Scores, PooledUsage]:
     if model.scoring is None:
         return await _cosines(model, pairs, body, num_bytes, record)
-    prompts = await model.threads.run(lambda: _asked(model, pairs, body.instruction), num_bytes)
+    prompts = await model.threads.run(lambda: _asked(model, pairs, body), num_bytes)
     pooled = await pool(model, prompts, model.scoring.pooling, body, record)
     yes, no = pooled.rows.astype(np.float64).T
     return np.exp(-np.logaddexp(0.0, no - yes)), pooled.usage(model, body)  # softmax of the two, of yes
 
 
-def _asked(model: ModelHandle, pairs: Pairs, instruction: str | None) -> list[bytes]:
+def _asked(model: ModelHandle, pairs: Pairs, body: ScoringBody) -> list[bytes]:
     assert model.scoring is not None
+    cut = pooled_truncation(model, body)
     for query, document in pairs:
-        model.tokenizer.refuse_hopeless(len(query) + len(document), model.max_model_len, "documents")
-    prompts = [model.scoring.encode(query, document, instruction) for query, document in pairs]
+        model.tokenizer.refuse_hopeless(len(query) + len(document), model.max_model_len, "documents", cut)
+    prompts = [model.scoring.encode(*pair, instruction=body.instruction, cut=cut) for pair in pairs]
     check_pooled("documents", [len(prompt) for prompt in prompts], 1, model.max_model_len)
     return [prompt_bytes(model, prompt, "documents") for prompt in prompts]
 
@@ -79,14 +80,14 @@ async def _cosines(
         message = f"field 'instruction' is for models that score, and '{model.name}' embeds; write it into the texts"
         raise ApiError(400, message, param="instruction")
     row_of = {text: row for row, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-    prompts = await model.threads.run(lambda: _embedded(model, list(row_of)), num_bytes)
+    prompts = await model.threads.run(lambda: _embedded(model, list(row_of), body), num_bytes)
     pooled = await pool(model, prompts, HIDDEN_STATE, body, record)
     rows = unit_length(pooled.rows).astype(np.float64)
     left, right = (rows[[row_of[pair[side]] for pair in pairs]] for side in (0, 1))
     return (left * right).sum(axis=-1), pooled.usage(model, body)
 
 
-def _embedded(model: ModelHandle, texts: Sequence[str]) -> list[bytes]:
-    prompts = text_prompts(model, texts, "documents")
+def _embedded(model: ModelHandle, texts: Sequence[str], body: ScoringBody) -> list[bytes]:
+    prompts = text_prompts(model, texts, "documents", cut=pooled_truncation(model, body))
     check_pooled("documents", [len(prompt) for prompt in prompts], recipe_of(model).width, model.max_model_len)
     return [prompt_bytes(model, prompt, "documents") for prompt in prompts]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swiftkv.engine.messages import Pooling
 from swiftkv.errors import CheckpointError
 from swiftkv.models.pooling import ScoreRecipe
+from swiftkv.server.errors import ApiError
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.truncation import Truncation
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _BEFORE = (
@@ -36,10 +40,28 @@ class ScoreTemplate:
         self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
         self._behind = tokenizer.encode(_BEHIND, add_special_tokens=False)
 
-    def encode(self, query: str, document: str, instruction: str | None = None) -> list[int]:
-        """Return the token ids of the whole text."""
+    def encode(
+        self, query: str, document: str, instruction: str | None = None, cut: Truncation | None = None
+    ) -> list[int]:
+        """Return the token ids of the whole text. A cut leaves the template's own words: the answer follows the last.
+
+        Raises:
+            ApiError: 400 if the cut leaves room for those words only.
+        """
         asked = f"<Instruct>: {instruction or self._instruction}\n<Query>: {query}\n<Document>: {document}"
-        return [*self._before, *self._tokenizer.encode_content(asked), *self._behind]
+        inner = None if cut is None else self._between(cut)
+        return [*self._before, *self._tokenizer.encode_content(asked, inner), *self._behind]
+
+    def _between(self, cut: Truncation) -> Truncation:
+        """Return the cut of the text between the template's own words that makes the whole as long as `cut` does."""
+        num_own = len(self._before) + len(self._behind)
+        if cut.max_tokens <= num_own:
+            message = (
+                f"field 'truncate_prompt_tokens' leaves {cut.max_tokens} tokens, and those around query and document "
+                f"are {num_own}: send more, or -1"
+            )
+            raise ApiError(400, message, param="truncate_prompt_tokens")
+        return replace(cut, max_tokens=cut.max_tokens - num_own)
 
 
 def _answer(tokenizer: Tokenizer, text: str) -> int:
