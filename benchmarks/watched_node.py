@@ -17,7 +17,7 @@ import httpx
 import psutil
 from lending_node import Node
 
-from swiftkv.config import NodeConfig
+from swiftkv.node_config import NodeConfig
 
 MIB = 1 << 20
 GATEWAY = "gateway"

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from swiftkv.config import is_loopback
 from swiftkv.errors import ConfigError
 from swiftkv.locks import is_private, remove_if_unlocked
+from swiftkv.node_config import is_loopback
 
 _SUFFIX = ".key"
 _MAX_KEY_BYTES = 1024

@@ -89,8 +89,8 @@ def main(
 @app.command(epilog="Examples: `swiftkv serve configs/embedded.yaml --port 9000`, `swiftkv serve models/Qwen3-0.6B`")
 def serve(
     config_path: ConfigPath,
-    host: Annotated[str | None, typer.Option(help="Listen here, whatever the file says.")] = None,
-    port: Annotated[int | None, typer.Option(help="The node's port, whatever the file says.")] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on, in place of the file's.")] = None,
+    port: Annotated[int | None, typer.Option(help="The node's port, in place of the file's.")] = None,
     no_lending: Annotated[
         bool, typer.Option("--no-lending", help="Lend and borrow nothing, whatever the file says.")
     ] = False,
@@ -152,16 +152,20 @@ def simulate(
         typer.Option(metavar="URL|FILE", help="Where the times of steps come from: a running node, or a file."),
     ] = DEFAULT_URL,
     model: Annotated[list[str] | None, typer.Option(help="Only this model; may be given several times.")] = None,
-    rate: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Only so many, from the start of the trace.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="2: requests come twice as fast as in the trace.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Take only so many, from the start of the trace.")] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help="So many clients, each sending its next request when it has an answer."),
+        typer.Option(min=1, help="Replay with so many clients: each sends its next request when it has an answer."),
     ] = None,
     policy: Annotated[SchedulingPolicy | None, typer.Option(help="In place of the file's scheduling_policy.")] = None,
     seed: Annotated[int, typer.Option(help="Spreads requests that the trace has in one instant.")] = 0,
-    target_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that are promised.")] = None,
-    target_tpot: Annotated[float | None, typer.Option(help="Seconds per token that are promised.")] = None,
+    target_ttft: Annotated[
+        float | None, typer.Option(help="Show how many requests have a first token within so many seconds.")
+    ] = None,
+    target_tpot: Annotated[
+        float | None, typer.Option(help="Show how many requests need at most so many seconds per token.")
+    ] = None,
     save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps here, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
 ) -> None:
@@ -199,7 +203,7 @@ def status(
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /ready answers.")] = False,
 ) -> None:
-    """Ask a running node how its engines do. Exit code 0 if all of them serve."""
+    """Show the state of every engine of a running node. The exit code is 0 if all of them serve."""
     import httpx
 
     try:
@@ -325,8 +329,8 @@ def lending_set(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be recalled.")] = False,
 ) -> None:
-    """Set the most that WORKER lends, until the node stops. What it lends beyond that comes back before this ends."""
-    from swiftkv.config import BUDGET_FORMS
+    """Set the most that WORKER lends, until the node stops. What it lent beyond that is back when this returns."""
+    from swiftkv.model_config import BUDGET_FORMS
     from swiftkv.units import format_size, parse_budget
 
     try:

@@ -1,347 +1,28 @@
 """The YAML file as frozen, validated types. Every mistake is one line that names its key and what would be right.
 
-It is one file, as the YAML is one: who looks for a key finds its type, its default and its checks here.
+The sections are `node_config.py` and `model_config.py`; here is what holds between them, and how a file is read.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from swiftkv.compute_config import ComputeConfig, WrittenCompute, mistakes_about_shares, read_compute
-from swiftkv.config_fields import (
-    COUNT_OR_NULL,
-    DURATION,
-    LIMIT,
-    POSITIVE,
-    SIZE,
-    VARIABLE,
-    Duration,
-    Limit,
-    Positive,
-    Section,
-    Size,
-    Variable,
-)
+from swiftkv.compute_config import WrittenCompute, mistakes_about_shares
+from swiftkv.config_fields import Section
 from swiftkv.errors import ConfigError
-from swiftkv.kv_events_config import KVEventsConfig, host_of
+from swiftkv.kv_events_config import host_of
 from swiftkv.mistakes import describe_mistakes, show
-from swiftkv.policies import SchedulingPolicy, Task
-from swiftkv.tenant_config import TenantConfig, mistakes_about_tenants
-from swiftkv.tier_config import HostConfig, StorageConfig, TiersConfig, check_backends, why_not_below
-from swiftkv.units import (
-    Budget,
-    PoolBytes,
-    PoolMemory,
-    format_size,
-    parse_budget,
-    parse_duration,
-    parse_memory,
-    parse_part,
-)
-
-_MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
-_PORT = "a port number from 0 to 65535 (0 takes any free one)"
-BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
-_MIN_KEY_LENGTH = 16
-_LONGEST_NAME = 64
-_CPU_STEP_LIMIT_S = 0.25
-_DUE_S = 10.0
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-
-
-class RestartConfig(Section):
-    """How often, and how soon, an engine that died is started again."""
-
-    limit: Annotated[int, Field(ge=0)] = Field(5, description="a number of restarts within the window, at least 0")
-    window: Duration = Field(600.0, description=DURATION)
-    backoff: Duration = Field(1.0, description=f"{DURATION}; it doubles with every restart in the window")
-
-
-def _read_dimensions(value: object) -> Literal["any"] | tuple[int, ...] | None:
-    if value is None or value == "any":
-        return value
-    if not isinstance(value, list) or not value or not all(type(number) is int and number > 0 for number in value):
-        raise ValueError("not dimensions")
-    return tuple(value)
-
-
-def _read_switch(value: object) -> object:
-    """PyYAML reads on and off as booleans unless they are quoted."""
-    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
-
-
-def _read_node_lending(value: object) -> object:
-    """`lending: off` is short for `lending: {enabled: off}`."""
-    switch = _read_switch(value)
-    return {"enabled": switch} if isinstance(switch, bool) else value
-
-
-class NodeLendingConfig(Section):
-    """Lending between the models of this node; what a worker lends stands with the worker."""
-
-    enabled: Annotated[bool, BeforeValidator(_read_switch)] = Field(True, description="on or off")
-    transport: Literal["auto", "shm", "peer", "p2p"] = Field("auto", description="auto, shm, peer or p2p")
-    io_backend: Literal["kernel", "direct"] = Field("kernel", description="kernel or direct")
-    stream_buffers: Literal[1, 2] = Field(2, description="1 or 2")
-    max_programs: Positive | None = Field(None, description=POSITIVE)
-    max_wait: Duration = Field(30.0, description=DURATION)
-
-
-class BatchesConfig(Section):
-    """The files and batches that a node keeps in its `state_dir`, and how much of a model they may take."""
-
-    max_file: Size = Field(200 << 20, description=SIZE)
-    max_requests: Positive = Field(50_000, description=POSITIVE)
-    max_storage: Size = Field(10 << 30, description=SIZE)
-    max_in_flight: Positive | None = Field(None, description=POSITIVE)
-
-
-class OtlpConfig(Section):
-    """Names the collector that traces of requests are sent to."""
-
-    endpoint: str = Field(pattern=r"^https?://[^/]+/.+", description="a URL such as http://localhost:4318/v1/traces")
-
-
-class NodeConfig(Section):
-    """The process that owns the ports."""
-
-    host: str = Field("127.0.0.1", min_length=1, description="an address to listen on, such as 127.0.0.1 or 0.0.0.0")
-    port: Port = Field(8000, description=_PORT)
-    api_key_env: Variable | None = Field(None, description=VARIABLE)
-    admin_key_env: Variable | None = Field(None, description=VARIABLE)
-    tenants: Annotated[tuple[TenantConfig, ...], Field(strict=False)] = Field(
-        (), description="a list of mappings with name and api_key_env"
-    )
-    shutdown_timeout: Duration = Field(30.0, description=DURATION)
-    allow_unauthenticated: bool = Field(False, description="true or false")
-    allowed_hosts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="a list of host names without ports"
-    )
-    max_connections: Positive = Field(4096, description=POSITIVE)
-    max_body: Size = Field(16 << 20, description=SIZE)
-    max_bodies: Size = Field(128 << 20, description=SIZE)
-    watchdog: Limit = Field(120.0, description=LIMIT)
-    load_timeout: Limit = Field(600.0, description=LIMIT)
-    show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
-    allow_priority: bool = Field(False, description="true or false")
-    request_log: str | None = Field(None, min_length=1, description="a file to append to, or null")
-    otlp: OtlpConfig | None = Field(None, description="a mapping")
-    state_dir: str | None = Field(None, min_length=1, description="a directory, or null")
-    batches: BatchesConfig = Field(default_factory=BatchesConfig, description="a mapping")
-    restart: RestartConfig = Field(default_factory=RestartConfig, description="a mapping")
-    lending: Annotated[NodeLendingConfig, BeforeValidator(_read_node_lending)] = Field(
-        default_factory=NodeLendingConfig, description="on, off or a mapping"
-    )
-    tiers: TiersConfig = Field(default_factory=TiersConfig, description="a mapping")
-
-    def api_key(self) -> str | None:
-        """Return the key of the OpenAI routes, from the environment.
-
-        Raises `ConfigError` if it is named but not set, or short.
-        """
-        return _key_in("api_key_env", self.api_key_env)
-
-    def admin_key(self) -> str | None:
-        """Return the configured key of `/admin`.
-
-        Raises `ConfigError` if it is named but not set, short, or the models' key.
-        """
-        key = _key_in("admin_key_env", self.admin_key_env)
-        others = {self.api_key(): self.api_key_env}
-        others |= {other: tenant.api_key_env for other, tenant in self.tenant_keys().items()}
-        if key is not None and key in others:
-            raise ConfigError(
-                f"node.admin_key_env: {self.admin_key_env} holds the same key as {others[key]}, which must not "
-                "open /admin; set another"
-            )
-        return key
-
-    @property
-    def key_variables(self) -> tuple[str, ...]:
-        """The environment variables that hold the keys of the OpenAI routes."""
-        own = () if self.api_key_env is None else (self.api_key_env,)
-        return (*own, *(tenant.api_key_env for tenant in self.tenants))
-
-    def tenant_keys(self) -> dict[str, TenantConfig]:
-        """Return the tenants by their keys, which are in the environment.
-
-        Raises `ConfigError` for a key that is not set, or short, or another tenant's.
-        """
-        tenants: dict[str, TenantConfig] = {}
-        for i, tenant in enumerate(self.tenants):
-            option = f"tenants[{i}].api_key_env"
-            key = _key_in(option, tenant.api_key_env)
-            assert key is not None
-            if key in tenants:
-                raise ConfigError(
-                    f"node.{option}: {tenant.api_key_env} holds the same key as {tenants[key].api_key_env}; give each "
-                    "tenant its own"
-                )
-            tenants[key] = tenant
-        return tenants
-
-    def check_access(self) -> None:
-        """Raises `ConfigError` if the keys are not right, or if others can reach the node and it has none."""
-        self.admin_key()
-        if not self.key_variables and not self.is_loopback and not self.allow_unauthenticated:
-            raise ConfigError(
-                f"node.host: {self.host} can be reached from other machines, and the node has no API key; name the "
-                "environment variable that holds one in node.api_key_env, or let everybody in with "
-                "node.allow_unauthenticated: true (swiftkv serve --allow-unauthenticated)"
-            )
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach the node."""
-        return is_loopback(self.host)
-
-    @property
-    def checked_hosts(self) -> tuple[str, ...] | None:
-        """The names that requests may be sent to beside this machine's own; `None` allows any.
-
-        A browser that is misled about a name sends no key, so where a key is asked for, the name may be any.
-        """
-        is_keyless = not self.key_variables and self.is_loopback
-        return self.allowed_hosts if is_keyless or self.allowed_hosts else None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address means this machine, and nobody else can reach it there."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _key_in(option: str, variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise ConfigError(
-            f"node.{option}: the environment variable {variable} is not set; "
-            f"export {variable}=… first{'' if option.startswith('tenants') else ', or write null for no key'}"
-        )
-    if len(key) < _MIN_KEY_LENGTH:
-        raise ConfigError(
-            f"node.{option}: the key in {variable} has {len(key)} characters, which can be guessed; it must have at "
-            f"least {_MIN_KEY_LENGTH}, for example from: openssl rand -hex 16"
-        )
-    return key
-
-
-class KVCacheConfig(Section):
-    """The pool of one engine."""
-
-    memory: Annotated[PoolMemory, PlainValidator(parse_memory)] = Field(PoolBytes(512 << 20), description=_MEMORY)
-    block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
-    retention_interval: Annotated[int, Field(gt=0)] | None = Field(None, description="a number of tokens, or null")
-    max_pinned: Annotated[float, PlainValidator(parse_part)] = Field(0.25, description="a percentage such as 25%")
-
-
-class LendingConfig(Section):
-    """The part of a worker's pool that masters may borrow, and how the worker judges its own needs."""
-
-    budget: Annotated[Budget, PlainValidator(parse_budget)] = Field(Budget(0), description=BUDGET_FORMS)
-    window: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] = Field(60.0, description=DURATION)
-    policy: Literal["total", "longest"] = Field("total", description="total or longest")
-
-
-class EndpointConfig(Section):
-    """A model's own port."""
-
-    port: Port = Field(description=_PORT)
-
-
-class ModelConfig(Section):
-    """One model, one engine process."""
-
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=_LONGEST_NAME,
-        description="a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
-    )
-    path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
-    revision: str | None = Field(None, min_length=1, description="a branch, a tag or a commit of the hub, or null")
-    task: Task = Field("generate", description="generate, embed or score")
-    matryoshka_dimensions: Annotated[Literal["any"] | tuple[int, ...] | None, PlainValidator(_read_dimensions)] = Field(
-        None, description="any, a list of integers of at least 1, or null"
-    )
-    role: Literal["master", "worker"] = Field("worker", description="master or worker")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = Field(1, description="an integer from 1 to 8")
-    dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="float32, float16 or bfloat16")
-    threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)), description=POSITIVE)
-    max_model_len: Positive | None = Field(None, description=POSITIVE)
-    max_num_seqs: Positive = Field(64, description=POSITIVE)
-    max_num_batched_tokens: Positive = Field(2048, description=POSITIVE)
-    scheduling_policy: SchedulingPolicy = Field("hrrn", description="fcfs, priority, spf, hrrn or deadline")
-    max_num_queued_reqs: Positive = Field(1024, description=POSITIVE)
-    max_num_queued_tokens: Positive | None = Field(None, description=COUNT_OR_NULL)
-    target_ttft: Limit = Field(None, description=LIMIT)
-    target_tpot: Limit = Field(None, description=LIMIT)
-    long_prefill_token_threshold: Positive | None = Field(None, description=COUNT_OR_NULL)
-    max_num_partial_prefills: Positive | None = Field(None, description=COUNT_OR_NULL)
-    max_long_partial_prefills: Positive = Field(1, description=POSITIVE)
-    enable_prefix_caching: bool = Field(True, description="true or false")
-    enable_chunked_prefill: bool = Field(True, description="true or false")
-    enforce_eager: bool = Field(False, description="true or false")
-    async_scheduling: bool | None = Field(None, description="true or false")
-    split_special_tokens: bool = Field(False, description="true or false")
-    tool_parser: Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "gpt_oss"] | None = Field(
-        None, description="hermes, llama3_json, mistral, qwen3_coder, gpt_oss or null"
-    )
-    reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"] | None = Field(
-        None, description="qwen3, deepseek_r1, mistral, gpt_oss, none or null"
-    )
-    trust_request_chat_template: bool = Field(False, description="true or false")
-    generation_config: str = Field("auto", min_length=1, description="auto, vllm or a directory")
-    auto_wake: bool = Field(False, description="true or false")
-    kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
-    lending: LendingConfig | None = Field(None, description="a mapping")
-    compute: Annotated[ComputeConfig | None, BeforeValidator(read_compute)] = Field(
-        None, description="off or a mapping"
-    )
-    tiers: TiersConfig | None = Field(None, description="a mapping")
-    kv_events_config: KVEventsConfig = Field(default_factory=KVEventsConfig, description="a mapping")
-    endpoint: EndpointConfig | None = Field(None, description="a mapping")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _larger_blocks_on_gpus(cls, value: object) -> object:
-        """Let the tensor memory accelerator fetch keys, 64 of a block at once, unless the file says otherwise."""
-        if not isinstance(value, dict) or not str(value.get("device", "cpu")).startswith("cuda"):
-            return value
-        kv_cache = value.get("kv_cache", {})
-        return {**value, "kv_cache": {"block_size": 64} | kv_cache} if isinstance(kv_cache, dict) else value
-
-    @property
-    def step_limit_s(self) -> float | None:
-        """The longest step beside answers: `target_tpot`, or what is usual where the file does not say.
-
-        On the CPU a full step of prompts takes seconds, and no answer goes on meanwhile; on a GPU, milliseconds.
-        """
-        is_usual = self.device == "cpu" and "target_tpot" not in self.model_fields_set
-        return _CPU_STEP_LIMIT_S if is_usual else self.target_tpot
-
-    @property
-    def due_s(self) -> float:
-        """When the first token is due of requests that do not say, for `scheduling_policy: deadline`."""
-        return self.target_ttft or _DUE_S
-
-    @property
-    def last_gpu(self) -> int:
-        """The last GPU index that this model uses, one for each rank from `device` on; -1 on the CPU."""
-        return -1 if self.device == "cpu" else int(self.device.removeprefix("cuda:")) + self.tensor_parallel_size - 1
+from swiftkv.model_config import LONGEST_NAME, ModelConfig
+from swiftkv.node_config import NodeConfig, is_loopback
+from swiftkv.tenant_config import mistakes_about_tenants
+from swiftkv.tier_config import HostConfig, StorageConfig, check_backends, why_not_below
+from swiftkv.units import PoolBytes, format_size
 
 
 class Config(Section):
@@ -415,7 +96,10 @@ class Config(Section):
                     "nor borrows in this version; make it a worker without lending, or write tensor_parallel_size: 1"
                 )
             if model.matryoshka_dimensions is not None and model.task != "embed":
-                mistakes.append(f"models[{i}].matryoshka_dimensions: only a model with task: embed has embeddings")
+                mistakes.append(
+                    f"models[{i}].matryoshka_dimensions: only a model with task: embed has embeddings; write task: "
+                    "embed, or drop this"
+                )
             mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
             for tier, section in (("host", self.host_of(model)), ("storage", self.storage_of(model))):
                 if section is not None:
@@ -455,8 +139,8 @@ class Config(Section):
         interval, block_size = model.kv_cache.retention_interval, model.kv_cache.block_size
         if interval is not None and interval < block_size:
             yield (
-                f"kv_cache.retention_interval: {interval} is less than block_size ({block_size}); a prefix is found "
-                "again at the ends of blocks only"
+                f"kv_cache.retention_interval: {interval} is less than block_size ({block_size}), and a prefix is "
+                f"found again only where a block ends; write at least {block_size}, or null"
             )
         if on_gpu and model.dtype == "float32":
             yield "dtype: float32 is not served on a GPU; write bfloat16 or float16"
@@ -477,9 +161,9 @@ class Config(Section):
         lenders = [other for other in self.models if other.role == "worker" and other.lending is not None]
         if self.node.lending.enabled and (model in lenders if model.role == "worker" else lenders):
             yield (
-                f"{key} of a GPU is a number of bytes only once the model is loaded, and what {model.name} "
-                f"{'borrows' if model.role == 'master' else 'lends'} is planned before; write a size such as 40GiB, "
-                "or node.lending: off"
+                f"{key} of a GPU is known in bytes only when the model is loaded, and what {model.name} "
+                f"{'borrows' if model.role == 'master' else 'lends'} is planned before that; write a size such as "
+                "40GiB, or node.lending: off"
             )
 
 
@@ -509,14 +193,14 @@ def _one_model(directory: Path) -> dict[str, Any]:
             "model's directory in Hugging Face format"
         )
     name = re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "", directory.resolve().name)
-    return {"models": [{"name": name[:_LONGEST_NAME] or "model", "path": str(directory.resolve())}]}
+    return {"models": [{"name": name[:LONGEST_NAME] or "model", "path": str(directory.resolve())}]}
 
 
 def read_model(path: Path) -> object:
-    """Return one model's section of a file, from a file that holds nothing else or for a model's directory.
+    """Return one model's section: what a YAML file holds, or for a model's directory, a section that serves it.
 
-    A relative `path` of the section becomes absolute if it leads somewhere from the file: whoever reads the section
-    may be elsewhere. Raises `ConfigError` for what cannot be read.
+    A relative `path` of the section that leads to a directory from where the file lies becomes absolute: the section is
+    read by a process that may run elsewhere. Raises `ConfigError` for what cannot be read.
     """
     if path.is_dir():
         return _one_model(path)["models"][0]

@@ -17,11 +17,13 @@ LIMIT = "a duration such as 500ms, 60s or 2m, or off"
 POSITIVE = "an integer of at least 1"
 COUNT_OR_NULL = "an integer of at least 1, or null"
 VARIABLE = "the name of an environment variable, or null"
+PORT = "a port number from 0 to 65535 (0 takes any free one)"
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 Limit = Annotated[float | None, BeforeValidator(parse_limit)]
 Positive = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 

@@ -23,9 +23,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from swiftkv.config import ModelConfig, load_config
+from swiftkv.config import load_config
 from swiftkv.demo_node import Node, TooLongError, as_engine_error, serving, write_storing_config
 from swiftkv.errors import ConfigError, EngineError
+from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import SizedPlan
 from swiftkv.planning.node import plan_node
 from swiftkv.units import format_size

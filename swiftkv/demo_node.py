@@ -19,8 +19,9 @@ import yaml
 from rich.console import Console
 
 from swiftkv.admin_key import find_admin_key
-from swiftkv.config import Config, ModelConfig
+from swiftkv.config import Config
 from swiftkv.errors import ConfigError, EngineError
+from swiftkv.model_config import ModelConfig
 from swiftkv.tier_config import why_not_below
 
 try:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from swiftkv.cache.division import SharedExtents
 from swiftkv.cache.geometry import lay_out
-from swiftkv.config import Config, LendingConfig, ModelConfig
+from swiftkv.config import Config
 from swiftkv.engine.messages import EngineConfig, KVEventsSpec
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
+from swiftkv.model_config import LendingConfig, ModelConfig
 from swiftkv.planning.lending import LendingPair, lending_pairs
 from swiftkv.planning.models import ModelPlan
 from swiftkv.tier.messages import TierSpec, tier_spec

@@ -11,11 +11,12 @@ from typing import NoReturn
 
 import msgspec
 
-from swiftkv.config import Config, ModelConfig
+from swiftkv.config import Config
 from swiftkv.engine.messages import EngineConfig, ShareSpec
 from swiftkv.engine_configs import compile_engines, why_not_lend
 from swiftkv.host_tiers import HostTiers, check_host_memory
 from swiftkv.learnt import LearntStepTimes, fingerprint
+from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_one_more
 from swiftkv.planning.replacement import check_replacement

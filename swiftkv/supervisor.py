@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from swiftkv.config import NodeConfig
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, Ready
 from swiftkv.errors import EngineError
 from swiftkv.lease.messages import LendingSpec
+from swiftkv.node_config import NodeConfig
 from swiftkv.processes import how_it_ended
 from swiftkv.progress import ProgressPage
 from swiftkv.server.client import EngineClient

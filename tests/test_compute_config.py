@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from swiftkv.compute_config import ComputeConfig
-from swiftkv.config import ModelConfig, parse_config
+from swiftkv.config import parse_config
 from swiftkv.errors import ConfigError
+from swiftkv.model_config import ModelConfig
 
 
 def model(**options: Any) -> ModelConfig:

@@ -73,7 +73,8 @@ MISTAKES = [
     ),
     (
         ONE_MODEL % ", matryoshka_dimensions: any",
-        "models[0].matryoshka_dimensions: only a model with task: embed has embeddings",
+        "models[0].matryoshka_dimensions: only a model with task: embed has embeddings; write task: embed, or drop "
+        "this",
     ),
     ("node: {lending: {stream_buffers: 3}}\n" + ONE_MODEL % "", "node.lending.stream_buffers: 3 is not 1 or 2"),
     (
@@ -104,8 +105,8 @@ MISTAKES = [
     (ONE_MODEL % ", kv_cache: {block_size: 24}", "models[0].kv_cache.block_size: 24 is not a multiple of 16 tokens"),
     (
         ONE_MODEL % ", kv_cache: {block_size: 64, retention_interval: 32}",
-        "models[0].kv_cache.retention_interval: 32 is less than block_size (64); a prefix is found again "
-        "at the ends of blocks only",
+        "models[0].kv_cache.retention_interval: 32 is less than block_size (64), and a prefix is "
+        "found again only where a block ends; write at least 64, or null",
     ),
     (ONE_MODEL % ", kv_cache: {block_size: 0}", "models[0].kv_cache.block_size: 0 is not a multiple of 16 tokens"),
     (ONE_MODEL % ", threads: 0", "models[0].threads: 0 is not an integer of at least 1"),
@@ -120,8 +121,8 @@ MISTAKES = [
     (ONE_MODEL % ", device: 'cuda:0', kv_cache: {memory: 101%}", f"models[0].kv_cache.memory: '101%' is not {MEMORY}"),
     (
         ONE_MODEL % ", device: 'cuda:0', kv_cache: {memory: 60%}, lending: {budget: 10%}",
-        "models[0].kv_cache.memory: 60% of a GPU is a number of bytes only once the model is loaded, and what chat "
-        "lends is planned before; write a size such as 40GiB, or node.lending: off",
+        "models[0].kv_cache.memory: 60% of a GPU is known in bytes only when the model is loaded, and what chat "
+        "lends is planned before that; write a size such as 40GiB, or node.lending: off",
     ),
     (
         ONE_MODEL % ", device: 'cuda:0', dtype: float32",

@@ -7,9 +7,10 @@ from fractions import Fraction
 
 from swiftkv.cache.division import PoolDivision, divide
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.config import Config, ModelConfig
+from swiftkv.config import Config
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
+from swiftkv.model_config import ModelConfig
 from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
 from swiftkv.models.registry import read_config, weight_bytes
 from swiftkv.storage.host_medium import chunk_bytes_for, host_tokens

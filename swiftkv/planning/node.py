@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swiftkv.config import Config, ModelConfig
+from swiftkv.config import Config
 from swiftkv.errors import ConfigError
+from swiftkv.model_config import ModelConfig
 from swiftkv.planning.lending import BorrowerRoom, plan_lending
 from swiftkv.planning.models import ModelPlan, SizedPlan, plan_model, pool_too_small
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from swiftkv.config import Config, ModelConfig
+from swiftkv.config import Config
 from swiftkv.errors import CheckpointError, ConfigError
+from swiftkv.model_config import ModelConfig
 from swiftkv.models.files import check_tensors
 from swiftkv.models.registry import DECODERS, read_config
 from swiftkv.models.weights import RankSlices

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftkv.config import is_loopback
+from swiftkv.node_config import is_loopback
 from swiftkv.server.errors import ApiError
 from swiftkv.server.limits import NodeLimits, without_model
 from swiftkv.server.node_page import PAGE_PATHS

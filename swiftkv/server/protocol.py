@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from swiftkv.config import BUDGET_FORMS
+from swiftkv.model_config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import FIELD_NAMES, INT32_MAX, AtMost, Body, Label, Text, Unsupported
 from swiftkv.server.price import LIMITS

@@ -14,8 +14,9 @@ import numpy as np
 from swiftkv._core import StepPlan, StepTime
 from swiftkv.bench.datasets import DatasetError
 from swiftkv.bench.traces import Arrival, read_trace, spread_ties
-from swiftkv.config import Config, ModelConfig
+from swiftkv.config import Config
 from swiftkv.errors import ConfigError
+from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.simulate.doors import OpenDoor, same_for_all

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from swiftkv._core import GroupSpec, Scheduler, StepPlan
 from swiftkv.bench.traces import Arrival
-from swiftkv.config import ModelConfig
+from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import SizedPlan
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.simulate.doors import OpenDoor
@@ -74,7 +74,7 @@ class Outcome:
 
 
 def longest_alone(plan: SizedPlan) -> int:
-    """Return the most tokens of a request that the model serves without borrowed memory."""
+    """Return the length of the longest request, in tokens, that the model serves without borrowed memory."""
     return min(plan.max_model_len, plan.longest_context)
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from swiftkv.config import ModelConfig
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
+from swiftkv.model_config import ModelConfig
 from swiftkv.server.tool_parsers import TOOL_PARSERS, choose_parser
 from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, EitherParser, Said, ToolEvent, ToolFunction
 

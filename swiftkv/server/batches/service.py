@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from swiftkv.config import Config, ModelConfig
+from swiftkv.config import Config
+from swiftkv.model_config import ModelConfig
 from swiftkv.server.batches.room import Room
 from swiftkv.server.batches.runner import BatchRunner
 from swiftkv.server.batches.storage import Storage, StorageLimits

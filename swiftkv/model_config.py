@@ -1,0 +1,144 @@
+"""The section of one model in the YAML file: what it serves, on what, and with how much memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from swiftkv.compute_config import ComputeConfig, read_compute
+from swiftkv.config_fields import (
+    COUNT_OR_NULL,
+    DURATION,
+    LIMIT,
+    PORT,
+    POSITIVE,
+    Limit,
+    Port,
+    Positive,
+    Section,
+)
+from swiftkv.kv_events_config import KVEventsConfig
+from swiftkv.policies import SchedulingPolicy, Task
+from swiftkv.tier_config import TiersConfig
+from swiftkv.units import Budget, PoolBytes, PoolMemory, parse_budget, parse_duration, parse_memory, parse_part
+
+BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
+LONGEST_NAME = 64
+_MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
+_CPU_STEP_LIMIT_S = 0.25
+_DUE_S = 10.0
+
+
+def _read_dimensions(value: object) -> Literal["any"] | tuple[int, ...] | None:
+    if value is None or value == "any":
+        return value
+    if not isinstance(value, list) or not value or not all(type(number) is int and number > 0 for number in value):
+        raise ValueError("not dimensions")
+    return tuple(value)
+
+
+class KVCacheConfig(Section):
+    """The pool of one engine."""
+
+    memory: Annotated[PoolMemory, PlainValidator(parse_memory)] = Field(PoolBytes(512 << 20), description=_MEMORY)
+    block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
+    retention_interval: Annotated[int, Field(gt=0)] | None = Field(None, description="a number of tokens, or null")
+    max_pinned: Annotated[float, PlainValidator(parse_part)] = Field(0.25, description="a percentage such as 25%")
+
+
+class LendingConfig(Section):
+    """The part of a worker's pool that masters may borrow, and how the worker judges its own needs."""
+
+    budget: Annotated[Budget, PlainValidator(parse_budget)] = Field(Budget(0), description=BUDGET_FORMS)
+    window: Annotated[float, BeforeValidator(parse_duration), Field(gt=0)] = Field(60.0, description=DURATION)
+    policy: Literal["total", "longest"] = Field("total", description="total or longest")
+
+
+class EndpointConfig(Section):
+    """A model's own port."""
+
+    port: Port = Field(description=PORT)
+
+
+class ModelConfig(Section):
+    """One model, one engine process."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=LONGEST_NAME,
+        description="a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
+    )
+    path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
+    revision: str | None = Field(None, min_length=1, description="a branch, a tag or a commit of the hub, or null")
+    task: Task = Field("generate", description="generate, embed or score")
+    matryoshka_dimensions: Annotated[Literal["any"] | tuple[int, ...] | None, PlainValidator(_read_dimensions)] = Field(
+        None, description="any, a list of integers of at least 1, or null"
+    )
+    role: Literal["master", "worker"] = Field("worker", description="master or worker")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = Field(1, description="an integer from 1 to 8")
+    dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="float32, float16 or bfloat16")
+    threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)), description=POSITIVE)
+    max_model_len: Positive | None = Field(None, description=POSITIVE)
+    max_num_seqs: Positive = Field(64, description=POSITIVE)
+    max_num_batched_tokens: Positive = Field(2048, description=POSITIVE)
+    scheduling_policy: SchedulingPolicy = Field("hrrn", description="fcfs, priority, spf, hrrn or deadline")
+    max_num_queued_reqs: Positive = Field(1024, description=POSITIVE)
+    max_num_queued_tokens: Positive | None = Field(None, description=COUNT_OR_NULL)
+    target_ttft: Limit = Field(None, description=LIMIT)
+    target_tpot: Limit = Field(None, description=LIMIT)
+    long_prefill_token_threshold: Positive | None = Field(None, description=COUNT_OR_NULL)
+    max_num_partial_prefills: Positive | None = Field(None, description=COUNT_OR_NULL)
+    max_long_partial_prefills: Positive = Field(1, description=POSITIVE)
+    enable_prefix_caching: bool = Field(True, description="true or false")
+    enable_chunked_prefill: bool = Field(True, description="true or false")
+    enforce_eager: bool = Field(False, description="true or false")
+    async_scheduling: bool | None = Field(None, description="true or false")
+    split_special_tokens: bool = Field(False, description="true or false")
+    tool_parser: Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "gpt_oss"] | None = Field(
+        None, description="hermes, llama3_json, mistral, qwen3_coder, gpt_oss or null"
+    )
+    reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"] | None = Field(
+        None, description="qwen3, deepseek_r1, mistral, gpt_oss, none or null"
+    )
+    trust_request_chat_template: bool = Field(False, description="true or false")
+    generation_config: str = Field("auto", min_length=1, description="auto, vllm or a directory")
+    auto_wake: bool = Field(False, description="true or false")
+    kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
+    lending: LendingConfig | None = Field(None, description="a mapping")
+    compute: Annotated[ComputeConfig | None, BeforeValidator(read_compute)] = Field(
+        None, description="off or a mapping"
+    )
+    tiers: TiersConfig | None = Field(None, description="a mapping")
+    kv_events_config: KVEventsConfig = Field(default_factory=KVEventsConfig, description="a mapping")
+    endpoint: EndpointConfig | None = Field(None, description="a mapping")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _larger_blocks_on_gpus(cls, value: object) -> object:
+        """Let the tensor memory accelerator fetch keys, 64 of a block at once, unless the file says otherwise."""
+        if not isinstance(value, dict) or not str(value.get("device", "cpu")).startswith("cuda"):
+            return value
+        kv_cache = value.get("kv_cache", {})
+        return {**value, "kv_cache": {"block_size": 64} | kv_cache} if isinstance(kv_cache, dict) else value
+
+    @property
+    def step_limit_s(self) -> float | None:
+        """The longest step beside answers: `target_tpot`, or what is usual where the file does not say.
+
+        On the CPU a full step of prompts takes seconds, and no answer goes on meanwhile; on a GPU, milliseconds.
+        """
+        is_usual = self.device == "cpu" and "target_tpot" not in self.model_fields_set
+        return _CPU_STEP_LIMIT_S if is_usual else self.target_tpot
+
+    @property
+    def due_s(self) -> float:
+        """When the first token is due of requests that do not say, for `scheduling_policy: deadline`."""
+        return self.target_ttft or _DUE_S
+
+    @property
+    def last_gpu(self) -> int:
+        """The last GPU index that this model uses, one for each rank from `device` on; -1 on the CPU."""
+        return -1 if self.device == "cpu" else int(self.device.removeprefix("cuda:")) + self.tensor_parallel_size - 1
