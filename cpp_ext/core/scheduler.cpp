@@ -1,8 +1,15 @@
-// Both ends of a step. How it is filled is in step_builder.cpp, what extents of peers have to do with it in
-// scheduler_lending.cpp (settle_lending, note_demand), and what is refused before it in scheduler_limits.cpp.
+// Both ends of a step: schedule() plans it, commit() takes what came of it. How a step is filled is in
+// step_builder.cpp, what extents of peers have to do with it in scheduler_lending.cpp (settle_lending, note_demand),
+// and what is refused before it in scheduler_limits.cpp.
 //
-// A public function checks and may throw; what then changes the scheduler is noexcept, for half a change is none that
-// could be gone on from.
+// The parts: cache_ has the blocks of every KV group and the prefix index; roster_ the requests, those that run and
+// those that wait; order_ says which of these is next, shares_ which tenant's, policy_ how much of a prompt a step
+// takes and who leaves when blocks run out; refusal_ remembers who found no room, until that may have changed; pins_
+// has prefixes that stay; demand_ counts what lenders decide by; step_time_ predicts a step's seconds; writer_ makes a
+// step's flat arrays; open_ has the steps that are planned and not committed, two at most.
+//
+// A public function checks its arguments and may throw; what it then changes, noexcept functions change: an exception
+// half-way would leave books that do not add up.
 #include "scheduler.h"
 
 #include <stdexcept>
@@ -182,6 +189,8 @@ StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
     return result;
 }
 
+// A row is one request's part of a step. Its `request` is null if the request has ended since, or gave up its steps in
+// progress; `is_lost` says that blocks of such a step are gone with their lender. Either way the row does not count.
 void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result) {
     const auto tell = [&](TokenId token, FinishReason reason) {
         result.request_ids.push_back(row.id);
@@ -213,6 +222,8 @@ void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled,
     if (reason != FinishReason::kRunning) end(r);
 }
 
+// Of a request's tokens, the first `num_computed` have their KV, `num_scheduled` more are in steps in progress, and
+// `num_unknown` behind the last known one are being sampled.
 void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
     Request& r = *row.request;
     r.num_computed += row.num_tokens - num_rejected;

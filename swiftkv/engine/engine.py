@@ -1,6 +1,12 @@
 """The step loop of one engine process.
 
-It is one file, so that the life of a step is read from top to bottom.
+It is one file of more than 400 lines, so that the life of a step is read from top to bottom: `Engine.step`, `_launch`,
+`_finish_steps`, `_publish`.
+
+A plan (`StepPlan`) has the arrays of a step. One entry for each of its requests: `request_ids`, `row_slots`,
+`context_lens`, `query_starts`. One for each token to compute: `token_ids`, `positions`. One for each token to sample:
+`logits_rows`, the computed token that it follows, and `logits_seqs`, its request's place in the plan. A *slot* is the
+row of the sampler's state that a request has while it runs.
 """
 
 from __future__ import annotations
@@ -164,22 +170,22 @@ class Engine:
             PROGRESS.works()
             if not busy and (self._stats_changed or self._tier.has_news()):
                 self._send_stats()
-            self._lending.before_step(self._finish_steps)
-            self._tier.before_step()
+            self._lending.before_step(self._finish_steps)  # extents that came or are asked back; may need a step's end
+            self._tier.before_step()  # blocks that storage has read or is to write
             self._stats_changed |= self._pins.before_step(time.monotonic())
             self._kv_events.collect()
             if not busy:
                 PROGRESS.rests()
                 self._wait()
                 PROGRESS.works()
-                self._tier.before_step()  # a request that it lets go of is for this step
+                self._tier.before_step()  # a request that waited for storage until now runs in this step
             for message in self._receive():
                 if isinstance(message, Shutdown):
                     self._finish_steps()  # while the other ranks are there
                     return
                 self._handle(message)
             self._take_compiled()
-            if self._weights.take():
+            if self._weights.take():  # they have been loaded again, in a thread
                 self._send(Woken(self._config.incarnation))
             for answer in self._tier.take_answers():
                 self._send_stats()
@@ -200,7 +206,7 @@ class Engine:
         if plan is not None:
             if now_s >= self._stats_due_s:
                 self._send_stats()
-            with self._turns:
+            with self._turns:  # models on the CPU may take turns on its cores
                 self._launch(plan)
         self._finish_steps(keep=1 if plan is not None and self._config.async_scheduling else 0)
         return self._scheduler.has_work()
@@ -227,7 +233,7 @@ class Engine:
         self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s))
 
     def _finish_steps(self, keep: int = 0) -> None:
-        """Wait for the steps that were launched, all but the newest `keep`, and tell what came of them."""
+        """Wait for the steps that were launched, all but the newest `keep`, commit them and send their tokens."""
         while len(self._launched) > keep:
             step = self._launched.popleft()
             step.fence.wait()  # sampled or not: after the commit, others may write to blocks that the step reads
@@ -236,7 +242,7 @@ class Engine:
                 exposed_s = self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
             duration_s = self._take_duration(step.launched_s)
-            token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)
+            token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)  # broken: logits are not finite
             result = self._scheduler.commit(token_ids, duration_s=duration_s)
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)
             self._lending.demand_changed()
@@ -265,7 +271,7 @@ class Engine:
         )
 
     def _wait(self) -> None:
-        """Wait until a message comes or something about leases, or it is time to look around."""
+        """Wait until a message comes, a coordinator or storage has news, or it is time to look around."""
         timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else _IDLE_POLL_MS
         ready = dict(self._poller.poll(self._tier.longest_rest_ms(timeout_ms)))
         for wake_fd in (self._lending.wake_fd, self._tier.wake_fd):
@@ -412,7 +418,7 @@ class Engine:
         self._tracer.discard(request_id)
 
     def _seat(self, plan: StepPlan) -> None:
-        """Tell the sampler who sits in which row slot of the plan; preempted requests leave theirs first."""
+        """Tell the sampler which request has which slot in this plan; preempted requests leave theirs first."""
         for request_id in plan.preempted_request_ids.tolist():
             for slot in np.flatnonzero(self._slot_taken & (self._slot_request_ids == request_id)).tolist():
                 self._slot_taken[slot] = False
@@ -432,7 +438,7 @@ class Engine:
             rows = rows[~np.isin(result.request_ids[rows], self._follow_grammars(result, rows))]
         pooled = pooled_by_request(sampled, result.request_ids, rows)
         if pooled:
-            rows = rows[:0]
+            rows = rows[:0]  # what was "sampled" stands for the end of the request, and is no token
         self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
@@ -466,7 +472,7 @@ class Engine:
             self._scheduler.offer_prefix(keys)
 
     def _part_with(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
-        """Take back tokens that do not count, and forget the requests that ended."""
+        """Take back the sampled tokens that do not count, and forget the requests that ended."""
         reasons = result.finish_reasons
         is_retracted = (reasons == FINISH_DROPPED) | (reasons == FINISH_REJECTED)
         retracted = np.flatnonzero(is_retracted)

@@ -1,4 +1,4 @@
-"""A model as the engine sees it, and the loop that most models share: layers of attention and MLP around one stream.
+"""A model as the engine sees it, and the loop that most models share: layers that add to one array of hidden states.
 
 Imports no torch, as every file of a model does: `swiftkv plan` reads models without it.
 """
@@ -128,7 +128,7 @@ class MlpPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Two parts that read one stream of hidden states and add to it, norms included."""
+    """Two parts that read the hidden states of the step's tokens and add to them, norms included."""
 
     attention: AttentionPart
     mlp: MlpPart

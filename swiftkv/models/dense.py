@@ -3,6 +3,9 @@
 A step embeds its tokens; every layer then adds attention and a gated MLP (`models/parts.py`) to their hidden states, in
 the loop of `models/decoder.py`; the head turns hidden states into logits. This file says which numbers of `config.json`
 and which tensors of the checkpoint make such a model. It imports no torch, so that `swiftkv plan` answers at once.
+
+A *kind* of attention is that of the layers of one KV group: all of them, or those with a window and those without. To
+*pack* a tensor is to read this rank's part of it from the checkpoint and to lay it out as the kernels want it.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class Traits:
     qk_norm: bool = False
     head_dim: int | None = None  # where config.json does not say; None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
-    norm_offset: float | None = None  # of `DecoderConfig`
+    norm_offset: float | None = None  # see `DecoderConfig`
     partial_rotary: bool = False  # else transformers ignores partial_rotary_factor, and it must be 1
 
 
@@ -130,16 +133,18 @@ def decoder_weights(
     part: RankSlices,
     mlp_weights: Callable[[DecoderConfig, RankSlices, int], dict[str, Weight]],
 ) -> dict[str, Weight]:
-    """Return the tensors that a rank reads; `mlp_weights` returns those of the second half of a layer."""
+    """Return the shape of every tensor of the checkpoint, by name, and the part of it that a rank reads.
+
+    `mlp_weights` returns those of the second half of one layer.
+    """
     embedding = (config.vocab_size, config.hidden_size)
     weights = {
         "model.embed_tokens.weight": Weight(embedding),
         "model.norm.weight": Weight((config.hidden_size,)),
     }
     if config.has_head:
-        weights["lm_head.weight"] = Weight(
-            embedding, (part.vocab,), "model.embed_tokens.weight" if config.tie_word_embeddings else None
-        )
+        stored_as = "model.embed_tokens.weight" if config.tie_word_embeddings else None
+        weights["lm_head.weight"] = Weight(embedding, (part.vocab,), stored_as)
     for kind, heads in zip(config.attention, part.heads, strict=True):
         for layer in kind.layers:
             weights |= _attention_weights(config, kind, heads, part.rank, f"model.layers.{layer}")
@@ -168,7 +173,7 @@ def _attention_weights(
 
 
 def mlp_weights(config: DecoderConfig, part: RankSlices, layer: int) -> dict[str, Weight]:
-    """Return the tensors of a gated MLP and of the norm before it."""
+    """Return the shapes of the tensors of a gated MLP and of the norm before it, by name, and a rank's parts."""
     hidden, inner, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}"
     weights = {f"{prefix}.{MLP_NORM}.weight": Weight((hidden,))}
     for name in ("gate_proj", "up_proj"):
