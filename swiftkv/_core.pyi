@@ -1,4 +1,7 @@
-"""Block pool, prefix index and scheduler (C++). Token ids are int32, request ids uint64; arrays are one-dimensional."""
+"""Block pool, prefix index and scheduler (C++). Token ids are int32, request ids uint64; arrays are one-dimensional.
+
+A stub of more than 400 lines, for a module has one stub.
+"""
 
 from typing import Final, Literal
 

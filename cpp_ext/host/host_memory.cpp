@@ -1,3 +1,5 @@
+// One file of more than 400 lines: a process may die at any of them while it holds the mutex, and the next one repairs
+// what it left, so what changes the links and what repairs them is read together.
 #include "host_memory.h"
 
 #include <pthread.h>

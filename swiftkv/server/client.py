@@ -1,6 +1,7 @@
 """The gateway's end of one engine: sends it requests, hands what comes back to whoever waits for it.
 
-One table of sequences in flight, with one owner.
+It is one file of more than 400 lines, for it is one class with one table of sequences in flight: whatever adds to the
+table or takes from it is here.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ class EngineClient:
     def engine_down(
         self, why: str, *, state: EngineState = EngineState.RESTARTING, retry_after_s: float = DOWN_RETRY_S
     ) -> None:
-        """The engine process is gone: everything in flight fails now, new requests are refused until it is back.
+        """Fail everything in flight, and refuse new requests until the engine process, which is gone, is back.
 
         `why` completes "the engine …", such as `was killed by SIGKILL`; `state` says whether it is coming back.
         """
