@@ -19,7 +19,7 @@ AdminKeyEnv = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Variable that holds the admin key, if the node was given one.",
+        help="Environment variable with the admin key, if the node was given one.",
     ),
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -57,7 +57,7 @@ def ask_admin(
             return content
         message = content["error"]["message"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        message = f"no node answers at {url}: {error}; name the one that you mean with --url"
+        message = f"no node answers at {url}: {error}; name the right one with --url"
     else:
         if answer.status_code == 401:
             message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"

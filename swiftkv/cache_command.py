@@ -12,7 +12,7 @@ from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv
 
 cache_app = typer.Typer(help="See what prompts find in the cache, and empty it.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print what the node answers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For machines: what the node answers.")]
 
 
 @cache_app.command("show", epilog="Example: `swiftkv cache show --url http://127.0.0.1:8000`")
@@ -46,7 +46,7 @@ def cache_why(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     as_json: AsJson = False,
 ) -> None:
-    """Say why a REQUEST of late found no more of its prompt in the cache."""
+    """Say why a recent REQUEST found no more of its prompt in the cache."""
     found = ask_admin("GET", url, f"cache/requests/{quote(request, safe='')}", admin_key_env)
     if as_json:
         print(json.dumps(found))
@@ -67,7 +67,7 @@ def cache_pin(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
-    """Keep what the model's pool has of the prompt of a REQUEST of late, whatever else is asked for meanwhile."""
+    """Keep the prompt of a recent REQUEST, as far as its model's pool has it, whatever else comes in meanwhile."""
     path = f"cache/requests/{quote(request, safe='')}/pin?ttl={quote(time_to_live, safe='')}"
     made = ask_admin("POST", url, path, admin_key_env)
     print(f"{made['model']} keeps {made['tokens']:,} tokens for {made['seconds_left']:,.0f} s: pin {made['pin']}")

@@ -16,7 +16,7 @@ def top(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view, of so many seconds, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one view, of --interval seconds, and end.")] = False,
 ) -> None:
     """Watch a running node: its requests, waits, pools and lending, until Ctrl-C."""
     from rich.console import Console

@@ -202,12 +202,12 @@ def extent_between(lender_block_bytes: int, borrower_block_bytes: int) -> Extent
 
 
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens of one sequence."""
+    """Return how many blocks hold `num_tokens` tokens of one sequence."""
     return ceil_div(num_tokens, block_size)
 
 
 def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layers: int) -> tuple[int, int]:
-    """Divide a borrower's pool into layer-stream slots and regular blocks (paper Eqs. 4 and 5).
+    """Divide a borrower's pool into layer blocks for layer streaming and whole blocks (paper Eqs. 4 and 5).
 
     `pool_layer_blocks` is `K_master` (Eq. 3), `borrowed_blocks` the `K_i` (Eq. 2). Returns `(N_LSC, N_RC)`; their
     sum is the longest sequence in blocks. With nothing borrowed the whole pool is regular.
@@ -220,7 +220,7 @@ def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layer
 def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> tuple[int, ...]:
     """Divide a pool: return the number of blocks that each group gets.
 
-    Groups of full attention get equally many, for a token needs a slot in each. So do window groups, unless prompts are
+    Groups of full attention get equally many: every token has KV in each. So do window groups, unless prompts are
     split and `num_windows` is the number of sequences that may run at once: a sequence, however long, needs little more
     than its window. Then they get room for so many, but at least `WINDOW_PART` of the bytes, which keeps the tails of
     sequences that rest; and never more blocks than the others.

@@ -85,6 +85,7 @@ def measure_use(device: torch.device, largest_step: Callable[[], None], graph_by
     """Measure the memory of this process on `device` now (weights), and the most that `largest_step` adds to it.
 
     Call it once, when the weights are loaded and before there is a pool. The memory of other processes does not count.
+    `graph_bytes` is set aside for CUDA graphs, which nobody has captured yet.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -37,12 +37,12 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0  # the part of a head that is turned, its first dimensions
 
     def rotary_dim(self, head_dim: int) -> int:
-        """The dimensions of a head that are turned."""
+        """Return how many dimensions of a head are turned, from its first one on."""
         return int(head_dim * self.partial_rotary_factor)
 
     @property
     def scaled_positions(self) -> int:
-        """The number of positions that the scaling is meant for."""
+        """The length of the longest sequence, in tokens, whose positions the scaled embedding is meant for."""
         if self.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.factor)
         if self.rope_type == "yarn":

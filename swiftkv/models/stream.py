@@ -1,4 +1,4 @@
-"""Where a forward pass lets KV move: the moments of a layer that copies have to know of."""
+"""The moments within a layer between which a forward pass lets KV be copied."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Protocol
 
 
 class KVStream(Protocol):
-    """Called with the model's layer number, for every layer in turn."""
+    """Is told how far a forward pass has come. Each call has the number of a layer, and layers come in turn."""
 
     def before_write(self, layer: int) -> None:
-        """The layer's KV is about to be written and read: what has to be in the pool must be there on return."""
+        """Return once all KV that the layer's attention reads is in the pool: it is about to be written and read."""
 
     def after_write(self, layer: int) -> None:
-        """The step's new KV of the layer is in the pool."""
+        """Note that the step's new KV of the layer is in the pool."""
 
     def after_attention(self, layer: int) -> None:
-        """Nothing of the step reads the layer's KV any more."""
+        """Note that nothing of the step reads the layer's KV any more."""
 
 
 class NoStream:
-    """All KV is in the pool."""
+    """Does nothing: all KV is in the pool."""
 
     def before_write(self, layer: int) -> None:
         pass

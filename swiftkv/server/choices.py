@@ -263,14 +263,14 @@ class TokenNames:
         return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
 
     def num_chars(self, token_ids: Sequence[int]) -> int:
-        """Return how far tokens move the offsets in a text, however they are named."""
+        """Return the number of characters that tokens have in the text, also where they are named by their ids."""
         return sum(len(self.tokenizer.token_text(token_id)) for token_id in token_ids)
 
 
 def completion_logprobs(
     names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text_offset: int
 ) -> CompletionLogprobs:
-    """OpenAI's completion shape. ``None`` stands for the first token of an echoed prompt."""
+    """Return logprobs in the shape of OpenAI's completions. `None` is for the first token of an echoed prompt."""
     result = CompletionLogprobs([], [], [], [])
     for token_id, entry in zip(token_ids, logprobs, strict=True):
         name = names.of(token_id)
@@ -284,7 +284,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """OpenAI's chat shape."""
+    """Return logprobs in the shape of OpenAI's chats."""
     token_bytes = names.tokenizer.token_bytes
     return ChatLogprobs(
         [

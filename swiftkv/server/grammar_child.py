@@ -20,7 +20,7 @@ _LIMITS = ChildLimits(memory_bytes=2 << 30, stack_bytes=4 << 20, cpu_s=2)
 
 
 def begin() -> Callable[[bytes], bytes]:
-    """Return what answers a `GrammarSource` with a `Verdict`."""
+    """Return the function that checks a `GrammarSource`; it takes one as MessagePack and returns a `Verdict`."""
     tokenizer = LLTokenizer("byte")
     decoder = msgspec.msgpack.Decoder(GrammarSource)
     return lambda message: msgspec.msgpack.encode(check(decoder.decode(message), tokenizer))

@@ -224,7 +224,7 @@ class NodeLending:
                 await member.coordinator.set_budget(budget_bytes, dry_run=False)
 
     async def observe(self, metrics: LendingMetrics, only_model: str | None) -> None:
-        """Ask the coordinators for what `metrics` shows, of all models or one; who does not answer is left out."""
+        """Ask the coordinators of all models, or of one, for what `metrics` shows; silent ones are left out."""
         members = [m for m in self._members.values() if m.coordinator and only_model in (None, m.name)]
         for member, answer in zip(members, await asyncio.gather(*map(_scraped, members)), strict=True):
             metrics.observe(member.name, answer)

@@ -178,7 +178,7 @@ class NodeLimits:
 
     @contextmanager
     def body(self, declared_bytes: int) -> Iterator[BodyBudget]:
-        """Yield the part of a request whose Content-Length is `declared_bytes` (0: unknown), and give it back."""
+        """Yield the budget of a body whose Content-Length is `declared_bytes` (0: unknown); give it back at the end."""
         budget = BodyBudget(self, declared_bytes)
         try:
             yield budget

@@ -59,7 +59,7 @@ class ReasoningParser(ABC):
 
     @abstractmethod
     def marks(self, prompt_ids: Sequence[int], *, continues: bool) -> ReasoningMarks | None:
-        """Return where the engine finds the reasoning of an answer to a prompt, `None` if there will be none."""
+        """Return the tokens that begin and end the reasoning of an answer to a prompt, `None` if it will not reason."""
 
 
 @dataclass(frozen=True, slots=True)

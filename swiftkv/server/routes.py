@@ -156,7 +156,7 @@ def openai_router(models: ModelTable) -> APIRouter:
 
 
 def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
-    """Return the model as the sender of a request may use it; the request's record says both."""
+    """Return the model under its policy for the request's sender; the request's record notes both."""
     record: RequestRecord = request.state.record
     sender = sender_of(request)
     record.model, record.tenant = model.name, sender.name

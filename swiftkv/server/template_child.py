@@ -21,7 +21,7 @@ _SHOWN_CHARS = 512  # of an error that may quote a message
 
 
 def begin() -> Callable[[bytes], bytes]:
-    """Return what answers a `TemplateSource` with a `Rendered`."""
+    """Return the function that renders a `TemplateSource`; it takes one as MessagePack and returns a `Rendered`."""
     from transformers.utils import chat_template_utils
 
     render_template: Any = chat_template_utils.render_jinja_template  # which is annotated as something else

@@ -24,7 +24,7 @@ class OpenDoor:
         self.target_ttft_s = target_ttft_s or same_for_all(10.0)
 
     def lets_in(self, request_id: int, arrival: Arrival, now_s: float) -> bool:
-        """Decide about a request that arrives."""
+        """Return whether a request that arrives is taken."""
         return True
 
     def begun(self, request_id: int, num_cached: int, now_s: float) -> None:

@@ -126,7 +126,10 @@ class MooncakeMedium:
         return None
 
     def close(self) -> None:
-        """Leave the store, with what memory was given to it; if a call does not return, that ends with the process."""
+        """Leave the store, which gives up the memory that it was given.
+
+        If a call does not return soon, the store's client goes on until the process ends.
+        """
         deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
         try:
             for _ in range(self._options.max_calls):

@@ -91,7 +91,7 @@ class SglangMedium:
         return Capabilities(is_durable=True, is_shared=self._options.is_shared, max_calls=1)
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Ask key by key: SGLang's batch call stops at the first hole."""
+        """Return which keys are stored, asking key by key: SGLang's batch call stops at the first that is not."""
         found = []
         for key in keys:
             if time.monotonic() > deadline_s:

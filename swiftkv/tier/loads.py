@@ -275,7 +275,7 @@ class Loads:
         self.loaded_bytes += read_bytes
         self.failures.update(status for status in part.statuses if status is not None and status is not Status.OK)
         if any(status in (Status.OK, Status.LATE) for status in part.statuses):
-            self._planner.read(read_bytes, part.took_s, time.monotonic())
+            self._planner.note_read(read_bytes, part.took_s, time.monotonic())
         wait = self._waits.get(part.load.request_id)
         if wait is None or wait.asked is not part.load:
             return

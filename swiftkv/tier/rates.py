@@ -37,8 +37,8 @@ class LoadPlanner:
         self._read = Rate()  # bytes
         self._measured_s: float | None = None  # when something was read
 
-    def read(self, num_bytes: int, seconds: float, now_s: float) -> None:
-        """Note how long storage took to read so many bytes, or to find out that it is too late for the first."""
+    def note_read(self, num_bytes: int, seconds: float, now_s: float) -> None:
+        """Note that storage read `num_bytes` in `seconds`; 0 bytes if its time was over before the first came."""
         self._read.add(num_bytes, seconds)
         self._measured_s = now_s
 

@@ -21,7 +21,7 @@ class Rows(Protocol):
     nbytes: int
 
     def begin_thread(self) -> None:
-        """Get the calling thread ready for the other calls, which only it will make from now on, `fence` apart."""
+        """Prepare the calling thread, the only one that makes the other calls from now on; any may call `fence`."""
 
     def take(self, offsets: Int64Array, width_bytes: int) -> Tensor:
         """Return the bytes at `offsets [k]` in host memory, uint8 [k, width_bytes]."""

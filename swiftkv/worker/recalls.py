@@ -37,7 +37,7 @@ class Recalls:
         self.total: dict[str, int] = {}  # batches by reason
 
     def begin(self, reason: str, now_s: float) -> tuple[int, RecallBatch]:
-        """Return the number of a new batch, and the batch."""
+        """Begin a batch, and return its number and the batch; `add` says what is in it."""
         self._last_serial += 1
         self._open[self._last_serial] = RecallBatch(now_s)
         self.total[reason] = self.total.get(reason, 0) + 1

@@ -21,13 +21,13 @@ def test_what_is_not_known_is_tried() -> None:
     planner = LoadPlanner()
     assert planner.is_worth_loading(1 << 20, 0, None)
     assert planner.is_worth_loading(1 << 20, 0, 0.001)
-    planner.read(1 << 20, 50.0, now_s=10.0)
+    planner.note_read(1 << 20, 50.0, now_s=10.0)
     assert planner.is_worth_loading(1 << 20, 0, None)
 
 
 def test_the_sooner_of_loading_and_computing_is_chosen() -> None:
     planner = LoadPlanner()
-    planner.read(1 << 20, 0.5, now_s=10.0)
+    planner.note_read(1 << 20, 0.5, now_s=10.0)
     assert planner.is_worth_loading(1 << 20, 0, 1.0)
     assert not planner.is_worth_loading(3 << 20, 0, 1.0)
     assert not planner.is_worth_loading(1 << 20, 2 << 20, 1.0)
@@ -35,7 +35,7 @@ def test_the_sooner_of_loading_and_computing_is_chosen() -> None:
 
 def test_a_slow_storage_is_tried_again_after_a_while() -> None:
     planner = LoadPlanner()
-    planner.read(1 << 20, 50.0, now_s=10.0)
+    planner.note_read(1 << 20, 50.0, now_s=10.0)
     assert not planner.is_worth_loading(1 << 20, 0, 1.0)
     assert not planner.begins_trial(39.0)
     assert planner.begins_trial(41.0)
@@ -44,5 +44,5 @@ def test_a_slow_storage_is_tried_again_after_a_while() -> None:
 
 def test_a_storage_that_was_late_for_every_byte_is_not_worth_it() -> None:
     planner = LoadPlanner()
-    planner.read(0, 1.0, now_s=10.0)
+    planner.note_read(0, 1.0, now_s=10.0)
     assert not planner.is_worth_loading(1, 0, 1.0)
