@@ -6,18 +6,16 @@
 // Include after a definition of Tiles, the eight tile registers; all of it has internal linkage.
 namespace {
 
-using Lines = swiftkv::Prefetch::Lines;
-
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // of a row
-constexpr int kPanelWidth = 64;
-constexpr int kStepBytes = kPanelWidth * 4;  // a step of k is a pair of bfloat16
+constexpr int kWeightTile = kTileRows * kTileBytes;
+constexpr int kPanelWidth = 32;
+constexpr int kBlockBytes = 2 * kWeightTile;  // 16 pairs of k for each half of the panel, one after the other
 constexpr int kSumsBytes = kPanelWidth * 4;
 
 thread_local int configured_rows = 0;
 
-// With up to 16 rows: sums in tiles 0 to 3, side by side, activations in 4, weights in 5.
-// With more: sums in 0 and 1 (first 16 rows) and 2 and 3 (the others), activations in 4 and 5, weights in 6 and 7.
+// Sums lie in tiles 0 and 1 (the first 16 rows) and 2 and 3 (the others), activations in 4 and 5, weights in 6 and 7.
 void configure(int rows) {
     if (rows == configured_rows) return;
     const bool two = rows > kTileRows;
@@ -40,16 +38,11 @@ void release() {
     configured_rows = 0;
 }
 
-void fetch(const char* p, Lines lines) {
-    if (lines == Lines::kNone) return;
-    for (int step = 0; step < kTileRows; ++step, p += kStepBytes) {
-        if (lines == Lines::kAll) {
-            for (int i = 0; i < kStepBytes; i += 64) __builtin_prefetch(p + i, 0, 3);
-        } else {
-            __builtin_prefetch(p, 0, 2);
-            if (lines == Lines::kTwo) __builtin_prefetch(p + 64, 0, 2);
-        }
-    }
+// Into the second-level cache: tiles that wait for memory hold up those that do not.
+void fetch(const char* block, swiftkv::Prefetch ahead) {
+    const int lines = ahead.lines == swiftkv::Prefetch::kAll ? kBlockBytes / kTileBytes : ahead.lines;
+    const char* line = block + ahead.bytes;
+    for (int i = 0; i < lines; ++i, line += kTileBytes) __builtin_prefetch(line, 0, 2);
 }
 
 template <int kTile>
@@ -63,51 +56,42 @@ void start(bool first, const char* sums) {
 void multiply_upper(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, char* sums,
                     swiftkv::Prefetch ahead) {
     start<0>(first, sums);
-    start<1>(first, sums + 64);
-    start<2>(first, sums + 128);
-    start<3>(first, sums + 192);
-    for (int64_t k = 0; k < k_steps; k += kTileRows, a += kTileBytes, panel += kTileRows * kStepBytes) {
-        fetch(panel + ahead.bytes, ahead.lines);
+    start<1>(first, sums + kTileBytes);
+    for (int64_t k = 0; k < k_steps; k += kTileRows, a += kTileBytes, panel += kBlockBytes) {
+        fetch(panel, ahead);
         Tiles::load<4>(a, a_stride_bytes);
-        Tiles::load<5>(panel, kStepBytes);
-        Tiles::dot<0, 4, 5>();
-        Tiles::load<6>(panel + 64, kStepBytes);
-        Tiles::dot<1, 4, 6>();
-        Tiles::load<7>(panel + 128, kStepBytes);
-        Tiles::dot<2, 4, 7>();
-        Tiles::load<5>(panel + 192, kStepBytes);
-        Tiles::dot<3, 4, 5>();
+        Tiles::load<6>(panel, kTileBytes);
+        Tiles::dot<0, 4, 6>();
+        Tiles::load<7>(panel + kWeightTile, kTileBytes);
+        Tiles::dot<1, 4, 7>();
     }
     Tiles::store<0>(sums, kSumsBytes);
-    Tiles::store<1>(sums + 64, kSumsBytes);
-    Tiles::store<2>(sums + 128, kSumsBytes);
-    Tiles::store<3>(sums + 192, kSumsBytes);
+    Tiles::store<1>(sums + kTileBytes, kSumsBytes);
 }
 
-// Multiplies half of the panel's columns.
 void multiply_both(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, char* sums,
                    swiftkv::Prefetch ahead) {
     const char* a_lower = a + kTileRows * a_stride_bytes;
     char* sums_lower = sums + kTileRows * kSumsBytes;
     start<0>(first, sums);
-    start<1>(first, sums + 64);
+    start<1>(first, sums + kTileBytes);
     start<2>(first, sums_lower);
-    start<3>(first, sums_lower + 64);
-    for (int64_t k = 0; k < k_steps; k += kTileRows, panel += kTileRows * kStepBytes) {
-        fetch(panel + ahead.bytes, ahead.lines);
+    start<3>(first, sums_lower + kTileBytes);
+    for (int64_t k = 0; k < k_steps; k += kTileRows, panel += kBlockBytes) {
+        fetch(panel, ahead);
         Tiles::load<4>(a + k * 4, a_stride_bytes);
-        Tiles::load<6>(panel, kStepBytes);
+        Tiles::load<6>(panel, kTileBytes);
         Tiles::dot<0, 4, 6>();
-        Tiles::load<7>(panel + 64, kStepBytes);
+        Tiles::load<7>(panel + kWeightTile, kTileBytes);
         Tiles::dot<1, 4, 7>();
         Tiles::load<5>(a_lower + k * 4, a_stride_bytes);
         Tiles::dot<2, 5, 6>();
         Tiles::dot<3, 5, 7>();
     }
     Tiles::store<0>(sums, kSumsBytes);
-    Tiles::store<1>(sums + 64, kSumsBytes);
+    Tiles::store<1>(sums + kTileBytes, kSumsBytes);
     Tiles::store<2>(sums_lower, kSumsBytes);
-    Tiles::store<3>(sums_lower + 64, kSumsBytes);
+    Tiles::store<3>(sums_lower + kTileBytes, kSumsBytes);
 }
 
 void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
@@ -118,12 +102,11 @@ void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel
     auto* out = reinterpret_cast<char*>(sums);
     if (rows <= kTileRows) return multiply_upper(x, a_stride_bytes, weights, k_steps, first, out, ahead);
     multiply_both(x, a_stride_bytes, weights, k_steps, first, out, ahead);
-    multiply_both(x, a_stride_bytes, weights + 128, k_steps, first, out + 128, {});
 }
 
-// A piece of 32 KiB and the rows that pass it share the first-level cache.
-constexpr swiftkv::Blocking kBlocking = {512, 2 << 20, 32 << 10, false};
-constexpr swiftkv::GemmKernel kKernel = {kPanelWidth, 2,        2 * kTileRows, 2 * kTileRows,
-                                         false,       multiply, kBlocking,     release};
+// A piece of 16 KiB and the rows that pass it share the first-level cache.
+constexpr swiftkv::Blocking kBlocking = {512, 1 << 20, 16 << 10};
+constexpr swiftkv::GemmKernel kKernel = {kPanelWidth,   kTileRows, kTileRows, 2,         2 * kTileRows,
+                                         2 * kTileRows, false,     multiply,  kBlocking, release};
 
 }  // namespace

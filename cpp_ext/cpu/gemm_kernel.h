@@ -5,10 +5,10 @@
 
 namespace swiftkv {
 
-// The memory that a kernel prefetches on its way through a panel: `bytes` past the weights of each step of k.
+// The memory that a kernel prefetches on its way through a panel: so many lines, `bytes` past each block of weights.
 struct Prefetch {
-    enum class Lines { kNone, kOne, kTwo, kAll };  // per step; kAll into the first-level cache, others into the second
-    Lines lines = Lines::kNone;
+    static constexpr int kAll = -1;  // as many as a block has
+    int lines = 0;                   // up to two where a block is one step of k
     int64_t bytes = 0;
 };
 
@@ -17,14 +17,15 @@ struct Blocking {
     int64_t max_rows;        // of a tile
     int64_t resident_bytes;  // of a tile's activations, which stay in the second-level cache while panels pass
     int64_t piece_bytes;     // of a panel, which passes over all rows of a tile before the next one is touched
-    bool fetches;            // the panels to come; loads of AMX tiles are slowed by that more than by waiting
 };
 
 // The matrix kernel of one instruction set. Weights of N outputs and K inputs are packed in panels of panel_width
-// outputs; a panel is [K / k_step][panel_width][k_step], zero where N ends and up to a multiple of k_multiple where K
-// ends, and panels follow one another.
+// outputs, which follow one another. A panel is zero where N ends, and where K ends up to a multiple of k_multiple:
+// [K / k_step / block_steps][panel_width / block_width][block_steps][block_width][k_step]
 struct GemmKernel {
     int panel_width;
+    int block_width;
+    int block_steps;
     int k_step;
     int k_multiple;          // of inputs in the panels and in the activations; activations are padded with zeros
     int max_rows;            // rows that one call of `multiply` takes

@@ -10,18 +10,18 @@
 namespace {
 
 using V = Simd::V;
-using Lines = swiftkv::Prefetch::Lines;
+using swiftkv::Prefetch;
 
-template <int kStepBytes, Lines kLines>
+template <int kStepBytes, int kLines>
 void fetch(const char* p) {
-    if constexpr (kLines == Lines::kAll)
+    if constexpr (kLines == Prefetch::kAll)
 #pragma GCC unroll 4
-        for (int i = 0; i < kStepBytes; i += 64) __builtin_prefetch(p + i, 0, 3);
-    if constexpr (kLines == Lines::kOne || kLines == Lines::kTwo) __builtin_prefetch(p, 0, 2);
-    if constexpr (kLines == Lines::kTwo) __builtin_prefetch(p + 64, 0, 2);
+        for (int i = 0; i < kStepBytes; i += 64) __builtin_prefetch(p + i, 0, 3);  // all are needed soon
+    if constexpr (kLines > 0) __builtin_prefetch(p, 0, 2);
+    if constexpr (kLines > 1) __builtin_prefetch(p + 64, 0, 2);
 }
 
-template <typename Product, int kRows, int kVectors, Lines kLines>
+template <typename Product, int kRows, int kVectors, int kLines>
 void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, float* sums,
                    int64_t prefetch_bytes) {
     using Activation = typename Product::Activation;
@@ -63,26 +63,25 @@ void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int
 
 template <typename Product, int kRows, int kVectors>
 void multiply_rows_fetching(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first,
-                            float* sums, swiftkv::Prefetch ahead) {
+                            float* sums, Prefetch ahead) {
     switch (ahead.lines) {
-        case Lines::kNone:
-            return multiply_rows<Product, kRows, kVectors, Lines::kNone>(a, a_stride_bytes, panel, k_steps, first, sums,
-                                                                         0);
-        case Lines::kOne:
-            return multiply_rows<Product, kRows, kVectors, Lines::kOne>(a, a_stride_bytes, panel, k_steps, first, sums,
-                                                                        ahead.bytes);
-        case Lines::kTwo:
-            return multiply_rows<Product, kRows, kVectors, Lines::kTwo>(a, a_stride_bytes, panel, k_steps, first, sums,
-                                                                        ahead.bytes);
-        case Lines::kAll:
-            return multiply_rows<Product, kRows, kVectors, Lines::kAll>(a, a_stride_bytes, panel, k_steps, first, sums,
-                                                                        ahead.bytes);
+        case 0:
+            return multiply_rows<Product, kRows, kVectors, 0>(a, a_stride_bytes, panel, k_steps, first, sums, 0);
+        case 1:
+            return multiply_rows<Product, kRows, kVectors, 1>(a, a_stride_bytes, panel, k_steps, first, sums,
+                                                              ahead.bytes);
+        case 2:
+            return multiply_rows<Product, kRows, kVectors, 2>(a, a_stride_bytes, panel, k_steps, first, sums,
+                                                              ahead.bytes);
+        default:
+            return multiply_rows<Product, kRows, kVectors, Prefetch::kAll>(a, a_stride_bytes, panel, k_steps, first,
+                                                                           sums, ahead.bytes);
     }
 }
 
 template <typename Product, int kMaxRows, int kVectors>
 void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
-              float* sums, swiftkv::Prefetch ahead) {
+              float* sums, Prefetch ahead) {
     if (rows == kMaxRows)
         multiply_rows_fetching<Product, kMaxRows, kVectors>(
             static_cast<const char*>(a), a_stride_bytes, static_cast<const char*>(panel), k_steps, first, sums, ahead);
@@ -118,12 +117,14 @@ struct WidenedBf16Product : FloatProduct {
 template <typename Product, int kMaxRows, int kVectors>
 constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
     return {kVectors * Simd::kLanes,
+            kVectors * Simd::kLanes,
+            1,
             k_step,
             k_step,
             kMaxRows,
             widen_activations,
             multiply<Product, kMaxRows, kVectors>,
-            {192, 384 << 10, 256 << 10, true},
+            {192, 384 << 10, 256 << 10},
             nullptr};
 }
 

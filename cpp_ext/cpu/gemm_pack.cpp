@@ -84,20 +84,24 @@ Row find_row(const std::vector<WeightRows>& sources, int64_t index, int64_t row_
     return {nullptr, 0.0f};
 }
 
-// panel[k_step][column] = rows[column][k_step], in blocks that stay in the first-level cache.
+// Writes the blocks of a panel from its rows, in turns that stay in the first-level cache.
 template <typename Unit>
-void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps, Unit* panel) {
+void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps, const GemmKernel& kernel,
+               Unit* panel) {
     constexpr int64_t kBlock = 16;
+    const int64_t block_width = kernel.block_width;
+    const int64_t block_steps = kernel.block_steps;
     const auto width = static_cast<int64_t>(rows.size());
     constexpr auto kUnit = static_cast<int64_t>(sizeof(Unit));
     for (int64_t k0 = 0; k0 < k_steps; k0 += kBlock) {
         for (int64_t column = 0; column < width; ++column) {
             const char* row = rows[column].data;
+            Unit* out = panel + column / block_width * block_steps * block_width + column % block_width;
             for (int64_t k = k0; k < std::min(k0 + kBlock, k_steps); ++k) {
                 Unit unit = 0;
                 if (row != nullptr && k * kUnit < row_bytes)
                     std::memcpy(&unit, row + k * kUnit, std::min(kUnit, row_bytes - k * kUnit));
-                panel[k * width + column] = unit;
+                out[k / block_steps * block_steps * width + k % block_steps * block_width] = unit;
             }
         }
     }
@@ -142,9 +146,9 @@ void PackedLinear::pack_panel(const std::vector<WeightRows>& sources, int64_t pa
     }
     char* out = panels_ + panel * panel_bytes_;
     if (kernel_->k_step * item_size(dtype_) == 4)
-        transpose(rows, row_bytes, k_steps_, reinterpret_cast<uint32_t*>(out));
+        transpose(rows, row_bytes, k_steps_, *kernel_, reinterpret_cast<uint32_t*>(out));
     else
-        transpose(rows, row_bytes, k_steps_, reinterpret_cast<uint16_t*>(out));
+        transpose(rows, row_bytes, k_steps_, *kernel_, reinterpret_cast<uint16_t*>(out));
 }
 
 }  // namespace swiftkv

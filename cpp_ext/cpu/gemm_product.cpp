@@ -19,6 +19,8 @@ constexpr int64_t kChunksPerThread = 8;
 // Measured sizes, for a first-level cache of 32 to 48 KiB, a second-level cache of 1 to 2 MiB.
 constexpr int64_t kStreamedRows = 96;         // with more, arithmetic takes longer than memory
 constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
+constexpr int64_t kStepsAhead = 6 << 10;      // bytes, where a kernel's blocks are steps
+constexpr int64_t kBlocksAhead = 1 << 10;     // bytes
 
 int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -112,17 +114,17 @@ void Product::run_panels(int64_t begin, int64_t end) const {
 }
 
 // With few rows, memory takes the time; a piece passes through the first-level cache, and one block of rows needs no
-// pieces. With many, as many as fit stay in the second-level cache while the panels pass.
+// pieces. With many, as many as fit stay in the second-level cache while the panels pass. Blocks of weights lie in the
+// order in which they are read, so that the processor fetches them by itself, and pieces gain nothing for two.
 Product::Schedule Product::schedule() const {
-    const int64_t block = kernel_.max_rows;
-    const int64_t num_blocks = ceil_div(rows_, block);
-    if (num_blocks == 1) return {rows_, weights_.panel_bytes(), 6 << 10};
-    if (num_blocks == 2) return {rows_, kStreamedPiece, 6 << 10};
-    const Blocking& blocking = kernel_.blocking;
-    if (!blocking.fetches) return {rows_per_tile(weights_, activations_), blocking.piece_bytes, 0};
+    const int64_t num_blocks = ceil_div(rows_, kernel_.max_rows);
+    const int64_t piece = kernel_.blocking.piece_bytes;
+    const Schedule many{rows_per_tile(weights_, activations_), piece, piece};
+    if (has_blocks()) return num_blocks <= 2 ? Schedule{rows_, weights_.panel_bytes(), kBlocksAhead} : many;
+    if (num_blocks == 1) return {rows_, weights_.panel_bytes(), kStepsAhead};
+    if (num_blocks == 2) return {rows_, kStreamedPiece, kStepsAhead};
     if (num_blocks == 3) return {rows_, kStreamedPiece, kStreamedPiece};
-    if (rows_ <= kStreamedRows) return {rows_, kStreamedPiece, 2 * kStreamedPiece};
-    return {rows_per_tile(weights_, activations_), blocking.piece_bytes, blocking.piece_bytes};
+    return rows_ <= kStreamedRows ? Schedule{rows_, kStreamedPiece, 2 * kStreamedPiece} : many;
 }
 
 void Product::run_tile(const Tile& tile, const Schedule& plan) const {
@@ -153,13 +155,17 @@ void Product::multiply(const Tile& block, int64_t k, int64_t steps, float* sums,
 // With one or two blocks of rows the first fetches for both: it waits for memory anyway. With more, memory would
 // idle while the others multiply, so each fetches a share.
 Prefetch Product::prefetch(int64_t block, int64_t num_blocks, int64_t bytes) const {
-    using Lines = Prefetch::Lines;
-    if (num_blocks <= 2) return block == 0 ? Prefetch{Lines::kAll, bytes} : Prefetch{};
-    if (!kernel_.blocking.fetches) return {};
-    if (num_blocks == 3 && block == 0) return {Lines::kTwo, bytes};
+    if (num_blocks <= 2) return block == 0 ? Prefetch{Prefetch::kAll, bytes} : Prefetch{};
+    const int64_t lines = step_bytes_ * kernel_.block_steps / kCacheLine;
+    if (has_blocks()) {
+        const int64_t begin = block * lines / num_blocks;
+        const int64_t end = (block + 1) * lines / num_blocks;
+        return {static_cast<int>(end - begin), bytes + begin * kCacheLine};
+    }
+    if (num_blocks == 3 && block == 0) return {2, bytes};
     const int64_t line = num_blocks == 3 ? block + 1 : block;
-    if (line * kCacheLine >= step_bytes_) return {};
-    return {Lines::kOne, bytes + line * kCacheLine};
+    if (line >= lines) return {};
+    return {1, bytes + line * kCacheLine};
 }
 
 void Product::finish(const Tile& tile, const float* sums) const {

@@ -49,6 +49,7 @@ class Product {
         int64_t ahead_bytes;  // fetched meanwhile
     };
 
+    bool has_blocks() const { return kernel_.block_steps > 1; }
     Schedule schedule() const;
     void run_tile(const Tile& tile, const Schedule& plan) const;
     void multiply(const Tile& block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const;
