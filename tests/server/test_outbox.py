@@ -49,18 +49,22 @@ class LateReader:
     async def say(self, message: FromEngine) -> None:
         await self._push.send(msgspec.msgpack.encode(message))
 
-    async def take(self, within_ms: int = 300) -> None:
-        """Read everything, until nothing comes for a while; say how much that was."""
-        while await self._pull.poll(within_ms):
-            message = msgspec.msgpack.decode(await self._pull.recv(), type=ToEngine)
-            self.num_taken += 1
-            if isinstance(message, AddRequest):
-                self.added.append(message.request_id)
-            elif isinstance(message, Abort):
-                self.aborted += message.request_ids
-            if self.num_taken % 500 == 0:
+    async def take_until(self, condition: Callable[[], bool]) -> None:
+        """Read what comes, and say how much that was, until `condition` holds."""
+        async with asyncio.timeout(60):
+            while not condition():
+                while await self._pull.poll(10):
+                    self._note(msgspec.msgpack.decode(await self._pull.recv(), type=ToEngine))
+                    if self.num_taken % 500 == 0:
+                        await self.say_taken()
                 await self.say_taken()
-        await self.say_taken()
+
+    def _note(self, message: ToEngine) -> None:
+        self.num_taken += 1
+        if isinstance(message, AddRequest):
+            self.added.append(message.request_id)
+        elif isinstance(message, Abort):
+            self.aborted += message.request_ids
 
     async def say_taken(self) -> None:
         await self.say(StepOutput(b"", b"", b"", messages_taken=self.num_taken))
@@ -87,7 +91,7 @@ async def client_and_reader(directory: Path) -> AsyncIterator[tuple[EngineClient
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -112,11 +116,9 @@ def test_no_abort_is_lost_on_an_engine_that_reads_late(tmp_path: Path) -> None:
         async with client_and_reader(tmp_path) as (client, reader):
             taken = come_and_go(client, b"\0" * 4, attempts=2 * HIGH_WATER_MARK)
             assert 0 < taken < HIGH_WATER_MARK
-            await reader.take()
-            await until(lambda: client.num_in_flight == 0)
-            await reader.take()
-            assert len(reader.added) == taken
+            await reader.take_until(lambda: len(reader.added) == len(reader.aborted) == taken)
             assert sorted(reader.aborted) == sorted(reader.added)
+            await until(lambda: client.num_in_flight == 0)
             assert come_and_go(client, b"\0" * 4, attempts=1) == 1
 
     asyncio.run(run())
@@ -128,8 +130,7 @@ def test_bytes_that_an_engine_has_not_read_are_bounded(tmp_path: Path) -> None:
             prompt = b"\0" * (1 << 20)
             taken = come_and_go(client, prompt, attempts=200)
             assert 32 <= taken <= 64
-            await reader.take()
-            await until(lambda: come_and_go(client, prompt, attempts=1) == 1)
+            await reader.take_until(lambda: come_and_go(client, prompt, attempts=1) == 1)
 
     asyncio.run(run())
 
@@ -140,15 +141,15 @@ def test_an_abort_that_cannot_be_sent_keeps_its_place_until_it_is(tmp_path: Path
     async def run() -> None:
         async with client_and_reader(tmp_path) as (client, reader):
             generation = client.generate([SequenceRequest(b"\0" * 4, SamplingParams(16))] * 3)
-            await reader.take()
+            await reader.take_until(lambda: len(reader.added) == 3)
             reader._pull.disconnect(client.requests_address)
             await until(lambda: not client._push.poll(0, zmq.POLLOUT))
             generation.close()
             assert client.num_in_flight == 3
             reader._pull.connect(client.requests_address)
-            await until(lambda: client.num_in_flight == 0)
-            await reader.take()
+            await reader.take_until(lambda: len(reader.aborted) == 3)
             assert sorted(reader.aborted) == reader.added
+            await until(lambda: client.num_in_flight == 0)
 
     asyncio.run(run())
 
