@@ -44,6 +44,9 @@ from swiftkv.tier.messages import TierSpec
 T = TypeVar("T")
 
 ECHO_ENGINE = Path(__file__).with_name("echo_engine.py")
+PATIENCE_S = 60
+"""A deadline for what happens at once, on a machine that may be busy with other things."""
+
 VOCAB_SIZE = 1024
 MAX_MODEL_LEN = 4096
 TEMPLATE = (
@@ -159,23 +162,23 @@ class Gateway:
         async def run() -> object:
             return function()
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
 
     def with_store(self, work: Callable[[Store], T]) -> T:
         """Run ``work`` in the thread of the store of files and batches."""
         assert self.storage is not None
-        return asyncio.run_coroutine_threadsafe(self.storage.call(work), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(self.storage.call(work), self.loop).result(PATIENCE_S)
 
     def wait_ready(self, name: str) -> None:
-        asyncio.run_coroutine_threadsafe(self.clients[name].wait_ready(), self.loop).result(30)
+        asyncio.run_coroutine_threadsafe(self.clients[name].wait_ready(), self.loop).result(PATIENCE_S)
 
     def http(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return httpx.Client(base_url=self.url, timeout=30, headers=headers)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, headers=headers)
 
     def admin(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.admin_key}"}
-        return httpx.Client(base_url=self.url, timeout=30, headers=headers)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, headers=headers)
 
     @contextmanager
     def asking(self, path: str, body: dict[str, Any], sent_ahead: bytes = b"") -> Iterator[None]:
@@ -189,7 +192,9 @@ class Gateway:
             yield
 
     def openai(self, path: str = "/v1") -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + path, api_key=self.api_key or "none", max_retries=0, timeout=30)
+        return openai.OpenAI(
+            base_url=self.url + path, api_key=self.api_key or "none", max_retries=0, timeout=PATIENCE_S
+        )
 
 
 def start_gateway(
@@ -310,7 +315,7 @@ def start_gateway(
         keys = settings.api_key, settings.admin_key
         return Gateway(loop, *urls, clients, engines, metrics, apps, *keys, handles, budgets, storage)
 
-    gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(10)
+    gateway = asyncio.run_coroutine_threadsafe(build(), loop).result(PATIENCE_S)
     for name, engine in gateway.engines.items():
         engine.start()
         gateway.wait_ready(name)
@@ -333,10 +338,10 @@ def start_gateway(
             client.close()
 
     def stop() -> None:
-        asyncio.run_coroutine_threadsafe(shut_down(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(shut_down(), loop).result(PATIENCE_S)
         for engine in gateway.engines.values():
             engine.stop()
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(PATIENCE_S)
 
     return gateway, stop

@@ -15,7 +15,7 @@ import uvicorn
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.limits import Deadlines, NodeLimits
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 """A deadline for events that happen at once, on a machine that may be busy."""
 
 LINE = b"POST / HTTP/1.1\r\nhost: here\r\n"

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from echo_gateway import MAX_MODEL_LEN, VOCAB_SIZE, Gateway, start_gateway
+from echo_gateway import MAX_MODEL_LEN, PATIENCE_S, VOCAB_SIZE, Gateway, start_gateway
 
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.limits import NodeLimits
@@ -255,7 +255,7 @@ def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> b
     host, port = gateway.url.removeprefix("http://").split(":")
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", length_header]
     head = "\r\n".join([*lines, "", ""])
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode())
         for chunk in chunks:
             connection.sendall(chunk)
@@ -270,7 +270,7 @@ def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> b
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.005)
@@ -332,15 +332,15 @@ def test_bodies_of_all_requests_together_have_a_limit(tmp_path: Path, tokenizer:
         slow.sendall("\r\n".join([*lines, f"Content-Length: {len(half)}", "", ""]).encode() + half[:-1])
         wait_until(lambda: limits.body_bytes == len(half) - 1)
         for url in (gateway.url, gateway.model_url):
-            refused = httpx.post(f"{url}/v1/completions", content=half, headers=headers, timeout=30)
+            refused = httpx.post(f"{url}/v1/completions", content=half, headers=headers, timeout=PATIENCE_S)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert "the bodies of other requests" in refused.json()["error"]["message"]
-            small = httpx.post(f"{url}/v1/completions", content=body % b"", headers=headers, timeout=30)
+            small = httpx.post(f"{url}/v1/completions", content=body % b"", headers=headers, timeout=PATIENCE_S)
             assert small.status_code == 200
         slow.sendall(half[-1:])
         assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
     assert limits.body_bytes == 0
-    answer = httpx.post(f"{gateway.url}/v1/completions", content=half, headers=headers, timeout=30)
+    answer = httpx.post(f"{gateway.url}/v1/completions", content=half, headers=headers, timeout=PATIENCE_S)
     assert answer.status_code == 200
     with socket.create_connection((host, int(port))) as gone:
         gone.sendall("\r\n".join([*lines, f"Content-Length: {len(half)}", "", ""]).encode() + half[:-1])

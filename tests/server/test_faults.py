@@ -13,13 +13,13 @@ import httpx
 import msgspec
 import openai
 import pytest
-from echo_gateway import Gateway
+from echo_gateway import PATIENCE_S, Gateway
 
 LONG: dict[str, Any] = {"model": "chat", "prompt": "again and again ", "max_tokens": 4000}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
@@ -101,7 +101,7 @@ def test_an_engine_that_dies_fails_its_requests_and_no_others(slow_gateway: Gate
     engine.stop()
     slow_gateway.call(lambda: client.engine_down("was killed by SIGKILL", retry_after_s=3))
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     by_kind = {(model, stream): response for model, stream, response in answers}
     assert by_kind["chat", False].status_code == 503
     assert by_kind["chat", False].headers["retry-after"] == "3"
@@ -170,7 +170,7 @@ def test_an_engine_that_comes_up_while_the_node_drains_does_not_reopen_its_model
     client, engine = slow_gateway.clients["chat"], slow_gateway.engines["chat"]
     engine.stop()
     slow_gateway.call(lambda: client.engine_down("ended with code 1"))
-    asyncio.run_coroutine_threadsafe(client.drain(timeout_s=1), slow_gateway.loop).result(20)
+    asyncio.run_coroutine_threadsafe(client.drain(timeout_s=1), slow_gateway.loop).result(PATIENCE_S)
     engine.start()
     slow_gateway.wait_ready("chat")
     assert client.state == "draining"
@@ -191,12 +191,12 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(slow_gateway: Gateway)
     asking = threading.Thread(target=ask)
     asking.start()
     wait_until(lambda: client.num_in_flight == 1)
-    draining = asyncio.run_coroutine_threadsafe(client.drain(timeout_s=20), slow_gateway.loop)
+    draining = asyncio.run_coroutine_threadsafe(client.drain(timeout_s=PATIENCE_S), slow_gateway.loop)
     wait_until(lambda: client.state == "draining")
     with slow_gateway.http() as http:
         refused = http.post("/v1/completions", json=LONG)
-    draining.result(20)
-    asking.join(20)
+    draining.result(PATIENCE_S)
+    asking.join(PATIENCE_S)
     assert refused.status_code == 503
     assert "shutting down" in refused.json()["error"]["message"]
     assert answers[0].json()["usage"]["completion_tokens"] == 60
@@ -206,7 +206,7 @@ def test_what_does_not_finish_in_time_is_failed(slow_gateway: Gateway) -> None:
     client = slow_gateway.clients["chat"]
     stream = slow_gateway.openai().completions.create(**LONG, stream=True)
     next(stream)
-    asyncio.run_coroutine_threadsafe(client.drain(timeout_s=0.05), slow_gateway.loop).result(20)
+    asyncio.run_coroutine_threadsafe(client.drain(timeout_s=0.05), slow_gateway.loop).result(PATIENCE_S)
     with pytest.raises(openai.APIError, match="shutting down"):
         list(stream)
     assert client.num_in_flight == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway
 
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.body import parse_body
@@ -34,7 +34,7 @@ TOOLED: dict[str, Any] = {
 
 
 def client_of(gateway: Gateway, path: str = "", key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=gateway.url + path, api_key=key, max_retries=0, timeout=30)
+    return anthropic.Anthropic(base_url=gateway.url + path, api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 def echoed(tokenizer: Tokenizer, prompt: str, num_tokens: int) -> str:

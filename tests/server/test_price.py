@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_gateway import MAX_MODEL_LEN, TEXT, Gateway, start_gateway
+from echo_gateway import MAX_MODEL_LEN, PATIENCE_S, TEXT, Gateway, start_gateway
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -289,8 +289,8 @@ def test_a_model_that_tokenizes_much_holds_up_no_other(gateway: Gateway) -> None
             assert http.post("/tokenize", json={"model": "code", "prompt": "a"}).status_code == 200
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         release.set()
-        assert busy.result(10)
-        assert waiting.result(10)
+        assert busy.result(PATIENCE_S)
+        assert waiting.result(PATIENCE_S)
     finally:
         release.set()
         object.__setattr__(chat, "threads", usual)
@@ -315,9 +315,9 @@ def test_who_hangs_up_takes_the_work_along(gateway: Gateway) -> None:
         )
         asking.start()
         release.set()
-        asking.join(20)
+        asking.join(PATIENCE_S)
         assert answers == [200]
-        assert busy.result(10)
+        assert busy.result(PATIENCE_S)
     finally:
         release.set()
         object.__setattr__(chat, "threads", usual)

@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from echo_gateway import Gateway, start_gateway, train_tokenizer
+from echo_gateway import PATIENCE_S, Gateway, start_gateway, train_tokenizer
 
 from swiftkv.server.messages_api.body import MessagesBody
 from swiftkv.server.reasoning_parsers import choose_reasoning
@@ -73,7 +73,7 @@ def test_responses_have_an_item_of_reasoning(thinking: Gateway) -> None:
 
 
 def test_messages_have_a_block_of_thinking(thinking: Gateway) -> None:
-    client = anthropic.Anthropic(base_url=thinking.url, api_key="none", max_retries=0, timeout=30)
+    client = anthropic.Anthropic(base_url=thinking.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
     asked: Any = {
         "model": "chat",
         "messages": [{"role": "user", "content": CONTENT}],

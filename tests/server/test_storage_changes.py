@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway
 from typer.testing import CliRunner, Result
 
 from swiftkv.cli import app
@@ -44,7 +44,7 @@ def run(*arguments: str) -> Result:
 
 
 def engine_view(gateway: Gateway) -> dict[str, object]:
-    view: dict[str, object] = httpx.get(f"{gateway.url}/ready", timeout=30).json()["engines"]["chat"]
+    view: dict[str, object] = httpx.get(f"{gateway.url}/ready", timeout=PATIENCE_S).json()["engines"]["chat"]
     return view
 
 

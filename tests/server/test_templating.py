@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from echo_gateway import Gateway, start_gateway, train_tokenizer
+from echo_gateway import PATIENCE_S, Gateway, start_gateway, train_tokenizer
 from pydantic import ValidationError
 
 from swiftkv.server.errors import ApiError
@@ -129,5 +129,5 @@ def test_a_request_may_bring_a_template_where_it_is_allowed(
             tokenized = http.post("/tokenize", json={"model": "chat", "messages": MESSAGES, "chat_template": "x"})
             assert tokenized.status_code == 400
     finally:
-        asyncio.run_coroutine_threadsafe(renderer.close(), gateway.loop).result(10)
+        asyncio.run_coroutine_threadsafe(renderer.close(), gateway.loop).result(PATIENCE_S)
         stop()
