@@ -17,7 +17,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.coordinator import Coordinator
 from swiftkv.lease.messages import LendingSpec, LinkGeometry
 from swiftkv.lease.process import Identity
-from swiftkv.lease.wire import Wire
+from swiftkv.lease.wire import SocketWire
 from swiftkv.master.borrower import Borrower
 from swiftkv.master.layer_stream import CopyKind
 from swiftkv.transport.base import PeerHandle, TwoSidedTransport
@@ -78,7 +78,7 @@ class Lending:
         """Readable when the engine should look whether there is something to do."""
         self._runner = runner
         self._scheduler = scheduler
-        self._wire: Wire | None = None
+        self._wire: SocketWire | None = None
         self._borrower: Borrower | None = None
         self._coordinator: Coordinator | None = None
         if config.lending is not None:
@@ -122,7 +122,7 @@ class Lending:
 
     def _start(self, config: EngineConfig, spec: LendingSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         me = Identity.of_this_process(config.name)
-        wire = self._wire = Wire(context, spec.leases_address, spec.lenders)
+        wire = self._wire = SocketWire(context, spec.leases_address, spec.lenders)
         lender = self._open_lender(me, spec, wire, config.copy_deadline_s) if spec.borrowers else None
         self._borrower = self._open_borrower(me, spec, wire) if spec.lenders else None
         self._coordinator = Coordinator(
@@ -136,7 +136,7 @@ class Lending:
         )
         self._coordinator.start()
 
-    def _open_lender(self, me: Identity, spec: LendingSpec, wire: Wire, deadline_s: float) -> Lender:
+    def _open_lender(self, me: Identity, spec: LendingSpec, wire: SocketWire, deadline_s: float) -> Lender:
         pool = self._runner.pool
         check_links([link for peer in spec.borrowers for link in peer.links], pool.regions)
 
@@ -154,7 +154,7 @@ class Lending:
             wake_engine=self.wake,
         )
 
-    def _open_borrower(self, me: Identity, spec: LendingSpec, wire: Wire) -> Borrower:
+    def _open_borrower(self, me: Identity, spec: LendingSpec, wire: SocketWire) -> Borrower:
         transport = self._runner.transport
         assert transport is not None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -108,21 +107,24 @@ class Coordinator:
     def _serve(self) -> None:
         due_s = 0.0
         while not self._closing:
-            woken = self._wire.wait(due_s - time.monotonic())
-            for route, message in self._wire.received():
-                try:
-                    self._on_inbound(route, message)
-                except MalformedMessage as error:
-                    self._wire.drop(f"a borrower ({type(message).__name__})", error)
-            for lender, answer in self._wire.received_from_lenders():
-                assert self._borrower is not None
-                try:
-                    self._borrower.on_message(lender, answer)
-                except MalformedMessage as error:
-                    self._wire.drop(f"{self._wire.lender_name(lender)} ({type(answer).__name__})", error)
-            now_s = time.monotonic()
-            due_s = min((role.tick(now_s, woken) for role in self._roles), default=now_s + _LONGEST_REST_S)
-            due_s = min(due_s, now_s + _LONGEST_REST_S)
+            due_s = self.serve_once(self._wire.wait(due_s - self._wire.now_s()))
+
+    def serve_once(self, woken: bool) -> float:
+        """Deal with all that has come and is due, and return when to do so again; without the thread, anybody may."""
+        for route, message in self._wire.received():
+            try:
+                self._on_inbound(route, message)
+            except MalformedMessage as error:
+                self._wire.drop(f"a borrower ({type(message).__name__})", error)
+        for lender, answer in self._wire.received_from_lenders():
+            assert self._borrower is not None
+            try:
+                self._borrower.on_message(lender, answer)
+            except MalformedMessage as error:
+                self._wire.drop(f"{self._wire.lender_name(lender)} ({type(answer).__name__})", error)
+        now_s = self._wire.now_s()
+        due_s = min((role.tick(now_s, woken) for role in self._roles), default=now_s + _LONGEST_REST_S)
+        return min(due_s, now_s + _LONGEST_REST_S)
 
     def _on_inbound(self, route: Route, message: FromBorrower | SetBudget | ShowLending) -> None:
         if isinstance(message, ShowLending):

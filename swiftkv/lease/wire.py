@@ -1,4 +1,4 @@
-"""The sockets of one coordinator, and everything else that its thread waits for."""
+"""The connections of a coordinator: their interface, and the sockets of one that runs in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -30,7 +31,47 @@ Route = bytes
 """A connection to our ROUTER, of a borrower or of the gateway."""
 
 
-class Wire:
+class Wire(Protocol):
+    """The connections of one coordinator to others, and its clock."""
+
+    def now_s(self) -> float:
+        """Return the time, on a clock that does not go back."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has come, or a process is gone; return whether `wake` was called."""
+
+    def wake(self) -> None:
+        """End the `wait` that is in progress, or else the next one; from any thread."""
+
+    def send(self, route: Route, message: FromLender | ToAdmin) -> None:
+        """Send to a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
+
+    def send_to_lender(self, index: int, message: FromBorrower) -> None:
+        """Send to a lender; drop the message while its coordinator does not listen."""
+
+    def received(self) -> Iterable[tuple[Route, FromBorrower | FromAdmin]]:
+        """Return what borrowers and the gateway said."""
+
+    def received_from_lenders(self) -> Iterable[tuple[int, FromLender]]:
+        """Return what lenders said, with the index of each."""
+
+    def lender_name(self, index: int) -> str: ...
+
+    def reconnect(self, index: int) -> None:
+        """Forget what the lender said and what it has not read."""
+
+    def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:
+        """Call `on_exit` once, in `wait`, when the process is gone, and close its file descriptor."""
+
+    def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
+        """Note a message that means nothing."""
+
+    @property
+    def dropped_total(self) -> int:
+        """The number of messages that meant nothing."""
+
+
+class SocketWire:
     """A ROUTER for borrowers and the gateway, a DEALER to each lender, the ends of processes, and `wake`.
 
     Nothing is queued for a peer that is not connected. No queue has a bound of its own: the protocol bounds what one
@@ -52,8 +93,15 @@ class Wire:
         self._dealers = [self._connect(peer) for peer in lenders]
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller.register(self._wakeup, zmq.POLLIN)
-        self.dropped_total = 0
+        self._dropped_total = 0
         self._drop_log_due_s = 0.0
+
+    @property
+    def dropped_total(self) -> int:
+        return self._dropped_total
+
+    def now_s(self) -> float:
+        return time.monotonic()
 
     def send(self, route: Route, message: FromLender | ToAdmin) -> None:
         """Send to a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
@@ -141,10 +189,10 @@ class Wire:
 
     def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
         """Count a message that means nothing, and say so every few seconds at most: there may be many."""
-        self.dropped_total += 1
+        self._dropped_total += 1
         if time.monotonic() >= self._drop_log_due_s:
             self._drop_log_due_s = time.monotonic() + _DROP_LOG_INTERVAL_S
-            _log.error("a lease message of %s is dropped (%d until now): %s", sender, self.dropped_total, error)
+            _log.error("a lease message of %s is dropped (%d until now): %s", sender, self._dropped_total, error)
 
     def close(self) -> None:
         for socket in (self._router, *self._dealers):

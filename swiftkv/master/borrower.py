@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,6 +109,16 @@ class Borrower:
         """Wait until nothing calls `Wire.wake` any more; after the coordinator's thread has ended."""
         self._finders.shutdown()
 
+    @property
+    def borrowed_bytes(self) -> int:
+        """The bytes of all extents that are here, also of those that are on their way back."""
+        return sum(link.borrowed * link.geometry.extent_bytes for link in self._links)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the pools of all lenders are attached."""
+        return all(peer.is_attached for peer in self._peers)
+
     # In the engine's thread.
 
     def apply_pending(self, finish_steps: Callable[[], None]) -> None:
@@ -183,7 +192,7 @@ class Borrower:
         return min((peer.hello_due_s for peer in self._peers if peer.welcome is None), default=float("inf"))
 
     def describe(self, state: LendingState, with_extents: bool) -> LendingState:
-        now_s = time.monotonic()
+        now_s = self._wire.now_s()
         links = [
             link_state(peer, link, now_s=now_s, with_extents=with_extents)
             for peer in self._peers
@@ -201,7 +210,7 @@ class Borrower:
             return
         if peer.process is None or message.sender != peer.incarnation:
             return
-        peer.heard_s = time.monotonic()
+        peer.heard_s = self._wire.now_s()
         if isinstance(message, Heartbeat):
             peer.reported = reported_extents(message, peer.spec.links)
             borrowed = [link.borrowed for link in peer.links]
@@ -232,7 +241,7 @@ class Borrower:
         if welcome.refused is not None:
             if welcome.refused != peer.state:
                 _log.warning("%s lends nothing: %s", peer.spec.name, welcome.refused)
-            self._attach_anew(peer, time.monotonic() + _ATTACH_RETRY_S, welcome.refused)
+            self._attach_anew(peer, self._wire.now_s() + _ATTACH_RETRY_S, welcome.refused)
             return
         if len(welcome.store_paths) != len(peer.links):
             raise MalformedMessage(f"{len(welcome.store_paths)} pools for {len(peer.links)} links")
@@ -246,7 +255,7 @@ class Borrower:
                 return
             self._wire.watch_exit(peer.process, lambda: self._on_exit(peer))
         peer.incarnation = welcome.sender
-        peer.heard_s = time.monotonic()
+        peer.heard_s = self._wire.now_s()
         peer.welcome = welcome
         peer.state = "attaching"
         found = self._finders.submit(self._find_all, welcome.store_paths)

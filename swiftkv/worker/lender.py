@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +114,11 @@ class Lender:
         """The bytes of all extents that are not home."""
         return sum(link.away_bytes for link in self._links)
 
+    @property
+    def recalls_total(self) -> dict[str, int]:
+        """The recalls until now, by reason."""
+        return dict(self._recalls.total)
+
     def tick(self, now_s: float, woken: bool) -> float:
         if woken or now_s >= self._demand_due_s:
             self._look_at_demand(now_s)
@@ -130,12 +134,12 @@ class Lender:
         )
 
     def describe(self, state: LendingState, with_extents: bool) -> LendingState:
-        now_s = time.monotonic()
+        now_s = self._wire.now_s()
         return msgspec.structs.replace(
             state,
             budget_bytes=self.budget_bytes,
             lends=[self._link_state(link, now_s, with_extents) for link in self._links],
-            recalls_total=dict(self._recalls.total),
+            recalls_total=self.recalls_total,
             recall_seconds=self._recalls.seconds,
         )
 
@@ -147,7 +151,7 @@ class Lender:
     # Messages of borrowers.
 
     def on_message(self, sender: Route, message: FromBorrower | SetBudget) -> None:
-        now_s = time.monotonic()
+        now_s = self._wire.now_s()
         if isinstance(message, SetBudget):
             self._set_budget(sender, message, now_s)
             return
@@ -205,7 +209,7 @@ class Lender:
         if peer.is_ending:
             return
         peer.route = route
-        peer.heard_s = time.monotonic()
+        peer.heard_s = self._wire.now_s()
         if peer.welcome is None or peer.welcome.attempt < hello.attempt:
             peer.is_attached = False
             peer.is_asked = False
@@ -254,7 +258,7 @@ class Lender:
     def _on_exit(self, peer: BorrowerPeer) -> None:
         _log.warning("%s has gone; its leases end", peer.spec.name)
         peer.is_gone = peer.is_ending = True
-        peer.quiet_s = time.monotonic() + self._quiet_s
+        peer.quiet_s = self._wire.now_s() + self._quiet_s
         peer.is_attached = False
 
     def _end_leases(self, peer: BorrowerPeer, now_s: float) -> None:

@@ -40,7 +40,7 @@ from swiftkv.lease.messages import (
     ToAdmin,
 )
 from swiftkv.lease.process import Identity
-from swiftkv.lease.wire import Wire
+from swiftkv.lease.wire import SocketWire
 from swiftkv.master.borrower import Borrower
 from swiftkv.transport.base import PeerHandle
 from swiftkv.worker.lender import Lender
@@ -105,7 +105,7 @@ class EngineWithoutModel:
         )
         me = Identity.of_this_process(setup.name)
         self.context = zmq.Context()
-        self.wire = Wire(self.context, spec.leases_address, spec.lenders)
+        self.wire = SocketWire(self.context, spec.leases_address, spec.lenders)
         lender = None
         self.borrower: Borrower | None = None
         if spec.borrowers:

@@ -14,7 +14,7 @@ import zmq
 from swiftkv._core import GroupSpec, Link, Scheduler
 from swiftkv.lease.messages import Attached, Hello, LendingState, ToAdmin, Welcome
 from swiftkv.lease.process import Identity, start_ticks
-from swiftkv.lease.wire import Wire
+from swiftkv.lease.wire import SocketWire
 from swiftkv.transport.rendezvous import publish_pool
 from swiftkv.worker.lender import Lender
 from tests.lease.lending_process import TIMEOUT_S, Admin, EngineWithoutModel, Node, held, lent, publish
@@ -226,7 +226,7 @@ def test_what_the_dead_said_last_does_not_make_them_attached() -> None:
     with Node(start=[]) as node, zmq.Context() as context:
         spec, me = node.setups["w"].lending, Identity.of_this_process("w")
         scheduler = Scheduler([GroupSpec(2, 48)], 16, 4, 512, 512, lend_links=[Link(0, ALL, 3)])
-        wire = Wire(context, spec.leases_address, [])
+        wire = SocketWire(context, spec.leases_address, [])
         lender = Lender(
             me,
             spec,
