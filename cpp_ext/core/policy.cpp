@@ -76,6 +76,7 @@ bool Policy::may_begin(const Request& r, Running running) const {
     if (!limits_.max_num_partial_prefills && !is_long_one) return true;
     int num_partial = 0, num_long = 0;
     for (const Request* other : running) {
+        if (class_of(other->priority) > class_of(r.priority)) break;  // they are in order of priority
         if (!other->is_prompt_in_part()) continue;
         ++num_partial;
         num_long += is_long(other->num_remaining());

@@ -573,7 +573,8 @@ class NaiveScheduler:
         return threshold is not None and self.left(request) > threshold
 
     def may_begin(self, request: NaiveRequest) -> bool:
-        partial = [r for r in self.running if r.unknown == 0 and r.remaining() > 1]
+        in_part = [r for r in self.running if r.unknown == 0 and r.remaining() > 1]
+        partial = [r for r in in_part if r.service_class <= request.service_class]
         most = self.setup.max_num_partial_prefills
         if most is not None and len(partial) >= most:
             return False

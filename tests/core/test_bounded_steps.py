@@ -182,6 +182,22 @@ def test_no_more_prompts_are_computed_in_part_than_allowed(lengths: list[int], p
     e.drain()
 
 
+@pytest.mark.parametrize("limit", [{"max_num_partial_prefills": 1}, {"max_long_partial_prefills": 1}])
+def test_a_prompt_in_part_holds_up_none_of_a_higher_class(limit: dict[str, int]) -> None:
+    setup = Setup(((3, 64, 0),), 4, 8, 64, 128, long_prefill_token_threshold=8)
+    e = Engine(replace(setup, **limit))
+    e.add(1, [1] * 40, max_tokens=1, priority=_core.PRIORITIES_PER_CLASS)
+    e.schedule()
+    e.commit()
+    e.add(2, [2] * 40, max_tokens=1)
+    e.add(3, [3] * 40, max_tokens=1)
+    plan = e.schedule()
+    assert plan is not None
+    assert plan.request_ids.tolist() == [2, 1]
+    e.commit()
+    e.drain()
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
