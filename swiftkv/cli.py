@@ -146,7 +146,14 @@ def plan(
 )
 def simulate(
     config_path: ConfigPath,
-    trace: Annotated[Path, typer.Option(help="JSON lines as Mooncake's traces, or CSV as Azure's.")],
+    trace: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[NAME=]FILE",
+            help="JSON lines as Mooncake's traces, or CSV as Azure's. With NAME=, once for each model that has "
+            "requests, all models run together.",
+        ),
+    ],
     step_time: Annotated[
         str,
         typer.Option(metavar="URL|FILE", help="Where the times of steps come from: a running node, or a file."),
@@ -167,21 +174,36 @@ def simulate(
         float | None, typer.Option(help="Show how many requests need at most so many seconds per token.")
     ] = None,
     save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps here, as JSON.")] = None,
+    no_lending: Annotated[
+        bool, typer.Option("--no-lending", help="Lend and borrow nothing, whatever the file says.")
+    ] = False,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Cores that models on the CPU share; this machine's if not given.")
+    ] = None,
+    copy_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes a second of copied KV, such as 6GiB, if the step times do not know."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what was lent and how long requests waited here, with NAME=FILE.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
 ) -> None:
-    """Serve a trace with every model of CONFIG in virtual time: the real scheduler and cache, predicted step times.
+    """Serve traces with the models of CONFIG in virtual time: the real scheduler and cache, predicted step times.
 
-    Each model serves the whole trace, alone: lending and what models take from each other are not simulated yet.
+    With one FILE each model serves the whole trace, alone. With NAME=FILE the models run together: they lend to each
+    other and share the cores.
     """
     with _mistakes_as_lines():
         from swiftkv.config import load_config
         from swiftkv.planning.node import plan_node
         from swiftkv.simulate.command import Options, print_figures, simulate_node
         from swiftkv.simulate.report import Targets
+        from swiftkv.units import parse_size
 
-        config = load_config(config_path)
+        config = load_config(config_path, lending=False if no_lending else None)
         options = Options(
-            trace=trace,
+            traces=tuple(trace),
             step_time=step_time,
             rate=rate,
             requests=requests,
@@ -190,6 +212,9 @@ def simulate(
             seed=seed,
             targets=Targets(target_ttft, target_tpot),
             save_step_time=save_step_time,
+            cores=cores,
+            copy_rate=None if copy_rate is None else parse_size(copy_rate),
+            plot=plot,
         )
         result = simulate_node(config, tuple(plan_node(config, need_weights=False)), model or [], options)
         if as_json:

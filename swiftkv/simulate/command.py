@@ -1,13 +1,14 @@
-"""`swiftkv simulate`: a node's models, each alone, serve a trace in virtual time."""
+"""`swiftkv simulate`: a node's models serve traces in virtual time, each alone or all together."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,21 +16,31 @@ from swiftkv._core import StepPlan, StepTime
 from swiftkv.bench.datasets import DatasetError
 from swiftkv.bench.traces import Arrival, read_trace, spread_ties
 from swiftkv.config import Config
+from swiftkv.engine.messages import STEP_TIME_TERMS
+from swiftkv.engine_configs import compile_engines
 from swiftkv.errors import ConfigError
+from swiftkv.lease.messages import LendingSpec
 from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.policies import SchedulingPolicy
+from swiftkv.simulate.cores import CoreShare, CoreUser
 from swiftkv.simulate.doors import OpenDoor, same_for_all
-from swiftkv.simulate.report import Targets, as_table, figures
+from swiftkv.simulate.node import SimulatedModel, simulate_together
+from swiftkv.simulate.plots import draw
+from swiftkv.simulate.report import Targets, as_table, figures, node_figures
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
 from swiftkv.simulate.step_times import make_step_time, read_step_times
+from swiftkv.transport.topology import TransportChoice
+
+AnyOutcome = TypeVar("AnyOutcome")
 
 
 @dataclass(frozen=True)
 class Options:
     """The choices of the command line."""
 
-    trace: Path
+    traces: tuple[str, ...]
+    """One file for all models, each alone; or `NAME=FILE` for each model that has requests, all together."""
     step_time: str
     rate: float = 1.0
     """The trace's requests come so many times as fast."""
@@ -42,21 +53,61 @@ class Options:
     seed: int = 0
     targets: Targets = field(default_factory=Targets)
     save_step_time: Path | None = None
+    cores: int | None = None
+    """The cores that models on the CPU share; `None`: those of this machine."""
+    copy_rate: int | None = None
+    """Bytes a second, in place of the step times' own term for copied blocks."""
+    plot: Path | None = None
 
 
 def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str], options: Options) -> dict[str, Any]:
-    """Serve the trace with each of `models` (all, if it is empty), and return their figures.
+    """Serve the traces, and return the figures of each model: of `models`, or of all if it is empty.
 
     Raises `ConfigError` for a model, a trace, or step times that are not there.
     """
     known = read_step_times(options.step_time)
     if options.save_step_time is not None:
         options.save_step_time.write_text(json.dumps(known, indent=1) + "\n")
-    arrivals = _arrivals(options)
+    traces = traces_by_model(options.traces, [model.name for model in config.models])
+    if traces is None:
+        return _each_alone(config, plans, models, options, known)
+    if models:
+        raise ConfigError("--model: only with one --trace FILE; a model that has no --trace NAME=FILE gets no requests")
+    return _all_together(config, plans, traces, options, known)
+
+
+def traces_by_model(traces: Sequence[str], names: Sequence[str]) -> dict[str, Path] | None:
+    """Return the file of each model that `traces` name, `None` if it is one file for all.
+
+    Raises `ConfigError` if it is neither.
+    """
+    named = {name: Path(file) for name, equals, file in (trace.partition("=") for trace in traces) if equals}
+    if not named and len(traces) == 1:
+        return None
+    if len(named) < len(traces):
+        raise ConfigError("--trace: write one FILE, or NAME=FILE once for each model that has requests")
+    for name in named:
+        _check_name("--trace", name, names)
+    return named
+
+
+def _check_name(option: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise ConfigError(f"{option}: no model '{name}'; there is: {', '.join(names)}")
+
+
+def _each_alone(
+    config: Config,
+    plans: tuple[ModelPlan, ...],
+    models: list[str],
+    options: Options,
+    known: dict[str, dict[str, float]],
+) -> dict[str, Any]:
+    arrivals = _arrivals(Path(options.traces[0]), options)
     outcomes: dict[str, Outcome] = {}
     for model, plan in _chosen(config, plans, models):
         print(f"{plan.name}: {len(arrivals):,} requests …", file=sys.stderr)
-        step_time = make_step_time(plan.name, known)
+        step_time = _step_time(plan, options, known)
         scheduler = make_scheduler(model, plan, options.policy)
         outcomes[plan.name] = simulate(
             scheduler,
@@ -66,10 +117,93 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
             num_clients=options.clients,
             door=OpenDoor(same_for_all(model.due_s)),
         )
-    try:
-        return {name: figures(outcome, options.targets) for name, outcome in outcomes.items()}
-    except ValueError as error:
-        raise ConfigError(f"--trace: {error}") from None
+    return _of_all(outcomes, options.targets, figures)
+
+
+def _all_together(
+    config: Config,
+    plans: tuple[ModelPlan, ...],
+    traces: dict[str, Path],
+    options: Options,
+    known: dict[str, dict[str, float]],
+) -> dict[str, Any]:
+    chosen = _chosen(config, plans, [])
+    specs = _lending_specs(config, plans)
+    models = []
+    for model, plan in chosen:
+        arrivals = _arrivals(traces[plan.name], options) if plan.name in traces else []
+        print(f"{plan.name}: {len(arrivals):,} requests", file=sys.stderr)
+        spec = specs[plan.name]
+        borrows = spec is not None and bool(spec.lenders)
+        step_time = _step_time(plan, options, known) if arrivals else StepTime([0.0] * len(STEP_TIME_TERMS))
+        if arrivals and borrows and not step_time.coefficients[STEP_TIME_TERMS.index("copy")]:
+            print(
+                f"{plan.name}: its step times know of no copies, so borrowed memory is as fast as its own: name "
+                "--copy-rate",
+                file=sys.stderr,
+            )
+        models.append(
+            SimulatedModel(
+                name=plan.name,
+                scheduler=make_scheduler(model, plan, options.policy, spec),
+                max_model_len=plan.max_model_len if borrows else longest_alone(plan),
+                step_time=_predictor(step_time),
+                arrivals=arrivals,
+                num_clients=options.clients,
+                door=OpenDoor(same_for_all(model.due_s)),
+                device=model.device,
+                user=_core_user(model),
+                lending=spec,
+                pool_bytes=plan.pool_bytes,
+            )
+        )
+    num_cores = options.cores or len(os.sched_getaffinity(0))
+    outcomes = simulate_together(models, num_cores, config.node.lending.max_wait)
+    if options.plot is not None:
+        draw(outcomes, options.plot)
+    return _of_all(outcomes, options.targets, node_figures)
+
+
+def _of_all(
+    outcomes: dict[str, AnyOutcome], targets: Targets, of: Callable[[AnyOutcome, Targets], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the figures of every model. Raises `ConfigError` for one that served nobody."""
+    found = {}
+    for name, outcome in outcomes.items():
+        try:
+            found[name] = of(outcome, targets)
+        except ValueError as error:
+            raise ConfigError(f"--trace: model '{name}': {error}") from None
+    return found
+
+
+def _lending_specs(config: Config, plans: tuple[ModelPlan, ...]) -> dict[str, LendingSpec | None]:
+    """Return the part of each model in lending, as its engine would be told."""
+    if not config.node.lending.enabled:
+        return {plan.name: None for plan in plans}
+    transport = TransportChoice("shm", "simulated")
+    numbers = {plan.name: number for number, plan in enumerate(plans)}
+    transports = {"GPUs": transport, "the host": transport}
+    engines = compile_engines(config, plans, transports, Path("simulated"), numbers)
+    return {engine.name: engine.lending for engine in engines}
+
+
+def _core_user(model: ModelConfig) -> CoreUser:
+    """Return how a model's engine uses its device: a GPU is shared by turns of equal length."""
+    if model.device != "cpu":
+        return CoreUser(1)
+    share = CoreShare(model.compute.weight, model.compute.max_share) if model.compute else None
+    return CoreUser(model.threads, share)
+
+
+def _step_time(plan: SizedPlan, options: Options, known: dict[str, dict[str, float]]) -> StepTime:
+    """Return what predicts a model's steps, with the copy rate that the options name."""
+    step_time = make_step_time(plan.name, known)
+    if options.copy_rate is None:
+        return step_time
+    terms = dict(zip(STEP_TIME_TERMS, step_time.coefficients, strict=True))
+    terms["copy"] = plan.block_bytes / len(plan.groups) / options.copy_rate
+    return StepTime(list(terms.values()))
 
 
 def _predictor(step_time: StepTime) -> Callable[[StepPlan], float]:
@@ -86,8 +220,7 @@ def print_figures(models: dict[str, Any]) -> None:
 def _chosen(config: Config, plans: tuple[ModelPlan, ...], names: list[str]) -> list[tuple[ModelConfig, SizedPlan]]:
     known = [model.name for model in config.models]
     for name in names:
-        if name not in known:
-            raise ConfigError(f"--model: no model '{name}'; there is: {', '.join(known)}")
+        _check_name("--model", name, known)
     chosen = []
     for index, (model, plan) in enumerate(zip(config.models, plans, strict=True)):
         if names and model.name not in names:
@@ -101,10 +234,10 @@ def _chosen(config: Config, plans: tuple[ModelPlan, ...], names: list[str]) -> l
     return chosen
 
 
-def _arrivals(options: Options) -> list[Arrival]:
-    """Return the trace's requests in their own order, requests of one instant spread, at the rate asked for."""
+def _arrivals(trace: Path, options: Options) -> list[Arrival]:
+    """Return the requests of a trace in their own order, requests of one instant spread, at the rate asked for."""
     try:
-        arrivals = spread_ties(read_trace(options.trace), np.random.default_rng(options.seed))
+        arrivals = spread_ties(read_trace(trace), np.random.default_rng(options.seed))
     except DatasetError as error:
         raise ConfigError(f"--trace: {error}") from None
     return [replace(arrival, time_s=arrival.time_s / options.rate) for arrival in arrivals[: options.requests]]

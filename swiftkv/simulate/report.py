@@ -10,7 +10,9 @@ import numpy.typing as npt
 from rich.console import RenderableType
 from rich.table import Table
 
+from swiftkv.simulate.node import NodeOutcome
 from swiftkv.simulate.simulator import Outcome
+from swiftkv.units import format_size
 
 _QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 
@@ -36,11 +38,16 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     """Return the figures of one model; times in seconds. Raises `ValueError` if no request was served."""
     if not len(outcome.arrival_s):
         raise ValueError("no request of the trace fits the model: raise max_model_len")
+    num_given_up = int(np.isnan(outcome.end_s).sum())
+    outcome = outcome.served()
+    if not len(outcome.arrival_s):
+        raise ValueError("every request waits for memory that nobody lends: raise lending.budget or kv_cache.memory")
     elapsed_s = float(outcome.end_s.max() - outcome.arrival_s.min())
     met, tokens = targets.met(outcome), outcome.input_tokens + outcome.output_tokens
     return {
         "requests": len(outcome.arrival_s),
         "refused": outcome.num_refused,
+        "given_up": num_given_up,
         "elapsed_s": elapsed_s,
         "busy_part": outcome.busy_s / elapsed_s,
         "steps": outcome.num_steps,
@@ -58,6 +65,27 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     }
 
 
+def node_figures(outcome: NodeOutcome, targets: Targets) -> dict[str, Any]:
+    """Return the figures of one model among others, which may have had no requests.
+
+    Raises `ValueError` as `figures` does.
+    """
+    requests, leases = outcome.requests, outcome.leases
+    found: dict[str, Any] = {}
+    if len(requests.arrival_s) or requests.num_refused:
+        found = figures(requests, targets)
+        found["borrowed_hit_rate"] = outcome.borrowed_hit_tokens / int(requests.input_tokens.sum())
+        found["copied_blocks"] = outcome.copied_blocks
+        found["core_s"] = outcome.core_s
+        found["turn_wait_s"] = outcome.waited_s
+    if leases is not None:
+        found["lent_bytes"] = {"mean": outcome.mean_lent_bytes, "max": max(of for _, of in leases.lent_bytes)}
+        borrowed = max(of for _, of in leases.borrowed_bytes)
+        found["borrowed_bytes"] = {"mean": outcome.mean_borrowed_bytes, "max": borrowed}
+        found["recalls"] = leases.recalls
+    return found
+
+
 def _spread(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
     if not len(seconds):
         return {}
@@ -73,13 +101,25 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
         table.add_column(name, justify="right")
 
     def row(heading: str, key: str, text: str) -> None:
-        table.add_row(heading, *(text.format(of[key]) for of in models.values()))
+        if any(key in of for of in models.values()):
+            table.add_row(heading, *(text.format(of[key]) if key in of else "-" for of in models.values()))
+
+    def sizes(heading: str, key: str) -> None:
+        if any(key in of for of in models.values()):
+            cells = [format_size(round(of[key]["mean"])) if key in of else "-" for of in models.values()]
+            table.add_row(heading, *cells)
 
     row("requests", "requests", "{:,}")
     row("refused: too long", "refused", "{:,}")
+    row("given up for want of memory", "given_up", "{:,}")
     row("seconds", "elapsed_s", "{:,.0f}")
     row("busy", "busy_part", "{:.0%}")
     row("prompt tokens from the cache", "hit_rate", "{:.1%}")
+    row("from borrowed memory", "borrowed_hit_rate", "{:.1%}")
+    sizes("lent, mean", "lent_bytes")
+    sizes("borrowed, mean", "borrowed_bytes")
+    row("core seconds", "core_s", "{:,.0f}")
+    row("seconds waited for turns", "turn_wait_s", "{:,.0f}")
     row("prompt tokens a second", "input_tokens_per_s", "{:,.1f}")
     row("answer tokens a second", "output_tokens_per_s", "{:,.1f}")
     row("preemptions", "preemptions", "{:,}")
@@ -87,6 +127,6 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
     row("tokens of these", "targets_met_tokens", "{:.1%}")
     for heading, key in (("first token", "ttft_s"), ("per token", "tpot_s"), ("whole answer", "e2e_s")):
         for of in ("mean", *_QUANTILES):
-            cells = [f"{1e3 * figures[key][of]:,.1f}" if figures[key] else "-" for figures in models.values()]
+            cells = [f"{1e3 * figures[key][of]:,.1f}" if figures.get(key) else "-" for figures in models.values()]
             table.add_row(f"{heading}, {of}, ms", *cells)
     return table

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv._core import GroupSpec, Scheduler, StepPlan
+from swiftkv._core import GroupSpec, Link, Scheduler, StepPlan
 from swiftkv.bench.traces import Arrival
+from swiftkv.lease.messages import LendingSpec
 from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import SizedPlan
 from swiftkv.policies import SchedulingPolicy
@@ -72,25 +73,55 @@ class Outcome:
     def e2e_s(self) -> npt.NDArray[np.float64]:
         return self.end_s - self.arrival_s
 
+    def served(self) -> Outcome:
+        """Return the outcome for those requests alone that got their whole answer."""
+        is_served = ~np.isnan(self.end_s)
+        return replace(
+            self,
+            arrival_s=self.arrival_s[is_served],
+            first_token_s=self.first_token_s[is_served],
+            end_s=self.end_s[is_served],
+            input_tokens=self.input_tokens[is_served],
+            cached_tokens=self.cached_tokens[is_served],
+            output_tokens=self.output_tokens[is_served],
+            computed_tokens=self.computed_tokens[is_served],
+        )
+
 
 def longest_alone(plan: SizedPlan) -> int:
     """Return the length of the longest request, in tokens, that the model serves without borrowed memory."""
     return min(plan.max_model_len, plan.longest_context)
 
 
-def make_scheduler(model: ModelConfig, plan: SizedPlan, policy: SchedulingPolicy | None) -> Scheduler:
-    """Return the scheduler that the model's engine would have, without lending; `policy` replaces the file's."""
+def make_scheduler(
+    model: ModelConfig, plan: SizedPlan, policy: SchedulingPolicy | None, lending: LendingSpec | None = None
+) -> Scheduler:
+    """Return the scheduler that the model's engine would have; `policy` replaces the file's."""
+    lenders, borrowers = (lending.lenders, lending.borrowers) if lending else ([], [])
     return Scheduler(
         [
-            GroupSpec(group.num_layers, num_blocks, group.window, blocks_per_extent=plan.division.blocks_per_extent(i))
+            GroupSpec(
+                group.num_layers,
+                num_blocks,
+                group.window,
+                group.layer_block_bytes,
+                blocks_per_extent=plan.division.blocks_per_extent(i),
+            )
             for i, (group, num_blocks) in enumerate(zip(plan.groups, plan.group_blocks, strict=True))
         ],
         block_size=plan.block_size,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
-        max_model_len=longest_alone(plan),
+        max_model_len=plan.max_model_len if lenders else longest_alone(plan),
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
+        lend_links=[Link(link.lender_group, link.num_extents, link.meu_w) for peer in borrowers for link in peer.links],
+        borrow_links=[
+            Link(link.borrower_group, link.num_extents, link.meu_m, link.extent_bytes)
+            for peer in lenders
+            for link in peer.links
+        ],
+        stream_buffers=lending.stream_buffers if lending else 2,
         retention_interval=model.kv_cache.retention_interval,
         target_tpot_s=model.step_limit_s,
         long_prefill_token_threshold=model.long_prefill_token_threshold,
@@ -114,82 +145,157 @@ def simulate(
     With `num_clients` their times do not count: so many clients each send the next one when they have an answer. With
     `begins_s`, when the steps of a recording began, steps begin then: an engine has more to do than its steps.
     """
-    assert num_clients is None or door is None or type(door) is OpenDoor, "clients wait for answers, not for refusals"
-    accepted = [a for a in arrivals if a.output_tokens and 0 < a.input_tokens + a.output_tokens <= max_model_len]
-    if num_clients is not None:
-        accepted = [replace(a, time_s=0.0 if i < num_clients else math.inf) for i, a in enumerate(accepted)]
-    run = _Run(scheduler, step_time, accepted, door or OpenDoor(), begins_s)
-    run.to_the_end()
-    return Outcome(
-        arrival_s=run.arrival_s,
-        first_token_s=run.first_token_s,
-        end_s=run.end_s,
-        input_tokens=np.array([arrival.input_tokens for arrival in accepted], np.int64),
-        cached_tokens=run.cached_tokens,
-        computed_tokens=run.computed_tokens,
-        output_tokens=np.array([arrival.output_tokens for arrival in accepted], np.int64),
-        num_refused=len(arrivals) - len(accepted),
-        num_preemptions=scheduler.stats().num_preemptions_total,
-        step_end_s=np.array(run.step_end_s),
-        step_s=np.array(run.step_s),
-    )
+    engine = EngineRun(scheduler, max_model_len, step_time, arrivals, num_clients, door)
+    _serve_alone(engine, deque(begins_s))
+    return engine.outcome()
 
 
-class _Run:
-    """The state of a simulation: its clock, and what has happened to each request. A request's id is its index."""
+def _serve_alone(engine: EngineRun, begins_s: deque[float]) -> None:
+    now_s = 0.0
+    while not engine.is_over:
+        if begins_s:
+            now_s = begins_s.popleft()
+            engine.arrive(now_s)
+        elif not engine.has_work:
+            now_s = max(now_s, engine.next_arrival_s)
+            engine.arrive(now_s)
+        engine.enter(now_s)
+        if engine.has_work:
+            duration_s = engine.begin_step(now_s)
+            assert duration_s is not None, "a request that fits the model waits for ever"
+            now_s += duration_s
+            engine.arrive(now_s)
+            engine.end_step(now_s, duration_s)
+
+
+class EngineRun:
+    """An engine in virtual time, and what has happened to each of its requests. A request's id is its index.
+
+    Whoever runs it says what time it is, and ends every step that has begun.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
+        max_model_len: int,
         step_time: StepTime,
         arrivals: Sequence[Arrival],
-        door: OpenDoor,
-        begins_s: Sequence[float],
+        num_clients: int | None = None,
+        door: OpenDoor | None = None,
     ) -> None:
-        self.arrival_s = np.array([arrival.time_s for arrival in arrivals])
-        self.first_token_s = np.full(len(arrivals), np.nan)
-        self.end_s = np.full(len(arrivals), np.nan)
-        self.cached_tokens = np.zeros(len(arrivals), np.int64)
-        self.computed_tokens = np.zeros(len(arrivals), np.int64)
-        self.step_end_s: list[float] = []
-        self.step_s: list[float] = []
+        """The arguments are those of `simulate`."""
+        assert num_clients is None or door is None or type(door) is OpenDoor, "clients wait for answers, not refusals"
+        accepted = [a for a in arrivals if a.output_tokens and 0 < a.input_tokens + a.output_tokens <= max_model_len]
+        if num_clients is not None:
+            accepted = [replace(a, time_s=0.0 if i < num_clients else math.inf) for i, a in enumerate(accepted)]
         self._scheduler = scheduler
         self._step_time = step_time
-        self._door = door
-        self._begins_s = deque(begins_s)
-        self._waiting = deque(enumerate(arrivals))
+        self._door = door or OpenDoor()
+        self._arrivals = accepted
+        self._num_refused = len(arrivals) - len(accepted)
+        self._waiting = deque(enumerate(accepted))
         self._let_in: list[tuple[int, Arrival]] = []
-        self._now_s = 0.0
+        self._plan: StepPlan | None = None  # of the step in progress
+        self._arrival_s = np.array([arrival.time_s for arrival in accepted])
+        self._first_token_s = np.full(len(accepted), np.nan)
+        self._end_s = np.full(len(accepted), np.nan)
+        self._cached_tokens = np.zeros(len(accepted), np.int64)
+        self._computed_tokens = np.zeros(len(accepted), np.int64)
+        self._step_end_s: list[float] = []
+        self._step_s: list[float] = []
 
-    def to_the_end(self) -> None:
-        while self._waiting or self._let_in or self._scheduler.has_work():
-            if self._begins_s:
-                self._now_s = self._begins_s.popleft()
-                self._arrive(self._now_s)
-            elif not self._let_in and not self._scheduler.has_work():
-                self._now_s = max(self._now_s, self._waiting[0][1].time_s)
-                self._arrive(self._now_s)
-            self._enter()
-            if self._scheduler.has_work():
-                self._step()
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests that have come and have not ended."""
+        return bool(self._let_in) or self._scheduler.has_work()
 
-    def _arrive(self, until_s: float) -> None:
+    @property
+    def is_over(self) -> bool:
+        return not self._waiting and not self.has_work
+
+    @property
+    def has_news(self) -> bool:
+        """Whether requests have come that the engine has not been given."""
+        return bool(self._let_in)
+
+    @property
+    def is_in_step(self) -> bool:
+        return self._plan is not None
+
+    @property
+    def next_arrival_s(self) -> float:
+        """When the next request comes; infinite if none does, or not before somebody has an answer."""
+        return self._waiting[0][1].time_s if self._waiting else math.inf
+
+    def arrive(self, until_s: float) -> None:
         """Ask the door about those that arrive until then."""
         while self._waiting and self._waiting[0][1].time_s <= until_s:
             request_id, arrival = self._waiting.popleft()
             if self._door.lets_in(request_id, arrival, arrival.time_s):
                 self._let_in.append((request_id, arrival))
 
-    def _enter(self) -> None:
+    def enter(self, now_s: float) -> None:
         """Give the engine, between two steps, what has come for it."""
         for request_id, arrival in self._let_in:
             self._add(request_id, arrival)
         self._let_in.clear()
-        if dropped := self._door.dropped(self._now_s):
+        if dropped := self._door.dropped(now_s):
             self._scheduler.abort(np.array(dropped, np.uint64))
 
+    def begin_step(self, now_s: float) -> float | None:
+        """Plan a step, and return how long it takes on cores of its own; `None` if nothing can run."""
+        plan = self._scheduler.schedule(now_s)
+        if plan is None:
+            return None
+        for request_id, num_cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
+            self._door.begun(request_id, num_cached, now_s)
+        self._plan = plan
+        return self._step_time(plan)
+
+    def end_step(self, now_s: float, duration_s: float) -> None:
+        """End the step in progress, which has taken `duration_s`."""
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        self._step_end_s.append(now_s)
+        self._step_s.append(duration_s)
+        self._cached_tokens[plan.new_request_ids] = plan.new_cached_tokens
+        self._computed_tokens[plan.request_ids] += np.diff(plan.query_starts)
+        request_ids = plan.request_ids[plan.logits_seqs].astype(np.int64)
+        result = self._scheduler.commit((request_ids + _FIRST_ANSWER_ID).astype(np.int32), duration_s)
+        first = np.isnan(self._first_token_s[request_ids])
+        self._first_token_s[request_ids[first]] = now_s
+        for request_id in request_ids.tolist():
+            self._door.token(request_id, now_s)
+        ended = request_ids[result.finish_reasons != 0]
+        self._end_s[ended] = now_s
+        for request_id in ended.tolist():
+            self._door.ended(request_id, now_s)
+        self._send_next(len(ended), now_s)
+
+    def give_up_starved(self, now_s: float, max_wait_s: float) -> None:
+        """Give up requests that have waited longer than that for memory which nobody lends."""
+        starved = self._scheduler.starved(now_s, max_wait_s)
+        if starved:
+            self._scheduler.abort(np.array(starved, np.uint64))
+            self._send_next(len(starved), now_s)
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            arrival_s=self._arrival_s,
+            first_token_s=self._first_token_s,
+            end_s=self._end_s,
+            input_tokens=np.array([arrival.input_tokens for arrival in self._arrivals], np.int64),
+            cached_tokens=self._cached_tokens,
+            computed_tokens=self._computed_tokens,
+            output_tokens=np.array([arrival.output_tokens for arrival in self._arrivals], np.int64),
+            num_refused=self._num_refused,
+            num_preemptions=self._scheduler.stats().num_preemptions_total,
+            step_end_s=np.array(self._step_end_s),
+            step_s=np.array(self._step_s),
+        )
+
     def _add(self, request_id: int, arrival: Arrival) -> None:
-        arrival_s = float(self.arrival_s[request_id])
+        arrival_s = float(self._arrival_s[request_id])
         self._scheduler.add_request(
             request_id,
             arrival.prompt(),
@@ -204,34 +310,10 @@ class _Run:
             flow=arrival.flow,
         )
 
-    def _step(self) -> None:
-        plan = self._scheduler.schedule(self._now_s)
-        assert plan is not None, "a request that fits the model waits for ever"
-        for request_id, num_cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
-            self._door.begun(request_id, num_cached, self._now_s)
-        duration_s = self._step_time(plan)
-        self._arrive(self._now_s + duration_s)
-        self._now_s += duration_s
-        self.step_end_s.append(self._now_s)
-        self.step_s.append(duration_s)
-        self.cached_tokens[plan.new_request_ids] = plan.new_cached_tokens
-        self.computed_tokens[plan.request_ids] += np.diff(plan.query_starts)
-        request_ids = plan.request_ids[plan.logits_seqs].astype(np.int64)
-        result = self._scheduler.commit((request_ids + _FIRST_ANSWER_ID).astype(np.int32), duration_s)
-        first = np.isnan(self.first_token_s[request_ids])
-        self.first_token_s[request_ids[first]] = self._now_s
-        for request_id in request_ids.tolist():
-            self._door.token(request_id, self._now_s)
-        ended = request_ids[result.finish_reasons != 0]
-        self.end_s[ended] = self._now_s
-        for request_id in ended.tolist():
-            self._door.ended(request_id, self._now_s)
-        self._send_next(len(ended))
-
-    def _send_next(self, count: int) -> None:
+    def _send_next(self, count: int, now_s: float) -> None:
         """Let clients that have their answer send what waits for a client."""
         while count and self._waiting and math.isinf(self._waiting[0][1].time_s):
             request_id, arrival = self._waiting.popleft()
-            self.arrival_s[request_id] = self._now_s
+            self._arrival_s[request_id] = now_s
             self._add(request_id, arrival)
             count -= 1

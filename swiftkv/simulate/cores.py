@@ -1,0 +1,160 @@
+"""The cores of a machine in virtual time, and the turns that engines take on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ASK_CONTENDED_S = 1e-3  # as in `cpp_ext/cpu/turns.cpp`, here and below
+_ASK_ALONE_S = 4e-3
+_NS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """The share of an engine that takes turns: `models[].compute`."""
+
+    weight: float
+    max_share: float
+
+
+@dataclass(frozen=True)
+class CoreUser:
+    """An engine, as the cores see it. Without a share it takes no turns: the operating system has it compute."""
+
+    threads: int
+    share: CoreShare | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in progress. `left_s` of it, at full speed, were left at `seen_s`."""
+
+    begun_s: float
+    work_s: float
+    left_s: float
+    seen_s: float
+    speed: float = 0.0
+    computes: bool = False
+    asks_s: float = math.inf
+    stood_s: float | None = None  # when it began to wait for its turn; `None`: it does not
+    charged_s: float = 0.0
+
+    @property
+    def end_s(self) -> float:
+        return self.seen_s + self.left_s / self.speed if self.speed else math.inf
+
+    def set_speed(self, speed: float, now_s: float) -> None:
+        if speed != self.speed:
+            self.left_s -= (now_s - self.seen_s) * self.speed
+            self.seen_s = now_s
+            self.speed = speed
+
+    def duration_s(self, now_s: float) -> float:
+        """Return how long the step took that ends now: exactly its work, if nobody was in its way."""
+        return self.work_s if now_s == self.begun_s + self.work_s else now_s - self.begun_s
+
+
+class Cores:
+    """Divides cores between the steps of engines.
+
+    Engines that compute at once on more threads than there are cores all become slower alike, as the operating system
+    has it. Who computes is decided by the real accounts of `cpp_ext/cpu/shares.h`, which every engine asks as often as
+    `cpp_ext/cpu/turns.cpp` does.
+
+    Attributes:
+        core_s: The core time of each engine.
+        waited_s: The time that steps of each engine stood still for others.
+    """
+
+    def __init__(self, num_cores: int, users: Sequence[CoreUser]) -> None:
+        self._num_cores = num_cores
+        self._users = users
+        self._steps: dict[int, _Step] = {}
+        self.core_s = [0.0] * len(users)
+        self.waited_s = [0.0] * len(users)
+        if any(user.share for user in users):
+            from swiftkv import _cpu  # not there on every platform
+
+            self._shares = _cpu.Shares(num_cores)
+            self._longest_wait_s = _cpu.LONGEST_WAIT_NS / _NS_PER_S
+            for number, user in enumerate(users):
+                if user.share:
+                    self._shares.open(number, user.threads, user.share.weight, user.share.max_share)
+
+    @property
+    def next_s(self) -> float:
+        """When something changes next."""
+        return min((min(step.end_s, step.asks_s) for step in self._steps.values()), default=math.inf)
+
+    def begin(self, user: int, work_s: float, now_s: float) -> None:
+        """Begin a step of an engine, which takes `work_s` on cores of its own."""
+        step = self._steps[user] = _Step(now_s, work_s, work_s, now_s, charged_s=now_s)
+        if self._users[user].share:
+            self._shares.begin(user, _ns(now_s))
+            step.asks_s = now_s
+        else:
+            step.computes = True
+        self._divide(now_s)
+
+    def advance(self, now_s: float) -> list[tuple[int, float]]:
+        """Go on to a moment not later than `next_s`; return engines whose steps end then, and how long these took."""
+        ended = [(user, step) for user, step in self._steps.items() if step.end_s <= now_s]
+        for user, step in ended:
+            self._charge(user, step, now_s)
+            del self._steps[user]
+            if self._users[user].share:
+                self._shares.end(user)
+                self._wake_others(now_s)
+        self._divide(now_s)
+        return [(user, step.duration_s(now_s)) for user, step in ended]
+
+    def _divide(self, now_s: float) -> None:
+        """Let those ask whose time has come, and set how fast everybody computes."""
+        while due := [user for user, step in self._steps.items() if step.asks_s <= now_s]:
+            self._ask(due[0], now_s)
+        threads = sum(self._users[user].threads for user, step in self._steps.items() if step.computes)
+        speed = min(1.0, self._num_cores / threads) if threads else 0.0
+        for user, step in self._steps.items():
+            self._charge(user, step, now_s)
+            step.set_speed(speed if step.computes else 0.0, now_s)
+
+    def _ask(self, user: int, now_s: float) -> None:
+        step = self._steps[user]
+        self._charge(user, step, now_s)
+        wait_ns = self._shares.ask(user, _ns(now_s))
+        if wait_ns and step.stood_s is not None and now_s - step.stood_s >= self._longest_wait_s:
+            self._shares.forgive(user)
+            wait_ns = 0
+        if not wait_ns:
+            if step.stood_s is not None:
+                self.waited_s[user] += now_s - step.stood_s
+            step.computes, step.stood_s = True, None
+            step.asks_s = now_s + (_ASK_CONTENDED_S if self._is_contended(user) else _ASK_ALONE_S)
+            return
+        step.asks_s = now_s + wait_ns / _NS_PER_S
+        if step.stood_s is None:
+            step.computes, step.stood_s = False, now_s
+            self._wake_others(now_s)
+
+    def _is_contended(self, user: int) -> bool:
+        share = self._users[user].share
+        assert share is not None
+        return share.max_share < 1 or any(self._users[other].share for other in self._steps if other != user)
+
+    def _wake_others(self, now_s: float) -> None:
+        for step in self._steps.values():
+            if step.stood_s is not None and step.stood_s < now_s:
+                step.asks_s = now_s
+
+    def _charge(self, user: int, step: _Step, now_s: float) -> None:
+        core_s = (now_s - step.charged_s) * step.speed * min(self._users[user].threads, self._num_cores)
+        step.charged_s = now_s
+        self.core_s[user] += core_s
+        if self._users[user].share and core_s:
+            self._shares.charge(user, round(core_s * _NS_PER_S))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * _NS_PER_S)

@@ -1,0 +1,269 @@
+"""The leases of a node in virtual time: the real coordinators, which hear each other at once."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from swiftkv._core import Scheduler
+from swiftkv.lease.coordinator import Coordinator
+from swiftkv.lease.messages import (
+    FromAdmin,
+    FromBorrower,
+    FromLender,
+    LendingSpec,
+    MalformedMessage,
+    ToAdmin,
+)
+from swiftkv.lease.process import Identity, PeerProcess
+from swiftkv.lease.wire import Route
+from swiftkv.master.borrower import Borrower
+from swiftkv.transport.base import PeerHandle
+from swiftkv.worker.lender import Lender
+
+_ATTACH_TIMEOUT_S = 10.0  # of real time
+
+
+class Clock:
+    """The time of a simulation."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+
+@dataclass(frozen=True)
+class LeaseTotals:
+    """The lending of one engine, over the whole simulation."""
+
+    lent_bytes: list[tuple[float, int]]
+    """The bytes lent, from each moment on at which that changed."""
+    borrowed_bytes: list[tuple[float, int]]
+    recalls: dict[str, int]
+    """Recalls by reason."""
+
+
+class Leases:
+    """The coordinators of engines that lend and borrow. Engines without a `LendingSpec` have none."""
+
+    def __init__(self, clock: Clock, engines: Sequence[tuple[str, Scheduler, LendingSpec | None, int]]) -> None:
+        """`engines`: name, scheduler, part in lending, and pool bytes of each."""
+        self._clock = clock
+        self._news = threading.Event()
+        wires: dict[str, VirtualWire] = {}
+        self._parties = {
+            number: _Party(clock, wires, self._news.set, name, scheduler, spec, pool_bytes)
+            for number, (name, scheduler, spec, pool_bytes) in enumerate(engines)
+            if spec is not None
+        }
+
+    @property
+    def next_s(self) -> float:
+        """When a coordinator has something to do next."""
+        return min((party.due_s for party in self._parties.values()), default=math.inf)
+
+    def attach_all(self) -> None:
+        """Let every borrower attach its lenders' pools, which takes no virtual time."""
+        while True:
+            self._news.clear()
+            self.settle()
+            for number in self._parties:
+                self.before_step(number)
+            if all(party.borrower is None or party.borrower.is_attached for party in self._parties.values()):
+                return
+            if not self._news.wait(_ATTACH_TIMEOUT_S):
+                raise RuntimeError("a borrower does not attach its lenders' pools")
+
+    def settle(self) -> None:
+        """Let the coordinators do what is due and say what there is to say, until all is said."""
+        parties = self._parties.values()
+        while acting := [party for party in parties if party.wire.has_news or party.due_s <= self._clock.now_s]:
+            for party in acting:
+                party.due_s = party.coordinator.serve_once(party.wire.wait(0.0))
+                party.note_bytes(self._clock.now_s)
+
+    def before_step(self, engine: int) -> None:
+        """Do an engine's own part between its steps."""
+        party = self._parties.get(engine)
+        if party is not None and party.borrower is not None:
+            party.borrower.apply_pending(_no_steps)
+        self.settle()
+
+    def demand_changed(self, engine: int) -> None:
+        """Note that requests of an engine came, grew or went: what it lends may be needed there."""
+        party = self._parties.get(engine)
+        if party is not None and party.scheduler.is_short():
+            party.wire.wake()
+
+    def take_wake(self, engine: int) -> bool:
+        """Return whether an engine was told to look whether it can run, since the last call."""
+        party = self._parties.get(engine)
+        if party is None:
+            return False
+        is_woken, party.is_woken = party.is_woken, False
+        return is_woken
+
+    def totals(self, engine: int) -> LeaseTotals | None:
+        party = self._parties.get(engine)
+        return None if party is None else LeaseTotals(party.lent_bytes, party.borrowed_bytes, party.recalls())
+
+    def close(self) -> None:
+        for party in self._parties.values():
+            party.close()
+
+
+class _Party:
+    """An engine's coordinator, without its thread."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        wires: dict[str, VirtualWire],
+        on_wake: Callable[[], None],
+        name: str,
+        scheduler: Scheduler,
+        spec: LendingSpec,
+        pool_bytes: int,
+    ) -> None:
+        me = Identity.of_this_process(name)
+        self.scheduler = scheduler
+        self.wire = wires[name] = VirtualWire(clock, wires, on_wake, name, [peer.name for peer in spec.lenders])
+        self.due_s = 0.0
+        self.is_woken = False
+        self.lent_bytes: list[tuple[float, int]] = [(0.0, 0)]
+        self.borrowed_bytes: list[tuple[float, int]] = [(0.0, 0)]
+        self._lender: Lender | None = None
+        self.borrower: Borrower | None = None
+        if spec.borrowers:
+            self._lender = Lender(
+                me,
+                spec,
+                self.wire,
+                scheduler=scheduler,
+                pool_bytes=pool_bytes,
+                serve_link=lambda _: None,
+                wake_engine=self._wake,
+            )
+        if spec.lenders:
+            self.borrower = Borrower(
+                me,
+                spec,
+                self.wire,
+                scheduler=scheduler,
+                find=_pool_of_nobody,
+                attach=lambda link, pool: None,
+                detach=lambda link: None,
+                wake_engine=self._wake,
+            )
+        self.coordinator = Coordinator(
+            name,
+            self.wire,
+            scheduler,
+            pool_bytes=pool_bytes,
+            lender=self._lender,
+            borrower=self.borrower,
+            on_end=lambda: None,
+        )
+
+    def note_bytes(self, now_s: float) -> None:
+        """Note what is lent and borrowed, where that has changed."""
+        lent = self._lender.lent_bytes if self._lender else 0
+        borrowed = self.borrower.borrowed_bytes if self.borrower else 0
+        for history, num_bytes in ((self.lent_bytes, lent), (self.borrowed_bytes, borrowed)):
+            if num_bytes != history[-1][1]:
+                history.append((now_s, num_bytes))
+
+    def recalls(self) -> dict[str, int]:
+        return self._lender.recalls_total if self._lender else {}
+
+    def close(self) -> None:
+        if self.borrower is not None:
+            self.borrower.close()
+        self.wire.close()
+
+    def _wake(self) -> None:
+        self.is_woken = True
+
+
+@dataclass
+class VirtualWire:
+    """The connections of one coordinator in a simulation: what is said is heard at the same moment, in order.
+
+    What is told to a borrower goes by its name.
+    """
+
+    clock: Clock
+    wires: dict[str, VirtualWire]
+    """Those of all engines, by name."""
+    on_wake: Callable[[], None]
+    name: str
+    lenders: Sequence[str]
+    dropped_total: int = 0
+    _inbound: deque[tuple[Route, FromBorrower | FromAdmin]] = field(default_factory=deque)
+    _from_lenders: deque[tuple[int, FromLender]] = field(default_factory=deque)
+    _processes: list[PeerProcess] = field(default_factory=list)
+    _woken: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something has come that the coordinator has not seen."""
+        return bool(self._inbound or self._from_lenders or self._woken.is_set())
+
+    def now_s(self) -> float:
+        return self.clock.now_s
+
+    def wait(self, timeout_s: float) -> bool:
+        is_woken = self._woken.is_set()
+        if is_woken:
+            self._woken.clear()
+        return is_woken
+
+    def wake(self) -> None:
+        self._woken.set()
+        self.on_wake()
+
+    def send(self, route: Route, message: FromLender | ToAdmin) -> None:
+        wire = self.wires[route.decode()]
+        assert isinstance(message, FromLender), "nobody asks as a gateway does"
+        wire._from_lenders.append((wire.lenders.index(self.name), message))
+
+    def send_to_lender(self, index: int, message: FromBorrower) -> None:
+        self.wires[self.lenders[index]]._inbound.append((self.name.encode(), message))
+
+    def received(self) -> list[tuple[Route, FromBorrower | FromAdmin]]:
+        messages = list(self._inbound)
+        self._inbound.clear()
+        return messages
+
+    def received_from_lenders(self) -> list[tuple[int, FromLender]]:
+        messages = list(self._from_lenders)
+        self._from_lenders.clear()
+        return messages
+
+    def lender_name(self, index: int) -> str:
+        return self.lenders[index]
+
+    def reconnect(self, index: int) -> None:
+        raise AssertionError("no process of a simulation ends")
+
+    def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:
+        self._processes.append(process)
+
+    def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
+        raise AssertionError(f"a message of {sender} means nothing: {error}")
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+
+
+def _pool_of_nobody(store_path: str) -> PeerHandle:
+    return PeerHandle(pid=0, fd=-1, device=0, inode=0, nbytes=0, store_path=store_path, secret="")
+
+
+def _no_steps() -> None:
+    """Finish the steps in progress before pools are attached, of which a simulation has none."""

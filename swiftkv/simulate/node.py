@@ -1,0 +1,179 @@
+"""Several engines of a node in virtual time: they lend to each other, and share the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swiftkv._core import Scheduler, StepPlan
+from swiftkv.bench.traces import Arrival
+from swiftkv.lease.messages import LendingSpec
+from swiftkv.simulate.cores import Cores, CoreUser
+from swiftkv.simulate.doors import OpenDoor
+from swiftkv.simulate.leases import Clock, Leases, LeaseTotals
+from swiftkv.simulate.simulator import EngineRun, Outcome, StepTime
+
+_LOOK_AGAIN_S = 0.1  # an engine that can run nothing looks again, as a real one does
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedModel:
+    """One model of a simulated node."""
+
+    name: str
+    scheduler: Scheduler
+    max_model_len: int
+    step_time: StepTime
+    arrivals: Sequence[Arrival]
+    user: CoreUser
+    num_clients: int | None = None
+    door: OpenDoor | None = None
+    device: str = "cpu"
+    """Models of one device share it."""
+    lending: LendingSpec | None = None
+    pool_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class NodeOutcome:
+    """The outcome of one model of a node."""
+
+    requests: Outcome
+    borrowed_hit_tokens: int
+    """Tokens of prompts that were found in borrowed blocks."""
+    copied_blocks: int
+    core_s: float
+    waited_s: float
+    """The time that steps stood still for other models' turns."""
+    leases: LeaseTotals | None
+    """`None` for a model that neither lends nor borrows."""
+    end_s: float
+    """When the last request of any model ended."""
+
+    @property
+    def mean_lent_bytes(self) -> float:
+        return self._mean(self.leases.lent_bytes) if self.leases else 0.0
+
+    @property
+    def mean_borrowed_bytes(self) -> float:
+        return self._mean(self.leases.borrowed_bytes) if self.leases else 0.0
+
+    def _mean(self, history: list[tuple[float, int]]) -> float:
+        changes = [*history, (self.end_s, 0)]
+        return sum((after - at) * num_bytes for (at, num_bytes), (after, _) in pairwise(changes)) / self.end_s
+
+
+def simulate_together(models: Sequence[SimulatedModel], num_cores: int, max_wait_s: float) -> dict[str, NodeOutcome]:
+    """Serve every model's arrivals to the last one's end; return what came of them, by name.
+
+    On a GPU models compute by turns of equal length, which is the device's own doing. A request that fits only into
+    memory that nobody lends for `max_wait_s` is given up.
+    """
+    node = NodeRun(models, num_cores, max_wait_s)
+    try:
+        while node.step():
+            pass
+        return node.outcomes()
+    finally:
+        node.close()
+
+
+class NodeRun:
+    """A node in virtual time; `step` goes on to the next moment at which something happens."""
+
+    def __init__(self, models: Sequence[SimulatedModel], num_cores: int, max_wait_s: float) -> None:
+        self.clock = Clock()
+        self._max_wait_s = max_wait_s
+        self._leases = Leases(self.clock, [(m.name, m.scheduler, m.lending, m.pool_bytes) for m in models])
+        self._cores = {
+            device: Cores(num_cores if device == "cpu" else 1, [model.user for model in models])
+            for device in dict.fromkeys(model.device for model in models)
+        }
+        self._engines = [_Engine(model) for model in models]
+        self._leases.attach_all()
+
+    def step(self) -> bool:
+        """Go on to the next moment; return whether there is another one."""
+        if all(engine.run.is_over for engine in self._engines):
+            return False
+        now_s = self.clock.now_s = self._next_s()
+        for engine in self._engines:
+            engine.run.arrive(now_s)
+        for cores in self._cores.values():
+            for number, duration_s in cores.advance(now_s):
+                self._engines[number].run.end_step(now_s, duration_s)
+                self._leases.demand_changed(number)
+        self._leases.settle()
+        while any(self._look(number, engine) for number, engine in enumerate(self._engines)):
+            pass
+        return True
+
+    def outcomes(self) -> dict[str, NodeOutcome]:
+        """Return what has come of every model's requests until now."""
+        outcomes = {}
+        for number, engine in enumerate(self._engines):
+            cores = self._cores[engine.model.device]
+            outcomes[engine.model.name] = NodeOutcome(
+                requests=engine.run.outcome(),
+                borrowed_hit_tokens=engine.model.scheduler.stats().borrowed_hit_tokens_total,
+                copied_blocks=engine.copied_blocks,
+                core_s=cores.core_s[number],
+                waited_s=cores.waited_s[number],
+                leases=self._leases.totals(number),
+                end_s=self.clock.now_s,
+            )
+        return outcomes
+
+    def close(self) -> None:
+        self._leases.close()
+
+    def _next_s(self) -> float:
+        moments = [engine.next_s for engine in self._engines] + [cores.next_s for cores in self._cores.values()]
+        return max(self.clock.now_s, min(*moments, self._leases.next_s))
+
+    def _look(self, number: int, engine: _Engine) -> bool:
+        """Let an engine that is not in a step begin one if it may have to; return whether it has looked."""
+        now_s = self.clock.now_s
+        if engine.run.is_in_step:
+            return False
+        is_due = engine.run.has_work and (engine.run.has_news or now_s >= engine.look_again_s)
+        if not self._leases.take_wake(number) and not is_due:
+            return False
+        engine.run.enter(now_s)
+        self._leases.demand_changed(number)
+        self._leases.before_step(number)
+        if engine.model.lending is not None:
+            engine.run.give_up_starved(now_s, self._max_wait_s)
+        work_s = engine.run.begin_step(now_s)
+        if work_s is not None:
+            engine.look_again_s = 0.0
+            self._cores[engine.model.device].begin(number, work_s, now_s)
+        elif engine.run.has_work:
+            assert engine.model.lending is not None, "a request that fits the model waits for ever"
+            engine.look_again_s = now_s + _LOOK_AGAIN_S
+        return True
+
+
+class _Engine:
+    """One engine of the node, and what the node knows of it."""
+
+    def __init__(self, model: SimulatedModel) -> None:
+        self.model = model
+        self.copied_blocks = 0
+        self.look_again_s = 0.0
+        """When to look whether something can run that could not; the past: at once."""
+        self.run = EngineRun(
+            model.scheduler, model.max_model_len, self._step_s, model.arrivals, model.num_clients, model.door
+        )
+
+    @property
+    def next_s(self) -> float:
+        """When the engine has something to do but the step in progress."""
+        if self.run.has_work and not self.run.is_in_step:
+            return min(self.run.next_arrival_s, self.look_again_s)
+        return self.run.next_arrival_s
+
+    def _step_s(self, plan: StepPlan) -> float:
+        self.copied_blocks += int(plan.work.num_copies)
+        return self.model.step_time(plan)

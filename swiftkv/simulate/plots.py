@@ -1,0 +1,46 @@
+"""Plots of a simulated node: what each model lent and borrowed, and how long its requests waited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swiftkv.errors import ConfigError
+from swiftkv.simulate.node import NodeOutcome
+
+_MIB = 1 << 20
+
+
+def draw(outcomes: dict[str, NodeOutcome], path: Path) -> None:
+    """Draw a row of two panels for each model, in the format that the suffix of `path` names.
+
+    Raises `ConfigError` without matplotlib, or for a file that cannot be written.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError("--plot: needs matplotlib: pip install 'swiftkv[bench]'") from None
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, rows = plt.subplots(
+        len(outcomes), 2, figsize=(10, 2.6 * len(outcomes)), layout="constrained", sharex=True, squeeze=False
+    )
+    for (waits, lending), (name, outcome) in zip(rows, outcomes.items(), strict=True):
+        requests = outcome.requests.served()
+        waits.plot(requests.arrival_s, requests.ttft_s, ".", markersize=3)
+        waits.set(title=name, ylabel="to the first token, s")
+        if outcome.leases is not None:
+            for label, history in (("lent", outcome.leases.lent_bytes), ("borrowed", outcome.leases.borrowed_bytes)):
+                if any(num_bytes for _, num_bytes in history):
+                    times_s, num_bytes = zip(*history, strict=True)
+                    lending.step(times_s, [of / _MIB for of in num_bytes], where="post", label=label)
+                    lending.legend()
+        lending.set(ylabel="MiB")
+    for axes in rows[-1]:
+        axes.set_xlabel("seconds")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot: {error}") from None
+    finally:
+        plt.close(figure)

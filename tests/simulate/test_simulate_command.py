@@ -1,0 +1,127 @@
+"""`swiftkv simulate`: what the command line, a file and traces make of a node."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swiftkv.config import load_config
+from swiftkv.engine.messages import STEP_TIME_TERMS
+from swiftkv.errors import ConfigError
+from swiftkv.planning.node import plan_node
+from swiftkv.simulate.command import Options, simulate_node, traces_by_model
+from tests.support.checkpoints import make_checkpoint
+
+FILE = """
+models:
+  - {{name: chat, path: chat, role: master, threads: 1, max_model_len: 512, kv_cache: {{memory: 320KiB}} {compute}}}
+  - {{name: code, path: chat, role: worker, threads: 1, max_model_len: 512, kv_cache: {{memory: 2MiB}},
+     lending: {{budget: 75%}} {compute}}}
+"""
+TOKEN_S = 1e-3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where two models, their step times and two traces are."""
+    path = tmp_path_factory.mktemp("simulated")
+    make_checkpoint(path / "chat", "llama")
+    times = dict(zip(STEP_TIME_TERMS, (TOKEN_S, 0.0, 0.0, 0.0, 1e-5, 1e-3), strict=True))
+    (path / "times.json").write_text(json.dumps({"chat": times, "code": times}))
+    rng = np.random.default_rng(0)
+    for name, first in (("chat", 0), ("code", 1000)):
+        lines = [
+            {
+                "timestamp": 400 * i,
+                "input_length": int(rng.integers(250, 400)),
+                "output_length": 4,
+                "hash_ids": [first + i % 4],  # one of four prompts: two do not fit the master's pool together
+            }
+            for i in range(40)
+        ]
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def options(directory: Path, *names: str) -> Options:
+    traces = tuple(f"{name}={directory / name}.jsonl" for name in names)
+    return Options(traces=traces, step_time=str(directory / "times.json"), cores=2)
+
+
+def simulated(directory: Path, chosen: Options, compute: str = "", **overrides: object) -> dict[str, Any]:
+    file = directory / "node.yaml"
+    file.write_text(FILE.format(compute=compute))
+    config = load_config(file, **overrides)
+    return simulate_node(config, tuple(plan_node(config, need_weights=False)), [], chosen)
+
+
+def test_models_with_a_trace_each_run_together(directory: Path) -> None:
+    found = simulated(directory, options(directory, "chat", "code"))
+    assert {name: of["requests"] for name, of in found.items()} == {"chat": 40, "code": 40}
+    assert found["chat"]["borrowed_hit_rate"] > 0
+    assert found["code"]["lent_bytes"]["max"] == found["chat"]["borrowed_bytes"]["max"] > 0
+    without = simulated(directory, options(directory, "chat", "code"), lending=False)
+    assert found["chat"]["hit_rate"] > without["chat"]["hit_rate"] + 0.1
+    assert "lent_bytes" not in without["code"]
+
+
+def test_a_model_without_a_trace_lends(directory: Path) -> None:
+    found = simulated(directory, options(directory, "chat"))
+    assert found["chat"]["borrowed_hit_rate"] > 0
+    assert "requests" not in found["code"]
+    assert found["code"]["lent_bytes"]["mean"] > 0
+
+
+def test_alone_is_together_with_nobody(directory: Path) -> None:
+    """A model whose neighbours have no requests, and lend nothing, does what it does alone."""
+    alone = replace(options(directory), traces=(str(directory / "chat.jsonl"),))
+    by_itself = simulated(directory, alone, lending=False)["chat"]
+    together = simulated(directory, options(directory, "chat"), lending=False)["chat"]
+    assert {key: together[key] for key in by_itself} == by_itself
+
+
+def test_shares_of_the_file_are_kept(directory: Path) -> None:
+    one_core = replace(options(directory, "chat", "code"), cores=1, rate=4.0)
+    found = simulated(directory, one_core, compute=", compute: {weight: 1}", lending=False)
+    assert found["chat"]["turn_wait_s"] > 0
+    assert simulated(directory, replace(one_core, cores=2), lending=False)["chat"]["turn_wait_s"] == 0
+
+
+def test_a_copy_rate_replaces_what_the_step_times_know(directory: Path) -> None:
+    chosen = options(directory, "chat", "code")
+    fast, slow = (
+        simulated(directory, replace(chosen, copy_rate=rate))["chat"]["core_s"] for rate in (1 << 40, 1 << 20)
+    )
+    assert fast < slow
+
+
+def test_a_plot_is_drawn(directory: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    simulated(directory, replace(options(directory, "chat", "code"), plot=tmp_path / "node.svg"))
+    assert "borrowed" in (tmp_path / "node.svg").read_text() or (tmp_path / "node.svg").stat().st_size > 10_000
+    with pytest.raises(ConfigError, match="--plot"):
+        simulated(directory, replace(options(directory, "chat"), plot=tmp_path / "node.bad"))
+
+
+@pytest.mark.parametrize(
+    ("traces", "mistake"),
+    [
+        (("a.jsonl", "b.jsonl"), "write one FILE, or NAME=FILE"),
+        (("chat=a.jsonl", "b.jsonl"), "write one FILE, or NAME=FILE"),
+        (("chat=a.jsonl", "chat=b.jsonl"), "write one FILE, or NAME=FILE"),
+        (("chad=a.jsonl",), "no model 'chad'; there is: chat, code"),
+    ],
+)
+def test_traces_that_mean_nothing_are_mistakes(traces: tuple[str, ...], mistake: str) -> None:
+    with pytest.raises(ConfigError, match=mistake):
+        traces_by_model(traces, ["chat", "code"])
+
+
+def test_one_file_is_for_all() -> None:
+    assert traces_by_model(("a.jsonl",), ["chat"]) is None
+    assert traces_by_model(("chat=a.jsonl",), ["chat"]) == {"chat": Path("a.jsonl")}
