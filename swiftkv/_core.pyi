@@ -267,6 +267,12 @@ class StepPlan:
     def new_arrivals_s(self) -> Float64Array:
         """[A] when they arrived, by the clock of `schedule`"""
     @property
+    def met_request_ids(self) -> UInt64Array:
+        """[M] that go on behind the back of their prompt, which storage has loaded"""
+    @property
+    def met_blocks(self) -> Int32Array:
+        """[M, 2] the first block of each one's back, and the one behind it"""
+    @property
     def preempted_request_ids(self) -> UInt64Array:
         """[P] sent back to wait; they will be computed anew, what was sampled is kept"""
 
@@ -477,13 +483,32 @@ class Scheduler:
         keys and groups.
         """
 
-    def begin_load(self, request_id: int, num_blocks: int) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
-        """Take blocks for what a waiting request's first blocks lack, forgetting others that are cached.
+    def begin_load(
+        self, request_id: int, num_blocks: int, first: int = 0
+    ) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
+        """Take blocks for what a waiting request's blocks from `first` to `num_blocks` lack, forgetting others that are
+        cached. There is room for what it lacks before `first`.
 
         Return for each the index of its key, its group, its number, and the offset of its bytes in the pool; nothing if
         there is no room, or nothing to load, or while a step in progress copies blocks. Requests that would find these
         blocks wait for them.
         """
+
+    @property
+    def can_meet(self) -> bool:
+        """Whether the front of a prompt can be computed while storage loads its back.
+
+        Not with windows, of which only a tail is loaded, nor where a prompt is computed as a whole.
+        """
+    def meet(self, request_id: int, num_blocks: int) -> None:
+        """Let a waiting request go while storage loads its back, up to block `num_blocks`, from the last block on.
+
+        It computes its front, and goes on behind its back once it comes to a block from which on all are here. Raises
+        ValueError if the request has not so many keys. Unknown ids are ignored.
+        """
+
+    def num_planned_blocks(self, request_id: int) -> int:
+        """Return how many of a request's blocks are computed, by steps in progress too; 0 if it is not known."""
 
     def forget_loading(self, groups: Int32Array, blocks: Int32Array) -> None:
         """Let nobody wait for blocks that are loading, whose bytes may still be on their way.

@@ -132,6 +132,11 @@ void bind_plan(nb::module_& m) {
     def_array(plan, "new_borrowed_starts", &StepPlan::new_borrowed_starts);
     def_array(plan, "new_borrowed_blocks", &StepPlan::new_borrowed_blocks);
     def_array(plan, "new_arrivals_s", &StepPlan::new_arrivals_s);
+    def_array(plan, "met_request_ids", &StepPlan::met_request_ids);
+    plan.def_prop_ro("met_blocks", [](nb::handle_t<StepPlan> self) {
+        std::vector<int32_t>& rows = nb::cast<StepPlan&>(self).met_blocks;
+        return nb::ndarray<nb::numpy, int32_t, nb::shape<-1, 2>, nb::c_contig>(rows.data(), {rows.size() / 2, 2}, self);
+    });
     def_array(plan, "preempted_request_ids", &StepPlan::preempted_request_ids);
 
     nb::class_<StepResult> result(m, "StepResult");

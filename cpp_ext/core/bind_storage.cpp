@@ -53,8 +53,9 @@ std::optional<double> evicted_age_s(const Scheduler& self, const nb::bytes& key)
     return without_gil([&] { return self.evicted_age_s(named); });
 }
 
-nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks) {
-    const std::vector<LoadingBlock> loading = without_gil([&] { return self.begin_load(request_id, num_blocks); });
+nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks, int first) {
+    const std::vector<LoadingBlock> loading =
+        without_gil([&] { return self.begin_load(request_id, num_blocks, first); });
     std::vector<int32_t> indices, groups, blocks;
     std::vector<int64_t> offsets_bytes;
     for (const LoadingBlock& block : loading) {
@@ -114,7 +115,10 @@ void bind_storage(nb::class_<Scheduler>& scheduler) {
                 return self.loadable(request_id, span_of(is_stored), max_blocks);
             },
             "request_id"_a, "is_stored"_a.noconvert(), "max_blocks"_a)
-        .def("begin_load", &begin_load, "request_id"_a, "num_blocks"_a)
+        .def("begin_load", &begin_load, "request_id"_a, "num_blocks"_a, "first"_a = 0)
+        .def_prop_ro("can_meet", &Scheduler::can_meet)
+        .def("meet", &Scheduler::meet, "request_id"_a, "num_blocks"_a, unlocked)
+        .def("num_planned_blocks", &Scheduler::num_planned_blocks, "request_id"_a, unlocked)
         .def(
             "forget_loading",
             [](Scheduler& self, Input<int32_t> groups, Input<int32_t> blocks) {

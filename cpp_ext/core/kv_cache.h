@@ -72,6 +72,12 @@ struct ResidentBlock {
     Place place;
 };
 
+// The back of a prefix, which storage loads from its last block on: the first block from which all are here to its end,
+// and the first from which all are here or loading. The length of the prefix: not even its last block is.
+struct Back {
+    int here, coming;
+};
+
 // A block that was loading.
 struct LoadedBlock {
     int group;
@@ -240,9 +246,15 @@ class KvCache {
     // How many of the first keys' full-attention blocks the local pool has room for, were nothing else there: the most
     // that can be loaded.
     int local_room(std::span<const BlockKey> keys) const;
-    // Takes blocks for all that the prefix `keys` needs and that is not here, and leaves `spare` blocks available in
-    // every group; or changes nothing and returns none. Forgets cached blocks for them if it may.
-    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int spare, bool may_evict);
+    // Takes blocks for all that the prefix `keys` needs from block `first` on and that is not here, and leaves `spare`
+    // blocks available in every group; or changes nothing and returns none. Forgets cached blocks for them if it may.
+    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, int spare, bool may_evict);
+    // The back of the prefix `keys` behind its first `num_before` blocks, of which only local blocks count. There are
+    // no windows: of these a prefix has only a tail.
+    Back find_back(std::span<const BlockKey> keys, int num_before) const;
+    // Gives a table the blocks of `keys` behind those that it has committed, all of which are here, in place of its
+    // own.
+    void take_back(BlockTable& table, std::span<const BlockKey> keys);
     // Throws std::invalid_argument unless these blocks are loading, each named once.
     void check_loading(std::span<const LoadedBlock> blocks) const;
     // Nobody waits for these blocks any more; their bytes may still be on their way.

@@ -139,7 +139,7 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
 
 // Blocks of the prefix that are here are held meanwhile, so that they make no room for those that are not, and are the
 // last to go afterwards.
-std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int spare, bool may_evict) {
+std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, int spare, bool may_evict) {
     const int length = static_cast<int>(keys.size());
     std::vector<LoadingBlock> loading;
     std::vector<std::pair<int, BlockId>> held;
@@ -149,6 +149,7 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
             const NodeId node = index_.find(keys[i]);
             const BlockId block = node == kNone ? kNone : index_.block(node, g);
             if (block == kNone) {
+                if (i < first) continue;
                 loading.push_back({i, g, kNone, 0});
                 ++needed[g];
             } else if (groups_[g].pool.state(block) != BlockState::kLoading) {
@@ -196,6 +197,38 @@ void KvCache::load_into(LoadingBlock& load, const BlockKey& key, std::vector<int
     if (groups_[load.group].spec.window > 0) pool.set_worth(load.block, Worth::kKept);
     point_to(node, load.group, load.block);
     offers_.mark_stored(node, load.group);
+}
+
+Back KvCache::find_back(std::span<const BlockKey> keys, int num_before) const {
+    const int length = static_cast<int>(keys.size());
+    Back back{length, length};
+    for (int i = length - 1; i >= num_before; --i) {
+        const NodeId node = index_.find(keys[i]);
+        bool is_coming = node != kNone, is_here = node != kNone;
+        for (int g = 0; is_coming && g < num_groups(); ++g) {
+            const BlockId block = index_.block(node, g);
+            is_coming = block != kNone && is_local(g, block);
+            is_here &= is_coming && groups_[g].pool.state(block) != BlockState::kLoading;
+        }
+        if (!is_coming) break;
+        back.coming = i;
+        if (is_here && back.here == i + 1) back.here = i;
+    }
+    return back;
+}
+
+void KvCache::take_back(BlockTable& table, std::span<const BlockKey> keys) {
+    for (int g = 0; g < num_groups(); ++g) {
+        std::vector<int32_t>& entries = table.groups[g].entries;
+        for (; static_cast<int>(entries.size()) > table.num_committed; entries.pop_back())
+            let_go(g, block_of(g, entries.back()));
+        for (const BlockKey& key : keys.subspan(table.num_committed)) {
+            const BlockId block = index_.block(index_.find(key), g);
+            groups_[g].pool.add_ref(block);
+            entries.push_back(entry_of(g, block));
+        }
+    }
+    table.num_committed = static_cast<int>(keys.size());
 }
 
 void KvCache::check_loading(std::span<const LoadedBlock> blocks) const {

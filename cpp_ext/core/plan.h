@@ -29,6 +29,13 @@ struct GroupCopies {
     std::vector<CopyRuns> stores;  // per stream buffer, to peers, once the layer's KV is written
 };
 
+// A request has computed the front of its prompt, and goes on behind its back, which storage has loaded meanwhile:
+// blocks `first` to `end`.
+struct Meeting {
+    RequestId id;
+    int first, end;
+};
+
 // T tokens of S sequences; R of the tokens need a successor: the last known one of a sequence and each of its draft, or
 // none where a prompt is not at its end. A plan may have no token and only copies.
 struct StepPlan {
@@ -52,6 +59,8 @@ struct StepPlan {
     std::vector<int32_t> new_borrowed_starts;      // [A+1] rows of the next that belong to each
     std::vector<int32_t> new_borrowed_blocks;      // numbers of a prompt's blocks that were found in borrowed memory
     std::vector<double> new_arrivals_s;            // [A] when they arrived
+    std::vector<RequestId> met_request_ids;        // [M] of meetings
+    std::vector<int32_t> met_blocks;               // [M, 2] first and end
     std::vector<RequestId> preempted_request_ids;  // [P]
     int num_stream_buffers = 0;                    // 0: nothing is streamed in this step
     std::vector<GroupCopies> copies;               // per group

@@ -54,7 +54,7 @@ void Roster::start(Request& r) {
 
 void Roster::preempt(Request& r) {
     stop(r);
-    r.num_computed = 0;
+    r.num_computed = r.back_end = 0;
     enqueue(r);
     preempted_.push_back(r.id);
     ++num_preemptions_total_;

@@ -102,6 +102,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     // The copies go alone: the lender that recalled extents waits for them, and need not wait for a step as well.
     if (cache_.has_copies()) return open(step);
     fill(step);
+    meetings_.insert(meetings_.end(), step.meetings().begin(), step.meetings().end());
     note_demand();  // before drafts, which are guesses and no demand
     if (!must_commit_) step.add_drafts();
     cache_.forget_idle_moves();
@@ -147,6 +148,11 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
         prefix_hit_tokens_total_ += r->num_cached;
         borrowed_hit_tokens_total_ += std::ssize(r->borrowed_hits) * limits_.block_size;
         window_missed_tokens_total_ += r->num_window_missed;
+    }
+    for (const Meeting& meeting : std::exchange(meetings_, {})) {
+        prefix_hit_tokens_total_ += int64_t{meeting.end - meeting.first} * limits_.block_size;
+        plan->met_request_ids.push_back(meeting.id);
+        plan->met_blocks.insert(plan->met_blocks.end(), {meeting.first, meeting.end});
     }
     for (StepRow& row : step.rows()) {
         Request& r = *row.request;

@@ -111,9 +111,18 @@ class Scheduler {
     // more than `max_blocks`, and than the local pool can hold. Throws std::invalid_argument if `is_stored` has another
     // size than look_up() said.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
-    // Takes blocks for what is not here of the first `num_blocks` blocks of a waiting request. None: there is no room,
-    // or a step in progress copies blocks.
-    std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks);
+    // Takes blocks for what is not here of a waiting request's blocks `first` to `num_blocks`; with room left for those
+    // before. None: there is no room, or a step in progress copies blocks.
+    std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
+    // Whether the front of a prompt can be computed while its back is loading: not with windows, of which only a tail
+    // is loaded, nor where a prompt is computed as a whole.
+    bool can_meet() const { return limits_.enable_chunked_prefill && !cache_.has_windows(); }
+    // Lets the waiting request go: it computes its front while storage loads its back, up to block `num_blocks`, from
+    // the last block on, and goes on behind that once it comes to what is here. Throws std::invalid_argument if the
+    // request has fewer keys.
+    void meet(RequestId id, int num_blocks);
+    // How many of a request's blocks are computed, by steps in progress too.
+    int num_planned_blocks(RequestId id) const;
     // These throw std::invalid_argument unless the blocks are loading.
     void forget_loading(std::span<const LoadedBlock> blocks);
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
@@ -186,9 +195,10 @@ class Scheduler {
     Policy policy_;
     Refusal refusal_;
     PlanWriter writer_;
-    std::deque<Step> open_;     // in progress, the oldest first
-    bool must_commit_ = false;  // before anything else is planned
-    bool is_copying_ = false;   // the bytes of what take_offers() named last
+    std::deque<Step> open_;          // in progress, the oldest first
+    bool must_commit_ = false;       // before anything else is planned
+    std::vector<Meeting> meetings_;  // that no plan has told of
+    bool is_copying_ = false;        // the bytes of what take_offers() named last
 
     int64_t prefix_matches_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;

@@ -13,6 +13,11 @@ std::span<const BlockKey> matchable(const Request& r, int block_size) {
     return std::span(r.keys).first(r.skip_prefix_match ? 0 : r.max_match_blocks(block_size));
 }
 
+void check_has_keys(int num_blocks, std::span<const BlockKey> keys) {
+    if (num_blocks < 0 || num_blocks > std::ssize(keys))
+        throw std::invalid_argument("num_blocks: the request has " + std::to_string(keys.size()) + " keys");
+}
+
 }  // namespace
 
 void Scheduler::set_write_policy(WritePolicy policy) {
@@ -93,20 +98,36 @@ int Scheduler::loadable(RequestId id, std::span<const uint8_t> is_stored, int ma
     return cache_.usable_length(is_there);
 }
 
-std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks) {
+std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, int first) {
     const std::lock_guard lock(mutex_);
     const Request* request = roster_.find(id);
     if (!request) return {};
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
-    if (num_blocks < 0 || num_blocks > static_cast<int>(keys.size()))
-        throw std::invalid_argument("num_blocks: the request has " + std::to_string(keys.size()) + " keys");
+    check_has_keys(num_blocks, keys);
+    if (first < 0 || first > num_blocks) throw std::invalid_argument("first: it is not from 0 to num_blocks");
     if (is_step_copying()) return {};  // it reads blocks that leave their places, which are free already
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
-    std::vector<LoadingBlock> loading =
-        cache_.begin_load(keys.first(num_blocks), policy_.spare_blocks(roster_.running()), may_evict);
+    const int num_to_compute = first - cache_.usable_length(cache_.residency(keys.first(first)));
+    const int spare = policy_.spare_blocks(roster_.running()) + num_to_compute;
+    std::vector<LoadingBlock> loading = cache_.begin_load(keys.first(num_blocks), first, spare, may_evict);
     cache_.describe_loading(loading, request->tokens, request->root_key, keys);
     return loading;
+}
+
+void Scheduler::meet(RequestId id, int num_blocks) {
+    const std::lock_guard lock(mutex_);
+    Request* request = roster_.find(id);
+    if (!request) return;
+    check_has_keys(num_blocks, matchable(*request, limits_.block_size));
+    request->is_held = false;
+    if (can_meet() && roster_.waiting().contains(*request)) request->back_end = num_blocks;
+}
+
+int Scheduler::num_planned_blocks(RequestId id) const {
+    const std::lock_guard lock(mutex_);
+    const Request* request = roster_.find(id);
+    return request ? request->num_planned() / limits_.block_size : 0;
 }
 
 void Scheduler::enable_kv_events(int max_events) {

@@ -71,7 +71,9 @@ void StepBuilder::schedule_prefills() {
     for (Request* r : prompts_in_part()) {
         if (is_closed() || must_commit_) return;
         if (r->slot == kNone) continue;  // preempted for another
-        const int n = policy_.next_chunk(*r, budget_left_, work_, limit_s_);
+        const int longest = longest_chunk(*r);
+        if (longest == 0) continue;
+        const int n = std::min(longest, policy_.next_chunk(*r, budget_left_, work_, limit_s_));
         if (const int fitting = make_room(*r, n); fitting > 0) add(*r, fitting);
     }
 }
@@ -150,11 +152,14 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     std::vector<int32_t> borrowed_hits;
     if (cache_.can_borrow()) borrowed_hits = cache_.borrowed_blocks(r.table);
     const int spare = policy_.spare_blocks(roster_.running());
+    const int longest = longest_chunk(r);
     int n = 0;
     // The whole prompt must fit, whatever part of it this step computes.
     const auto has_room = [&] {
-        n = policy_.fitting_chunk(r, policy_.first_chunk(r, token_budget, work_, limit_s_), spare);
-        return n > 0 && n <= token_budget && cache_.extend(r.table, r.num_computed + n, r.num_tokens(), spare);
+        const int chunk = std::min(longest, policy_.first_chunk(r, token_budget, work_, limit_s_));
+        n = policy_.fitting_chunk(r, chunk, spare);
+        return n > 0 && n <= token_budget &&
+               cache_.extend(r.table, r.num_computed + n, table_end(r, n), spare + blocks_behind_front(r, n));
     };
     if (!roster_.has_free_slot() ||
         (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room()))) {
@@ -247,7 +252,7 @@ void StepBuilder::take_out(Request& r) {
 int StepBuilder::make_room(Request& r, int num_tokens) {
     while (true) {
         const int fitting = policy_.fitting_chunk(r, num_tokens, 0);
-        if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, r.num_tokens(), 0)) return fitting;
+        if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, table_end(r, fitting), 0)) return fitting;
         if (compact(r, num_tokens, 0)) continue;
         Request& victim = policy_.victim(roster_.running());
         must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
@@ -265,7 +270,52 @@ bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
     for (BlockTable* pinned : pins_.tables()) tables.push_back(pinned);
     if (std::find(tables.begin(), tables.end(), &r.table) == tables.end()) tables.push_back(&r.table);
     const int least = policy_.splits_prompts() ? 1 : num_tokens;
-    return cache_.compact(r.table, r.num_planned() + least, r.num_tokens(), spare, tables);
+    return cache_.compact(r.table, r.num_planned() + least, table_end(r, least), spare, tables);
+}
+
+// ---- the front of a prompt is computed while storage loads its back ----
+
+// The most tokens that the next chunk of a prompt may have. While storage loads its back, chunks end where that begins.
+// If it is not here by then, the request goes on with half of what lies before the part that is, a block at least: so
+// the two meet, whichever is late. 0: the back is here, and the request goes on behind it once no step in progress has
+// it.
+int StepBuilder::longest_chunk(Request& r) {
+    if (r.back_end == 0) return r.num_remaining();
+    const int next = r.num_planned() / cache_.block_size();
+    const Back back = cache_.find_back(std::span(r.keys).first(r.back_end), next);
+    if (back.coming == r.back_end) {  // what it waited for was not read, or has gone again
+        r.back_end = 0;
+        return r.num_remaining();
+    }
+    if (back.here <= next) {
+        if (r.num_scheduled > 0) return 0;
+        meet(r);
+        return r.num_remaining();
+    }
+    const int end = back.coming > next ? back.coming : next + ceil_div(back.here - next, 2);
+    return end * cache_.block_size() - r.num_planned();
+}
+
+void StepBuilder::meet(Request& r) {
+    const int end = std::exchange(r.back_end, 0);
+    meetings_.push_back({r.id, r.table.num_committed, end});
+    cache_.take_back(r.table, std::span(r.keys).first(end));
+    r.num_computed = end * cache_.block_size();
+}
+
+// The tokens for which a request that computes the next `num_tokens` has blocks of full-attention groups: all that it
+// has, but while storage loads the back of its prompt, no block for what it may not have to compute.
+int StepBuilder::table_end(const Request& r, int num_tokens) const {
+    return r.back_end > 0 ? r.num_planned() + num_tokens : r.num_tokens();
+}
+
+// The blocks that a request whose back is loading will want then, but for those that are loading for it.
+int StepBuilder::blocks_behind_front(const Request& r, int num_tokens) const {
+    if (r.back_end == 0) return 0;
+    const int block_size = cache_.block_size();
+    const Back back = cache_.find_back(std::span(r.keys).first(r.back_end), r.num_planned() / block_size);
+    const int num_left = ceil_div(r.num_tokens(), block_size) - ceil_div(r.num_planned() + num_tokens, block_size);
+    return std::max(0, num_left - (r.back_end - back.coming));
 }
 
 void StepBuilder::add(Request& r, int num_tokens) {

@@ -65,6 +65,8 @@ class StepBuilder {
     std::vector<StepRow>& rows() { return rows_; }
     // Requests that this step runs for the first time.
     std::span<Request* const> admitted() const { return admitted_; }
+    // Backs of prompts that storage has loaded, and that the requests have come to.
+    const std::vector<Meeting>& meetings() const { return meetings_; }
 
   private:
     template <class MayGo>
@@ -84,6 +86,10 @@ class StepBuilder {
     int make_room(Request& request, int num_tokens);
     bool compact(Request& request, int num_tokens, int spare);
     void add(Request& request, int num_tokens);
+    int longest_chunk(Request& request);
+    void meet(Request& request);
+    int table_end(const Request& request, int num_tokens) const;
+    int blocks_behind_front(const Request& request, int num_tokens) const;
     bool is_full() const { return budget_left_ <= 0; }
     // Whether there is neither room nor time for more of a prompt.
     bool is_closed() const { return is_full() || !policy_.has_time(work_, limit_s_); }
@@ -107,6 +113,7 @@ class StepBuilder {
     int num_matches_ = 0;
     std::vector<StepRow> rows_;
     std::vector<Request*> admitted_;
+    std::vector<Meeting> meetings_;
 };
 
 }  // namespace swiftkv

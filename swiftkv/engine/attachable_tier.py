@@ -84,6 +84,9 @@ class AttachableTier(Tier):
     def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
         return self._tier.admitted(request_id, cached_tokens)
 
+    def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
+        return self._tier.met(request_id, first, end)
+
     def forget(self, request_id: int) -> None:
         self._tier.forget(request_id)
 

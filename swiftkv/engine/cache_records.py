@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -51,6 +52,11 @@ class CacheRecords:
             if len(namespaces) < _MAX_NAMESPACES:
                 namespaces.add(request.namespace)
             _bound(self._beginnings, _MAX_BEGINNINGS)
+
+    def found_more(self, request_id: int, cached_tokens: int) -> None:
+        """Note that a request has found more of its prompt than when it began: `cached_tokens` in all."""
+        if record := self._records.get(request_id):
+            self._records[request_id] = msgspec.structs.replace(record, cached_tokens=cached_tokens)
 
     def explain(self, request_ids: Sequence[int]) -> list[Explanation]:
         """Return what is known of these requests; nothing of those that are not remembered."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import msgspec
@@ -145,6 +145,7 @@ class Engine:
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._tracer = StepTracer()
         self._requests: dict[int, Request] = {}
+        self._admitted: dict[int, Admitted] = {}  # what the gateway was told of them last
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
@@ -411,6 +412,7 @@ class Engine:
 
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
+        self._admitted.pop(request_id, None)
         self._tier.forget(request_id)
         self._sampler.release(request_id)
         self._grammars.release(request_id)
@@ -493,17 +495,33 @@ class Engine:
 
     def _announce_admitted(self, plan: StepPlan) -> None:
         """Tell the gateway who has left the queue before the step runs, for a prefill may take seconds."""
-        if len(plan.new_request_ids):
-            admitted = []
-            borrowed = np.split(plan.new_borrowed_blocks, plan.new_borrowed_starts[1:-1])
-            found = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), borrowed, strict=True)
-            for request_id, cached_tokens, borrowed_blocks in found:
-                outcome = self._tier.why_less(request_id)
-                self._cache_records.admitted(self._requests[request_id], cached_tokens, outcome)
-                loaded = self._tier.admitted(request_id, cached_tokens)
-                elsewhere = hits_elsewhere(loaded, borrowed_blocks, self._config.block_size)
-                admitted.append(Admitted(request_id, cached_tokens, elsewhere))
+        admitted = self._newly_admitted(plan) if len(plan.new_request_ids) else []
+        for request_id, (first, end) in zip(plan.met_request_ids.tolist(), plan.met_blocks.tolist(), strict=True):
+            if request_id in self._admitted:
+                admitted.append(self._found_more(request_id, first, end))
+        if admitted:
+            self._admitted.update((each.request_id, each) for each in admitted)
             self._send(StepOutput(b"", b"", b"", admitted, messages_taken=self._messages_taken))
+
+    def _newly_admitted(self, plan: StepPlan) -> list[Admitted]:
+        admitted = []
+        borrowed = np.split(plan.new_borrowed_blocks, plan.new_borrowed_starts[1:-1])
+        found = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), borrowed, strict=True)
+        for request_id, cached_tokens, borrowed_blocks in found:
+            outcome = self._tier.why_less(request_id)
+            self._cache_records.admitted(self._requests[request_id], cached_tokens, outcome)
+            loaded = self._tier.admitted(request_id, cached_tokens)
+            elsewhere = hits_elsewhere(loaded, borrowed_blocks, self._config.block_size)
+            admitted.append(Admitted(request_id, cached_tokens, elsewhere))
+        return admitted
+
+    def _found_more(self, request_id: int, first: int, end: int) -> Admitted:
+        """Return what a request has found in all that goes on behind its blocks `first` to `end`."""
+        before, block_size = self._admitted[request_id], self._config.block_size
+        loaded = hits_elsewhere(self._tier.met(request_id, first, end), np.empty(0, np.int32), block_size)
+        cached_tokens = before.cached_tokens + (end - first) * block_size
+        self._cache_records.found_more(request_id, cached_tokens)
+        return Admitted(request_id, cached_tokens, dict(Counter(before.elsewhere) + Counter(loaded)))
 
     def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[bytes]] | None:
         each_once = dict.fromkeys(request_ids.tolist())

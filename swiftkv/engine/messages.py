@@ -334,7 +334,10 @@ def _by_tier(num_tokens: int, elsewhere: Mapping[str, int]) -> dict[str, int]:
 
 
 class Admitted(msgspec.Struct, array_like=True, frozen=True):
-    """A request that the engine begins with, and the prompt tokens that it found in the cache; once per request."""
+    """A request that the engine begins with, and the prompt tokens that it found in the cache.
+
+    It comes again if the request finds more before its first token, with all that it has found.
+    """
 
     request_id: int
     cached_tokens: int

@@ -49,6 +49,13 @@ class Tier:
         """
         return {}
 
+    def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
+        """Note that a request that has computed its front found its back, blocks `first` to `end`.
+
+        Return the tiers of these as `admitted` does.
+        """
+        return {}
+
     def why_less(self, request_id: int) -> LoadStop | None:
         """Return why a request got less from below than there was, if it did; before `admitted`."""
         return None
@@ -128,6 +135,9 @@ class StorageTier(Tier):
 
     def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
         return self._loads.admitted(request_id, cached_tokens)
+
+    def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
+        return self._loads.met(request_id, first, end)
 
     def why_less(self, request_id: int) -> LoadStop | None:
         return self._loads.why_less.get(request_id)

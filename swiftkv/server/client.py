@@ -325,10 +325,12 @@ class EngineClient:
         self._outbox.taken(step.messages_taken)
         for admitted in step.admitted:
             if sequence := self._in_flight.get(admitted.request_id):
-                sequence.admitted_s, sequence.cached_tokens = now_s, admitted.cached_tokens
+                if sequence.admitted_s is None:
+                    sequence.admitted_s = now_s
+                    self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
+                sequence.cached_tokens = admitted.cached_tokens
                 sequence.generation.admitted.append((sequence.index, admitted))
                 self.outlook.admitted(admitted.request_id, admitted.cached_tokens, now_s)
-                self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
         for part in step.traces or ():
             if sequence := self._in_flight.get(part.request_id):
                 sequence.note_step(part)

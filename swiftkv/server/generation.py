@@ -94,7 +94,8 @@ class Generation:
     """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
 
     ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the prompt tokens that
-    it found in the cache. ``finished`` grows by one for each sequence that has ended, however it did.
+    it found in the cache; and by another one, which takes its place, if it finds more. ``finished`` grows by one for
+    each sequence that has ended, however it did.
     """
 
     def __init__(

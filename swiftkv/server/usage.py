@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from swiftkv.engine.messages import HIT_TIERS, Admitted
@@ -35,7 +35,7 @@ class RunningUsage:
         self._show_tiers = show_tiers
         self._show_reasoning = show_reasoning
         self._num_admitted = 0
-        self._admitted_of_prompt: dict[int, Admitted] = {}
+        self._admitted_of_prompt: defaultdict[int, dict[int, Admitted]] = defaultdict(dict)  # by sequence
         self._num_cached = 0
         self._num_cached_by_tier: Counter[str] = Counter()
 
@@ -56,18 +56,21 @@ class RunningUsage:
         while self._num_admitted < len(admitted):
             index, found = admitted[self._num_admitted]
             self._num_admitted += 1
-            prompt = index // self._choices_per_prompt
-            before = self._admitted_of_prompt.get(prompt)
-            if before is None or found.cached_tokens < before.cached_tokens:
-                self._admitted_of_prompt[prompt] = found
-                self._count(found, 1)
-                if before is not None:
-                    self._count(before, -1)
+            choices = self._admitted_of_prompt[index // self._choices_per_prompt]
+            if choices:
+                self._count(_least(choices), -1)
+            choices[index] = found
+            self._count(_least(choices), 1)
 
     def _count(self, found: Admitted, sign: int) -> None:
         self._num_cached += sign * found.cached_tokens
         for tier, num_tokens in found.hit_tokens_by_tier().items():
             self._num_cached_by_tier[tier] += sign * num_tokens
+
+
+def _least(choices: Mapping[int, Admitted]) -> Admitted:
+    """Return what the choice of a prompt found that found the least."""
+    return min(choices.values(), key=lambda found: found.cached_tokens)
 
 
 def tiers_of(num_cached_by_tier: Mapping[str, int]) -> dict[str, int]:

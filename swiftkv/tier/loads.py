@@ -30,9 +30,21 @@ _WHY_LESS: dict[Status | None, LoadStop] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The blocks of a prompt that are loaded, as far as they are not here, and what the request does meanwhile."""
+
+    first: int  # those before it are computed meanwhile; 0: the request waits
+    end: int  # 0: nothing is loaded
+
+    @property
+    def is_back(self) -> bool:
+        return self.first > 0
+
+
 @dataclass(slots=True)
 class _Wait:
-    """A request that is held, and what it has asked storage for."""
+    """A request that is held until its blocks are here, or computes its front while its back is loaded."""
 
     request_id: int
     num_keys: int
@@ -40,8 +52,9 @@ class _Wait:
     deadline_s: float  # monotonic
     asked: Search | Load
     is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
-    length: int | None = None  # blocks of it that should be there after the load; None: not decided
+    span: _Span | None = None  # None: not decided
     unread: dict[Target, None] = field(default_factory=dict)  # of the load, in order
+    is_met: bool = False  # the request computes its front
 
     @property
     def load(self) -> Load | None:
@@ -54,17 +67,17 @@ class _Expected:
 
     num_before: int
     num_after: int
+    is_back: bool = False  # some are found only once the request has computed those before
     tiers: dict[int, str] = field(default_factory=dict)  # by index in the prompt
 
-    def tiers_of_hits(self, cached_tokens: int, block_size: int) -> dict[int, str]:
-        """Return the tiers of the blocks that a request found beyond those that it could use before, by index.
+    def tiers_of_hits(self, first: int, end: int) -> dict[int, str]:
+        """Return the tiers of the blocks `first` to `end` that a request could not use before, by index.
 
         A block of a prompt that was read in no group was here, or became it meanwhile: it counts with its neighbours.
         """
-        num_cached = min(cached_tokens // block_size, self.num_after)
         hits: dict[int, str] = {}
         tier = next(iter(self.tiers.values()), None)
-        for index in range(self.num_before, num_cached):
+        for index in range(max(first, self.num_before), min(end, self.num_after)):
             tier = self.tiers.get(index, tier)
             if tier is not None:
                 hits[index] = tier
@@ -149,11 +162,15 @@ class Loads:
         now_s = time.monotonic()
         is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._is_nobody_before()
         for wait in list(self._waits.values()):
-            if now_s >= wait.deadline_s or is_alone:
+            if now_s >= wait.deadline_s or (is_alone and not wait.is_met):
                 self.num_late += wait.load is not None
                 self.why_less[wait.request_id] = "late"
                 self._give_up(wait)
-            elif wait.length is not None and wait.load is None:  # there was no room
+            elif wait.is_met:
+                if self._is_passed(wait):
+                    self.num_late += 1
+                    self._give_up(wait)
+            elif wait.span is not None and wait.load is None:  # there was no room
                 self._begin(wait)
 
     def forget(self, request_id: int) -> None:
@@ -169,10 +186,21 @@ class Loads:
         By index in the prompt, of blocks.
         """
         self.why_less.pop(request_id, None)
-        expected = self._expected.pop(request_id, None)
-        if expected is None:
+        tiers = self._take_hits(request_id, 0, cached_tokens // self._block_size)
+        if request_id in self._expected and not self._expected[request_id].is_back:
+            del self._expected[request_id]
+        return tiers
+
+    def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
+        """Note that a request goes on behind its back, blocks `first` to `end`, and return the tiers of these."""
+        tiers = self._take_hits(request_id, first, end)
+        self._expected.pop(request_id, None)
+        return tiers
+
+    def _take_hits(self, request_id: int, first: int, end: int) -> dict[int, str]:
+        if (expected := self._expected.get(request_id)) is None:
             return {}
-        tiers = expected.tiers_of_hits(cached_tokens, self._block_size)
+        tiers = expected.tiers_of_hits(first, end)
         for tier, num_blocks in Counter(tiers.values()).items():
             self.hit_tokens[tier] += num_blocks * self._block_size
         return tiers
@@ -191,7 +219,12 @@ class Loads:
     def _is_nobody_before(self) -> bool:
         """Whether the engine would go on with a request that is held, having nobody else to serve first."""
         stats = self._scheduler.stats()
-        return stats.num_waiting == len(self._waits) and stats.num_running < self._max_num_seqs
+        num_held = sum(not wait.is_met for wait in self._waits.values())
+        return stats.num_waiting == num_held and stats.num_running < self._max_num_seqs
+
+    def _is_passed(self, wait: _Wait) -> bool:
+        """Whether a request has computed all that is still to be read of its back, which is read from its end."""
+        return next(iter(wait.unread)).index < self._scheduler.num_planned_blocks(wait.request_id)
 
     def _found(self, search: Search) -> None:
         wait = self._waits.get(search.request_id)
@@ -204,20 +237,24 @@ class Loads:
     def _begin(self, wait: _Wait) -> None:
         """Load what storage has of a prompt if that is worth it and there is room, or let its request go.
 
-        Tails of windows come first: without them the rest is of no use. Then from the front, as far as it gets.
+        Tails of windows come first: without them the rest is of no use. Then from the front, as far as it gets; but
+        from the back if the front is computed meanwhile.
         """
         assert wait.is_stored is not None
-        if wait.length is None:
-            wait.length = self._length_worth_loading(wait, wait.is_stored)
-        length = self._scheduler.loadable(wait.request_id, wait.is_stored, wait.length)
-        block_keys, _, num_usable = self._scheduler.look_up(wait.request_id)
-        if length <= num_usable:
+        if wait.span is None:
+            wait.span = self._span_worth_loading(wait, wait.is_stored)
+        first = wait.span.first
+        length = self._scheduler.loadable(wait.request_id, wait.is_stored, wait.span.end)
+        block_keys, is_resident, num_usable = self._scheduler.look_up(wait.request_id)
+        if length <= num_usable or is_resident[first * len(self._groups) : length * len(self._groups)].all():
             self._let_go(wait)
             return
-        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(wait.request_id, length)
+        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(wait.request_id, length, first)
         if not len(blocks):
             return
         order = np.lexsort((groups, indices, self._is_full[groups]))
+        if wait.span.is_back:
+            order = order[::-1]
         keys = list(split_keys(block_keys))
         targets = [
             Target(Wanted(keys[index], group), index, block, self._bytes_at(offset, group))
@@ -228,32 +265,59 @@ class Loads:
         load = wait.asked = Load(wait.request_id, targets, wait.deadline_s)
         wait.unread = dict.fromkeys(targets)
         self._reading_bytes += _num_bytes(targets)
-        self._expected[wait.request_id] = _Expected(wait.num_usable, length)
+        self._expected[wait.request_id] = _Expected(wait.num_usable, length, wait.span.is_back)
         self.num_loads += 1
         self._loader.submit(load)
+        if wait.span.is_back:
+            wait.is_met = True
+            self.why_less[wait.request_id] = "declined"
+            self._scheduler.meet(wait.request_id, length)
 
-    def _length_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> int:
-        """Return how many blocks of a prompt should be there once storage was read; 0: nothing is read.
+    def _span_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> _Span:
+        """Return which blocks of a prompt storage should read.
 
         `wait_complete` reads all there is, without asking the planner.
         """
         length = self._scheduler.loadable(wait.request_id, is_stored, wait.num_keys)
         num_tokens = (length - wait.num_usable) * self._block_size
         if num_tokens < self._spec.prefetch_threshold:
-            return 0
+            return _Span(0, 0)
         if self._spec.prefetch_policy == "wait_complete":
-            return length
+            return _Span(0, length)
+        if first := self._first_of_back(wait, length):
+            return _Span(first, length)
         num_bytes = sum(self._bytes_of(group, wait.num_usable, length) for group in self._groups)
-        compute_s = self._scheduler.prefill_s(wait.num_usable * self._block_size, length * self._block_size)
+        compute_s = self._compute_s(wait, length - wait.num_usable)
         if self._planner.is_worth_loading(num_bytes, self._reading_bytes, compute_s):
-            return length
+            return _Span(0, length)
         self.num_declined += 1
         self.why_less[wait.request_id] = "declined"
         if not self._planner.begins_trial(time.monotonic()):
-            return 0
+            return _Span(0, 0)
         shorter = min(length, wait.num_usable + ceil_div(self._spec.prefetch_threshold, self._block_size))
         usable = self._scheduler.loadable(wait.request_id, is_stored, shorter)
-        return usable if usable > wait.num_usable else length
+        return _Span(0, usable if usable > wait.num_usable else length)
+
+    def _first_of_back(self, wait: _Wait, length: int) -> int | None:
+        """Return the block from which on a prompt is loaded while it is computed up to there.
+
+        `None` if loading or computing alone is as good, and where others wait: what is loaded costs them nothing.
+        """
+        if not self._scheduler.can_meet or len(self._waits) > 1 or not self._is_nobody_before():
+            return None
+        num_blocks = length - wait.num_usable
+        block_bytes = sum(group.block_bytes for group in self._groups)
+        num_computed = self._planner.num_to_compute(
+            num_blocks, block_bytes, self._reading_bytes, lambda count: self._compute_s(wait, count)
+        )
+        if num_computed is None or (num_blocks - num_computed) * self._block_size < self._spec.prefetch_threshold:
+            return None
+        return wait.num_usable + num_computed
+
+    def _compute_s(self, wait: _Wait, num_blocks: int) -> float | None:
+        """Return the seconds that a request's next blocks take, behind those that it could use when it came."""
+        begin = wait.num_usable * self._block_size
+        return self._scheduler.prefill_s(begin, begin + num_blocks * self._block_size)
 
     def _bytes_of(self, group: KVGroup, begin: int, end: int) -> int:
         """Return what blocks `begin` to `end` of a prompt are in one group; of a window it is the tail."""

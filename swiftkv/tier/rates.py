@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 
 _DECAY = 0.8  # of what was measured before, with each new measurement
 _TRIAL_INTERVAL_S = 30.0
+_LATENESS = 1.1
+"""A load may take so many times as long as expected before the request that computes meanwhile has to wait for it."""
+_WORTH = 0.85
+"""Loading and computing at once must be expected to take no more than this part of the better of both."""
 
 
 class Rate:
@@ -49,6 +55,36 @@ class LoadPlanner:
         """
         load_s = self._read.seconds_for(num_bytes + queued_bytes)
         return load_s is None or compute_s is None or load_s < compute_s
+
+    def num_to_compute(
+        self, num_blocks: int, block_bytes: int, queued_bytes: int, compute_s: Callable[[int], float | None]
+    ) -> int | None:
+        """Return how many of the blocks that are missing should be computed, from the first, while the rest is loaded.
+
+        Args:
+            num_blocks: The blocks that are missing.
+            block_bytes: The size of one.
+            queued_bytes: What is loaded for others before.
+            compute_s: Returns the seconds that computing so many of the blocks takes, from the first.
+
+        Returns:
+            `None` if loading or computing all of them is expected to be about as soon, or one of both was not measured.
+        """
+
+        def load_s(num_computed: int) -> float | None:
+            return self._read.seconds_for((num_blocks - num_computed) * block_bytes + queued_bytes)
+
+        load_all_s, compute_all_s = load_s(0), compute_s(num_blocks)
+        if load_all_s is None or compute_all_s is None or math.isinf(load_all_s):
+            return None
+
+        def is_loaded_meanwhile(num_computed: int) -> bool:
+            return (compute_s(num_computed) or 0.0) >= _LATENESS * (load_s(num_computed) or 0.0)
+
+        num_computed = bisect_left(range(num_blocks), True, key=is_loaded_meanwhile)
+        both_s = compute_s(num_computed) or 0.0
+        is_worth_it = 0 < num_computed < num_blocks and both_s <= _WORTH * min(load_all_s, compute_all_s)
+        return num_computed if is_worth_it else None
 
     def begins_trial(self, now_s: float) -> bool:
         """Return whether nothing has been read for so long that one load should find out how fast storage is now."""

@@ -26,6 +26,7 @@ class Transfer:
     """Blocks that are being read for a request, in order."""
 
     blocks: list[Loading]
+    end: int  # of the prefix that is loaded, in blocks
     is_forgotten: bool = False
 
 
@@ -112,23 +113,31 @@ class StoringEngine(LendingEngine):
 
     # ---- up ----
 
-    def begin_load(self, request_id: int, max_blocks: int = 1 << 20) -> Transfer | None:
-        """Begin to load all that storage has of a request's prompt; `None`: nothing, or there is no room."""
+    def meet(self, request_id: int, first: int) -> None:
+        """Begin to load the back of a request's prompt, from its end, and have it compute its front meanwhile."""
+        transfer = self.begin_load(request_id, first=first)
+        if transfer is not None:
+            transfer.blocks.reverse()
+            self.scheduler.meet(request_id, transfer.end)
+            self.waiting.discard(request_id)
+
+    def begin_load(self, request_id: int, max_blocks: int = 1 << 20, first: int = 0) -> Transfer | None:
+        """Begin to load what storage has of a request's prompt from block `first` on; `None`: nothing, or no room."""
         found, is_resident, _ = self.scheduler.look_up(request_id)
         keys = [found[i : i + KEY_BYTES] for i in range(0, len(found), KEY_BYTES)]
         groups = range(len(self.setup.groups))
         is_stored = np.array([(key, g) in self.storage for key in keys for g in groups], np.uint8)
         length = self.scheduler.loadable(request_id, is_stored, max_blocks)
         blocks = []
-        loading = zip(*(array.tolist() for array in self.scheduler.begin_load(request_id, length)), strict=True)
-        for index, group, block, offset in loading:
+        loading = self.scheduler.begin_load(request_id, length, min(first, length))
+        for index, group, block, offset in zip(*(array.tolist() for array in loading), strict=True):
             assert not is_resident[index * len(groups) + group]
             assert offset == self.setup.base_bytes(group) + block * self.setup.block_bytes(group)
             blocks.append(Loading(group, block, self.storage[keys[index], group]))
             self._empty_block(group, block)
         if not blocks:
             return None
-        self.transfers.append(Transfer(blocks))
+        self.transfers.append(Transfer(blocks, length))
         return self.transfers[-1]
 
     def read(self, transfer: Transfer, num_blocks: int, is_loaded: bool = True) -> None:

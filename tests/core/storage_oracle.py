@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from kv_oracle import Engine, rows_of
+from kv_oracle import Engine, Row, rows_of
 from naive_scheduler import Setup
 
 from swiftkv import _core
@@ -61,7 +61,10 @@ class StorageEngine(Engine):
         self.storage: dict[tuple[bytes, int], list[int]] = {}
         self.transfers: list[Transfer] = []
         self.held: set[int] = set()
+        self.backs: dict[int, int] = {}  # the blocks up to which backs are loaded, by request that computes its front
         self.lent: list[int] = []
+        self.unsure: set[int] = set()  # requests that may have given up their backs
+        self.num_met = 0  # backs that requests came to
         self.windows = [window for _, _, window in setup.groups]
 
     def add_held(self, request_id: int, prompt: list[int], max_tokens: int = 4, namespace: bytes = b"") -> None:
@@ -76,16 +79,24 @@ class StorageEngine(Engine):
     def abort(self, *request_ids: int) -> None:
         super().abort(*request_ids)
         self.held.difference_update(request_ids)
+        for request_id in request_ids:
+            self.backs.pop(request_id, None)
 
     def schedule(self) -> _core.StepPlan | None:
+        before = {request_id: self._is_here(request_id) for request_id in self.backs}
         plan = self.scheduler.schedule()
         if plan is not None:
             rows = rows_of(plan)
+            self._note_meetings(plan)
             self._note_admissions(plan)
             self._check_budget(rows)
             for row in rows:
                 assert row.request_id not in self.held
                 self._check_progress(self.requests[row.request_id], row)
+                if row.request_id in self.backs:
+                    self._check_front(row, before[row.request_id])
+            for request_id in plan.preempted_request_ids.tolist():
+                self.backs.pop(request_id, None)
             self.plans.append(plan)
             self.drafts.append({i: [] for i in plan.request_ids[plan.logits_seqs].tolist()})
         return plan
@@ -111,8 +122,88 @@ class StorageEngine(Engine):
         assert num_usable == naive_usable(resident, self.windows, self.setup.block_size)
         return keys, resident, num_usable
 
-    def begin_load(self, request_id: int, max_blocks: int = 1 << 20) -> Transfer | None:
-        """Begin to load all that storage has of a request's prompt; `None`: nothing, or there is no room."""
+    def _is_here(self, request_id: int) -> list[bool | None]:
+        """Return for each block that a request could find whether it is here; `None`: it is loading."""
+        found, is_resident, _ = self.scheduler.look_up(request_id)
+        keys = [found[i : i + KEY_BYTES] for i in range(0, len(found), KEY_BYTES)]
+        loading = {
+            transfer.keys[index]
+            for transfer in self.transfers
+            if not transfer.is_forgotten
+            for index, _, _ in transfer.blocks
+        }
+        resident = is_resident.reshape(len(keys), len(self.windows)).all(axis=1).tolist()
+        return [None if key in loading and is_here else is_here for key, is_here in zip(keys, resident, strict=True)]
+
+    def _note_meetings(self, plan: _core.StepPlan) -> None:
+        """Go on behind the backs of requests, which must be here."""
+        for request_id, (first, end) in zip(plan.met_request_ids.tolist(), plan.met_blocks.tolist(), strict=True):
+            if request_id not in self.requests:
+                continue  # it has ended since
+            request = self.requests[request_id]
+            assert request.computed is not None
+            assert first == request.computed // self.setup.block_size
+            assert end == self.backs.pop(request_id)
+            request.computed = end * self.setup.block_size
+            self.num_met += 1
+
+    def _check_front(self, row: Row, before: list[bool | None]) -> None:
+        """Check that a front ends where its back begins, and goes on at most half-way to the part that is here."""
+        end = self.backs[row.request_id]
+        if self._is_here(row.request_id)[:end] != before[:end]:
+            self.unsure.add(row.request_id)  # the step has taken some of it, before it looked or after
+        if row.request_id in self.unsure:
+            return
+        first = row.begin // self.setup.block_size
+        if first >= end or before[end - 1] is False:
+            del self.backs[row.request_id]  # all of it was here when the request began, or it has failed
+            return
+        coming = end - next(i for i, is_here in enumerate([*before[:end][::-1], False]) if is_here is False)
+        here = end - next(i for i, is_here in enumerate([*before[:end][::-1], False]) if not is_here)
+        assert here > first, "the back is here"
+        limit = coming if coming > first else first + -(-(here - first) // 2)
+        assert row.end <= limit * self.setup.block_size
+
+    def begin_load(self, request_id: int, max_blocks: int = 1 << 20, first: int = 0) -> Transfer | None:
+        """Begin to load what storage has of a request's prompt, from block `first` on.
+
+        `None`: nothing, or there is no room.
+        """
+        length, keys, resident, stored = self._loadable(request_id, max_blocks)
+        first = min(first, length)
+        blocks = []
+        loading = self.scheduler.begin_load(request_id, length, first)
+        for index, group, block, offset in zip(*(array.tolist() for array in loading), strict=True):
+            assert not resident[index, group]
+            assert stored[index, group]
+            assert offset == block * self.setup.groups[group][0]
+            blocks.append((index, group, block))
+        if not blocks:
+            return None
+        begins = [
+            max(0, length - -(-(window - 1) // self.setup.block_size)) if window else 0 for window in self.windows
+        ]
+        missing = {(i, g) for g, begin in enumerate(begins) for i in range(begin, length) if not resident[i, g]}
+        assert {(index, group) for index, group, _ in blocks} == {(i, g) for i, g in missing if i >= first}
+        self.transfers.append(Transfer(request_id, keys, blocks))
+        return self.transfers[-1]
+
+    def meet(self, request_id: int, first: int, max_blocks: int = 1 << 20) -> Transfer | None:
+        """Begin to load the back of a request's prompt, from its end, and have it compute its front meanwhile."""
+        length = self._loadable(request_id, max_blocks)[0]
+        transfer = self.begin_load(request_id, max_blocks, first)
+        if transfer is not None:
+            transfer.blocks.reverse()
+        self.scheduler.meet(request_id, length)
+        self.held.discard(request_id)
+        if length > 0:
+            self.backs[request_id] = length
+        return transfer
+
+    def _loadable(
+        self, request_id: int, max_blocks: int
+    ) -> tuple[int, list[bytes], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return how many blocks of a request could be used, its keys, and which blocks are here and in storage."""
         keys, resident, num_usable = self.look_up(request_id)
         stored = np.array([[(key, g) in self.storage for g in range(len(self.windows))] for key in keys], bool)
         stored = stored.reshape(resident.shape)
@@ -120,20 +211,7 @@ class StorageEngine(Engine):
         max_blocks = min(max_blocks, *self._local_room())
         assert length == naive_usable((resident | stored)[:max_blocks], self.windows, self.setup.block_size)
         assert length >= num_usable or num_usable > max_blocks  # a shorter prefix may lack the tail of its end
-        loading = zip(*(array.tolist() for array in self.scheduler.begin_load(request_id, length)), strict=True)
-        blocks = []
-        for index, group, block, offset in loading:
-            assert not resident[index, group]
-            assert stored[index, group]
-            assert offset == block * self.setup.groups[group][0]
-            blocks.append((index, group, block))
-        if not blocks:
-            return None
-        first = [max(0, length - -(-(window - 1) // self.setup.block_size)) if window else 0 for window in self.windows]
-        missing = {(i, g) for g, begin in enumerate(first) for i in range(begin, length) if not resident[i, g]}
-        assert {(index, group) for index, group, _ in blocks} == missing
-        self.transfers.append(Transfer(request_id, keys, blocks))
-        return self.transfers[-1]
+        return length, keys, resident, stored
 
     def _local_room(self) -> list[int]:
         """Return the blocks of each full-attention group's pool that are not lent, and a large number."""

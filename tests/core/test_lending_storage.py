@@ -141,6 +141,11 @@ class LendingWithStorage(Lending):
     def begin_load(self, pick: int, max_blocks: int) -> None:
         self.engine.begin_load(self._held(pick), max_blocks)
 
+    @precondition(lambda self: self.engine.waiting and self.engine.scheduler.can_meet)
+    @rule(pick=st.integers(0, 99), first=st.integers(0, 12))
+    def meet(self, pick: int, first: int) -> None:
+        self.engine.meet(self._held(pick), first)
+
     @precondition(lambda self: self.engine.transfers)
     @rule(pick=st.integers(0, 99), num_blocks=st.integers(1, 8), is_loaded=st.booleans())
     def read(self, pick: int, num_blocks: int, is_loaded: bool) -> None:

@@ -271,3 +271,160 @@ def test_a_request_that_has_gone_has_no_keys() -> None:
     keys, resident, num_usable = e.scheduler.look_up(7)
     assert (keys, len(resident), num_usable) == (b"", 0, 0)
     assert not len(e.scheduler.begin_load(7, 0)[0])
+
+
+# ---- the front of a prompt is computed while storage loads its back ----
+
+
+def stored(tokens: list[int], setup: Setup = DENSE) -> StorageEngine:
+    """Return an engine that has forgotten a prompt, which storage has, and holds it for request 2."""
+    e = StorageEngine(setup)
+    run(e, 1, tokens)
+    e.reset_prefix_cache()
+    e.add_held(2, tokens, 1)
+    return e
+
+
+def meeting(tokens: list[int], first: int, setup: Setup = DENSE) -> tuple[StorageEngine, Transfer]:
+    """Return an engine in which request 2 computes up to block `first`, while the rest of its prompt is loaded."""
+    e = stored(tokens, setup)
+    transfer = e.meet(2, first)
+    assert transfer is not None
+    assert [index for index, _, _ in transfer.blocks] == list(range(7, first - 1, -1))
+    return e, transfer
+
+
+def chunk(e: StorageEngine) -> tuple[int, int]:
+    """Run the next step, and return the tokens that it computes of its only request."""
+    plan = e.schedule()
+    assert plan is not None
+    [end] = plan.context_lens.tolist()
+    e.commit()
+    e.check()
+    return end - len(plan.token_ids), end
+
+
+@pytest.mark.parametrize("num_read", [5, 2], ids=["in time", "a part in time"])
+def test_a_front_is_computed_while_its_back_is_loaded(num_read: int) -> None:
+    """Blocks that are read while the front is computed are not computed; those that come no sooner are."""
+    e, transfer = meeting(prompt(33), 3)
+    assert e.schedule() is not None
+    e.read(transfer, num_read)
+    e.commit()
+    e.check()
+    gap = {5: [], 2: [(12, 20), (20, 24)]}[num_read]
+    assert [chunk(e) for _ in gap] == gap
+    assert chunk(e) == (32, 33)
+    assert e.num_met == 1
+    assert e.scheduler.stats().prefix_hit_tokens_total == 4 * num_read
+    e.drain()
+
+
+def test_who_computes_its_front_takes_no_more_blocks_than_it_needs() -> None:
+    """The pool has room for the prompt once, not for its back twice."""
+    e, transfer = meeting(prompt(33), 4, Setup(((1, 10, 0),), BLOCK, 4, 64, 39))
+    assert chunk(e) == (0, 16)
+    stats = e.scheduler.stats().groups[0]
+    assert (stats.used, stats.loading) == (4, 4)
+    e.read(transfer, 4)
+    assert chunk(e) == (32, 33)
+    e.drain()
+    assert e.scheduler.stats().num_preemptions_total == 0
+
+
+def test_who_has_passed_its_back_computes_on() -> None:
+    """The blocks that it has passed are storage's until that lets go of them."""
+    e, transfer = meeting(prompt(33), 4)
+    chunks = [chunk(e) for _ in range(5)]
+    assert chunks == [(0, 16), (16, 24), (24, 28), (28, 32), (32, 33)]
+    assert e.finished[2].reason == 2
+    assert e.scheduler.stats().groups[0].loading == 4
+    e.give_up(transfer)
+    e.drain()
+    assert e.num_met == 0
+    assert run(e, 3, prompt(33)) == 32
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True], ids=["failed", "given up"])
+def test_a_back_that_does_not_come_is_computed(is_forgotten: bool) -> None:
+    e, transfer = meeting(prompt(33), 4)
+    assert chunk(e) == (0, 16)
+    if is_forgotten:
+        e.give_up(transfer)
+    else:
+        e.read(transfer, 4, is_loaded=False)
+    assert chunk(e) == (16, 33)
+    e.drain()
+
+
+def test_what_came_before_a_failure_is_used() -> None:
+    e, transfer = meeting(prompt(33), 2)
+    assert chunk(e) == (0, 8)
+    e.read(transfer, 3)
+    e.read(transfer, 3, is_loaded=False)
+    assert chunk(e) == (8, 20)
+    assert chunk(e) == (32, 33)
+    e.drain()
+
+
+def test_a_step_ahead_waits_for_the_step_that_computes_the_front() -> None:
+    """Others go on."""
+    e, transfer = meeting(prompt(33), 3)
+    e.add(3, prompt(5, 3), 4)
+    assert e.schedule() is not None
+    e.read(transfer, 5)
+    ahead = e.schedule()
+    assert ahead is not None
+    assert ahead.request_ids.tolist() == [3]
+    e.commit()
+    assert e.schedule() is not None
+    assert e.plans[-1].met_request_ids.tolist() == [2]
+    assert e.plans[-1].met_blocks.tolist() == [[3, 8]]
+    e.drain()
+
+
+def test_a_request_that_is_gone_leaves_its_back_to_others() -> None:
+    e, transfer = meeting(prompt(33), 4)
+    chunk(e)
+    e.abort(2)
+    e.check()
+    e.read(transfer, 4)
+    assert run(e, 3, prompt(33)) == 32
+
+
+def test_who_is_preempted_finds_its_back_when_it_begins_again() -> None:
+    """The pool is full when the other request needs a block, and the last to come makes room."""
+    e = stored(prompt(33), Setup(((1, 13, 0),), BLOCK, 4, 64, 48))
+    e.add(3, prompt(7, 3), 8)
+    e.step()
+    transfer = e.meet(2, 2)
+    assert transfer is not None
+    while e.scheduler.stats().num_preemptions_total == 0 and e.step():
+        pass
+    e.read(transfer, 6)
+    e.drain()
+    assert e.finished[2].reason == 2
+
+
+@pytest.mark.parametrize(
+    "setup", [HYBRID, Setup(((1, 16, 0),), BLOCK, 4, 64, 48, enable_chunked_prefill=False)], ids=["windows", "whole"]
+)
+def test_where_nothing_can_be_met_requests_are_let_go(setup: Setup) -> None:
+    e = stored(prompt(33), setup)
+    assert not e.scheduler.can_meet
+    e.scheduler.meet(2, 8)
+    e.held.clear()
+    assert chunk(e) == (0, 33)
+    e.drain()
+
+
+def test_a_back_has_keys() -> None:
+    e = stored(prompt(33))
+    assert e.scheduler.can_meet
+    with pytest.raises(ValueError, match="num_blocks"):
+        e.scheduler.meet(2, 9)
+    with pytest.raises(ValueError, match="first"):
+        e.scheduler.begin_load(2, 4, 5)
+    e.scheduler.meet(7, 1)
+    assert (e.scheduler.num_planned_blocks(7), e.scheduler.num_planned_blocks(2)) == (0, 0)
+    e.drain()

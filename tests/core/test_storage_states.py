@@ -17,6 +17,7 @@ SETUPS = [
     (Setup(((1, 8, 4), (2, 14, 0), (1, 9, 9)), 2, 4, 8, 24), 0),
     (Setup(((3, 9, 5),), 2, 4, 8, 24), 0),
     (Setup(((1, 14, 0), (1, 14, 0)), 2, 4, 8, 24), 0),
+    (Setup(((2, 30, 0),), 2, 4, 6, 24), 0),
     (Setup(((1, 30, 0), (1, 10, 5)), 2, 4, 8, 24, blocks_per_extent=(3, 1)), 0),
     (Setup(((2, 22, 0), (1, 33, 5)), 2, 4, 8, 24, retention_interval=6, blocks_per_extent=(2, 3)), 0),
 ]
@@ -77,6 +78,11 @@ class Storage(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99), max_blocks=st.integers(1, 30))
     def begin_load(self, pick: int, max_blocks: int) -> None:
         self.engine.begin_load(self._held(pick), max_blocks)
+
+    @precondition(lambda self: self.engine.held and self.engine.scheduler.can_meet)
+    @rule(pick=st.integers(0, 99), first=st.integers(0, 11), max_blocks=st.integers(1, 30))
+    def meet(self, pick: int, first: int, max_blocks: int) -> None:
+        self.engine.meet(self._held(pick), first, max_blocks)
 
     @precondition(lambda self: self.engine.transfers)
     @rule(pick=st.integers(0, 99), num_blocks=st.integers(1, 8), is_loaded=st.booleans())

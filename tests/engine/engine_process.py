@@ -188,7 +188,8 @@ class EngineClient:
         self.taken.append(message.messages_taken)
         for admitted in message.admitted:
             answer = self.answers[admitted.request_id]
-            assert answer.cached_tokens is None
+            assert answer.cached_tokens is None or answer.cached_tokens < admitted.cached_tokens
+            assert not answer.token_ids
             answer.cached_tokens, answer.hit_tokens = admitted.cached_tokens, admitted.hit_tokens_by_tier()
         arrays = (
             np.frombuffer(message.request_ids, np.uint64).tolist(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -293,3 +294,41 @@ def test_selective_writing_stores_the_prompt_of_a_request_that_wants_it_to_last(
         wait_until_stored(client)
     second = answers(checkpoint, PROMPTS, storage=spec)
     assert [answer.cached_tokens for answer in second] == [288, 0]
+
+
+SLOW_STEPS = [1.0, 0.0, 0.0, 0.0, 0.0, 0.001]
+"""Seconds of each of STEP_TIME_TERMS, by which loading is far sooner than computing, even of one block."""
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "a step ahead"])
+@pytest.mark.parametrize(
+    "fault",
+    [{}, {"delay": 1.0, "delay_time": "20ms"}, {"fail": 0.05, "flip": 0.05, "truncate": 0.05}],
+    ids=["loads", "is late", "fails now and then"],
+)
+def test_a_front_that_is_computed_while_its_back_is_loaded_changes_no_answer(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], ahead: bool
+) -> None:
+    """Wherever they meet, and whether they do; the front is a block here, for as much is computed in any case."""
+    monkeypatch.setattr("swiftkv.tier.rates._WORTH", math.inf)
+    prompts = [prompt(300 - 7 * seed, seed) for seed in range(1, 8)]
+    file = file_backend(tmp_path / "kv")
+    first = answers(checkpoints["llama"], prompts, storage=storage(file))
+    spec = storage(
+        {"backend": "fault", "inner": file, **fault}, prefetch_policy="timeout", prefetch_timeout_base_s=60.0
+    )
+    with engine(checkpoints["llama"], storage=spec, step_time_s=SLOW_STEPS, async_scheduling=ahead) as client:
+        second = [client.generate([p])[0] for p in prompts]
+        stats = client.wait_for_rest()
+        in_pool = client.generate(prompts)
+    assert tokens(second) == tokens(in_pool) == tokens(first)
+    assert stats.num_used_blocks == 0
+    assert stats.num_free_blocks + stats.num_cached_blocks <= stats.num_blocks
+    assert stats.tier is not None
+    cached = [answer.cached_tokens or 0 for answer in second]
+    assert stats.prefix_hit_tokens_total == sum(cached)
+    if not fault:
+        assert stats.tier.loads_total == len(prompts)
+        assert stats.tier.hit_tokens_total == sum(cached)
+        assert cached[0] == (len(prompts[0]) - 1) // BLOCK * BLOCK  # nothing was measured yet
+        assert all(0 <= n < (len(p) - 1) // BLOCK * BLOCK for n, p in zip(cached[1:], prompts[1:], strict=True))

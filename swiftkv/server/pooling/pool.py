@@ -73,7 +73,7 @@ async def pool(
                         rows[start + output.index] = output.pooled
         finally:
             finished += generation.finished
-        cached += (found for _, found in generation.admitted)
+        cached += dict(generation.admitted).values()
     numbers = np.frombuffer(b"".join(rows), "<f4").reshape(len(prompts), -1)
     return Pooled(numbers, sum(map(len, prompts)) // 4, cached)
 
