@@ -29,11 +29,6 @@ class ComputeConfig(Section):
     max_share: Annotated[float, PlainValidator(_read_part)] = Field(1.0, description=_PART)
 
 
-def read_compute(value: object) -> object:
-    """PyYAML reads off as a boolean unless it is quoted."""
-    return None if value is False or value == "off" else value
-
-
 class WrittenCompute(NamedTuple):
     """One model's section, and what it depends on."""
 

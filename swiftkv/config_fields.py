@@ -27,6 +27,11 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
+def read_off(value: object) -> object:
+    """Return `None` for `off`, which PyYAML reads as a boolean unless it is quoted, and any other value as it is."""
+    return None if value is False or value == "off" else value
+
+
 class Section(BaseModel):
     """One mapping of the YAML file: frozen, and a key that is not known is a mistake."""
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from swiftkv.config_fields import POSITIVE, Positive, Section
 
 _ENDPOINT = "a ZeroMQ address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/kv-events"
-_POSITIVE = "an integer of at least 1"
 
 Endpoint = Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$")]
-_Positive = Annotated[int, Field(ge=1)]
 
 
-class KVEventsConfig(BaseModel):
+class KVEventsConfig(Section):
     """KV events of one model: off unless they are enabled."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     enable_kv_cache_events: bool = Field(False, description="true or false")
     publisher: Literal["zmq"] = Field("zmq", description="zmq")
     endpoint: Endpoint = Field("tcp://127.0.0.1:5557", description=_ENDPOINT)
     replay_endpoint: Endpoint | None = Field(None, description=f"{_ENDPOINT}, or null")
-    buffer_steps: _Positive = Field(10_000, description=_POSITIVE)
-    hwm: _Positive = Field(100_000, description=_POSITIVE)
-    max_queue_size: _Positive = Field(100_000, description=_POSITIVE)
+    buffer_steps: Positive = Field(10_000, description=POSITIVE)
+    hwm: Positive = Field(100_000, description=POSITIVE)
+    max_queue_size: Positive = Field(100_000, description=POSITIVE)
     topic: str = Field("", description="a text")
     encoding: Literal["map", "array"] = Field("map", description="map or array")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from swiftkv.compute_config import ComputeConfig, read_compute
+from swiftkv.compute_config import ComputeConfig
 from swiftkv.config_fields import (
     COUNT_OR_NULL,
     DURATION,
@@ -18,6 +18,7 @@ from swiftkv.config_fields import (
     Port,
     Positive,
     Section,
+    read_off,
 )
 from swiftkv.kv_events_config import KVEventsConfig
 from swiftkv.policies import SchedulingPolicy, Task
@@ -108,9 +109,7 @@ class ModelConfig(Section):
     auto_wake: bool = Field(False, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
-    compute: Annotated[ComputeConfig | None, BeforeValidator(read_compute)] = Field(
-        None, description="off or a mapping"
-    )
+    compute: Annotated[ComputeConfig | None, BeforeValidator(read_off)] = Field(None, description="off or a mapping")
     tiers: TiersConfig | None = Field(None, description="a mapping")
     kv_events_config: KVEventsConfig = Field(default_factory=KVEventsConfig, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from swiftkv.config_fields import DURATION, SIZE, Duration, Section, Size
+from swiftkv.config_fields import DURATION, SIZE, Duration, Section, Size, read_off
 from swiftkv.policies import PrefetchPolicy, WritePolicy
 from swiftkv.storage_options import parse_storage
 
@@ -53,18 +53,13 @@ class HostConfig(Section):
         return int(self.ratio * pool_bytes)
 
 
-def _read_off(value: object) -> object:
-    """PyYAML reads off as a boolean unless it is quoted."""
-    return None if value is False or value == "off" else value
-
-
 class TiersConfig(Section):
     """The places below the pool of a model."""
 
-    host: Annotated[HostConfig | None, BeforeValidator(_read_off)] = Field(
+    host: Annotated[HostConfig | None, BeforeValidator(read_off)] = Field(
         None, description="off, or a mapping with either size or ratio, such as {ratio: 2.0} or {size: 8GiB}"
     )
-    storage: Annotated[StorageConfig | None, BeforeValidator(_read_off)] = Field(
+    storage: Annotated[StorageConfig | None, BeforeValidator(read_off)] = Field(
         None, description="off, or a mapping such as {backend: file, path: kv, size: 20GiB}"
     )
 
