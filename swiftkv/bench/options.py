@@ -51,8 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--request-rate", type=float, default=math.inf, help="prompts a second; inf: all at once")
     add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
     add("--max-concurrency", type=int, help="requests in flight at most")
-    add("--num-warmups", type=int, default=0)
-    add("--seed", type=int, default=0)
+    add("--num-warmups", type=int, default=0, help="requests that are sent before, and not counted")
+    add("--seed", type=int, default=0, help="of prompts and of the times at which they are sent")
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
     add = parser.add_argument_group("dataset").add_argument
@@ -82,20 +82,20 @@ def make_parser() -> argparse.ArgumentParser:
     for name in SAMPLING:
         add(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
     add("--ignore-eos", action="store_true", help="always on for random and multi_turn")
-    add("--logprobs", type=int)
+    add("--logprobs", type=int, help="asked for with every token")
     add("--extra-body", type=json.loads, metavar="JSON", help="more fields for every request")
 
     add = parser.add_argument_group("result").add_argument
     add("--percentile-metrics", default="ttft,tpot,itl", help=f"of {','.join(report.METRICS)}")
     add("--metric-percentiles", default="99", help="such as 50,90,99")
     add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="such as ttft:500 tpot:50 e2el:2000")
-    add("--save-result", action="store_true")
+    add("--save-result", action="store_true", help="write the figures as JSON")
     add("--save-detailed", action="store_true", help="with each request's times, text and error")
-    add("--append-result", action="store_true", help="to a file that may exist")
-    add("--result-dir")
-    add("--result-filename")
+    add("--append-result", action="store_true", help="add the figures to the end of a file that may exist")
+    add("--result-dir", help="default: where the command runs")
+    add("--result-filename", help="default: made of label, rate, model and time")
     add("--label", help="default: the backend")
-    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
+    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="more keys of the JSON")
     return parser
 
 
