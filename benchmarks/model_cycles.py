@@ -1,0 +1,273 @@
+"""Add, put to sleep, wake and remove a model again and again beside two that stream:
+
+    python benchmarks/model_cycles.py --cycles 100 --out benchmarks/out/model_cycles.json
+
+One node; two models, of which one lends to the other, answer all the time, one request after the other. In each cycle
+a third one is added, put to sleep (at level 1 and level 2 in turns), woken, asked for a few tokens and removed. Before
+or after that, in turns, comes a calm time of --calm-s. Shown are the times between tokens of the two models, calm and
+in each kind of change; asked for: P99 of all changes together at most 1.2 times that of the calm times, as the median
+over cycles of the ratio within a cycle.
+
+After --warm cycles, and at the end, the node's processes and files, `/dev/shm`, and the threads and open files of the
+gateway and the two engines are listed: asked for is that nothing has come that stays. Their private memory is read
+after every cycle; asked for is that it grows by less than --growth-kib in a cycle, from the least of the first half of
+all cycles to the least of the second: a hundred cycles tell, ten do not. The exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+from lending_node import Tokens, ask, model, parser, quantile, say, table, write_report
+from watched_node import DEMO_CHECKPOINTS, GATEWAY, Checks, Usage, WatchedNode, plain_table, problems_at_rest, usage_of
+
+VOCAB = (300, 4000)
+STREAMING = ("chat", "code")
+GUEST = "guest"
+CALM = "calm"
+CHANGES = ("add", "sleep", "wake", "remove")
+_PROMPT_TOKENS = 64
+_GUEST_TOKENS = 4
+_REST_TIMEOUT_S = 30.0
+_SETTLE_S = 0.3
+_TO_COLLECT = 2
+"""Threads of the tokenizer of a model that is gone, which end when Python collects it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in which one thing was done, or nothing."""
+
+    cycle: int
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """The belongings of a node: a model that is gone must have left none of its own behind."""
+
+    processes: list[str]
+    files: list[str]
+    shared_memory: list[str]
+    threads: dict[str, int]
+    open_files: dict[str, int]
+
+
+@dataclass
+class Figures:
+    """The figures of a run, cycle by cycle."""
+
+    spans: list[Span] = field(default_factory=list)
+    token_times_s: list[tuple[float, float]] = field(default_factory=list)
+    """The times of two tokens of an answer that follow each other."""
+    private_bytes: dict[str, list[int]] = field(default_factory=dict)
+    """The resident memory after each cycle, by process, without pools and files, which are mappings that are shared."""
+
+    @contextmanager
+    def span(self, cycle: int, name: str) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        self.spans.append(Span(cycle, name, begin_s, time.perf_counter()))
+
+    def gaps_s(self, names: Sequence[str], cycle: int | None = None) -> list[float]:
+        """Return the times between tokens in the spans of these names, of one cycle or of all.
+
+        A time counts for every change that it touches, and for a calm time that has all of it.
+        """
+        begins, ends = np.array(self.token_times_s).T
+        counts = np.zeros(len(begins), bool)
+        for span in self.spans:
+            if span.name not in names or cycle not in (None, span.cycle):
+                continue
+            if span.name == CALM:
+                counts |= (begins >= span.begin_s) & (ends <= span.end_s)
+            else:
+                counts |= (begins < span.end_s) & (ends > span.begin_s)
+        gaps_s: list[float] = (ends - begins)[counts].tolist()
+        return gaps_s
+
+    def ratios(self, num_cycles: int) -> list[float]:
+        """Return, for each cycle, P99 in its changes divided by P99 in its calm time."""
+        both = [(self.gaps_s(CHANGES, cycle), self.gaps_s([CALM], cycle)) for cycle in range(num_cycles)]
+        return [quantile(changing, 0.99) / quantile(calm, 0.99) for changing, calm in both if changing and calm]
+
+
+class Cycles:
+    """Runs the cycles beside the streams."""
+
+    def __init__(self, node: WatchedNode, args: argparse.Namespace) -> None:
+        self.figures = Figures()
+        self._node = node
+        self._args = args
+        self._tokens = Tokens(args.seed, VOCAB)
+        self._is_over = False
+
+    async def run(self) -> tuple[Belongings, Belongings]:
+        """Return what the node had after the warm-up, and at the end."""
+        await self._beside_streams(self._args.warm)
+        before, self.figures = await self._belongings(), Figures()
+        await self._beside_streams(self._args.cycles)
+        return before, await self._belongings()
+
+    async def _beside_streams(self, num_cycles: int) -> None:
+        self._is_over = False
+        streams = [asyncio.create_task(self._stream(name)) for name in STREAMING for _ in range(self._args.streams)]
+        await asyncio.sleep(_SETTLE_S)
+        for cycle in range(num_cycles):
+            parts = (self._be_calm, self._change)
+            for part in parts if cycle % 2 else reversed(parts):
+                await part(cycle)
+            for name, usage in self._usages().items():
+                memory = psutil.Process(usage.pid).memory_info()
+                self.figures.private_bytes.setdefault(name, []).append(memory.rss - memory.shared)
+            if cycle % 10 == 9:
+                say(f"{cycle + 1} of {num_cycles} cycles")
+        self._is_over = True
+        await asyncio.gather(*streams)
+
+    async def _be_calm(self, cycle: int) -> None:
+        with self.figures.span(cycle, CALM):
+            await asyncio.sleep(self._args.calm_s)
+
+    async def _change(self, cycle: int) -> None:
+        """Let the guest come and go."""
+        checkpoint = self._args.guest or DEMO_CHECKPOINTS / "code"
+        section = model(GUEST, checkpoint, "16MiB", threads=1, max_model_len=2048)
+        level = 1 + cycle % 2
+        with self.figures.span(cycle, "add"):
+            await self._admin("POST", "models", json=section)
+        with self.figures.span(cycle, "sleep"):
+            await self._admin("POST", f"models/{GUEST}/sleep?level={level}")
+        with self.figures.span(cycle, "wake"):
+            await self._admin("POST", f"models/{GUEST}/wake")
+        await ask(self._node.target(GUEST), self._tokens.fresh(_PROMPT_TOKENS), _GUEST_TOKENS)
+        with self.figures.span(cycle, "remove"):
+            await self._admin("DELETE", f"models/{GUEST}")
+        await asyncio.sleep(_SETTLE_S)
+
+    async def _admin(self, method: str, path: str, **options: Any) -> None:
+        answer = await asyncio.to_thread(self._node.admin, method, path, **options)
+        if not answer.is_success:
+            raise SystemExit(f"{method} {path}: {answer.status_code} {answer.text}\n{self._node.log_tail()}")
+
+    async def _stream(self, name: str) -> None:
+        while not self._is_over:
+            answer = await ask(self._node.target(name), self._tokens.fresh(_PROMPT_TOKENS), self._args.stream_tokens)
+            times_s = list(accumulate(answer.itls_s, initial=answer.start_s + answer.ttft_s))
+            self.figures.token_times_s += pairwise(times_s)
+
+    def _usages(self) -> dict[str, Usage]:
+        pids = {name: pid for name, pid in self._node.pids().items() if name in (GATEWAY, *STREAMING)}
+        return {name: usage for name, pid in pids.items() if (usage := usage_of(pid)) is not None}
+
+    async def _belongings(self) -> Belongings:
+        """List them, of a node at rest."""
+        await asyncio.sleep(_SETTLE_S)
+        usages = self._usages()
+        children = psutil.Process(self._node.pid).children(recursive=True)
+        directory = self._node.directory
+        return Belongings(
+            sorted(" ".join(child.cmdline()[-3:]) for child in children),
+            sorted(str(path.relative_to(directory)) for path in directory.rglob("*")),
+            sorted(path.name for path in Path("/dev/shm").iterdir()),
+            {name: usage.threads for name, usage in usages.items()},
+            {name: usage.fds for name, usage in usages.items()},
+        )
+
+
+def growth_kib(values: Sequence[int]) -> float:
+    """Return by how much the least of `values` grows from one to the next, from their first half to their second."""
+    half = len(values) // 2
+    return (min(values[half:]) - min(values[:half])) / 1024 / half if half else 0.0
+
+
+def check(checks: Checks, figures: Figures, before: Belongings, after: Belongings, args: argparse.Namespace) -> None:
+    ratio = statistics.median(figures.ratios(args.cycles))
+    checks.add("P99 between tokens, changes / calm", ratio <= 1.2, f"x {ratio:.2f}", "<= x 1.20")
+    for name, differences in changed(before, after).items():
+        checks.add(name.replace("_", " "), not differences, ", ".join(differences) or "as before", "as before")
+    for name, values in figures.private_bytes.items():
+        grown = growth_kib(values)
+        checks.add(f"{name}: memory", grown < args.growth_kib, f"{grown:+.1f} KiB a cycle", f"< {args.growth_kib}")
+
+
+def changed(before: Belongings, after: Belongings) -> dict[str, list[str]]:
+    """Return what has come (+) and gone (-), by the kind of belongings."""
+    pairs = zip(asdict(before).items(), asdict(after).values(), strict=True)
+    return {name: _differences(then, now) for (name, then), now in pairs}
+
+
+def _differences(then: Any, now: Any) -> list[str]:
+    if isinstance(then, dict):
+        return [f"{name} {then[name]} -> {now[name]}" for name in then if now[name] - then[name] > _TO_COLLECT]
+    gone, come = ([item for item in these if item not in those] for these, those in ((then, now), (now, then)))
+    return [*(f"- {item}" for item in gone), *(f"+ {item}" for item in come)]
+
+
+def rows(figures: Figures) -> list[list[str]]:
+    """Return how long each kind of change took, and the times between tokens meanwhile."""
+    made = []
+    for name in (CALM, *CHANGES):
+        gaps_s = figures.gaps_s([name])
+        lengths_s = [span.end_s - span.begin_s for span in figures.spans if span.name == name]
+        took = [f"{quantile(lengths_s, part):.2f}" for part in (0.5, 1.0)]
+        made.append([name, *took, *(f"{1e3 * quantile(gaps_s, part):.1f}" for part in (0.5, 0.99, 1.0))])
+    return made
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--cycles", type=int, default=100)
+    options.add_argument("--warm", type=int, default=10, help="cycles before anything is noted")
+    options.add_argument("--checkpoint", type=Path, help="of the models that stream; default: the demo's")
+    options.add_argument("--guest", type=Path, help="checkpoint of the model that comes and goes; default: the demo's")
+    options.add_argument("--threads", type=int, default=1, help="of each model that streams")
+    options.add_argument("--streams", type=int, default=1, help="answers at any time, of each model that streams")
+    options.add_argument("--stream-tokens", type=int, default=500)
+    options.add_argument("--calm-s", type=float, default=3.0)
+    options.add_argument("--growth-kib", type=float, default=16.0, help="in a cycle, that does not matter")
+    options.add_argument("--markdown", action="store_true", help="print tables as Markdown")
+    args = options.parse_args()
+    shared: dict[str, Any] = {"threads": args.threads, "max_model_len": 2048}
+    checkpoints = [args.checkpoint or DEMO_CHECKPOINTS / name for name in STREAMING]
+    models = [
+        model(STREAMING[0], checkpoints[0], "8MiB", "master", **shared),
+        model(STREAMING[1], checkpoints[1], "16MiB", lending={"budget": "50%"}, **shared),
+    ]
+    checks, show = Checks(), table if args.markdown else plain_table
+    with WatchedNode("cycles", {}, models) as node:
+        cycles = Cycles(node, args)
+        try:
+            before, after = asyncio.run(cycles.run())
+        except httpx.HTTPError as error:
+            raise SystemExit(f"{error!r}\n{node.log_tail()}") from None
+        problems = problems_at_rest(node, _REST_TIMEOUT_S)
+    figures = cycles.figures
+    heads = ["", "took, median s", "longest", "between tokens, median ms", "P99", "longest"]
+    say(show(heads, rows(figures)))
+    check(checks, figures, before, after, args)
+    checks.add("pools", not problems, "; ".join(problems) or "sane", "sane")
+    say("\n" + show(Checks.HEADS, checks.rows))
+    spans = [asdict(span) for span in figures.spans]
+    gaps = {name: figures.gaps_s([name]) for name in (CALM, *CHANGES)}
+    write_report(args, checks=checks.rows, spans=spans, gaps_s=gaps, private_bytes=figures.private_bytes)
+    sys.exit(checks.failed > 0)
+
+
+if __name__ == "__main__":
+    main()
