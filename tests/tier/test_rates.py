@@ -55,7 +55,7 @@ MIB = 1 << 20
 def test_both_ends_are_divided_so_that_they_take_equally_long(factor: float) -> None:
     """Computing a block takes a second, and loading one `factor` of it."""
     planner = LoadPlanner()
-    planner.read(MIB, factor, now_s=10.0)
+    planner.note_read(MIB, factor, now_s=10.0)
     num_computed = planner.num_to_compute(100, MIB, 0, float)
     assert num_computed is not None
     load_s = factor * (100 - num_computed)
@@ -65,7 +65,7 @@ def test_both_ends_are_divided_so_that_they_take_equally_long(factor: float) -> 
 
 def test_one_of_both_alone_is_chosen_where_both_together_gain_little() -> None:
     planner = LoadPlanner()
-    planner.read(MIB, 0.05, now_s=10.0)
+    planner.note_read(MIB, 0.05, now_s=10.0)
     assert planner.num_to_compute(100, MIB, 0, float) is None
     assert planner.num_to_compute(100, 400 * MIB, 0, float) is None
     assert planner.num_to_compute(1, 20 * MIB, 0, float) is None
@@ -73,7 +73,7 @@ def test_one_of_both_alone_is_chosen_where_both_together_gain_little() -> None:
 
 def test_what_others_load_first_is_time_to_compute() -> None:
     planner = LoadPlanner()
-    planner.read(MIB, 1.0, now_s=10.0)
+    planner.note_read(MIB, 1.0, now_s=10.0)
     alone, behind_others = (planner.num_to_compute(100, MIB, queued * MIB, float) for queued in (0, 50))
     assert alone is not None
     assert behind_others is not None
@@ -83,8 +83,8 @@ def test_what_others_load_first_is_time_to_compute() -> None:
 def test_nothing_is_divided_before_both_are_measured() -> None:
     planner = LoadPlanner()
     assert planner.num_to_compute(100, MIB, 0, float) is None
-    planner.read(MIB, 1.0, now_s=10.0)
+    planner.note_read(MIB, 1.0, now_s=10.0)
     assert planner.num_to_compute(100, MIB, 0, lambda _: None) is None
     late = LoadPlanner()
-    late.read(0, 1.0, now_s=10.0)
+    late.note_read(0, 1.0, now_s=10.0)
     assert late.num_to_compute(100, MIB, 0, float) is None
