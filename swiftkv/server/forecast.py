@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from swiftkv._core import PRIORITIES_PER_CLASS
 from swiftkv.policies import SchedulingPolicy
+from swiftkv.server.response_ratio import Waiting, part_before, part_overtaken
 
 _LENGTH, _LEFT, _PAIRS, _ARRIVED_S, _PRIORITY, _DEADLINE_S, _HAS_BEGUN, _DONE_S, _FLOW, _WEIGHT = range(10)
 _FIRST_ROWS = 64
@@ -205,17 +206,18 @@ class EngineForecast:
         steps = pace.steps(rows[:, _LEFT], work_s)
         service_s = work_s + steps * pace.overhead_s
         part = 1 - np.minimum(rows[:, _DONE_S] / np.maximum(service_s, 1e-9), 1)  # of it that is left
-        ahead = self._ahead(prompt, rows[:, _LEFT] * part, service_s * part, now_s, pace.step_s)
-        behind = ~ahead
+        before = self._before(prompt, rows[:, _LEFT] * part, service_s * part, now_s, pace.step_s)
+        ahead = before > 0
+        behind = part * (1 - before)
         own_left = np.array([float(prompt.num_left)])
         own_work_s = pace.work_s(own_left, np.array([_pairs(prompt.num_tokens, prompt.num_left)]))
         own_s, own_steps = float(own_work_s[0]), float(pace.steps(own_left, own_work_s)[0])
         share = self._share(prompt, ahead, service_s * part, own_s + own_steps * pace.overhead_s)
-        part *= share
+        part *= share * before
         end = float(steps[ahead] @ part[ahead]) + own_steps
         whole = math.ceil(end - 1e-9)
         # A prompt has its token when its last step ends, with what others have in that.
-        steps_behind, behind_s = float(steps[behind] @ part[behind]), float(work_s[behind] @ part[behind])
+        steps_behind, behind_s = float(steps @ behind), float(work_s @ behind)
         beside_s = behind_s * min(1.0, (whole - end) / steps_behind) if steps_behind else 0.0
         ahead_s = float(work_s[ahead] @ part[ahead])
         alone_s = self._rest_of_step_s(now_s) + own_s + math.ceil(own_steps - 1e-9) * pace.overhead_s
@@ -336,7 +338,7 @@ class EngineForecast:
         is_more_urgent = latest[:, _PRIORITY] < prompt.priority
         left = latest[:, _LEFT]
         if policy == "hrrn":
-            parts = _part_overtaken(own=prompt.num_left, others=left)
+            parts = part_overtaken(own=prompt.num_left, others=left)
         elif policy == "spf":
             parts = (left < prompt.num_left).astype(np.float64)
         elif policy == "deadline":
@@ -352,15 +354,15 @@ class EngineForecast:
         span_s = max(now_s - float(latest[:, _ARRIVED_S].min()), wait_s, 1e-9)
         return min(float(parts @ service_s) / span_s, _MAX_OVERTAKING_PART)
 
-    def _ahead(self, prompt: NewPrompt, left: Floats, service_s: Floats, now_s: float, step_s: float) -> Bools:
-        """Return which sequences without a token are computed before a prompt that arrives now, [rows].
+    def _before(self, prompt: NewPrompt, left: Floats, service_s: Floats, now_s: float, step_s: float) -> Floats:
+        """Return the part of each sequence without a token that is computed before a prompt that arrives now, [rows].
 
         `left` and `service_s` are the tokens and the seconds that are left of each; a step takes `step_s`.
         """
         rows, policy = self._rows, self._limits.policy
         is_used: Bools = rows[:, _LENGTH] > 0
         if policy == "fcfs":
-            return is_used
+            return is_used.astype(np.float64)
         is_equal: Bools = is_used & (rows[:, _PRIORITY] == prompt.priority)
         ahead: Bools = is_used & (rows[:, _PRIORITY] < prompt.priority)
         if policy == "priority":
@@ -371,32 +373,11 @@ class EngineForecast:
             due_s = self._limits.due_s if prompt.due_s is None else prompt.due_s
             ahead |= is_equal & (rows[:, _DEADLINE_S] <= now_s + due_s)
         else:
-            waited_s = now_s - rows[:, _ARRIVED_S]
-            overtaken_s = np.where(is_equal, _overtaken_s(left, waited_s, prompt.num_left), -math.inf)
-            order = np.argsort(-overtaken_s)
-            before_s = service_s[ahead].sum() + np.cumsum(service_s[order]) - service_s[order]
-            # Its turn comes when all that are still ahead of it by then, a step later, have been computed.
-            is_late = overtaken_s[order] < before_s + step_s
-            first = int(np.argmax(is_late)) if is_late.any() else len(order)
-            ahead[order[:first]] |= is_equal[order[:first]]
-        return ahead
-
-
-def _part_overtaken(*, own: float, others: Floats) -> Floats:
-    """Return the part of a wait within which those that arrive overtake, by response ratio, one of a length `own`."""
-    is_shorter = np.frexp(np.maximum(others, 1))[1] < math.frexp(own)[1]
-    return np.where(is_shorter, 1 - others / own, 0.0)
+            waiting = Waiting(left, now_s - rows[:, _ARRIVED_S], service_s)
+            return part_before(waiting, prompt.num_left, ahead, is_equal, step_s)
+        return ahead.astype(np.float64)
 
 
 def _pairs(num_tokens: int, num_left: int) -> float:
     """Return the pairs of a token that is computed and one that it looks back on, of a prompt's last tokens."""
     return num_left * (num_tokens - 0.5 * num_left)
-
-
-def _overtaken_s(left: Floats, waited_s: Floats, own_left: int) -> Floats:
-    """Return in how many seconds a prompt that arrives now has a higher response ratio than others: inf for never.
-
-    Those of one lane, whose lengths are within a factor of two, keep the order in which they came.
-    """
-    is_longer = np.frexp(np.maximum(left, 1))[1] > math.frexp(own_left)[1]
-    return np.where(is_longer, waited_s * own_left / np.maximum(left - own_left, 1), math.inf)

@@ -6,7 +6,7 @@ import numpy as np
 
 from swiftkv._core import block_keys
 
-_PIECE_TOKENS = 64
+_PIECE_TOKENS = 16  # as many as a block usually has: of the next turn of a conversation, little more is new
 _KEY_BYTES = 32
 _MAX_TOKENS = 64 << 10  # of one prompt: hashing more would take longer than a millisecond
 

@@ -26,9 +26,9 @@ def with_sent(max_tokens: int, *prompts: bytes) -> SentPrefixes:
 
 def test_the_common_beginning_is_known_in_whole_pieces() -> None:
     prefixes = with_sent(10_000, prompt(200, 300))
-    assert known(prefixes, prompt(200, 300)) == 448
-    assert known(prefixes, prompt(200, 100)) == 256
-    assert known(prefixes, prompt(100, 400)) == 64
+    assert known(prefixes, prompt(200, 300)) == 496
+    assert known(prefixes, prompt(200, 100)) == 288
+    assert known(prefixes, prompt(100, 400)) == 96
     assert known(prefixes, prompt(500, first=7)) == 0
 
 
@@ -44,7 +44,7 @@ def test_the_latest_prompts_are_remembered_as_far_as_there_is_room() -> None:
     prefixes = with_sent(1280, first, second, first, third)
     assert [known(prefixes, tokens) for tokens in (first, second, third)] == [640, 0, 640]
     prefixes.add(prefixes.pieces(prompt(64, first=9), ""))
-    assert known(prefixes, first) == 576  # its end is forgotten first
+    assert known(prefixes, first) == 576  # its end is forgotten first, and only as much as there is no room for
 
 
 def test_an_engine_that_caches_nothing_is_expected_to_find_nothing() -> None:

@@ -83,6 +83,15 @@ def test_those_that_are_let_in_are_in_time(policy: SchedulingPolicy) -> None:
     assert (unrefused.ttft_s <= TARGET_S).mean() < 0.6
 
 
+def test_a_short_prompt_is_foretold_to_interrupt_a_long_one() -> None:
+    arrivals = [Arrival(0.0, 6000, 1, tuple(range(12))), Arrival(1.0, 200, 1, (100,))]
+    shadow = door("hrrn", refuses=False)
+    outcome = serve(arrivals, "hrrn", shadow)
+    long_s = outcome.end_s[0]
+    assert outcome.end_s[1] < long_s
+    assert shadow.foretold[1].ttft_s < 0.5 * long_s
+
+
 def test_an_engine_with_little_to_do_refuses_nobody() -> None:
     outcome = serve(traffic(load=0.1), "hrrn", door("hrrn", refuses=True))
     assert not np.isnan(outcome.end_s).any()
