@@ -161,6 +161,7 @@ void BlockPool::settle() {
         num_room_changes_ += tenancy_.house != nullptr;  // it may move again
         return true;
     });
+    settle_kept_extents();
 }
 
 void BlockPool::forget(BlockId block) {
@@ -266,6 +267,12 @@ BlockId BlockPool::start_staging() {
     move_to(block, BlockState::kStaging);
     ++num_room_changes_;
     return block;
+}
+
+void BlockPool::start_staging(BlockId free) {
+    ensure(state(free) == BlockState::kFree, "what stages others is free");
+    move_to(free, BlockState::kStaging);
+    ++num_room_changes_;
 }
 
 void BlockPool::stop_staging(BlockId block) {

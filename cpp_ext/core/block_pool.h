@@ -124,8 +124,14 @@ class BlockPool {
     // The extents that hold nothing but free and cached blocks.
     int num_open() const { return num_open_; }
     bool is_open(ExtentId extent) const {
-        return house_extents_[extent].is_held && house_extents_[extent].num_pinned == 0;
+        const HouseExtent& held = house_extents_[extent];
+        return held.is_held && held.num_pinned == 0 && held.num_kept == 0;
     }
+    // The step that is being planned reads the block's bytes while its layers run, whoever has the block by then: until
+    // it settles, the extent is the group's.
+    void keep_extent_of(BlockId local);
+    // Whether only references of running requests keep the extent from others.
+    bool is_kept_by_used_blocks(ExtentId extent) const;
     // The oldest open extent is the one whose last cached block is evicted before the last of any other. Returns that
     // block; kNone if no extent is open.
     BlockId last_of_oldest_open() const;
@@ -145,6 +151,7 @@ class BlockPool {
     // ---- layer-stream cache ----
     // Returns the highest free local block, staging from now on; kNone if no local block is free.
     BlockId start_staging();
+    void start_staging(BlockId free);
     void stop_staging(BlockId block);
 
     // ---- lending: extents of the local pool ----
@@ -209,7 +216,12 @@ class BlockPool {
     };
     struct HouseExtent {
         int num_pinned = 0, num_cached = 0;  // blocks that are neither absent nor free nor cached; cached ones
+        int num_kept = 0;  // blocks that steps in progress read, although they may be anybody's in the group
         bool is_held = false;
+    };
+    struct KeptExtent {
+        ExtentId extent;
+        int64_t until;  // a step, counted from 1
     };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kLost };
     struct BorrowLink {
@@ -235,6 +247,8 @@ class BlockPool {
     }
     void count_in_house(BlockId local, BlockState before, BlockState after);
     void leave(ExtentId extent);
+    bool is_empty(ExtentId extent) const;
+    void settle_kept_extents();
     BlockId find_last_of_oldest_open() const;
     bool is_in_oldest_open(BlockId local) const {
         return last_of_oldest_open_ != kNone && house_extent(local) == house_extent(last_of_oldest_open_);
@@ -272,6 +286,7 @@ class BlockPool {
     uint32_t num_cachings_ = 0;                // the clock of `cached_at`, which may wrap, where there is no house
     Tenancy tenancy_;
     std::vector<HouseExtent> house_extents_;
+    std::vector<KeptExtent> kept_extents_;
     int num_open_ = 0;
     mutable BlockId last_of_oldest_open_ = kNone;  // kNone: it is not known
     std::vector<LendLink> lend_links_;

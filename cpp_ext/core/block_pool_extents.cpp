@@ -22,7 +22,44 @@ void BlockPool::count_in_house(BlockId local, BlockState before, BlockState afte
     num_open_ += is_open(house_extent(local)) - was_open;
     if (opens || is_in_oldest_open(local)) last_of_oldest_open_ = kNone;
     const bool is_freed = after == BlockState::kFree && before != BlockState::kAbsent;
-    if (is_freed && extent.num_pinned + extent.num_cached == 0) leave(house_extent(local));
+    if (is_freed && is_empty(house_extent(local))) leave(house_extent(local));
+}
+
+bool BlockPool::is_empty(ExtentId extent) const {
+    const HouseExtent& held = house_extents_[extent];
+    return held.num_pinned + held.num_cached + held.num_kept == 0;
+}
+
+void BlockPool::keep_extent_of(BlockId local) {
+    if (!tenancy_.house) return;
+    const ExtentId extent = house_extent(local);
+    num_open_ -= is_open(extent);
+    ++house_extents_[extent].num_kept;
+    kept_extents_.push_back({extent, num_begun_});
+    last_of_oldest_open_ = kNone;
+}
+
+void BlockPool::settle_kept_extents() {
+    std::erase_if(kept_extents_, [&](const KeptExtent& kept) {
+        if (kept.until > num_settled_) return false;
+        --house_extents_[kept.extent].num_kept;
+        num_open_ += is_open(kept.extent);
+        last_of_oldest_open_ = kNone;
+        ++num_room_changes_;
+        if (is_empty(kept.extent)) leave(kept.extent);
+        return true;
+    });
+}
+
+bool BlockPool::is_kept_by_used_blocks(ExtentId extent) const {
+    const HouseExtent& held = house_extents_[extent];
+    if (held.num_kept > 0) return false;
+    int num_used = 0;
+    for (BlockId b = extent * house_extent_blocks(); b < (extent + 1) * house_extent_blocks(); ++b) {
+        if (is_busy(b)) return false;
+        num_used += state(b) == BlockState::kUsed;
+    }
+    return num_used > 0 && num_used == held.num_pinned;
 }
 
 void BlockPool::enter(ExtentId extent) {
@@ -71,8 +108,8 @@ BlockId BlockPool::find_last_of_oldest_open() const {
     for (int worth = 0; worth < kNumWorths; ++worth) {
         const BlockId end = sentinel(Place::kLocal, static_cast<Worth>(worth));
         for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {
-            const HouseExtent& extent = house_extents_[house_extent(b)];
-            if (extent.num_pinned == 0 && ++num_seen[house_extent(b)] == extent.num_cached) return b;
+            const ExtentId extent = house_extent(b);
+            if (is_open(extent) && ++num_seen[extent] == house_extents_[extent].num_cached) return b;
         }
     }
     return kNone;

@@ -120,9 +120,12 @@ void BlockPool::check_house() const {
         const HouseExtent& counted = house_extents_[extent];
         check_that(pinned == counted.num_pinned && cached == counted.num_cached, "the extents of a house are counted");
         check_that(absent == (counted.is_held ? 0 : house_extent_blocks()), "an extent is one group's, whole");
-        check_that(free < house_extent_blocks(), "an extent that holds nothing is nobody's");
+        check_that(free < house_extent_blocks() || counted.num_kept > 0, "an extent that holds nothing is nobody's");
         check_that(counted.is_held == (tenancy_.house->owner(extent) == tenancy_.group), "the house knows the owner");
-        open += counted.is_held && pinned == 0;
+        const auto is_here = [&](const KeptExtent& kept) { return kept.extent == extent; };
+        check_that(counted.num_kept == std::count_if(kept_extents_.begin(), kept_extents_.end(), is_here),
+                   "what keeps an extent is listed");
+        open += counted.is_held && pinned == 0 && counted.num_kept == 0;
     }
     check_that(open == num_open_, "open extents are counted");
     if (last_of_oldest_open_ != kNone)

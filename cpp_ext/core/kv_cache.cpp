@@ -43,8 +43,9 @@ void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const 
 }
 
 KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
-                 const std::vector<Link>& borrow_links)
+                 const std::vector<Link>& borrow_links, int num_reserved_extents)
     : block_size_(block_size),
+      num_reserved_extents_(num_reserved_extents),
       index_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)),
       boundaries_(tails_of(groups, block_size)),
       offers_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
@@ -180,10 +181,9 @@ std::vector<int32_t> KvCache::borrowed_blocks(const BlockTable& table) const {
 
 bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare) {
     if (short_group(table, chunk_end, prompt_end, spare) != kNone) return false;
-    std::vector<int> wanted;
     if (house_) {
-        wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
-        enter_missing(wanted_blocks(table, chunk_end, prompt_end, 0), wanted);
+        extend_in_house(table, missing_blocks(table, chunk_end, prompt_end), spare);
+        return true;
     }
     for (int g = 0; g < num_groups(); ++g) {
         const int needed = missing(table, g, chunk_end, prompt_end);
@@ -195,13 +195,6 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
             ensure(block != kNone, "there are as many blocks as were counted");
             entries[old_size + i] = entry_of(g, block);
         };
-        if (house_) {
-            for (int i = 0; i < needed; ++i, --wanted[g]) {
-                free_one(g, wanted);
-                put(i, groups_[g].pool.take(Place::kLocal));
-            }
-            continue;
-        }
         // Borrowed ones first: moving cached blocks out of the local pool would take them.
         const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
         for (int i = num_local; i < needed; ++i) put(i, take_below(g, Place::kLocal));
@@ -214,6 +207,7 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
 bool KvCache::make_local_room(int g) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) > 0) return true;
+    if (house_) return make_room_in_house(g);
     const BlockId cached = pool.oldest_cached(Place::kLocal);
     if (cached == kNone) return false;
     demote(g, cached);
@@ -256,6 +250,7 @@ void KvCache::demote(int g, BlockId cached) {
         return;
     }
     point_to(group.pool.node(cached), g, to);
+    group.pool.keep_extent_of(cached);
     group.pool.replace(cached, to);
     group.spills.push_back({to, cached});
 }
@@ -276,22 +271,28 @@ bool KvCache::is_moving_across(int g, BlockId block) const {
     return std::any_of(moves.begin(), moves.end(), [&](const BlockMove& move) { return move.to == block; });
 }
 
+template <class MayGoOn>
+void KvCache::promote_while(BlockTable& table, int g, int& max_blocks, MayGoOn&& may_go_on) {
+    BlockPool& pool = groups_[g].pool;
+    if (pool.count_staged(BlockState::kUsed) == 0) return;
+    for (int32_t& entry : table.groups[g].entries) {
+        if (max_blocks == 0 || !may_go_on()) break;
+        if (!is_staged(entry)) continue;
+        const BlockId borrowed = staged_place(entry);
+        if (pool.refs(borrowed) != 1 || is_moving_across(g, borrowed)) continue;
+        const BlockId to = move_in(g, borrowed);
+        if (to == kNone) break;
+        entry = entry_of(g, to);
+        --max_blocks;
+    }
+}
+
 void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     if (!can_borrow()) return;
-    for (int g = 0; g < num_groups(); ++g) {
-        BlockPool& pool = groups_[g].pool;
-        if (pool.count_staged(BlockState::kUsed) == 0) continue;
-        for (int32_t& entry : table.groups[g].entries) {
-            if (max_blocks == 0 || pool.available(Place::kLocal) <= spare) break;
-            if (!is_staged(entry)) continue;
-            const BlockId borrowed = staged_place(entry);
-            if (pool.refs(borrowed) != 1 || is_moving_across(g, borrowed)) continue;
-            const BlockId to = move_in(g, borrowed);
-            if (to == kNone) break;
-            entry = entry_of(g, to);
-            --max_blocks;
-        }
-    }
+    // What cannot be staged first: room was counted for it, wherever that is.
+    for (int g = 0; house_ && g < num_groups(); ++g)
+        promote_while(table, g, max_blocks, [&] { return overdraft(g) > 0; });
+    for (int g = 0; g < num_groups(); ++g) promote_while(table, g, max_blocks, [&] { return may_promote(g, spare); });
 }
 
 void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks, std::span<const TokenId> tokens,

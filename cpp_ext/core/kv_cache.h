@@ -1,4 +1,5 @@
 // The KV blocks of one engine: a pool per KV group, the prefix index over them, and the tables of the running requests.
+// One file of more than 400 lines, for it is one class: what moves a block in one of its parts is seen by all others.
 #pragma once
 
 #include <memory>
@@ -95,10 +96,17 @@ struct Gain {
     int local = 0, staged = 0;
 };
 
+// Blocks that are about to be taken, per group.
+struct Portions {
+    std::vector<int> local, staged;  // in the pool, and further down
+    std::vector<int> wanted;         // in the pool, with those that must stay available beside them
+};
+
 class KvCache {
   public:
+    // `num_reserved_extents`: of those that groups share, which are never used to stage what is borrowed.
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
-            const std::vector<Link>& borrow_links);
+            const std::vector<Link>& borrow_links, int num_reserved_extents = 0);
 
     int num_groups() const { return static_cast<int>(groups_.size()); }
     const GroupSpec& spec(int group) const { return groups_[group].spec; }
@@ -187,12 +195,12 @@ class KvCache {
     // Whether one sequence could have so many blocks, num_blocks(group) of each group, now if it were alone.
     template <class NumBlocks>
     bool could_hold(NumBlocks&& num_blocks) const {
-        int num_extents = 0;
-        for (int g = 0; g < num_groups(); ++g) {
-            if (house_) num_extents += extents_for(spec(g), num_blocks(g));
-            if (!house_ && num_blocks(g) > most_of_one_sequence(g)) return false;
-        }
-        return !house_ || num_extents <= num_home_extents();
+        std::vector<int> counts;
+        for (int g = 0; g < num_groups(); ++g) counts.push_back(num_blocks(g));
+        if (house_) return could_hold_in_house(counts);
+        for (int g = 0; g < num_groups(); ++g)
+            if (counts[g] > most_of_one_sequence(g)) return false;
+        return true;
     }
     // The group's local blocks that are not lent; of groups that share extents those that it could have.
     int num_home_blocks(int group) const;
@@ -317,14 +325,37 @@ class KvCache {
     bool is_short(int group, int needed, int spare, Gain gain) const;
     int available(int group, Gain gain = {}) const;
     // ---- a house: extents that groups share; in kv_cache_house.cpp ----
+    std::vector<int> missing_blocks(const BlockTable& table, int chunk_end, int prompt_end) const;
     std::vector<int> wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    int wanted_of(int group, int needed, int spare, int staged, Gain gain) const;
+    Portions portions(std::span<const int> needed, int spare) const;
+    void extend_in_house(BlockTable& table, std::span<const int> needed, int spare);
     int missing_extents(std::span<const int> wanted) const;
     int spare_extents(std::span<const int> wanted, bool is_compacted) const;
     bool has_free_extents(std::span<const int> wanted) const;
     int cheapest_donor(int group, std::span<const int> wanted) const;
     bool goes_before(int group, BlockId cached, int other_group, BlockId other) const;
     void enter_missing(std::span<const int> needed, std::span<const int> wanted);
+    BlockId find_free(int group, std::span<const int> wanted);
+    void enter_if_full(int group);
     void free_one(int group, std::span<const int> wanted);
+    bool make_room_in_house(int group);
+    bool may_promote(int group, int spare) const;
+    template <class MayGoOn>
+    void promote_while(BlockTable& table, int group, int& max_blocks, MayGoOn&& may_go_on);
+    int staging_extents_of(int group) const;
+    int extents_of_one_sequence(int group, int num_blocks) const;
+    int spare_for_histories(std::span<const int> wanted, bool is_compacted) const;
+    int num_left_for_histories() const;
+    bool borrows() const;
+    bool could_hold_in_house(std::span<const int> num_blocks) const;
+    bool may_grow(int group) const;
+    bool may_take_from(int group, int other) const;
+    bool can_stage_more(int group) const;
+    void make_reserve();
+    bool stage_block(int group);
+    bool stage_extent(int group);
+    ExtentId empty_for_staging(int group);
     void empty_oldest(int group);
     void empty(int group, ExtentId extent);
     std::pair<int, ExtentId> extent_to_compact(std::span<const int> wanted) const;
@@ -354,8 +385,9 @@ class KvCache {
     BlockId move_across(int group, BlockId borrowed);
     // The blocks of a state in extents that are leaving.
     std::vector<BlockId> leaving(int group, BlockState state) const;
-    void drain_cached(int group, const std::vector<BlockId>& leaving, int num_used);
-    void drain_used(int group, const std::vector<BlockId>& used, std::span<BlockTable* const> tables);
+    std::optional<Portions> portions_of_drain(std::span<const std::vector<BlockId>> used) const;
+    void drain_cached(int group, const std::vector<BlockId>& leaving, int num_local);
+    void drain_used(int group, const std::vector<BlockId>& used, int num_across, std::span<BlockTable* const> tables);
     void evict(int group, BlockId block) noexcept;
     void lose_link(LinkOfGroup lost) noexcept;
     void let_go(int group, BlockId block);
@@ -389,6 +421,7 @@ class KvCache {
     void check_boundaries() const;
 
     int block_size_;
+    int num_reserved_extents_;
     std::unique_ptr<House> house_;  // null: every group has its blocks to itself
     std::vector<Group> groups_;
     std::vector<LocalMove> local_moves_;

@@ -12,13 +12,71 @@
 
 namespace swiftkv {
 
+std::vector<int> KvCache::missing_blocks(const BlockTable& table, int chunk_end, int prompt_end) const {
+    std::vector<int> needed;
+    for (int g = 0; g < num_groups(); ++g) needed.push_back(std::max(0, missing(table, g, chunk_end, prompt_end)));
+    return needed;
+}
+
+// The local blocks that a group wants of which `staged` of `needed` ones lie further down; those that can be staged
+// besides need not stay available here.
+int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) const {
+    const int over = overdraft(g, gain);
+    if (needed == 0 && over == 0) return 0;
+    return needed - staged + over + std::max(0, spare - (available_staged(g, gain) - staged));
+}
+
+// The least that groups want of the pool: as many blocks as possible lie further down.
 std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
-    std::vector<int> wanted;
-    for (int g = 0; g < num_groups(); ++g) {
-        const int needed = missing(table, g, chunk_end, prompt_end);
-        wanted.push_back(needed > 0 ? needed + spare : 0);
-    }
+    std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
+    for (int g = 0; g < num_groups(); ++g)
+        wanted[g] = wanted_of(g, wanted[g], spare, std::min(wanted[g], available_staged(g, {})), {});
     return wanted;
+}
+
+// As many blocks in the pool as it has room for, if there is room for all.
+Portions KvCache::portions(std::span<const int> needed, int spare) const {
+    Portions found{{needed.begin(), needed.end()}, std::vector<int>(needed.size(), 0), {}};
+    for (int g = 0; g < num_groups(); ++g) found.wanted.push_back(wanted_of(g, needed[g], spare, 0, {}));
+    for (int g = 0; g < num_groups() && spare_extents(found.wanted, false) < 0; ++g) {
+        const auto fits = [&](int staged) {
+            found.wanted[g] = wanted_of(g, needed[g], spare, staged, {});
+            return spare_extents(found.wanted, false) >= 0;
+        };
+        int too_few = 0, enough = std::min(needed[g], available_staged(g, {}));
+        const bool is_enough = fits(enough);
+        while (is_enough && enough - too_few > 1) {
+            const int middle = (too_few + enough) / 2;
+            (fits(middle) ? enough : too_few) = middle;
+        }
+        found.staged[g] = enough;
+        found.local[g] -= enough;
+        found.wanted[g] = wanted_of(g, needed[g], spare, enough, {});
+    }
+    return found;
+}
+
+// Takes what lies further down first, because cached blocks that leave the pool take it, too.
+void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, int spare) {
+    Portions taken = portions(needed, spare);
+    const auto put = [&](int g, BlockId block) {
+        ensure(block != kNone, "there are as many blocks as were counted");
+        table.groups[g].entries.push_back(entry_of(g, block));
+    };
+    std::vector<std::vector<BlockId>> below(groups_.size());
+    for (int g = 0; g < num_groups(); ++g)
+        for (int i = 0; i < taken.staged[g]; ++i) below[g].push_back(take_below(g, Place::kLocal));
+    enter_missing(taken.local, taken.wanted);
+    for (int g = 0; g < num_groups(); ++g) {
+        BlockPool& pool = groups_[g].pool;
+        for (; taken.local[g] > 0; --taken.local[g], --taken.wanted[g]) {
+            const BlockId own = find_free(g, taken.wanted);
+            if (own != kNone) demote(g, own);
+            enter_if_full(g);
+            put(g, pool.take(Place::kLocal));
+        }
+        for (BlockId block : below[g]) put(g, block);
+    }
 }
 
 // The extents that groups lack which have fewer blocks available than are wanted.
@@ -41,7 +99,7 @@ int KvCache::spare_extents(std::span<const int> wanted, bool is_compacted) const
         const int full = std::max(0, pool.available(Place::kLocal) - wanted[g]) / pool.house_extent_blocks();
         extents += is_compacted ? full : std::min(pool.num_open(), full);
     }
-    return extents;
+    return can_borrow() ? std::min(extents, spare_for_histories(wanted, is_compacted)) : extents;
 }
 
 // Whether there is what is wanted without evicting anything.
@@ -52,7 +110,7 @@ bool KvCache::has_free_extents(std::span<const int> wanted) const {
         const int lacking = std::max(0, wanted[g] - pool.num_free(Place::kLocal));
         extents -= ceil_div(lacking, pool.house_extent_blocks());
     }
-    return extents >= 0;
+    return extents >= 0 && (!can_borrow() || spare_for_histories(wanted, false) >= 0);
 }
 
 // Whether one cached block is evicted before another of whichever group. A full-attention block is as good as a tail:
@@ -73,6 +131,7 @@ int KvCache::cheapest_donor(int g, std::span<const int> wanted) const {
     for (int h = 0; h < num_groups(); ++h) {
         const BlockPool& pool = groups_[h].pool;
         if (h == g || pool.available(Place::kLocal) - wanted[h] < pool.house_extent_blocks()) continue;
+        if (!may_take_from(g, h)) continue;
         const BlockId last = pool.last_of_oldest_open();
         if (last == kNone || (cheapest != kNone && goes_before(cheapest, last_of_cheapest, h, last))) continue;
         cheapest = h;
@@ -89,7 +148,7 @@ void KvCache::enter_missing(std::span<const int> needed, std::span<const int> wa
             ++g;
             continue;
         }
-        if (house_->num_free() == 0) {
+        if (house_->num_free() == 0 || !may_grow(g)) {
             const int donor = cheapest_donor(g, wanted);
             ensure(donor != kNone, "there are as many extents as were counted");
             empty_oldest(donor);
@@ -99,26 +158,53 @@ void KvCache::enter_missing(std::span<const int> needed, std::span<const int> wa
     }
 }
 
-// A local block of the group is free afterwards, of those that are counted as wanted. An extent that another group
-// lacks stays away from one that can do with what it evicts of its own.
-void KvCache::free_one(int g, std::span<const int> wanted) {
+// A local block of the group is free afterwards, of those that are counted as wanted, unless one of its own must go for
+// that: returns this one. An extent that another group lacks stays away from one that can do with what it evicts of its
+// own.
+BlockId KvCache::find_free(int g, std::span<const int> wanted) {
     BlockPool& pool = groups_[g].pool;
-    if (pool.num_free(Place::kLocal) > 0) return;
+    if (pool.num_free(Place::kLocal) > 0) return kNone;
     const BlockId own = pool.oldest_cached(Place::kLocal);
-    if (house_->num_free() > (own == kNone ? 0 : missing_extents(wanted))) {
-        pool.enter(house_->take(g));
-        return;
-    }
-    ensure(own != kNone, "there is as much room as was counted");
-    const int donor = cheapest_donor(g, wanted);
-    if (donor != kNone && goes_before(donor, groups_[donor].pool.last_of_oldest_open(), g, own)) {
+    if (house_->num_free() <= (own == kNone ? 0 : missing_extents(wanted)) || !may_grow(g)) {
+        ensure(own != kNone, "there is as much room as was counted");
+        const int donor = cheapest_donor(g, wanted);
+        if (donor == kNone || !goes_before(donor, groups_[donor].pool.last_of_oldest_open(), g, own)) return own;
         empty_oldest(donor);
-    } else {
-        evict(g, own);
     }
-    // What was evicted may have been the last block of an extent of ours, too, which has gone back to the house for
-    // that.
+    enter_if_full(g);
+    return kNone;
+}
+
+// What was evicted may have been the last block of an extent of ours, too, which has gone back to the house for that.
+void KvCache::enter_if_full(int g) {
+    BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) == 0) pool.enter(house_->take(g));
+}
+
+// Makes room without a copy: no step is being planned.
+void KvCache::free_one(int g, std::span<const int> wanted) {
+    if (const BlockId own = find_free(g, wanted); own != kNone) evict(g, own);
+    enter_if_full(g);
+}
+
+// A local block is free afterwards, unless none could be. Others have what they need.
+bool KvCache::make_room_in_house(int g) {
+    std::vector<int> wanted, needed(groups_.size(), 0);
+    for (int h = 0; h < num_groups(); ++h) wanted.push_back(overdraft(h));
+    wanted[g] = std::max(wanted[g], 1);
+    needed[g] = 1;
+    if (spare_extents(wanted, false) < 0) return false;
+    enter_missing(needed, wanted);
+    if (const BlockId own = find_free(g, wanted); own != kNone) demote(g, own);
+    enter_if_full(g);
+    return true;
+}
+
+// Whether a borrowed block in use may come to the pool although it could stay: others keep their extents.
+bool KvCache::may_promote(int g, int spare) const {
+    const BlockPool& pool = groups_[g].pool;
+    const int free = house_ && may_grow(g) ? house_->num_free() * pool.house_extent_blocks() : 0;
+    return pool.available(Place::kLocal) + free > spare;
 }
 
 // Evicts all that is cached in the oldest extent that nothing pins, so that it goes back to the house.
@@ -191,7 +277,8 @@ void KvCache::claim(int g, BlockId first, int num_blocks) {
 
 bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                       std::span<BlockTable* const> tables) {
-    if (!house_) return false;
+    // A copy that waits for its layer must find what it copies, and nothing moves to where it will write.
+    if (!house_ || has_copies()) return false;
     const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
     if (spare_extents(wanted, true) < 0 || spare_extents(wanted, false) >= 0) return false;
     while (spare_extents(wanted, false) < 0) {
@@ -203,7 +290,7 @@ bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, in
 }
 
 // The extent with the fewest used blocks, of a group that has more blocks to give up than its open extents hold. Blocks
-// that are in flight, loading or just moved stay where they are. kNone: there is none.
+// that are in flight, loading, staging or just moved stay where they are. kNone: there is none.
 std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted) const {
     std::pair<int, ExtentId> found{kNone, kNone};
     int fewest = INT_MAX;
@@ -213,12 +300,10 @@ std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted)
         if (left / size <= pool.num_open()) continue;
         for (ExtentId extent = 0; extent < house_->num_extents(); ++extent) {
             if (house_->owner(extent) != g) continue;
-            int num_used = 0, num_fixed = 0;
-            for (BlockId b = extent * size; b < (extent + 1) * size; ++b) {
-                num_used += pool.state(b) == BlockState::kUsed;
-                num_fixed += pool.is_busy(b) || pool.state(b) == BlockState::kLoading;
-            }
-            if (num_fixed > 0 || num_used == 0 || num_used >= fewest) continue;
+            if (!pool.is_kept_by_used_blocks(extent)) continue;
+            int num_used = 0;
+            for (BlockId b = extent * size; b < (extent + 1) * size; ++b) num_used += pool.refs(b) > 0;
+            if (num_used >= fewest) continue;
             fewest = num_used;
             found = {g, extent};
         }

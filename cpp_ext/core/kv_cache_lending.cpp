@@ -11,78 +11,6 @@
 
 namespace swiftkv {
 
-// ---- layer-stream cache ----
-
-int KvCache::num_home_blocks(int g) const {
-    // Groups that share extents lend in the name of the first, and all of them lack what is lent.
-    const Group& lender = groups_[house_ ? 0 : g];
-    const int num_home = lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);
-    return house_ ? num_home / lender.spec.blocks_per_extent * groups_[g].spec.blocks_per_extent : num_home;
-}
-
-// The most blocks of a group that a sequence could have now if it were alone.
-int KvCache::most_of_one_sequence(int g) const {
-    const Group& group = groups_[g];
-    const int streamed = std::min(group.pool.num_held(), staging_target(g) * group.spec.num_layers);
-    return num_home_blocks(g) - staging_target(g) + streamed;
-}
-
-int KvCache::staging_target(int g) const {
-    const BlockPool& pool = groups_[g].pool;
-    const int own = pool.num_local() - pool.count(Place::kLocal, BlockState::kLent);
-    return std::min(own, ceil_div(pool.num_held(), groups_[g].spec.num_layers));
-}
-
-void KvCache::shrink_staging() {
-    for (int g = 0; g < num_groups(); ++g) {
-        Group& group = groups_[g];
-        // `target` layer blocks stage all blocks that are held. Those that are leaving move, and are not staged.
-        const int target = staging_target(g);
-        while (static_cast<int>(group.staging.size()) > target) {
-            group.pool.stop_staging(group.staging.back());
-            group.staging.pop_back();
-        }
-    }
-}
-
-void KvCache::grow_staging() {
-    if (is_draining()) return;
-    for (int g = 0; g < num_groups(); ++g) {
-        Group& group = groups_[g];
-        const int target = staging_target(g);
-        while (static_cast<int>(group.staging.size()) < target) {
-            const size_t num_spills = group.spills.size();
-            if (!make_local_room(g)) break;
-            // Its layer blocks serve all layers, so they must not be written before the last layer is spilled.
-            if (group.spills.size() > num_spills) ++group.num_fresh;
-            const BlockId block = group.pool.start_staging();
-            ensure(block != kNone, "there is room where room was made");
-            group.staging.push_back(block);
-        }
-    }
-}
-
-bool KvCache::must_resize_staging() const {
-    for (int g = 0; g < num_groups(); ++g) {
-        const int target = staging_target(g), size = static_cast<int>(groups_[g].staging.size());
-        if (size > target || (size < target && groups_[g].pool.available(Place::kLocal) > 0)) return true;
-    }
-    return false;
-}
-
-int KvCache::num_staging_layer_blocks(int g) const {
-    const Group& group = groups_[g];
-    return (static_cast<int>(group.staging.size()) - group.num_fresh) * group.spec.num_layers;
-}
-
-int32_t KvCache::staging_layer_block(int g, int index) const {
-    const Group& group = groups_[g];
-    const int num_layers = group.spec.num_layers;
-    const auto at = static_cast<size_t>(index / num_layers);
-    ensure(at < group.staging.size(), "what is staged in is of the layer-stream cache");
-    return group.staging[at] * num_layers + index % num_layers;
-}
-
 // ---- lending and borrowing ----
 
 const KvCache::LinkOfGroup& KvCache::find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind) {
@@ -175,35 +103,52 @@ std::vector<BlockId> KvCache::leaving(int g, BlockState state) const {
 
 bool KvCache::drain(std::span<BlockTable* const> tables) {
     std::vector<std::vector<BlockId>> used;
+    for (int g = 0; g < num_groups(); ++g) used.push_back(leaving(g, BlockState::kUsed));
+    const std::optional<Portions> room = portions_of_drain(used);
+    if (!room) return false;
+    if (house_) enter_missing(room->local, room->wanted);
     for (int g = 0; g < num_groups(); ++g) {
-        const BlockPool& pool = groups_[g].pool;
-        used.push_back(leaving(g, BlockState::kUsed));
-        const int num_used = static_cast<int>(used[g].size());
-        const int elsewhere = std::min(num_unstaged(g) + num_used, pool.available_below(Place::kLocal));
-        if (num_used > pool.available(Place::kLocal) + elsewhere) return false;
-    }
-    for (int g = 0; g < num_groups(); ++g) {
-        drain_cached(g, leaving(g, BlockState::kLeaving), static_cast<int>(used[g].size()));
-        drain_used(g, used[g], tables);
+        drain_cached(g, leaving(g, BlockState::kLeaving), room->local[g]);
+        drain_used(g, used[g], room->staged[g], tables);
     }
     return true;
 }
 
+// Where the used blocks of recalled extents go: as many as fit to the pool; none if there is no room for all.
+std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<BlockId>> used) const {
+    Portions room;
+    std::vector<int> most_staged;
+    for (int g = 0; g < num_groups(); ++g) {
+        const BlockPool& pool = groups_[g].pool;
+        const int num_used = static_cast<int>(used[g].size());
+        most_staged.push_back(std::min({num_unstaged(g) + num_used, pool.available_below(Place::kLocal), num_used}));
+        room.staged.push_back(house_ ? 0 : std::max(0, num_used - pool.available(Place::kLocal)));
+        room.local.push_back(num_used - room.staged[g]);
+        if (room.staged[g] > most_staged[g]) return {};
+    }
+    for (int g = 0; house_ && g < num_groups() && spare_extents(room.local, false) < 0; ++g) {
+        room.staged[g] = std::max(0, most_staged[g]);
+        room.local[g] -= room.staged[g];
+    }
+    if (house_ && spare_extents(room.local, false) < 0) return {};
+    room.wanted = room.local;
+    return room;
+}
+
 // Moves cached blocks to free local ones, as far as the used ones leave any; the others are forgotten.
-void KvCache::drain_cached(int g, const std::vector<BlockId>& leaving, int num_used) {
+void KvCache::drain_cached(int g, const std::vector<BlockId>& leaving, int num_local) {
     const BlockPool& pool = groups_[g].pool;
     for (BlockId block : leaving) {
         if (pool.state(block) != BlockState::kLeaving) continue;  // gone with the node of another group
-        const bool has_room = pool.num_free(Place::kLocal) > num_used;
+        const bool has_room = pool.num_free(Place::kLocal) > num_local;
         if (!has_room || move_in(g, block) == kNone) evict(g, block);
     }
 }
 
 // Moves used blocks to the local pool as far as there is room, else to extents that stay: these first, because room in
 // the local pool is made by moving what is cached there to just such extents.
-void KvCache::drain_used(int g, const std::vector<BlockId>& used, std::span<BlockTable* const> tables) {
+void KvCache::drain_used(int g, const std::vector<BlockId>& used, int num_across, std::span<BlockTable* const> tables) {
     if (used.empty()) return;
-    const int num_across = std::max(0, static_cast<int>(used.size()) - groups_[g].pool.available(Place::kLocal));
     std::unordered_map<int32_t, int32_t> moved;  // by entry
     for (int i = 0; i < static_cast<int>(used.size()); ++i) {
         const BlockId to = i < num_across ? move_across(g, used[i]) : move_in(g, used[i]);

@@ -62,8 +62,11 @@ Gain KvCache::gain_of(int g, const BlockTable& table, std::unordered_map<BlockId
 bool KvCache::has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,
                             int spare) const {
     if (house_) {
-        std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
-        for (int g = 0; g < num_groups(); ++g) wanted[g] -= gains[g].local;
+        std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
+        for (int g = 0; g < num_groups(); ++g) {
+            const int staged = std::min(wanted[g], available_staged(g, gains[g]));
+            wanted[g] = wanted_of(g, wanted[g], spare, staged, gains[g]) - gains[g].local;
+        }
         return spare_extents(wanted, true) >= 0;
     }
     for (int g = 0; g < num_groups(); ++g)

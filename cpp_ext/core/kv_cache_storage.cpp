@@ -123,7 +123,11 @@ int KvCache::usable_length(std::span<const uint8_t> is_there) const {
 
 int KvCache::local_room(std::span<const BlockKey> keys) const {
     std::vector<int> room;
-    for (int g = 0; g < num_groups(); ++g) room.push_back(num_home_blocks(g) - staging_target(g));
+    int num_staging = 0;  // extents of all groups together
+    for (int g = 0; house_ && g < num_groups(); ++g) num_staging += staging_extents_of(g);
+    for (int g = 0; g < num_groups(); ++g)
+        room.push_back(num_home_blocks(g) -
+                       (house_ ? num_staging * groups_[g].pool.house_extent_blocks() : staging_target(g)));
     int length = 0;
     index_.find_each(keys, [&](size_t i, NodeId node) {
         for (int g = 0; g < num_groups(); ++g) {

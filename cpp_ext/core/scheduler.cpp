@@ -24,7 +24,7 @@ Scheduler::Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std:
                      std::vector<Link> borrow_links)
     : limits_(limits),
       cache_((check_setup(groups, limits, lend_links, borrow_links), groups), limits.block_size, lend_links,
-             borrow_links),
+             borrow_links, static_cast<int>(limits.extents_for_windows(groups))),
       demand_(cache_, limits_),
       order_(make_order(limits.policy)),
       shares_(limits.max_num_batched_tokens),

@@ -19,11 +19,16 @@ int64_t blocks_of(const Link& link) {
     return int64_t{link.num_extents} * link.blocks_per_extent;
 }
 
-// Blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
-int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<Link>& borrow_links) {
+int64_t blocks_to_borrow(int group, const std::vector<Link>& borrow_links) {
     int64_t borrowed = 0;
     for (const Link& link : borrow_links)
         if (link.group == group) borrowed += blocks_of(link);
+    return borrowed;
+}
+
+// Blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
+int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<Link>& borrow_links) {
+    const int64_t borrowed = blocks_to_borrow(group, borrow_links);
     const int64_t layer_blocks = int64_t{spec.num_blocks} * spec.num_layers;
     const int64_t staging = std::min(borrowed, layer_blocks);
     return staging + (layer_blocks - staging) / spec.num_layers;
@@ -85,10 +90,27 @@ void check_borrow_link(const Link& link, const std::vector<GroupSpec>& groups) {
             "a borrow link needs base_offset_bytes >= 0 and an end that an int64 holds");
 }
 
-// Groups that share extents all do, and do not borrow.
-void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits, bool borrows) {
+// The extents that one sequence needs if all links lend all they can.
+int64_t extents_with_lending(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
+                             const std::vector<Link>& borrow_links) {
+    const int64_t num_extents = groups[0].num_blocks / groups[0].blocks_per_extent;
+    int64_t left = std::max<int64_t>(0, num_extents - limits.extents_for_windows(groups)), num_needed = 0;
+    for (size_t g = 0; g < groups.size(); ++g) {
+        const GroupSpec& spec = groups[g];
+        const auto borrowed = static_cast<int>(blocks_to_borrow(static_cast<int>(g), borrow_links));
+        const int staging = staging_extents(spec, borrowed, static_cast<int>(left));
+        const int64_t staged = std::min<int64_t>(borrowed, int64_t{staging} * spec.blocks_per_extent * spec.num_layers);
+        const int64_t here = std::max<int64_t>(0, limits.blocks_for_one_sequence(spec) - staged);
+        num_needed += staging + extents_for(spec, static_cast<int>(here));
+        left -= staging;
+    }
+    return num_needed;
+}
+
+// Groups that share extents all do.
+void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
+                 const std::vector<Link>& borrow_links) {
     const GroupSpec& first = groups[0];
-    int64_t num_needed = 0;
     for (const GroupSpec& spec : groups) {
         require((spec.blocks_per_extent > 0) == (first.blocks_per_extent > 0) && spec.blocks_per_extent >= 0,
                 "blocks_per_extent must be positive in every KV group, or 0 in every KV group");
@@ -96,10 +118,9 @@ void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
         require(spec.num_blocks % spec.blocks_per_extent == 0 &&
                     spec.num_blocks / spec.blocks_per_extent == first.num_blocks / first.blocks_per_extent,
                 "KV groups that share extents must have equally many of them");
-        num_needed += limits.extents_for_one_sequence(spec);
     }
     if (first.blocks_per_extent == 0) return;
-    require(!borrows, "KV groups that share extents cannot borrow");
+    const int64_t num_needed = extents_with_lending(groups, limits, borrow_links);
     const int num_extents = first.num_blocks / first.blocks_per_extent;
     require(num_needed <= num_extents, "the pool has " + std::to_string(num_extents) + " extents; one sequence of " +
                                            "max_model_len " + std::to_string(limits.max_model_len) + " needs " +
@@ -122,7 +143,6 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
     check_sizes(limits);
     const auto name = [](size_t g) { return "KV group " + std::to_string(g); };
     for (size_t g = 0; g < groups.size(); ++g) check_group(groups[g], name(g));
-    check_house(groups, limits, !borrow_links.empty());
     for (const Link& link : lend_links) {
         check_link(link, groups);
         check_lend_link(link, groups);
@@ -132,6 +152,7 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
         check_borrow_link(link, groups);
     }
     check_count_of_blocks(groups, borrow_links);
+    check_house(groups, limits, borrow_links);
     for (size_t g = 0; g < groups.size(); ++g) {
         const int needed = limits.blocks_for_one_sequence(groups[g]);
         const int64_t most = blocks_with_lending(groups[g], static_cast<int>(g), borrow_links);
@@ -148,6 +169,13 @@ int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
 
 int SchedulerLimits::extents_for_one_sequence(const GroupSpec& spec) const {
     return extents_for(spec, blocks_for_one_sequence(spec));
+}
+
+int64_t SchedulerLimits::extents_for_windows(const std::vector<GroupSpec>& groups) const {
+    int64_t num_extents = 0;
+    for (const GroupSpec& spec : groups)
+        if (spec.window > 0 && spec.blocks_per_extent > 0) num_extents += extents_for_one_sequence(spec);
+    return num_extents;
 }
 
 int SchedulerLimits::most_blocks_of_one_sequence(const GroupSpec& spec) const {

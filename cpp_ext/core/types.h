@@ -105,6 +105,15 @@ inline int extents_for(const GroupSpec& spec, int num_blocks) {
     return num_blocks == 0 ? 0 : ceil_div(num_blocks, spec.blocks_per_extent) + (spec.blocks_per_extent > 1);
 }
 
+// The extents of a pool that groups share in which a group stages the blocks that it borrows: whole ones, of at most
+// `most`. They stage everything that it borrows, but they take no more room than that makes up for. Windows, which are
+// short, are not staged: what is borrowed of them moves to the pool when it is used.
+inline int staging_extents(const GroupSpec& spec, int num_borrowed, int most) {
+    if (spec.window > 0) return 0;
+    const int size = spec.blocks_per_extent;
+    return std::min({ceil_div(num_borrowed, size * spec.num_layers), num_borrowed / size, most});
+}
+
 // The blocks that a token at the begin of a block looks back on, itself not counted: the tail of a boundary.
 inline int tail_blocks(const GroupSpec& window_group, int block_size) {
     return ceil_div(window_group.window - 1, block_size);

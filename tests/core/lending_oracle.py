@@ -1,9 +1,10 @@
 """An engine that borrows and lends, simulated to the byte: every plan is carried out, layer by layer, copy by copy.
 
-A layer block is a list of marks, one per token; the mark of a token's KV names the layer and everything up to that
-token. Memory that nobody may count on is emptied: between steps where blocks are staged, and extents that went home. A
-step may read a block only where the marks of that very request lie, and write only where it may. Steps are carried out
-as late as they may be, when they are committed: whatever has been lent, freed or recalled since must not matter.
+A layer block is a list of marks, one per token; the mark of a token's KV names the KV group, its layer and everything
+up to that token. Memory that nobody may count on is emptied: between steps where blocks are staged, and extents that
+went home. A step may read a block only where the marks of that very request lie, and write only where it may. Steps are
+carried out as late as they may be, when they are committed: whatever has been lent, freed or recalled since must not
+matter.
 
 It is one file, for it is one model: who checks a rule of it should find all rules beside it.
 """
@@ -28,7 +29,7 @@ WIDTH_BYTES = 64  # of a layer block; any number does
 PEER_BASE_BYTES = 10_000
 LOCAL_BASE_BYTES = 1_000
 
-Marks = list[tuple[int, int] | None]
+Marks = list[tuple[int, int, int] | None]  # the number of a prefix, the KV group, its layer
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class LendingSetup:
     enable_chunked_prefill: bool = True
     stream_buffers: int = 2
     retention_interval: int | None = None
+    blocks_per_extent: tuple[int, ...] = ()  # of each group, where they share extents; links lend in the first's name
 
     def block_bytes(self, group: int) -> int:
         return self.groups[group][0] * WIDTH_BYTES
@@ -61,11 +63,28 @@ class LendingSetup:
         return link.blocks_per_extent * self.block_bytes(link.group) + link.waste_bytes
 
     def base_bytes(self, group: int) -> int:
+        if self.blocks_per_extent:
+            return LOCAL_BASE_BYTES
         return LOCAL_BASE_BYTES + sum(self.groups[g][1] * self.block_bytes(g) for g in range(group))
 
+    @property
+    def num_extents(self) -> int:
+        """The extents that groups share."""
+        return self.groups[0][1] // self.blocks_per_extent[0]
+
+    @property
+    def num_reserved_extents(self) -> int:
+        """The extents that the windows of one sequence need, in which nothing is staged."""
+        whole, total = -(-self.max_model_len // self.block_size), 0
+        for (_, _, window), size in zip(self.groups, self.blocks_per_extent, strict=True):
+            held = min(whole, -(-(window - 1) // self.block_size) + 2) if self.enable_chunked_prefill else whole
+            total += -(-held // size) + (size > 1) if window else 0
+        return total
+
     def scheduler(self) -> _core.Scheduler:
+        sizes = self.blocks_per_extent or (0,) * len(self.groups)
         return _core.Scheduler(
-            [_core.GroupSpec(*spec, WIDTH_BYTES, self.base_bytes(g)) for g, spec in enumerate(self.groups)],
+            [_core.GroupSpec(*spec, WIDTH_BYTES, self.base_bytes(g), sizes[g]) for g, spec in enumerate(self.groups)],
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -132,6 +151,7 @@ class LendingEngine:
         self.orphaned: list[dict[int, int]] = [{} for _ in self.setup.borrow]
         self.pins: dict[int, bytes] = {}  # the keys that each keeps
         self.num_pins = 0
+        self.interleaving = random.Random(0)  # of the groups' layers
 
     def _note(self, event: str) -> None:
         self.visits.note(states_of(self), event)
@@ -267,9 +287,10 @@ class LendingEngine:
 
     def schedule(self) -> bool:
         self.now_s += 1
-        states = states_of(self)
+        states, extents = states_of(self), self.extents()
         plan = self.scheduler.schedule(self.now_s)
         self._note_plan(states, plan)
+        self._note_hand_overs(states, extents)
         self._note_lost_pins()
         if plan is None:
             assert self.scheduler.schedule(self.now_s) is None, "there was something to do, had one asked twice"
@@ -300,6 +321,17 @@ class LendingEngine:
             if len(plan.copies(group, "spill", 0)):
                 self.visits.note([state], "spill")
 
+    def extents(self) -> list[int]:
+        """Return how many of the extents that groups share each has."""
+        groups = self.scheduler.stats().groups
+        return [(g.total - g.elsewhere) // size for g, size in zip(groups, self.setup.blocks_per_extent, strict=False)]
+
+    def _note_hand_overs(self, states: list[State], before: list[int]) -> None:
+        changes = [now - then for now, then in zip(self.extents(), before, strict=True)]
+        for state, change in zip(states, changes, strict=False):
+            if change > 0 > min(changes):
+                self.visits.note([state], "hand over")
+
     def step_ahead(self) -> bool:
         """The next step is planned before the one in progress is committed. False: there was nothing to do."""
         planned = self.schedule()
@@ -313,9 +345,12 @@ class LendingEngine:
         step = self.planned[0]
         plan = step.plan
         self._check_tokens(step)
-        for group in range(len(self.setup.groups)):
-            for _ in self._run(step, group):
-                pass
+        self._move(plan)
+        running = [self._run(step, group) for group in range(len(self.setup.groups))]
+        while running:  # layers of several groups come in any order
+            group = self.interleaving.choice(running)
+            if next(group, self) is self:
+                running.remove(group)
         ids = plan.request_ids[plan.logits_seqs].tolist()
         sampled = [token for request_id in dict.fromkeys(ids) for token in self._sample(step, request_id)]
         self.last_tokens.update(zip(plan.row_slots[plan.logits_seqs].tolist(), sampled, strict=True))
@@ -350,6 +385,7 @@ class LendingEngine:
         while len(self.planned) > 1:
             self.commit()
         self._note("abandon")
+        self._move(self.planned[0].plan, is_done=False)
         for group in range(len(self.setup.groups)):
             events = list(range(6 * self.setup.groups[group][0]))
             stop_at = self.rng.choice(events)
@@ -406,6 +442,17 @@ class LendingEngine:
             yield
             self._store(plan, group, layer)
             yield
+
+    def _move(self, plan: _core.StepPlan, is_done: bool = True) -> None:
+        """Move blocks within the pool, before any layer; if that is not done, nobody knows what lies at either end."""
+        for group, block, place in plan.local_moves.tolist():
+            block_bytes = self.setup.block_bytes(group)
+            for layer in range(self.setup.groups[group][0]):
+                source, target = (
+                    self.setup.base_bytes(group) + b * block_bytes + layer * WIDTH_BYTES for b in (block, place)
+                )
+                marks = self.local.pop(source, [])
+                self.local[target] = marks if is_done else []
 
     def _buffer(self, plan: _core.StepPlan, layer: int) -> int:
         return layer % max(1, plan.num_stream_buffers)
@@ -466,10 +513,12 @@ class LendingEngine:
         num_layers, num_blocks, _ = self.setup.groups[group]
         index = ~entry if entry < 0 else entry + layer
         assert 0 <= index < num_layers * num_blocks
+        offset = index * WIDTH_BYTES
         for link, (lent_group, _, blocks_per_extent) in enumerate(self.setup.lend):
-            if lent_group == group:
-                assert index // num_layers // blocks_per_extent not in self.lent[link], "a lent block is in use"
-        return self.setup.base_bytes(group) + index * WIDTH_BYTES
+            if lent_group == group or self.setup.blocks_per_extent:
+                extent = offset // self.setup.block_bytes(lent_group) // blocks_per_extent
+                assert extent not in self.lent[link], "a lent block is in use"
+        return self.setup.base_bytes(group) + offset
 
     def _write(self, step: Planned, group: int, layer: int) -> None:
         size = self.setup.block_size
@@ -485,7 +534,7 @@ class LendingEngine:
                 written.add((address, position % size))
                 marks = self.local.setdefault(address, [])
                 marks.extend([None] * (size - len(marks)))
-                marks[position % size] = (prefix[position], layer)
+                marks[position % size] = (prefix[position], group, layer)
 
     def _read(self, step: Planned, group: int, layer: int) -> None:
         size, window = self.setup.block_size, self.setup.groups[group][2]
@@ -496,7 +545,7 @@ class LendingEngine:
             first = max(0, begin - window + 1) if window else 0
             for position in range(first, end):
                 marks = self.local.get(self._address(group, table[position // size], layer), [])
-                if len(marks) != size or marks[position % size] != (prefix[position], layer):
+                if len(marks) != size or marks[position % size] != (prefix[position], group, layer):
                     self.misread[request_id] = f"layer {layer}: not the bytes of position {position}"
 
     def reset_prefix_cache(self) -> None:
@@ -508,10 +557,9 @@ class LendingEngine:
     def check(self) -> None:
         self.scheduler.check_invariants()
         for g, stats in enumerate(self.scheduler.stats().groups):
-            local = (
-                stats.free + stats.used + stats.cached + stats.lent + stats.in_flight + stats.staging + stats.loading
-            )
-            assert local == stats.total == self.setup.groups[g][1]
+            local = stats.free + stats.used + stats.cached + stats.lent + stats.in_flight + stats.staging
+            assert local + stats.loading + stats.elsewhere == stats.total == self.setup.groups[g][1]
+            assert stats.elsewhere == 0 or self.setup.blocks_per_extent
             lent = sum(len(self.lent[i]) * link[2] for i, link in enumerate(self.setup.lend) if link[0] == g)
             assert stats.lent == lent
             held = sum(

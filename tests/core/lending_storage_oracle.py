@@ -98,7 +98,7 @@ class StoringEngine(LendingEngine):
             key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
             num_layers = self.setup.groups[group][0]
             marks = [self._bytes_at(group, link, offset + layer * WIDTH_BYTES) for layer in range(num_layers)]
-            assert marks == [[(prefix, layer) for prefix in self._marks_of[key]] for layer in range(num_layers)]
+            assert marks == [[(prefix, group, layer) for prefix in self._marks_of[key]] for layer in range(num_layers)]
             self.storage[key, group] = marks
             self.num_stored_from_lenders += link >= 0
         self.scheduler.end_copying()

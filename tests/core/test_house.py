@@ -273,7 +273,6 @@ def test_one_sequence_gets_to_its_end_in_the_smallest_pool(sizes: tuple[int, int
         (((1, 12, 0, -3), (1, 4, 8, 1)), {}, "blocks_per_extent must be positive in every KV group"),
         (((1, 12, 0, 3), (1, 5, 8, 1)), {}, "equally many"),
         (((1, 13, 0, 3), (1, 4, 8, 1)), {}, "equally many"),
-        (((1, 30, 0, 3), (1, 10, 8, 1)), {"borrow_links": (0, 2, 3, 12)}, "cannot borrow"),
         (((1, 30, 0, 3), (1, 10, 8, 1)), {"lend_links": (0, 2, 2)}, "lend whole ones"),
         (((1, 30, 0, 3), (1, 10, 8, 1)), {"lend_links": (1, 2, 1)}, "in the name of the first group"),
         (((1, 30, 0, 3), (1, 10, 8, 1)), {"lend_links": (0, 11, 3)}, "more extents than its group has"),

@@ -12,16 +12,31 @@ draws its rules in the same way, so that it does not get there either.
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
-from visits import FILE, State, Visits, is_possible, read, write
+from visits import (
+    FILE,
+    FILE_OF_SHARED,
+    IMPOSSIBLE,
+    IMPOSSIBLE_IN_REGIONS,
+    Rules,
+    State,
+    Visits,
+    is_possible,
+    read,
+    write,
+)
 
 SEEDS_PER_TEST = 200
 FIRST_SEEDS = range(0, 2_000, SEEDS_PER_TEST)
+FIRST_SEEDS_OF_SHARED = range(0, 1_000, SEEDS_PER_TEST)
 TOKENS = 3  # so few that prompts have prefixes in common
 
 
@@ -72,8 +87,36 @@ def large_setup(rng: random.Random) -> LendingSetup:
     )
 
 
+def shared_setup(rng: random.Random) -> LendingSetup:
+    """Groups that share extents, so that these change hands while some of what the groups need is borrowed."""
+    sizes = rng.choice([(1, 2), (2, 1), (2, 3), (3, 1), (3, 2), (4, 1), (1, 1), (1, 2, 2)])
+    num_layers = math.lcm(*sizes) * rng.choice([1, 1, 2])  # of an extent
+    block_size, num_extents = rng.choice([1, 1, 2, 4]), rng.randint(4, 12)
+    windows = [rng.choice([0, 0, 0, 5]), rng.choice([3, 5, 9]), 0]
+    groups = tuple((num_layers // size, num_extents * size, w) for size, w in zip(sizes, windows, strict=False))
+    borrow = [
+        BorrowSetup(rng.randrange(len(groups)), rng.randint(1, 8), rng.randint(1, 4), rng.choice([0, 0, 40]))
+        for _ in range(rng.randint(1, 3))
+    ]
+    return LendingSetup(
+        groups,
+        tuple(borrow),
+        tuple((0, num_extents // n, n * sizes[0]) for n in rng.choice([(), (), (1,), (2,)])),
+        block_size=block_size,
+        max_num_seqs=rng.randint(1, 4),
+        max_num_batched_tokens=rng.choice([4, 8, 16]),
+        max_model_len=rng.randint(3, 10 * block_size),
+        enable_chunked_prefill=rng.random() < 0.8,
+        stream_buffers=rng.choice([1, 2]),
+        retention_interval=rng.choice([None, None, 4]),
+        blocks_per_extent=sizes,
+    )
+
+
 class Run:
     """One engine, and what happens to it."""
+
+    draw_setup = staticmethod(drawn_setup)
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -84,7 +127,7 @@ class Run:
     def _engine(self) -> LendingEngine:
         while True:
             try:
-                return LendingEngine(self._with_places(drawn_setup(self.rng)), self.rng)
+                return LendingEngine(self._with_places(self.draw_setup(self.rng)), self.rng)
             except ValueError:
                 continue
 
@@ -281,11 +324,20 @@ class Run:
         return self.rng.randrange(len(self.engine.setup.lend))
 
 
+class SharedRun(Run):
+    """The same with groups that share extents."""
+
+    draw_setup = staticmethod(shared_setup)
+
+
+Pools = Literal["regions", "shared"]
+
+
 @functools.cache
-def run_seeds(first: int) -> Visits:
+def run_seeds(first: int, pools: Pools = "regions") -> Visits:
     visits, streamed, moved = Visits(), 0, 0
     for seed in range(first, first + SEEDS_PER_TEST):
-        run = Run(seed)
+        run = Run(seed) if pools == "regions" else SharedRun(seed)
         run.engine.visits = visits
         try:
             run.go()
@@ -304,18 +356,32 @@ def test_seeds(first: int) -> None:
     run_seeds(first)
 
 
-def test_what_histories_used_to_visit_they_visit() -> None:
+@pytest.mark.parametrize("first", FIRST_SEEDS_OF_SHARED)
+def test_seeds_of_pools_that_groups_share(first: int) -> None:
+    run_seeds(first, "shared")
+
+
+@pytest.mark.parametrize(
+    ("pools", "seeds", "file", "rules"),
+    [
+        ("regions", FIRST_SEEDS, FILE, IMPOSSIBLE_IN_REGIONS),
+        ("shared", FIRST_SEEDS_OF_SHARED, FILE_OF_SHARED, IMPOSSIBLE),
+    ],
+    ids=["regions", "shared"],
+)
+def test_what_histories_used_to_visit_they_visit(pools: Pools, seeds: range, file: Path, rules: Rules) -> None:
     """After a change of the scheduler or of `Run`, look at what `visits.py` prints before `visits.py --update`."""
     visited: set[tuple[State, str]] = set()
-    for first in FIRST_SEEDS:
-        visited.update(run_seeds(first).histories)
-    lost = read(FILE.read_text()) - visited
+    for first in seeds:
+        visited.update(run_seeds(first, pools).histories)
+    lost = read(file.read_text()) - visited
     assert not lost, f"never visited any more:\n{write(lost)}"
-    wrong = {pair for pair in visited if not is_possible(*pair)}
+    wrong = {pair for pair in visited if not is_possible(*pair, rules)}
     assert not wrong, f"not impossible after all:\n{write(wrong)}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(2_000, 60_000, SEEDS_PER_TEST))
-def test_many_seeds(first: int) -> None:
-    run_seeds(first)
+@pytest.mark.parametrize("pools", ["regions", "shared"])
+def test_many_seeds(pools: Pools, first: int) -> None:
+    run_seeds(first, pools)

@@ -26,6 +26,21 @@ SETUPS = [
     LendingSetup(((2, 8, 0), (1, 12, 6)), (BorrowSetup(0, 4, 2), BorrowSetup(1, 3, 3)), max_model_len=40),
     # A window that needs what is lent.
     LendingSetup(((2, 8, 0), (3, 3, 6)), (BorrowSetup(1, 3, 2),), max_num_batched_tokens=24, max_model_len=24),
+    # Groups that share extents: of two blocks of the first and three of the second, or of one and two.
+    LendingSetup(
+        ((3, 14, 0), (2, 21, 6)),
+        (BorrowSetup(0, 5, 2), BorrowSetup(1, 3, 2)),
+        max_model_len=40,
+        blocks_per_extent=(2, 3),
+    ),
+    LendingSetup(
+        ((2, 9, 0), (1, 18, 3)),
+        (BorrowSetup(0, 8, 1),),
+        ((0, 9, 1),),
+        block_size=1,
+        max_model_len=10,
+        blocks_per_extent=(1, 2),
+    ),
     LendingSetup(((3, 8, 0),), (BorrowSetup(0, 4, 2),), enable_chunked_prefill=False),
     LendingSetup(((3, 8, 0),), (BorrowSetup(0, 4, 2),), enable_prefix_caching=False),
 ]

@@ -10,6 +10,8 @@ A state is a few words about one KV group and its engine, before the event:
     stream    short: the layer-stream cache is smaller than it should be; even: it has not
     leaving   leaving: a recalled extent has not been returned yet; staying: none is
     work      idle: no request; ready: requests, but no step; step, steps: one or two steps are in progress
+
+Where groups share extents, these states are about the group that gets one of another's.
 """
 
 from __future__ import annotations
@@ -25,19 +27,21 @@ if TYPE_CHECKING:
     from lending_oracle import LendingEngine
 
 FILE = Path(__file__).with_name("visits.txt")
+FILE_OF_SHARED = FILE.with_name("visits_of_shared_pools.txt")
 State = tuple[str, str, str, str, str]
 ROOM, BORROWED = ("free", "cached", "full"), ("none", "free", "cached", "full")
 STREAM, LEAVING, WORK = ("even", "short"), ("staying", "leaving"), ("idle", "ready", "step", "steps")
 EVENTS = (
     *("add", "abort", "nothing to do", "prefill", "decode", "preempt", "spill", "stream", "copies alone"),
-    *("commit", "abandon", "borrow", "recall", "returned", "lose", "lend", "take back", "reset"),
+    *("commit", "abandon", "borrow", "recall", "returned", "lose", "lend", "take back", "reset", "hand over"),
 )
 SCHEDULED = EVENTS[2:9]
 # Fewer histories than this may come and go with any change of the scheduler.
 MIN_HISTORIES = 5
 
 # Reasons why an event cannot come in a state; the tests hold them to what the histories visit.
-IMPOSSIBLE: dict[str, Callable[[State, str], bool]] = {
+Rules = dict[str, Callable[[State, str], bool]]
+IMPOSSIBLE: Rules = {
     "what is not there needs no staging": lambda s, e: s[1] == "none" and s[2] == "short",
     "nothing spills to where nothing is borrowed": lambda s, e: s[1] == "none" and e == "spill",
     "an idle engine uses no borrowed block": lambda s, e: s[1] == "full" and s[4] == "idle",
@@ -47,6 +51,9 @@ IMPOSSIBLE: dict[str, Callable[[State, str], bool]] = {
     "only a step alone is abandoned": lambda s, e: s[4] == "steps" and e == "abandon",
     "a third step is not planned": lambda s, e: s[4] == "steps" and e in SCHEDULED,
     "extents are drained when no step is in progress": lambda s, e: s[4] == "step" and e == "copies alone",
+}
+# Where groups share extents, what is free or cached may lie beside used blocks, whose extent stages nothing.
+IMPOSSIBLE_IN_REGIONS = IMPOSSIBLE | {
     "who could grow the layer-stream cache does so before a step is planned ahead": lambda s, e: (
         s[0] != "full" and s[2] == "short" and s[4] == "step" and e in SCHEDULED[1:]
     ),
@@ -80,6 +87,8 @@ def states_of(engine: LendingEngine) -> list[State]:
         held = sum(len(engine.held[i]) * engine.setup.borrow[i].blocks_per_extent for i in links)
         num_layers = engine.setup.groups[g][0]
         wish = min(stats.total - stats.lent, -(-held // num_layers)) * num_layers
+        if engine.setup.blocks_per_extent:
+            wish = _staging_extents(engine)[g] * engine.setup.blocks_per_extent[g] * num_layers
         is_present = stats.borrowed_free + stats.borrowed_used + stats.borrowed_cached + stats.borrowed_in_flight > 0
         states.append(
             (
@@ -93,12 +102,28 @@ def states_of(engine: LendingEngine) -> list[State]:
     return states
 
 
+def _staging_extents(engine: LendingEngine) -> list[int]:
+    """Return how many of the extents that groups share stage each one's borrowed blocks, when there is room.
+
+    Windows are not staged.
+    """
+    setup, found = engine.setup, []
+    lent = engine.scheduler.stats().groups[0].lent // setup.blocks_per_extent[0]
+    left = max(0, setup.num_extents - lent - setup.num_reserved_extents)
+    for g, ((num_layers, _, window), size) in enumerate(zip(setup.groups, setup.blocks_per_extent, strict=True)):
+        links = [i for i, link in enumerate(setup.borrow) if link.group == g]
+        held = sum(len(engine.held[i]) * setup.borrow[i].blocks_per_extent for i in links)
+        found.append(0 if window else min(-(-held // (size * num_layers)), held // size, left))
+        left -= found[-1]
+    return found
+
+
 def _room(free: int, cached: int) -> str:
     return "free" if free else "cached" if cached else "full"
 
 
-def is_possible(state: State, event: str) -> bool:
-    return not any(rule(state, event) for rule in IMPOSSIBLE.values())
+def is_possible(state: State, event: str, rules: Rules) -> bool:
+    return not any(rule(state, event) for rule in rules.values())
 
 
 def write(pairs: set[tuple[State, str]]) -> str:
@@ -110,7 +135,7 @@ def write(pairs: set[tuple[State, str]]) -> str:
 
 
 def read(text: str) -> set[tuple[State, str]]:
-    pairs = set()
+    pairs: set[tuple[State, str]] = set()
     for line in text.splitlines():
         words, events = line.split(": ")
         room, borrowed, stream, leaving, work = words.split()
@@ -122,22 +147,27 @@ def _states() -> list[State]:
     return list(itertools.product(ROOM, BORROWED, STREAM, LEAVING, WORK))
 
 
-def never(visits: Visits) -> set[tuple[State, str]]:
-    possible = {(s, e) for s in _states() for e in EVENTS if is_possible(s, e)}
+def never(visits: Visits, rules: Rules) -> set[tuple[State, str]]:
+    possible = {(s, e) for s in _states() for e in EVENTS if is_possible(s, e, rules)}
     return possible - set(visits.histories)
 
 
 def main() -> None:
-    from test_lending_random import FIRST_SEEDS, run_seeds
+    from test_lending_random import FIRST_SEEDS, FIRST_SEEDS_OF_SHARED, Pools, run_seeds
 
-    visits = Visits()
-    for first in FIRST_SEEDS:
-        visits.histories.update(run_seeds(first).histories)
-    if "--update" in sys.argv:
-        FILE.write_text(write(visits.often()))
-    missing = never(visits)
-    print(f"visited: {len(visits.histories)} pairs; never visited, and not known to be impossible: {len(missing)}")
-    print(write(missing), end="")
+    runs: tuple[tuple[Pools, range, Path], ...] = (
+        ("regions", FIRST_SEEDS, FILE),
+        ("shared", FIRST_SEEDS_OF_SHARED, FILE_OF_SHARED),
+    )
+    for pools, seeds, file in runs:
+        visits = Visits()
+        for first in seeds:
+            visits.histories.update(run_seeds(first, pools).histories)
+        if "--update" in sys.argv:
+            file.write_text(write(visits.often()))
+        missing = never(visits, IMPOSSIBLE_IN_REGIONS if pools == "regions" else IMPOSSIBLE)
+        print(f"{file.name}: {len(visits.histories)} pairs; {len(missing)} never, and not known to be impossible:")
+        print(write(missing), end="")
 
 
 if __name__ == "__main__":

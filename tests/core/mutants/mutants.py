@@ -43,6 +43,7 @@ BOUNDARIES, CACHE_KEEP = "core/boundaries.cpp", "core/kv_cache_keep.cpp"
 POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
 CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
 CACHE_ROOM, CACHE_HOUSE = "core/kv_cache_room.cpp", "core/kv_cache_house.cpp"
+CACHE_STAGING = "core/kv_cache_staging.cpp"
 SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
@@ -197,14 +198,14 @@ MUTANTS = [
     one(
         "an extent stays with a group that does not need it",
         POOL_EXTENTS,
-        "if (is_freed && extent.num_pinned + extent.num_cached == 0) leave(house_extent(local));",
+        "if (is_freed && is_empty(house_extent(local))) leave(house_extent(local));",
         "",
     ),
     one(
         "an extent goes back while it holds what is cached",
         POOL_EXTENTS,
-        "if (is_freed && extent.num_pinned + extent.num_cached == 0)",
-        "if (is_freed && extent.num_pinned == 0)",
+        "return held.num_pinned + held.num_cached + held.num_kept == 0;",
+        "return held.num_pinned + held.num_kept == 0;",
     ),
     one(
         "extents are counted for two groups",
@@ -233,10 +234,26 @@ MUTANTS = [
     one(
         "a group empties its own extents alone",
         CACHE_HOUSE,
-        "if (donor != kNone && goes_before(donor,",
-        "if (false && goes_before(donor,",
+        "if (donor == kNone || !goes_before(donor,",
+        "if (true || !goes_before(donor,",
     ),
     one("used blocks keep their extents", CACHE_HOUSE, "if (spare_extents(wanted, true) < 0 ||", "if (true ||"),
+    one(
+        "an extent changes hands before it is copied",
+        CACHE,
+        "group.pool.keep_extent_of(cached);",
+        "",
+    ),
+    one("blocks move to where a copy is still read", CACHE_HOUSE, "if (!house_ || has_copies())", "if (!house_)"),
+    one(
+        "windows have no room but what histories leave", CACHE_STAGING, "- (borrows() ? num_reserved_extents_ : 0)", ""
+    ),
+    one(
+        "what cannot be staged comes last",
+        CACHE,
+        "for (int g = 0; house_ && g < num_groups(); ++g)",
+        "for (int g = 0; false && g < num_groups(); ++g)",
+    ),
     one(
         "a block that moves is looked for where it was",
         CACHE_HOUSE,
@@ -283,7 +300,7 @@ MUTANTS = [
     ),
     one(
         "a request counts on what is lent",
-        CACHE_LENDING,
+        CACHE_STAGING,
         "lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);",
         "lender.spec.num_blocks;",
     ),
@@ -328,7 +345,7 @@ MUTANTS = [
     ),
     one(
         "a block is staged in before it is spilled",
-        CACHE_LENDING,
+        CACHE_STAGING,
         "if (group.spills.size() > num_spills) ++group.num_fresh;",
         "",
     ),
@@ -341,8 +358,8 @@ MUTANTS = [
     one(
         "a drain counts on room that is not there",
         CACHE_LENDING,
-        "if (num_used > pool.available(Place::kLocal) + elsewhere) return false;",
-        "if (num_used > 2 * pool.available(Place::kLocal) + elsewhere) return false;",
+        "if (room.staged[g] > most_staged[g]) return {};",
+        "if (room.staged[g] > most_staged[g] + 1) return {};",
     ),
     Mutant(
         "a recalled block is evicted to make room",
@@ -357,7 +374,7 @@ MUTANTS = [
             Edit(
                 CACHE_LENDING, "pool.state(block) != BlockState::kLeaving", "pool.state(block) != BlockState::kCached"
             ),
-            Edit(CACHE_LENDING, "if (is_draining()) return;", ""),
+            Edit(CACHE_STAGING, "if (is_draining()) return;", ""),
             Edit(
                 LENDING,
                 "cache_.shrink_staging();\n    if (cache_",

@@ -22,6 +22,7 @@ TESTS = {
         for name in (
             "pins",
             "lending",
+            "lending_shared",
             "scheduler",
             "windows",
             "step_time",

@@ -1,0 +1,87 @@
+"""Borrowing where KV groups share extents: they hand them over meanwhile; bytes are checked by `lending_oracle`."""
+
+from __future__ import annotations
+
+import random
+
+from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100) for _ in range(length)]
+
+
+def shared_engine(num_extents: int = 12) -> LendingEngine:
+    """Make an engine whose groups share extents: two blocks of full attention, or one of windows. Nothing is lent."""
+    setup = LendingSetup(
+        ((4, 2 * num_extents, 0), (8, num_extents, 8)),
+        (BorrowSetup(0, 16, 2), BorrowSetup(1, 4, 1)),
+        max_num_batched_tokens=16,
+        max_model_len=100,
+        blocks_per_extent=(2, 1),
+    )
+    return LendingEngine(setup, random.Random(0))
+
+
+def converse(e: LendingEngine, request_id: int, tokens: list[int]) -> int:
+    """Return how many tokens of a request were found in the cache."""
+    hits = e.scheduler.stats().prefix_hit_tokens_total
+    e.add(request_id, tokens, max_tokens=1)
+    e.drain()
+    return int(e.scheduler.stats().prefix_hit_tokens_total - hits)
+
+
+def test_extents_change_hands_while_something_is_borrowed() -> None:
+    """Short prompts are mostly tails, long ones mostly histories; the lenders keep theirs meanwhile."""
+    e = shared_engine()
+    e.borrow(0, 4)
+    owned = []
+    for lap in range(2):
+        for i in range(12):
+            converse(e, 100 * lap + i, prompt(9, 100 * lap + i))
+        owned.append(e.extents())
+        for i in range(3):
+            converse(e, 100 * lap + 50 + i, prompt(50, 100 * lap + 50 + i))
+        owned.append(e.extents())
+        assert len(e.held[0]) == 4
+    assert [of_window > of_full for of_full, of_window in owned] == [True, False, True, False]
+
+
+def test_a_history_longer_than_a_shared_pool_streams_from_lenders() -> None:
+    e = shared_engine(num_extents=8)
+    e.borrow(0, 12)
+    tokens = prompt(90, 1)
+    assert converse(e, 1, tokens) == 0
+    assert e.streamed_blocks > 0
+    assert e.scheduler.stats().groups[0].staging > 0
+    assert converse(e, 2, [*tokens, 1, 2]) == 88
+    assert len(e.outputs) == 2
+
+
+def test_windows_come_to_the_pool_to_be_used() -> None:
+    """They are short, so that staging them would save no room worth the copies of each step."""
+    e = shared_engine(num_extents=8)
+    e.borrow(0, 4)
+    e.borrow(1, 4)
+    for i in range(8):
+        converse(e, i, prompt(21, i))
+    assert e.scheduler.stats().groups[1].borrowed_cached > 0
+    found = [converse(e, 100 + i, prompt(21, i)) for i in reversed(range(8))]
+    assert any(found)
+    stats = e.scheduler.stats().groups[1]
+    assert (stats.staging, stats.borrowed_used) == (0, 0)
+
+
+def test_what_little_is_borrowed_takes_no_extent_to_be_staged_in() -> None:
+    """An extent that stages less than it holds would only make the pool smaller."""
+    setup = LendingSetup(
+        ((2, 24, 0), (4, 12, 8)), (BorrowSetup(0, 3, 1),), max_model_len=60, blocks_per_extent=(2, 1), max_num_seqs=1
+    )
+    e = LendingEngine(setup, random.Random(0))
+    e.borrow(0, 1)
+    assert not e.schedule()
+    assert e.scheduler.stats().groups[0].staging == 0
+    e.borrow(0, 1)
+    assert not e.schedule()
+    assert e.scheduler.stats().groups[0].staging == 2
