@@ -188,5 +188,5 @@ def link_geometry(pair: LendingPair) -> LinkGeometry:
         extent_bytes=pair.extent.num_bytes,
         num_extents=pair.pool_extents,
         lender_base_offset_bytes=regions[pair.lender_group].base_offset_bytes,
-        borrower_group_bytes=pair.borrower.group_bytes[pair.borrower_group],
+        borrower_group_bytes=int(pair.borrower.pool_bytes * pair.borrower.borrowing_parts[pair.borrower_group]),
     )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.geometry import (
     MAX_EXACT_EXTENT_BLOCKS,
+    WINDOW_PART,
     KVGroup,
     blocks_for_tokens,
     blocks_in_pool,
     pool_bytes_for_tokens,
     sequence_blocks,
+    split_pool,
     windows_at_once,
 )
 
@@ -48,6 +51,21 @@ class OwnRegions:
     def sequence_blocks(self, group_blocks: Sequence[int]) -> int:
         """Return the blocks in which whole sequences lie."""
         return sequence_blocks(group_blocks, self.groups)
+
+    def borrowing_parts(self, group_blocks: Sequence[int]) -> tuple[Fraction, ...]:
+        """Return the part of what is lent to the model that each group gets: its part of the pool."""
+        pool_bytes = self.pool_bytes(group_blocks)
+        return tuple(
+            Fraction(count * group.block_bytes, pool_bytes)
+            for count, group in zip(group_blocks, self.groups, strict=True)
+        )
+
+    def split(self, group_blocks: Sequence[int], borrowed: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Return `(N_LSC, N_RC)` of each group of a pool while it borrows so many blocks of each (Eqs. 4 and 5)."""
+        return tuple(
+            split_pool(count * group.num_layers, [blocks], group.num_layers)
+            for count, blocks, group in zip(group_blocks, borrowed, self.groups, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +112,87 @@ class SharedExtents:
         """Return the size of the smallest pool that holds one sequence of `num_tokens`."""
         return self._extents_for(blocks_for_tokens(num_tokens, self.groups[0].block_size)) * self.extent_bytes
 
-    def sequence_blocks(self, group_blocks: Sequence[int]) -> int:
-        """Return the blocks of the longest sequence that fits, beside its windows; 0 if none does."""
+    def borrowing_parts(self, group_blocks: Sequence[int]) -> tuple[Fraction, ...]:
+        """Return the part of what is lent to the model that each group gets: little for windows beside histories.
+
+        `group_blocks` does not matter: no group has a part of the pool.
+        """
+        of_windows = [group.kind == "window" for group in self.groups]
+        both = any(of_windows) and not all(of_windows)
+        bytes_of = {
+            is_window: sum(group.block_bytes for group in self.groups if (group.kind == "window") == is_window)
+            for is_window in (False, True)
+        }
+        kind_part = {True: WINDOW_PART if both else 1, False: 1 - WINDOW_PART if both else 1}
+        return tuple(
+            kind_part[is_window] * Fraction(group.block_bytes, bytes_of[is_window])
+            for group, is_window in zip(self.groups, of_windows, strict=True)
+        )
+
+    def split(self, group_blocks: Sequence[int], borrowed: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Return, for each group, the layer blocks that stage what it borrows, and the most blocks that it can have."""
+        num_extents = self._num_extents(group_blocks)
+        of_windows = self._extents_of_windows(self.sequence_blocks(group_blocks, borrowed))
+        staging = self._staging_extents(num_extents - of_windows, borrowed)
+        counts = []
+        for i, group in enumerate(self.groups):
+            left = num_extents - sum(staging) - (0 if group.kind == "window" else of_windows)
+            size = self.blocks_per_extent(i)
+            counts.append((staging[i] * size * group.num_layers, max(0, left) * size))
+        return tuple(counts)
+
+    def sequence_blocks(self, group_blocks: Sequence[int], borrowed: Sequence[int] = ()) -> int:
+        """Return the blocks of the longest sequence that fits, beside its windows; 0 if none does.
+
+        `borrowed` are the blocks of each group that lenders have room for; without it there are none.
+        """
         if not self.bounds_sequences(group_blocks):
             return min(group_blocks)
-        num_extents = self._num_extents(group_blocks)
-        fitting, too_many = 0, max(group_blocks) + 1
+        fitting, too_many = 0, max(group_blocks) + max(borrowed, default=0) + 1
         while too_many - fitting > 1:
             middle = (fitting + too_many) // 2
-            fitting, too_many = (middle, too_many) if self._extents_for(middle) <= num_extents else (fitting, middle)
+            fits = self.holds(middle, group_blocks, borrowed)
+            fitting, too_many = (middle, too_many) if fits else (fitting, middle)
         return fitting
 
-    def _extents_for(self, num_blocks: int) -> int:
-        """Return the extents in which a sequence of so many blocks gets to its end, as the C++ core counts them."""
-        total = 0
+    def holds(self, num_blocks: int, group_blocks: Sequence[int], borrowed: Sequence[int] = ()) -> bool:
+        """Tell whether a sequence of so many blocks gets to its end, as the C++ core counts."""
+        borrowed = borrowed or (0,) * len(self.groups)
+        left = self._num_extents(group_blocks) - self._extents_of_windows(num_blocks)
+        for i, staging in enumerate(self._staging_extents(left, borrowed)):
+            if self.groups[i].kind != "window":
+                staged = min(borrowed[i], staging * self.blocks_per_extent(i) * self.groups[i].num_layers)
+                left -= staging + self._extents_of(i, max(0, num_blocks - staged))
+        return left >= 0
+
+    def _staging_extents(self, most: int, borrowed: Sequence[int]) -> list[int]:
+        """Return the extents, at most so many, that stage what each group borrows. Windows are not staged."""
+        left, found = max(0, most), []
         for i, group in enumerate(self.groups):
-            held = group.blocks_to_run(num_blocks * group.block_size) if self.splits_prompts else num_blocks
             size = self.blocks_per_extent(i)
-            total += ceil_div(held, size) + (size > 1)
-        return total
+            wanted = min(ceil_div(borrowed[i], size * group.num_layers), borrowed[i] // size, left)
+            found.append(0 if group.kind == "window" else wanted)
+            left -= found[-1]
+        return found
+
+    def _extents_of_windows(self, num_blocks: int) -> int:
+        """Return the extents that the windows of a sequence need, which histories leave alone while models borrow."""
+        return sum(
+            self._extents_of(i, self._held(group, num_blocks))
+            for i, group in enumerate(self.groups)
+            if group.kind == "window"
+        )
+
+    def _held(self, group: KVGroup, num_blocks: int) -> int:
+        return group.blocks_to_run(num_blocks * group.block_size) if self.splits_prompts else num_blocks
+
+    def _extents_of(self, group: int, num_blocks: int) -> int:
+        size = self.blocks_per_extent(group)
+        return ceil_div(num_blocks, size) + (num_blocks > 0 and size > 1)
+
+    def _extents_for(self, num_blocks: int) -> int:
+        """Return the extents in which a sequence of so many blocks gets to its end."""
+        return sum(self._extents_of(i, self._held(group, num_blocks)) for i, group in enumerate(self.groups))
 
 
 PoolDivision = OwnRegions | SharedExtents

@@ -17,7 +17,7 @@ import torch
 from swiftkv._core import GroupSpec
 from swiftkv.cache.cuda_pool import allocate_pool
 from swiftkv.cache.division import PoolDivision, SharedExtents, divide
-from swiftkv.cache.geometry import KVGroup, blocks_for_tokens, split_pool
+from swiftkv.cache.geometry import KVGroup, blocks_for_tokens
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.memory import kv_bytes_on_host
@@ -267,13 +267,15 @@ def _check_room(config: EngineConfig, division: PoolDivision, kv_bytes: int) -> 
 
 
 def _has_room(config: EngineConfig, division: PoolDivision, kv_bytes: int) -> bool:
-    if isinstance(division, SharedExtents):
-        return kv_bytes >= division.pool_bytes_for_tokens(config.max_model_len)
     group_blocks = division.group_blocks(kv_bytes)
-    for i, group in enumerate(division.groups):
-        borrowed = [link.num_extents * link.meu_m for link in _borrow_links(config) if link.borrower_group == i]
-        room = sum(split_pool(group_blocks[i] * group.num_layers, borrowed, group.num_layers))
-        whole = blocks_for_tokens(config.max_model_len, config.block_size)
+    borrowed = [0] * len(division.groups)
+    for link in _borrow_links(config):
+        borrowed[link.borrower_group] += link.num_extents * link.meu_m
+    whole = blocks_for_tokens(config.max_model_len, config.block_size)
+    if isinstance(division, SharedExtents):
+        return min(group_blocks) > 0 and division.holds(whole, group_blocks, borrowed)
+    for group, split in zip(division.groups, division.split(group_blocks, borrowed), strict=True):
+        room = sum(split)
         if room < (group.blocks_to_run(config.max_model_len) if config.enable_chunked_prefill else whole):
             return False
     return True

@@ -37,7 +37,7 @@ class LinkGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent_bytes: int
     num_extents: int  # all that the lender's group consists of, whatever the budget
     lender_base_offset_bytes: int  # from the first byte of the lender's pool to extent 0
-    borrower_group_bytes: int  # of the borrower's own pool: its groups borrow in proportion
+    borrower_group_bytes: int  # the group's part of the borrower's own pool: its groups borrow in proportion
 
 
 class PeerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from swiftkv.cache.division import SharedExtents
-from swiftkv.cache.geometry import Extent, extent_between, sequence_blocks, split_pool
+from swiftkv.cache.geometry import Extent, extent_between, sequence_blocks
 from swiftkv.planning.models import ModelPlan, SizedPlan
 
 
@@ -83,17 +83,22 @@ class BorrowerRoom:
 
     def split(self, group: int) -> tuple[int, int]:
         """Return `(N_LSC, N_RC)` of one of the borrower's KV groups (Eqs. 4 and 5)."""
-        num_layers = self.borrower.groups[group].num_layers
-        pool_layer_blocks = self.borrower.group_blocks[group] * num_layers
-        return split_pool(pool_layer_blocks, [self.borrowed_blocks(group)], num_layers)
+        borrower = self.borrower
+        return borrower.division.split(borrower.group_blocks, self._borrowed)[group]
+
+    @property
+    def _borrowed(self) -> tuple[int, ...]:
+        return tuple(self.borrowed_blocks(group) for group in range(len(self.borrower.groups)))
 
     @property
     def sequence_tokens(self) -> int:
         """The tokens of the longest sequence that the memory allows."""
         division = self.borrower.division
         if isinstance(division, SharedExtents):
-            is_bound = division.bounds_sequences(self.borrower.group_blocks)
-            return self.borrower.pool_tokens if is_bound else self.borrower.max_context_len
+            group_blocks = self.borrower.group_blocks
+            if not division.bounds_sequences(group_blocks):
+                return self.borrower.max_context_len
+            return self.borrower.block_size * division.sequence_blocks(group_blocks, self._borrowed)
         bounding = [i for i in range(len(self.borrower.groups)) if self._bounds_sequences(i)]
         if not bounding:
             return self.borrower.max_context_len
@@ -117,8 +122,6 @@ class BorrowerRoom:
 
         They are more than `sequence_tokens` where the layer-stream cache limits one sequence.
         """
-        if isinstance(self.borrower.division, SharedExtents):
-            return self.borrower.pool_tokens
         groups = range(len(self.borrower.groups))
         counts = [self.split(group)[1] + self.borrowed_blocks(group) for group in groups]
         return self.borrower.block_size * sequence_blocks(counts, self.borrower.groups)
@@ -169,7 +172,7 @@ def _pairs(lender: SizedPlan, borrower: SizedPlan, num_borrowers: int) -> list[L
     for i, num_blocks in lendable.items():
         for j, borrowed in enumerate(borrower.groups):
             extent = extent_between(num_blocks * lender.groups[i].block_bytes, borrowed.block_bytes)
-            share = _part(lender, i) * _part(borrower, j) / num_borrowers
+            share = _part(lender, i) * borrower.borrowing_parts[j] / num_borrowers
             pair = LendingPair(
                 lender=lender,
                 lender_group=i,

@@ -117,6 +117,11 @@ class SizedPlan(ModelPlan):
         return tuple(count * group.block_bytes for count, group in zip(self.group_blocks, self.groups, strict=True))
 
     @property
+    def borrowing_parts(self) -> tuple[Fraction, ...]:
+        """The parts of what is lent to the model that its groups get."""
+        return self.division.borrowing_parts(self.group_blocks)
+
+    @property
     def pool_bytes(self) -> int:
         """The bytes that are mapped, at most what the YAML allows."""
         return self.division.pool_bytes(self.group_blocks)
@@ -191,8 +196,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         host=config.host_of(model),
         storage=(None if storage is None else parse_storage(storage.backend, "tiers.storage", config.directory)),
         max_num_seqs=model.max_num_seqs,
-        # The one place that decides: what stages borrowed blocks is of one group for good.
-        shares_extents=model.role != "master",
+        shares_extents=True,
     )
     if isinstance(memory, DeviceShare):
         return plan

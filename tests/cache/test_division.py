@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv._core import GroupSpec, Scheduler
+from swiftkv._core import GroupSpec, Link, Scheduler
+from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.division import OwnRegions, SharedExtents, can_share, divide
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
@@ -84,9 +85,15 @@ def test_windows_alone_bound_no_sequence() -> None:
     num_tokens=st.integers(2, 400),
     splits_prompts=st.booleans(),
     num_extents=st.integers(1, 60),
+    borrowed=st.just((0, 0)) | st.tuples(st.integers(0, 200), st.integers(0, 20)),
 )
 def test_the_core_takes_what_fits_and_nothing_longer(
-    layers: tuple[int, int], window: int, num_tokens: int, splits_prompts: bool, num_extents: int
+    layers: tuple[int, int],
+    window: int,
+    num_tokens: int,
+    splits_prompts: bool,
+    num_extents: int,
+    borrowed: tuple[int, int],
 ) -> None:
     groups = (full(layers[0]), windowed(layers[1], window=window))
     division = SharedExtents(groups, splits_prompts)
@@ -94,17 +101,26 @@ def test_the_core_takes_what_fits_and_nothing_longer(
 
     def takes(max_model_len: int) -> bool:
         specs = [
-            GroupSpec(g.num_layers, counts[i], g.window, blocks_per_extent=division.blocks_per_extent(i))
+            GroupSpec(
+                g.num_layers,
+                counts[i],
+                g.window,
+                g.layer_block_bytes,
+                blocks_per_extent=division.blocks_per_extent(i),
+            )
             for i, g in enumerate(groups)
         ]
+        links = [Link(i, count, 1, groups[i].block_bytes, 0) for i, count in enumerate(borrowed) if count]
         try:
-            Scheduler(specs, 16, 4, 64, max_model_len, enable_chunked_prefill=splits_prompts)
+            Scheduler(specs, 16, 4, 64, max_model_len, enable_chunked_prefill=splits_prompts, borrow_links=links)
         except ValueError:
             return False
         return True
 
-    assert takes(num_tokens) == (division.pool_bytes_for_tokens(num_tokens) <= division.pool_bytes(counts))
-    longest = division.sequence_blocks(counts) * 16
+    assert takes(num_tokens) == division.holds(ceil_div(num_tokens, 16), counts, borrowed)
+    if not any(borrowed):
+        assert takes(num_tokens) == (division.pool_bytes_for_tokens(num_tokens) <= division.pool_bytes(counts))
+    longest = division.sequence_blocks(counts, borrowed) * 16
     if longest:
         assert takes(longest)
     assert not takes(longest + 16)

@@ -124,20 +124,30 @@ def test_a_link_begins_where_the_pool_of_the_lender_has_its_group(device: str, t
             check_links([msgspec.structs.replace(links[0], **wrong)], pool.regions)
 
 
-def test_a_master_s_groups_borrow_as_they_divide_its_own_pool(tmp_path: Path) -> None:
-    """Its pool has a sixth as many blocks of windows as of full attention, each of them three times as large."""
+@pytest.mark.parametrize(
+    ("shares_extents", "parts"),
+    [(False, (Fraction(2, 3), Fraction(1, 3))), (True, (Fraction(17, 20), Fraction(3, 20)))],
+)
+def test_a_master_s_groups_borrow_in_proportion(
+    tmp_path: Path, shares_extents: bool, parts: tuple[Fraction, Fraction]
+) -> None:
+    """A pool may have a sixth as many blocks of windows as of full attention, each of them three times as large.
+
+    Where groups have no part of it, windows borrow little: only what rests.
+    """
     config, plans = planned(tmp_path, MODELS[:2])
     groups = (
         KVGroup((0,), 1, 32, "bfloat16", 16),
         KVGroup((1, 2, 3), 1, 32, "bfloat16", 16, kind="window", window=64),
     )
-    plans = (replace(plans[0], groups=groups, group_blocks=(180, 30)), plans[1])
+    master = replace(plans[0], groups=groups, group_blocks=(180, 30), shares_extents=shares_extents)
+    plans = (master, plans[1])
     told = {engine.name: engine.lending for engine in compiled(config, plans)}
     assert told["lender"] is not None
     (peer,) = borrowers_of(told["lender"])
     pairs = plan_lending(plans)[0].pairs
-    assert [pair.share for pair in pairs] == [Fraction(2, 3), Fraction(1, 3)]
-    assert [float(link.share) for link in peer.links] == pytest.approx([2 / 3, 1 / 3], rel=0.02)  # in whole extents
+    assert [pair.share for pair in pairs] == [*parts]
+    assert [float(link.share) for link in peer.links] == pytest.approx([*map(float, parts)], rel=0.04)  # whole extents
 
 
 def test_what_the_node_says_holds_for_every_engine(tmp_path: Path) -> None:
