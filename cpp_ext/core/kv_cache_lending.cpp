@@ -121,13 +121,14 @@ std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<B
     for (int g = 0; g < num_groups(); ++g) {
         const BlockPool& pool = groups_[g].pool;
         const int num_used = static_cast<int>(used[g].size());
-        most_staged.push_back(std::min({num_unstaged(g) + num_used, pool.available_below(Place::kLocal), num_used}));
+        const int elsewhere = std::min(num_unstaged(g) + num_used, pool.available_below(Place::kLocal));
+        if (!house_ && num_used > pool.available(Place::kLocal) + elsewhere) return {};
+        most_staged.push_back(std::clamp(elsewhere, 0, num_used));
         room.staged.push_back(house_ ? 0 : std::max(0, num_used - pool.available(Place::kLocal)));
         room.local.push_back(num_used - room.staged[g]);
-        if (room.staged[g] > most_staged[g]) return {};
     }
     for (int g = 0; house_ && g < num_groups() && spare_extents(room.local, false) < 0; ++g) {
-        room.staged[g] = std::max(0, most_staged[g]);
+        room.staged[g] = most_staged[g];
         room.local[g] -= room.staged[g];
     }
     if (house_ && spare_extents(room.local, false) < 0) return {};

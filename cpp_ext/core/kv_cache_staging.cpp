@@ -27,7 +27,13 @@ int KvCache::most_of_one_sequence(int g) const {
 
 int KvCache::staging_target(int g) const {
     const BlockPool& pool = groups_[g].pool;
-    if (house_) return staging_extents_of(g) * pool.house_extent_blocks();
+    if (house_) {
+        // What is staged stays so while it is used, although less is held by now.
+        const int size = pool.house_extent_blocks();
+        const int used = ceil_div(pool.count_staged(BlockState::kUsed), size * groups_[g].spec.num_layers);
+        return std::max(staging_extents_of(g), std::min(used, static_cast<int>(groups_[g].staging.size()) / size)) *
+               size;
+    }
     const int own = pool.num_local() - pool.count(Place::kLocal, BlockState::kLent);
     return std::min(own, ceil_div(pool.num_held(), groups_[g].spec.num_layers));
 }

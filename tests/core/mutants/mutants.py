@@ -358,8 +358,8 @@ MUTANTS = [
     one(
         "a drain counts on room that is not there",
         CACHE_LENDING,
-        "if (room.staged[g] > most_staged[g]) return {};",
-        "if (room.staged[g] > most_staged[g] + 1) return {};",
+        "num_used > pool.available(Place::kLocal) + elsewhere) return {};",
+        "num_used > 2 * pool.available(Place::kLocal) + elsewhere) return {};",
     ),
     Mutant(
         "a recalled block is evicted to make room",
