@@ -106,8 +106,10 @@ def extents_of(node: LendingNode, model: str) -> list[int]:
 
 
 def lends_its_budget(node: LendingNode, model: str) -> bool:
+    """Return whether no more than what is less than an extent of each link's share is left."""
     view = node.model(model)
-    return bool(view["lent_bytes"] == view["budget_bytes"])
+    rounded_off_bytes = sum(link["extent_bytes"] for link in view["lends"])
+    return bool(view["budget_bytes"] - view["lent_bytes"] < rounded_off_bytes)
 
 
 @on_shm_first
