@@ -29,7 +29,7 @@ def test_prompts_count_until_their_first_token_or_their_end(tmp_path: Path) -> N
         async with client_and_reader(tmp_path) as (client, reader):
             first = begin(client, 100)
             with begin(client, 30, 4):
-                await reader.take()
+                await reader.take_until(lambda: len(reader.added) == 3)
                 assert client.outlook.queued.num_tokens == 134
                 await say_token(reader, reader.added[0])
                 await until(lambda: client.outlook.queued.num_tokens == 34)
@@ -58,7 +58,7 @@ def test_too_many_tokens_that_wait_are_refused_until_they_are_computed(tmp_path:
                 assert caught.value.status == 429
                 assert caught.value.response().headers["retry-after"] == "35"
                 assert caught.value.response().headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
-                await reader.take()
+                await reader.take_until(lambda: len(reader.added) == 2)
                 await say_token(reader, reader.added[0])
                 await until(lambda: not client.outlook.queued.is_full)
                 begin(client, 1).close()
