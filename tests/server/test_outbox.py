@@ -81,13 +81,15 @@ async def client_and_reader(directory: Path) -> AsyncIterator[tuple[EngineClient
     client.expect(INCARNATION)
     receiving = asyncio.create_task(client.receive())
     reader = LateReader(client)
-    await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 1 << 20, 16, [], INCARNATION))
-    await client.wait_ready()
-    yield client, reader
-    receiving.cancel()
-    await asyncio.gather(receiving, return_exceptions=True)
-    reader.close()
-    client.close()
+    try:
+        await reader.say(Ready("late", os.getpid(), 4096, 1024, 100, 1 << 20, 16, [], INCARNATION))
+        await client.wait_ready()
+        yield client, reader
+    finally:  # a context that is left to the garbage collector waits for its sockets for ever
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        reader.close()
+        client.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
