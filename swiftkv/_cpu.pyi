@@ -148,6 +148,8 @@ SHARE_ACCOUNTS: int
 TURN_NS: int
 CREDIT_NS: int
 ABSENT_NS: int
+ASK_CONTENDED_NS: int
+ASK_ALONE_NS: int
 LONGEST_WAIT_NS: int
 
 class Shares:

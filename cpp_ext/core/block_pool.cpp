@@ -264,8 +264,7 @@ void BlockPool::stop_loading(BlockId block) {
 BlockId BlockPool::start_staging() {
     const BlockId block = free_[static_cast<int>(Place::kLocal)].highest_below(num_local_);
     if (block < 0) return kNone;
-    move_to(block, BlockState::kStaging);
-    ++num_room_changes_;
+    start_staging(block);
     return block;
 }
 

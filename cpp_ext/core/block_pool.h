@@ -130,8 +130,8 @@ class BlockPool {
     // The step that is being planned reads the block's bytes while its layers run, whoever has the block by then: until
     // it settles, the extent is the group's.
     void keep_extent_of(BlockId local);
-    // Whether only references of running requests keep the extent from others.
-    bool is_kept_by_used_blocks(ExtentId extent) const;
+    // The used blocks of an extent that nothing else keeps from others; 0 if something else does.
+    int num_used_alone(ExtentId extent) const;
     // The oldest open extent is the one whose last cached block is evicted before the last of any other. Returns that
     // block; kNone if no extent is open.
     BlockId last_of_oldest_open() const;

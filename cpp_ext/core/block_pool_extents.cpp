@@ -51,15 +51,15 @@ void BlockPool::settle_kept_extents() {
     });
 }
 
-bool BlockPool::is_kept_by_used_blocks(ExtentId extent) const {
+int BlockPool::num_used_alone(ExtentId extent) const {
     const HouseExtent& held = house_extents_[extent];
-    if (held.num_kept > 0) return false;
+    if (held.num_kept > 0) return 0;
     int num_used = 0;
     for (BlockId b = extent * house_extent_blocks(); b < (extent + 1) * house_extent_blocks(); ++b) {
-        if (is_busy(b)) return false;
+        if (is_busy(b)) return 0;
         num_used += state(b) == BlockState::kUsed;
     }
-    return num_used > 0 && num_used == held.num_pinned;
+    return num_used == held.num_pinned ? num_used : 0;
 }
 
 void BlockPool::enter(ExtentId extent) {

@@ -289,7 +289,7 @@ void KvCache::promote_while(BlockTable& table, int g, int& max_blocks, MayGoOn&&
 
 void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     if (!can_borrow()) return;
-    // What cannot be staged first: room was counted for it, wherever that is.
+    // Blocks that cannot be staged come first: room was counted for them, wherever that is.
     for (int g = 0; house_ && g < num_groups(); ++g)
         promote_while(table, g, max_blocks, [&] { return overdraft(g) > 0; });
     for (int g = 0; g < num_groups(); ++g) promote_while(table, g, max_blocks, [&] { return may_promote(g, spare); });

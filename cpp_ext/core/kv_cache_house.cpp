@@ -34,7 +34,7 @@ std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, 
     return wanted;
 }
 
-// As many blocks in the pool as it has room for, if there is room for all.
+// Puts as many blocks into the pool as it has room for, if there is room for all.
 Portions KvCache::portions(std::span<const int> needed, int spare) const {
     Portions found{{needed.begin(), needed.end()}, std::vector<int>(needed.size(), 0), {}};
     for (int g = 0; g < num_groups(); ++g) found.wanted.push_back(wanted_of(g, needed[g], spare, 0, {}));
@@ -175,7 +175,8 @@ BlockId KvCache::find_free(int g, std::span<const int> wanted) {
     return kNone;
 }
 
-// What was evicted may have been the last block of an extent of ours, too, which has gone back to the house for that.
+// Takes an extent if no block is free: the block that was evicted may have been the last of one of ours, which then has
+// gone back to the house.
 void KvCache::enter_if_full(int g) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) == 0) pool.enter(house_->take(g));
@@ -300,10 +301,8 @@ std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted)
         if (left / size <= pool.num_open()) continue;
         for (ExtentId extent = 0; extent < house_->num_extents(); ++extent) {
             if (house_->owner(extent) != g) continue;
-            if (!pool.is_kept_by_used_blocks(extent)) continue;
-            int num_used = 0;
-            for (BlockId b = extent * size; b < (extent + 1) * size; ++b) num_used += pool.refs(b) > 0;
-            if (num_used >= fewest) continue;
+            const int num_used = pool.num_used_alone(extent);
+            if (num_used == 0 || num_used >= fewest) continue;
             fewest = num_used;
             found = {g, extent};
         }

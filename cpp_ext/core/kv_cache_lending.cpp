@@ -114,7 +114,8 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
     return true;
 }
 
-// Where the used blocks of recalled extents go: as many as fit to the pool; none if there is no room for all.
+// Finds out where the used blocks of recalled extents go: as many as fit to the pool. Returns none if there is no room
+// for all.
 std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<BlockId>> used) const {
     Portions room;
     std::vector<int> most_staged;

@@ -28,7 +28,7 @@ int KvCache::most_of_one_sequence(int g) const {
 int KvCache::staging_target(int g) const {
     const BlockPool& pool = groups_[g].pool;
     if (house_) {
-        // What is staged stays so while it is used, although less is held by now.
+        // Used blocks that are staged stay so, although fewer are held by now.
         const int size = pool.house_extent_blocks();
         const int used = ceil_div(pool.count_staged(BlockState::kUsed), size * groups_[g].spec.num_layers);
         return std::max(staging_extents_of(g), std::min(used, static_cast<int>(groups_[g].staging.size()) / size)) *
@@ -144,7 +144,7 @@ bool KvCache::stage_extent(int g) {
     const ExtentId extent = empty_for_staging(g);
     if (extent == kNone) return false;
     const int size = group.pool.house_extent_blocks();
-    // What comes behind blocks that are still being copied from waits with them.
+    // The layer-stream cache is used from its front, so blocks behind those that are still copied from wait with them.
     if (group.spills.size() > num_spills || group.num_fresh > 0) group.num_fresh += size;
     for (BlockId b = extent * size; b < (extent + 1) * size; ++b) {
         group.pool.start_staging(b);

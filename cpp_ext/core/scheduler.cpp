@@ -228,8 +228,8 @@ void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled,
     if (reason != FinishReason::kRunning) end(r);
 }
 
-// Of a request's tokens, the first `num_computed` have their KV, `num_scheduled` more are in steps in progress, and
-// `num_unknown` behind the last known one are being sampled.
+// The first `num_computed` tokens of a request have their KV; steps in progress compute `num_scheduled` more, and
+// sample `num_unknown` behind the last known one.
 void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
     Request& r = *row.request;
     r.num_computed += row.num_tokens - num_rejected;

@@ -14,8 +14,6 @@ namespace swiftkv {
 namespace {
 
 constexpr int64_t kNsPerS = 1'000'000'000;
-constexpr int64_t kAskContendedNs = 1'000'000;
-constexpr int64_t kAskAloneNs = 4'000'000;
 
 int64_t read_clock_ns(clockid_t clock) {
     timespec now{};

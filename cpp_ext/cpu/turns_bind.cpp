@@ -40,6 +40,8 @@ void bind_turns(nb::module_& m) {
     m.attr("TURN_NS") = kTurnNs;
     m.attr("CREDIT_NS") = kCreditNs;
     m.attr("ABSENT_NS") = kAbsentNs;
+    m.attr("ASK_CONTENDED_NS") = kAskContendedNs;
+    m.attr("ASK_ALONE_NS") = kAskAloneNs;
     m.attr("LONGEST_WAIT_NS") = kLongestWaitNs;
     nb::class_<Shares>(m, "Shares")
         .def(nb::init<int>(), "num_cores"_a)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_ASK_CONTENDED_S = 1e-3  # as in `cpp_ext/cpu/turns.cpp`, here and below
-_ASK_ALONE_S = 4e-3
 _NS_PER_S = 1e9
 
 
@@ -78,6 +76,8 @@ class Cores:
             from swiftkv import _cpu  # not there on every platform
 
             self._shares = _cpu.Shares(num_cores)
+            self._ask_contended_s = _cpu.ASK_CONTENDED_NS / _NS_PER_S
+            self._ask_alone_s = _cpu.ASK_ALONE_NS / _NS_PER_S
             self._longest_wait_s = _cpu.LONGEST_WAIT_NS / _NS_PER_S
             for number, user in enumerate(users):
                 if user.share:
@@ -131,7 +131,7 @@ class Cores:
             if step.stood_s is not None:
                 self.waited_s[user] += now_s - step.stood_s
             step.computes, step.stood_s = True, None
-            step.asks_s = now_s + (_ASK_CONTENDED_S if self._is_contended(user) else _ASK_ALONE_S)
+            step.asks_s = now_s + (self._ask_contended_s if self._is_contended(user) else self._ask_alone_s)
             return
         step.asks_s = now_s + wait_ns / _NS_PER_S
         if step.stood_s is None:
