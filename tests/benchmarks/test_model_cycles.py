@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAMS = Path(__file__).parents[2] / "benchmarks"
+from tests.support.programs import imported
 
 
 @pytest.fixture(scope="module")
 def cycles() -> Iterator[Any]:
-    sys.path.insert(0, str(PROGRAMS))
-    import model_cycles
-
-    sys.path.remove(str(PROGRAMS))
-    yield model_cycles
-    sys.modules.pop("model_cycles")
+    with imported("model_cycles") as module:
+        yield module
 
 
 @pytest.fixture

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-PROGRAMS = Path(__file__).parents[2] / "benchmarks"
+from tests.support.programs import imported
 
 
 @pytest.fixture(scope="module")
 def rules() -> Iterator[Any]:
-    sys.path.insert(0, str(PROGRAMS))
-    import replay_rules
-
-    sys.path.remove(str(PROGRAMS))
-    yield replay_rules
-    sys.modules.pop("replay_rules")
+    with imported("replay_rules") as module:
+        yield module
 
 
 def random_paths(count: int) -> list[tuple[int, ...]]:

@@ -72,6 +72,15 @@ def clock(target_tpot_s: float | None = TARGET_S, num_streams: int = 4, block_si
     return made
 
 
+def ids_of_next_step(e: Engine) -> list[int]:
+    """Do a step, and return which requests it ran, in order."""
+    plan = e.schedule()
+    assert plan is not None
+    ids: list[int] = plan.request_ids.tolist()
+    e.commit()
+    return ids
+
+
 def test_without_a_target_a_prompt_takes_what_is_left_of_the_step() -> None:
     c = clock(target_tpot_s=None)
     c.add(100, 2000, 1)
@@ -161,10 +170,7 @@ def test_long_prompts_wait_for_one_another_and_short_ones_for_none() -> None:
     e.add(1, [1] * 40, max_tokens=1)
     e.add(2, [2] * 40, max_tokens=1)
     e.add(3, [3] * 8, max_tokens=1)
-    plan = e.schedule()
-    assert plan is not None
-    assert plan.request_ids.tolist() == [1, 3]
-    e.commit()
+    assert ids_of_next_step(e) == [1, 3]
     e.drain()
     assert list(e.finished) == [3, 1, 2]
 
@@ -175,10 +181,7 @@ def test_no_more_prompts_are_computed_in_part_than_allowed(lengths: list[int], p
     e = Engine(replace(setup, max_long_partial_prefills=4))
     for i, length in enumerate(lengths):
         e.add(i, [i] * length, max_tokens=1)
-    plan = e.schedule()
-    assert plan is not None
-    assert plan.request_ids.tolist() == planned
-    e.commit()
+    assert ids_of_next_step(e) == planned
     e.drain()
 
 
@@ -191,10 +194,7 @@ def test_a_prompt_in_part_holds_up_none_of_a_higher_class(limit: dict[str, int])
     e.commit()
     e.add(2, [2] * 40, max_tokens=1)
     e.add(3, [3] * 40, max_tokens=1)
-    plan = e.schedule()
-    assert plan is not None
-    assert plan.request_ids.tolist() == [2, 1]
-    e.commit()
+    assert ids_of_next_step(e) == [2, 1]
     e.drain()
 
 

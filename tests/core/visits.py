@@ -52,7 +52,7 @@ IMPOSSIBLE: Rules = {
     "a third step is not planned": lambda s, e: s[4] == "steps" and e in SCHEDULED,
     "extents are drained when no step is in progress": lambda s, e: s[4] == "step" and e == "copies alone",
 }
-# Where groups share extents, what is free or cached may lie beside used blocks, whose extent stages nothing.
+# Free and cached blocks of shared extents may lie beside used ones, and then their extent stages nothing.
 IMPOSSIBLE_IN_REGIONS = IMPOSSIBLE | {
     "who could grow the layer-stream cache does so before a step is planned ahead": lambda s, e: (
         s[0] != "full" and s[2] == "short" and s[4] == "step" and e in SCHEDULED[1:]
