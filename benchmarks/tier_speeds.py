@@ -93,7 +93,7 @@ def main() -> None:
     checkpoint = small_checkpoint(args.checkpoint)
     with tempfile.TemporaryDirectory(dir=args.storage, prefix="tier-") as temporary:
         file = {"backend": "file", "path": str(Path(temporary) / "kv"), "size": "16GiB", "min_free": 0}
-        restarts = {"restart": {"limit": 1000, "backoff": "100ms"}}
+        restarts = {"restart": {"limit": 1000, "window": "1s", "backoff": "100ms"}}
         node = Node("speeds", restarts, [model(NAME, checkpoint, args.memory, max_model_len=args.history + 1024)])
         tokens = Tokens(args.seed, (300, node.plan(NAME).vocab_size))
         with nodes_up(node):
