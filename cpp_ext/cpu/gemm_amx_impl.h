@@ -53,11 +53,11 @@ void start(bool first, const char* sums) {
         Tiles::load<kTile>(sums, kSumsBytes);
 }
 
-void multiply_upper(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, char* sums,
-                    swiftkv::Prefetch ahead) {
+void multiply_upper(const char* a, int64_t a_stride_bytes, int64_t a_step_bytes, const char* panel, int64_t k_steps,
+                    bool first, char* sums, swiftkv::Prefetch ahead) {
     start<0>(first, sums);
     start<1>(first, sums + kTileBytes);
-    for (int64_t k = 0; k < k_steps; k += kTileRows, a += kTileBytes, panel += kBlockBytes) {
+    for (int64_t k = 0; k < k_steps; k += kTileRows, a += a_step_bytes, panel += kBlockBytes) {
         fetch(panel, ahead);
         Tiles::load<4>(a, a_stride_bytes);
         Tiles::load<6>(panel, kTileBytes);
@@ -69,22 +69,21 @@ void multiply_upper(const char* a, int64_t a_stride_bytes, const char* panel, in
     Tiles::store<1>(sums + kTileBytes, kSumsBytes);
 }
 
-void multiply_both(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, char* sums,
-                   swiftkv::Prefetch ahead) {
-    const char* a_lower = a + kTileRows * a_stride_bytes;
+void multiply_both(const char* a, int64_t a_stride_bytes, int64_t a_step_bytes, const char* panel, int64_t k_steps,
+                   bool first, char* sums, swiftkv::Prefetch ahead) {
     char* sums_lower = sums + kTileRows * kSumsBytes;
     start<0>(first, sums);
     start<1>(first, sums + kTileBytes);
     start<2>(first, sums_lower);
     start<3>(first, sums_lower + kTileBytes);
-    for (int64_t k = 0; k < k_steps; k += kTileRows, panel += kBlockBytes) {
+    for (int64_t k = 0; k < k_steps; k += kTileRows, a += a_step_bytes, panel += kBlockBytes) {
         fetch(panel, ahead);
-        Tiles::load<4>(a + k * 4, a_stride_bytes);
+        Tiles::load<4>(a, a_stride_bytes);
         Tiles::load<6>(panel, kTileBytes);
         Tiles::dot<0, 4, 6>();
         Tiles::load<7>(panel + kWeightTile, kTileBytes);
         Tiles::dot<1, 4, 7>();
-        Tiles::load<5>(a_lower + k * 4, a_stride_bytes);
+        Tiles::load<5>(a + kTileRows * a_stride_bytes, a_stride_bytes);
         Tiles::dot<2, 5, 6>();
         Tiles::dot<3, 5, 7>();
     }
@@ -100,13 +99,14 @@ void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel
     const auto* x = static_cast<const char*>(a);
     const auto* weights = static_cast<const char*>(panel);
     auto* out = reinterpret_cast<char*>(sums);
-    if (rows <= kTileRows) return multiply_upper(x, a_stride_bytes, weights, k_steps, first, out, ahead);
-    multiply_both(x, a_stride_bytes, weights, k_steps, first, out, ahead);
+    const int64_t a_step_bytes = a_stride_bytes == kTileBytes ? rows * kTileBytes : kTileBytes;
+    if (rows <= kTileRows) return multiply_upper(x, a_stride_bytes, a_step_bytes, weights, k_steps, first, out, ahead);
+    multiply_both(x, a_stride_bytes, a_step_bytes, weights, k_steps, first, out, ahead);
 }
 
 // A piece of 16 KiB and the rows that pass it share the first-level cache.
-constexpr swiftkv::Blocking kBlocking = {512, 1 << 20, 16 << 10};
-constexpr swiftkv::GemmKernel kKernel = {kPanelWidth,   kTileRows, kTileRows, 2,         2 * kTileRows,
-                                         2 * kTileRows, false,     multiply,  kBlocking, release};
+constexpr swiftkv::Blocking kBlocking = {512, 1 << 20, 16 << 10, 4 << 20};
+constexpr swiftkv::GemmKernel kKernel = {kPanelWidth, kTileRows, kTileRows, 2,         2 * kTileRows, 2 * kTileRows,
+                                         false,       true,      multiply,  kBlocking, release};
 
 }  // namespace

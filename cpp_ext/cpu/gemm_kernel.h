@@ -17,6 +17,7 @@ struct Blocking {
     int64_t max_rows;        // of a tile
     int64_t resident_bytes;  // of a tile's activations, which stay in the second-level cache while panels pass
     int64_t piece_bytes;     // of a panel, which passes over all rows of a tile before the next one is touched
+    int64_t bypass_bytes;    // of results, from which on they are written past the caches; 0: never
 };
 
 // The matrix kernel of one instruction set. Weights of N outputs and K inputs are packed in panels of panel_width
@@ -30,8 +31,10 @@ struct GemmKernel {
     int k_multiple;          // of inputs in the panels and in the activations; activations are padded with zeros
     int max_rows;            // rows that one call of `multiply` takes
     bool widen_activations;  // activations come as float32 whatever the dtype of the weights
+    bool interleave_rows;  // rows that lie line by line, [K / elements of a cache line][rows][a line], are read faster
     // sums[rows][panel_width] = (first ? 0 : sums) + a[rows][k] * panel[k]. Every sum is one chain over ascending k, so
-    // a row's bits depend neither on `rows` nor on where k is cut.
+    // a row's bits depend neither on `rows` nor on where k is cut. Rows are a_stride_bytes apart, which is
+    // one cache line if they are interleaved.
     void (*multiply)(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
                      float* sums, Prefetch ahead);
     Blocking blocking;

@@ -123,8 +123,9 @@ constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
             k_step,
             kMaxRows,
             widen_activations,
+            false,
             multiply<Product, kMaxRows, kVectors>,
-            {192, 384 << 10, 256 << 10},
+            {192, 384 << 10, 256 << 10, 0},
             nullptr};
 }
 

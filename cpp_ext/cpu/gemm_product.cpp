@@ -1,9 +1,9 @@
 #include "gemm_product.h"
 
-#include <algorithm>
-#include <cstring>
+#include <immintrin.h>
 
-#include "scratch.h"
+#include <algorithm>
+
 #include "thread_pool.h"
 
 namespace swiftkv {
@@ -22,52 +22,14 @@ constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
 constexpr int64_t kStepsAhead = 6 << 10;      // bytes, where a kernel's blocks are steps
 constexpr int64_t kBlocksAhead = 1 << 10;     // bytes
 
+constexpr int64_t kBypassRows = 32;    // of a block
+constexpr int64_t kBypassWidth = 128;  // bytes
+
 int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
 }  // namespace
-
-int64_t row_grain(int64_t row_elements) {
-    return std::max<int64_t>(1, 16384 / row_elements);
-}
-
-Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm) {
-    const GemmKernel& kernel = weights.kernel();
-    const auto dtype = static_cast<int>(weights.dtype());
-    const int64_t k = weights.in_features();
-    const int64_t x_stride = k * item_size(weights.dtype());
-    const auto* source = static_cast<const char*>(x);
-    const bool widen = kernel.widen_activations;
-    const bool padded = k % kernel.k_multiple != 0;
-    if (!norm && !widen && !padded) return {source, x_stride};
-
-    thread_local Scratch scratch;
-    const int64_t element_bytes = widen ? 4 : item_size(weights.dtype());
-    const int64_t stride = weights.k_steps() * kernel.k_step * element_bytes;
-    char* out = reinterpret_cast<char*>(scratch.reserve(rows * stride));
-    const ElementwiseKernels& elementwise = elementwise_kernels(active_isa());
-    parallel_for(
-        rows,
-        [&](int64_t begin, int64_t end, int) {
-            for (int64_t r = begin; r < end; ++r) {
-                const char* in = source + r * x_stride;
-                char* row = out + r * stride;
-                if (padded) std::memset(row + k * element_bytes, 0, stride - k * element_bytes);
-                if (norm && widen)
-                    elementwise.rms_norm_widen[static_cast<int>(norm->kind)][dtype](in, norm->weight, norm->eps, k,
-                                                                                    reinterpret_cast<float*>(row));
-                else if (norm)
-                    elementwise.rms_norm[static_cast<int>(norm->kind)][dtype](in, norm->weight, norm->eps, k, row);
-                else if (widen)
-                    elementwise.widen[dtype](in, k, reinterpret_cast<float*>(row));
-                else
-                    std::memcpy(row, in, x_stride);
-            }
-        },
-        row_grain(k));
-    return {out, stride};
-}
 
 int64_t rows_per_tile(const PackedLinear& weights, Activations activations) {
     const Blocking& blocking = weights.kernel().blocking;
@@ -81,35 +43,45 @@ Product::Product(const PackedLinear& weights, Activations activations, int64_t r
     : weights_(weights),
       kernel_(weights.kernel()),
       activations_(activations),
-      rows_(rows),
+      blocks_(kernel_, rows),
       step_bytes_(weights.panel_bytes() / weights.k_steps()),
       finish_(elementwise_kernels(active_isa()).finish[static_cast<int>(epilogue)][static_cast<int>(out_dtype)]),
       gated_(gated),
       out_(static_cast<char*>(out)),
       out_item_(item_size(out_dtype)),
-      out_stride_(weights.num_outputs() * out_item_) {}
+      out_stride_(weights.num_outputs() * out_item_),
+      adds_(epilogue == Epilogue::kResidual) {}
 
 void Product::run() const {
     const Schedule plan = schedule();
-    const int64_t num_panels = weights_.num_panels();
-    const int64_t num_tiles = ceil_div(rows_, plan.rows) * num_panels;
+    const int64_t tile_panels = std::max<int64_t>(1, plan.line_panels);
+    const int64_t num_columns = weights_.num_panels() / tile_panels;
+    const int64_t num_tiles = ceil_div(blocks_.count, plan.tile_blocks) * num_columns;
     parallel_for(
         num_tiles,
         [&](int64_t begin, int64_t end, int) {
             for (int64_t i = begin; i < end; ++i) {
-                const int64_t row = i / num_panels * plan.rows;
-                run_tile({i % num_panels, row, std::min(row + plan.rows, rows_)}, plan);
+                const int64_t panel = i % num_columns * tile_panels;
+                const int64_t block = i / num_columns * plan.tile_blocks;
+                run_tile({panel, panel + tile_panels, block, std::min(block + plan.tile_blocks, blocks_.count)}, plan);
             }
-            if (kernel_.release != nullptr) kernel_.release();
+            leave();
         },
-        std::max<int64_t>(1, num_panels / (kChunksPerThread * num_threads())));
+        std::max<int64_t>(1, num_columns / (kChunksPerThread * num_threads())));
 }
 
 void Product::run_panels(int64_t begin, int64_t end) const {
-    const Schedule plan = schedule();
-    for (int64_t row = 0; row < rows_; row += plan.rows)
+    Schedule plan = schedule();
+    plan.line_panels = 0;
+    for (int64_t block = 0; block < blocks_.count; block += plan.tile_blocks)
         for (int64_t panel = begin; panel < end; ++panel)
-            run_tile({panel, row, std::min(row + plan.rows, rows_)}, plan);
+            run_tile({panel, panel + 1, block, std::min(block + plan.tile_blocks, blocks_.count)}, plan);
+    leave();
+}
+
+// Results that went past the caches are seen by other threads from here on.
+void Product::leave() const {
+    _mm_sfence();
     if (kernel_.release != nullptr) kernel_.release();
 }
 
@@ -117,62 +89,102 @@ void Product::run_panels(int64_t begin, int64_t end) const {
 // pieces. With many, as many as fit stay in the second-level cache while the panels pass. Blocks of weights lie in the
 // order in which they are read, so that the processor fetches them by itself, and pieces gain nothing for two.
 Product::Schedule Product::schedule() const {
-    const int64_t num_blocks = ceil_div(rows_, kernel_.max_rows);
+    const int64_t all = blocks_.count;
     const int64_t piece = kernel_.blocking.piece_bytes;
-    const Schedule many{rows_per_tile(weights_, activations_), piece, piece};
-    if (has_blocks()) return num_blocks <= 2 ? Schedule{rows_, weights_.panel_bytes(), kBlocksAhead} : many;
-    if (num_blocks == 1) return {rows_, weights_.panel_bytes(), kStepsAhead};
-    if (num_blocks == 2) return {rows_, kStreamedPiece, kStepsAhead};
-    if (num_blocks == 3) return {rows_, kStreamedPiece, kStreamedPiece};
-    return rows_ <= kStreamedRows ? Schedule{rows_, kStreamedPiece, 2 * kStreamedPiece} : many;
+    const Schedule many{rows_per_tile(weights_, activations_) / kernel_.max_rows, piece, piece, line_panels()};
+    if (has_blocks()) return all <= 2 ? Schedule{all, weights_.panel_bytes(), kBlocksAhead} : many;
+    if (all == 1) return {all, weights_.panel_bytes(), kStepsAhead};
+    if (all == 2) return {all, kStreamedPiece, kStepsAhead};
+    if (all == 3) return {all, kStreamedPiece, kStreamedPiece};
+    return blocks_.rows <= kStreamedRows ? Schedule{all, kStreamedPiece, 2 * kStreamedPiece} : many;
+}
+
+// Results that fit no cache are written past it: a row of a panel is a line of its own, which would have to come from
+// memory only to be overwritten. Such writes must be of whole lines, so one or two panels are finished together.
+int64_t Product::line_panels() const {
+    const int64_t least = kernel_.blocking.bypass_bytes;
+    const int64_t width = weights_.panel_outputs() * out_item_;
+    const bool large = least > 0 && blocks_.rows * out_stride_ >= least;
+    const bool in_lines = reinterpret_cast<uintptr_t>(out_) % kCacheLine == 0 && out_stride_ % kCacheLine == 0;
+    if (!large || adds_ || !in_lines || weights_.num_outputs() % weights_.panel_outputs() != 0) return 0;
+    if (width % kCacheLine == 0 && width <= kBypassWidth) return 1;
+    return 2 * width == kCacheLine && weights_.num_panels() % 2 == 0 ? 2 : 0;
 }
 
 void Product::run_tile(const Tile& tile, const Schedule& plan) const {
     alignas(kCacheLine) float sums[kMaxRows * kMaxWidth];
-    const int64_t num_blocks = ceil_div(tile.rows(), kernel_.max_rows);
+    const int64_t num_blocks = tile.block_end - tile.block_begin;
+    const int64_t block_sums = kernel_.max_rows * kernel_.panel_width;
+    const int64_t panel_sums = num_blocks * block_sums;
     const int64_t piece = plan.piece_bytes / step_bytes_;
-    for (int64_t k = 0; k < weights_.k_steps(); k += piece) {
-        const int64_t steps = std::min(piece, weights_.k_steps() - k);
-        for (int64_t i = 0; i < num_blocks; ++i) {
-            const int64_t begin = i * tile.rows() / num_blocks;
-            const int64_t end = (i + 1) * tile.rows() / num_blocks;
-            const Tile block{tile.panel, tile.row_begin + begin, tile.row_begin + end};
-            float* block_sums = sums + begin * kernel_.panel_width;
-            multiply(block, k, steps, block_sums, prefetch(i, num_blocks, plan.ahead_bytes));
-            if (k + steps == weights_.k_steps()) finish(block, block_sums);
+    for (int64_t panel = tile.panel_begin; panel < tile.panel_end; ++panel)
+        for (int64_t k = 0; k < weights_.k_steps(); k += piece) {
+            const int64_t steps = std::min(piece, weights_.k_steps() - k);
+            const bool complete = k + steps == weights_.k_steps() && panel + 1 == tile.panel_end;
+            for (int64_t i = 0; i < num_blocks; ++i) {
+                float* first_sums = sums + i * block_sums;
+                multiply(panel, tile.block_begin + i, k, steps, first_sums + (panel - tile.panel_begin) * panel_sums,
+                         prefetch(i, num_blocks, plan.ahead_bytes));
+                if (complete && plan.line_panels == 0)
+                    finish(panel, tile.block_begin + i, first_sums);
+                else if (complete)
+                    finish_past_caches(tile, tile.block_begin + i, first_sums, panel_sums);
+            }
         }
-    }
 }
 
-void Product::multiply(const Tile& block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const {
-    const int64_t a_step_bytes = kernel_.k_step * (kernel_.widen_activations ? 4 : item_size(weights_.dtype()));
-    kernel_.multiply(static_cast<int>(block.rows()),
-                     activations_.data + block.row_begin * activations_.stride_bytes + k * a_step_bytes,
-                     activations_.stride_bytes, weights_.panel(block.panel) + k * step_bytes_, steps, k == 0, sums,
-                     ahead);
+void Product::multiply(int64_t panel, int64_t block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const {
+    const int64_t rows = blocks_.size(block);
+    const bool interleaved = activations_.interleaved;
+    const int64_t step_bytes = kernel_.k_step * (kernel_.widen_activations ? 4 : item_size(weights_.dtype()));
+    kernel_.multiply(static_cast<int>(rows),
+                     activations_.data + blocks_.begin(block) * activations_.stride_bytes +
+                         k * step_bytes * (interleaved ? rows : 1),
+                     interleaved ? kCacheLine : activations_.stride_bytes, weights_.panel(panel) + k * step_bytes_,
+                     steps, k == 0, sums, ahead);
 }
 
 // With one or two blocks of rows the first fetches for both: it waits for memory anyway. With more, memory would
 // idle while the others multiply, so each fetches a share.
-Prefetch Product::prefetch(int64_t block, int64_t num_blocks, int64_t bytes) const {
-    if (num_blocks <= 2) return block == 0 ? Prefetch{Prefetch::kAll, bytes} : Prefetch{};
+Prefetch Product::prefetch(int64_t i, int64_t num_blocks, int64_t bytes) const {
+    if (num_blocks <= 2) return i == 0 ? Prefetch{Prefetch::kAll, bytes} : Prefetch{};
     const int64_t lines = step_bytes_ * kernel_.block_steps / kCacheLine;
     if (has_blocks()) {
-        const int64_t begin = block * lines / num_blocks;
-        const int64_t end = (block + 1) * lines / num_blocks;
+        const int64_t begin = i * lines / num_blocks;
+        const int64_t end = (i + 1) * lines / num_blocks;
         return {static_cast<int>(end - begin), bytes + begin * kCacheLine};
     }
-    if (num_blocks == 3 && block == 0) return {2, bytes};
-    const int64_t line = num_blocks == 3 ? block + 1 : block;
+    if (num_blocks == 3 && i == 0) return {2, bytes};
+    const int64_t line = num_blocks == 3 ? i + 1 : i;
     if (line >= lines) return {};
     return {1, bytes + line * kCacheLine};
 }
 
-void Product::finish(const Tile& tile, const float* sums) const {
-    const int64_t column = tile.panel * weights_.panel_outputs();
-    finish_(sums, tile.row_end - tile.row_begin, weights_.panel_bias(tile.panel), kernel_.panel_width,
-            std::min(weights_.panel_outputs(), weights_.num_outputs() - column), gated_,
-            out_ + tile.row_begin * out_stride_ + column * out_item_, out_stride_);
+void Product::finish(int64_t panel, int64_t block, const float* sums) const {
+    finish_in(panel, block, sums, result(panel, block), out_stride_);
+}
+
+void Product::finish_past_caches(const Tile& tile, int64_t block, const float* sums, int64_t panel_sums) const {
+    alignas(kCacheLine) char lines[kBypassRows * kBypassWidth];
+    const int64_t panel_bytes = weights_.panel_outputs() * out_item_;
+    const int64_t width = (tile.panel_end - tile.panel_begin) * panel_bytes;
+    for (int64_t panel = tile.panel_begin; panel < tile.panel_end; ++panel, sums += panel_sums)
+        finish_in(panel, block, sums, lines + (panel - tile.panel_begin) * panel_bytes, width);
+    char* out = result(tile.panel_begin, block);
+    for (int64_t row = 0; row < blocks_.size(block); ++row)
+        for (int64_t i = 0; i < width; i += sizeof(__m128i))
+            _mm_stream_si128(reinterpret_cast<__m128i*>(out + row * out_stride_ + i),
+                             _mm_load_si128(reinterpret_cast<const __m128i*>(lines + row * width + i)));
+}
+
+void Product::finish_in(int64_t panel, int64_t block, const float* sums, char* out, int64_t out_stride) const {
+    const int64_t outputs = weights_.panel_outputs();
+    finish_(sums, blocks_.size(block), weights_.panel_bias(panel), kernel_.panel_width,
+            std::min(outputs, weights_.num_outputs() - panel * outputs), gated_, out, out_stride);
+}
+
+char* Product::result(int64_t panel, int64_t block) const {
+    return out_ + blocks_.begin(block) * out_stride_ + panel * weights_.panel_outputs() * out_item_;
 }
 
 }  // namespace swiftkv

@@ -194,6 +194,28 @@ def test_a_row_is_the_same_in_every_batch_and_for_every_number_of_threads(k: int
             assert torch.equal(got, expected[50:187]), threads
 
 
+@pytest.mark.parametrize("n", [2048, 2064, 2080, 2049])  # whole lines, half a panel, whole panels but odd, no lines
+def test_large_results_are_those_of_few_rows(n: int) -> None:
+    """Results of megabytes are written past the caches where they are whole lines; small ones never are."""
+    rows, k = 1100, 64
+    x, norm_weight = draw(rows, k, dtype=torch.bfloat16), draw(k, dtype=torch.bfloat16)
+    packed = cpu.pack_linear([draw_weight(n, k, torch.bfloat16)])
+    gate_up = cpu.pack_linear([draw_weight(n, k, torch.bfloat16) for _ in range(2)], interleave=True)
+
+    def run(part: Tensor) -> list[Tensor]:
+        return [
+            cpu.norm_linear(part, norm_weight, EPS, packed),
+            cpu.norm_gate_up(part, norm_weight, EPS, gate_up),
+            cpu.logits(part, packed),
+        ]
+
+    few = [torch.cat(parts) for parts in zip(*(run(part) for part in x.split(100)), strict=True)]
+    for threads in (1, 2):
+        cpu.set_num_threads(threads)
+        for got, expected in zip(run(x), few, strict=True):
+            assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
     x, packed = draw(40, 65, dtype=dtype), cpu.pack_linear([draw_weight(70, 65, dtype)])

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "gemm.h"
+
+namespace swiftkv {
+
+// The number of rows in a chunk of a few microseconds of work.
+int64_t row_grain(int64_t row_elements);
+
+// Rows in blocks of nearly equal sizes, none larger than a kernel takes at once.
+struct RowBlocks {
+    int64_t rows;
+    int64_t count;
+
+    RowBlocks(const GemmKernel& kernel, int64_t num_rows);
+    int64_t begin(int64_t block) const { return block * rows / count; }
+    int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
+    int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
+};
+
+// Rows of activations as a kernel reads them: each whole, or those of each of the RowBlocks line by line.
+struct Activations {
+    const char* data;
+    int64_t stride_bytes;  // from row to row, where they are whole
+    bool interleaved = false;
+};
+
+// Returns `x`, or a copy that is normalised, widened to float32 or padded to a multiple of `k_multiple` as required.
+// The copy lasts until the next call of this thread. Normalised rows are interleaved where the kernel reads them faster
+// so: the copy is made anyway, and one for this alone costs more than it gains.
+Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm);
+
+}  // namespace swiftkv
