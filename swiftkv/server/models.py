@@ -129,16 +129,19 @@ class ModelHandle:
 
 
 class ModelTable:
-    """The models of one port."""
+    """The models of one port. The threads of one that leaves the table end."""
 
     def __init__(self, models: Mapping[str, ModelHandle]) -> None:
         self._models = dict(models)
 
     def add(self, model: ModelHandle) -> None:
+        """Add a model, in the place of one of the same name if there is one."""
+        if model.name in self._models:
+            self.remove(model.name)
         self._models[model.name] = model
 
     def remove(self, name: str) -> None:
-        del self._models[name]
+        self._models.pop(name).threads.close()
 
     def only(self, name: str | None) -> ModelTable:
         """Return these models, or the named one alone. Raises `ApiError` 404 if it is not there."""

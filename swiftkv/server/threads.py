@@ -30,6 +30,7 @@ class BoundedThreads:
         self._max_bytes = max_bytes
         self._num_waiting = 0
         self._bytes_waiting = 0
+        self._is_closed = False
         self._free = asyncio.Semaphore(workers)
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix=purpose.replace(" ", "-"))
 
@@ -39,7 +40,7 @@ class BoundedThreads:
         When the caller is cancelled, work that has not begun never does.
 
         Raises:
-            ApiError: 429 if too many wait already.
+            ApiError: 429 if too many wait already, 503 if the threads are closed before the work begins.
         """
         is_full = self._num_waiting >= self._max_waiting or self._bytes_waiting + num_bytes > self._max_bytes
         if self._num_waiting and is_full:
@@ -53,9 +54,17 @@ class BoundedThreads:
         finally:
             self._num_waiting -= 1
             self._bytes_waiting -= num_bytes
+        if self._is_closed:
+            self._free.release()
+            raise ApiError(503, f"nobody waits for {self._purpose} any more: try again", retry_after_s=_BUSY_RETRY_S)
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
         future.add_done_callback(self._ended)
         return await asyncio.shield(future)
+
+    def close(self) -> None:
+        """End the threads as soon as they have done what they have begun."""
+        self._is_closed = True
+        self._executor.shutdown(wait=False)
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
         self._free.release()
