@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
+from swiftkv.server.one_system import one_system
 from swiftkv.server.price import check_tokenize
 from swiftkv.server.templates import TemplateSource
 from swiftkv.server.templating import Templating
@@ -30,6 +31,12 @@ _PROBE = [
     {"role": "user", "content": "a b"},
     {"role": "assistant", "content": " c\n"},
     {"role": "user", "content": "d"},
+]
+_LATE_SYSTEM = "swiftkv late system"
+_LATE_PROBE = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "b"},
+    {"role": "system", "content": _LATE_SYSTEM},
 ]
 # Names that mean something else to transformers, or are the template's in any case.
 _NOT_VARIABLES = {
@@ -114,6 +121,8 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
+        if not self._shows_late_system:
+            messages = one_system(messages)
         messages, tools, given = self._for_template(messages, tools, given)
         return self.encode_rendered(self._render(messages, given, tools), max_chars=max_chars)
 
@@ -191,6 +200,14 @@ class Tokenizer:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's own spelling of each token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    @cached_property
+    def _shows_late_system(self) -> bool:
+        """Whether the chat template writes system messages after the first, where they stand."""
+        try:
+            return _LATE_SYSTEM in self._render(_LATE_PROBE, _AS_USUAL)
+        except ApiError:
+            return False
 
     def _check_plain_backend(self) -> None:
         """Check that ordinary conversations come to the same tokens in parts as in one piece."""
