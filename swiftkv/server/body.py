@@ -49,8 +49,8 @@ def body_threads() -> BoundedThreads:
     return BoundedThreads("a large body to be parsed")
 
 
-def parse_body(content: bytes, body_type: type[B]) -> B:
-    """Check the size of everything in `content`, then parse and validate it.
+def parse_body(content: bytes, body_type: type[B], *, leaves_out_unknown: bool = False) -> B:
+    """Check the size of everything in `content`, then parse and validate it, perhaps without the fields nobody knows.
 
     Raises:
         ApiError: 413 if it holds too much, 400 if it is not a valid `body_type`.
@@ -64,7 +64,7 @@ def parse_body(content: bytes, body_type: type[B]) -> B:
     except RecursionError:
         raise ApiError(400, "the body is not valid JSON: it is nested too deeply", code="invalid_json") from None
     try:
-        return body_type.model_validate(value)
+        return body_type.model_validate(value, extra="ignore" if leaves_out_unknown else None)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
         raise explain_invalid([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
@@ -104,10 +104,12 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
         if not num_bytes or not _is_json(request.headers.get("content-type", "")):
             raise ApiError(400, "the body must be a JSON object, with 'Content-Type: application/json'")
 
+        is_lenient = body_type.lenient_with is not None and body_type.lenient_with in request.headers
+
         def parse() -> B:
             content = b"".join(pieces)
             pieces.clear()
-            return parse_body(content, body_type)
+            return parse_body(content, body_type, leaves_out_unknown=is_lenient)
 
         if num_bytes <= _SMALL_BYTES:
             return parse()

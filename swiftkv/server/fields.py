@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,9 @@ INT32_MAX = 2**31 - 1
 # The bound makes pydantic look into the string: JSON has halves of surrogate pairs, which no tokenizer takes.
 Text = Annotated[str, Field(max_length=INT32_MAX)]
 Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
+
+UNSEEN = "[This is of the type {}, which this model cannot read: it takes text.]"
+"""The text that a model sees where a tool returned something else."""
 
 FIELD_NAMES: set[str] = set()
 """The fields of all bodies, as clients write them; where pydantic says that a mistake is, it has other words, too."""
@@ -87,6 +90,9 @@ _check_number_of_fields = AtMost(LIMITS.fields)
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    lenient_with: ClassVar[str | None] = None
+    """The header with which unknown fields are left out; else, and without it, they are refused."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

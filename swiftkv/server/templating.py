@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Field
@@ -20,6 +20,9 @@ TemplateVariables = Annotated[
 
 
 class TemplateFields(Body):
+    must_take_effort: ClassVar[bool] = True
+    """Whether an effort is refused where the chat template takes none; else it has no effect there."""
+
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template")
     add_generation_prompt: bool | None = Field(None, description="Left out: true, unless a message is continued")
     continue_final_message: bool | None = None
@@ -56,15 +59,19 @@ def templating(body: TemplateFields, chat_template: str, reasoning_effort: Reaso
             raise ApiError(400, message, param="chat_template_kwargs") from None
         check_template_variables(num_bytes)
     if reasoning_effort is not None:
-        variables = _of_effort(reasoning_effort, chat_template) | variables
+        of_effort = _of_effort(reasoning_effort, chat_template)
+        if of_effort is None and body.must_take_effort:
+            message = "field 'reasoning_effort' is not supported: this model's chat template does not take it"
+            raise ApiError(400, message, param="reasoning_effort", code="unsupported_field")
+        variables = (of_effort or {}) | variables
     add_generation_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return Templating(add_generation_prompt, continues, variables)
 
 
-def _of_effort(effort: ReasoningEffort, chat_template: str) -> dict[str, Any]:
+def _of_effort(effort: ReasoningEffort, chat_template: str) -> dict[str, Any] | None:
+    """Return the variables that tell the template of an effort, `None` if it takes none."""
     if "reasoning_effort" in chat_template:
         return {"reasoning_effort": effort}
     if "enable_thinking" in chat_template:
         return {"enable_thinking": effort != "none"}
-    message = "field 'reasoning_effort' is not supported: this model's chat template does not take it"
-    raise ApiError(400, message, param="reasoning_effort", code="unsupported_field")
+    return None

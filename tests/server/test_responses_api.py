@@ -208,14 +208,14 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),  # which the model's chat template does not take
-        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"reasoning": {"effort": "little"}}, "reasoning.effort"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]}, "input.0.content"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "a b", "arguments": "{}"}]}, "input.0.name"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "none"}}, "text.verbosity"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"messages": []}, "messages"),
         # These are found in the chat that the request comes to.

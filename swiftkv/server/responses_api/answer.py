@@ -29,6 +29,9 @@ from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.responses_api.objects import (
     ArgumentsDelta,
     ArgumentsDone,
+    CustomCallItem,
+    CustomInputDelta,
+    CustomInputDone,
     Effort,
     FunctionCallItem,
     IncompleteDetails,
@@ -51,6 +54,7 @@ from swiftkv.server.responses_api.objects import (
     TextDelta,
     TextDone,
 )
+from swiftkv.server.responses_api.tools import custom_input
 from swiftkv.server.sse import NamedEvent
 
 _SMALL_ECHO_BYTES = 1 << 16
@@ -84,6 +88,8 @@ class ResponsesAnswer(PassageAnswer):
             case Grown(ThoughtPassage() as passage, text):
                 kind = "response.reasoning_text.delta"
                 return [self._event(ReasoningDelta, kind, self._item_id(passage), passage.index, 0, text)]
+            case Grown(CallPassage() as passage, _) if self._asked.tool_called(passage.name).is_custom:
+                return []  # what grows is the JSON around the input
             case Grown(passage, text):
                 kind = "response.function_call_arguments.delta"
                 return [self._event(ArgumentsDelta, kind, self._item_id(passage), passage.index, text)]
@@ -129,23 +135,43 @@ class ResponsesAnswer(PassageAnswer):
 
     def _done(self, passage: Passage) -> list[NamedEvent]:
         item_id, text = self._item_id(passage), content(passage)
+        if isinstance(passage, CallPassage) and self._asked.tool_called(passage.name).is_custom:
+            return self._custom_done(item_id, passage.index, custom_input(text))
         if isinstance(passage, CallPassage):
             kind = "response.function_call_arguments.done"
-            return [self._event(ArgumentsDone, kind, item_id, passage.index, passage.name, text)]
+            name = self._asked.tool_called(passage.name).name
+            return [self._event(ArgumentsDone, kind, item_id, passage.index, name, text)]
         if isinstance(passage, ThoughtPassage):
             done = self._event(ReasoningDone, "response.reasoning_text.done", item_id, passage.index, 0, text)
         else:
             done = self._event(TextDone, "response.output_text.done", item_id, passage.index, 0, text)
         return [done, self._part_event("done", passage)]
 
+    def _custom_done(self, item_id: str, index: int, text: str) -> list[NamedEvent]:
+        kind = "response.custom_tool_call_input"
+        return [
+            self._event(CustomInputDelta, f"{kind}.delta", item_id, index, text),
+            self._event(CustomInputDone, f"{kind}.done", item_id, index, text),
+        ]
+
     def _item(self, passage: Passage, status: Status) -> OutputItem:
         if isinstance(passage, CallPassage):
-            return FunctionCallItem(self._item_id(passage), passage.call_id, passage.name, content(passage), status)
+            return self._call(passage, status)
         is_begun = status == "in_progress"
         if isinstance(passage, ThoughtPassage):
             thoughts = [] if is_begun else [ReasoningText(content(passage))]
             return ReasoningOutput(self._item_id(passage), thoughts, status)
         return OutputMessage(self._item_id(passage), [] if is_begun else [OutputText(content(passage))], status)
+
+    def _call(self, passage: CallPassage, status: Status) -> FunctionCallItem | CustomCallItem:
+        tool, text = self._asked.tool_called(passage.name), content(passage)
+        call: FunctionCallItem | CustomCallItem
+        if tool.is_custom:
+            call = CustomCallItem(self._item_id(passage), passage.call_id, tool.name, custom_input(text), status)
+        else:
+            call = FunctionCallItem(self._item_id(passage), passage.call_id, tool.name, text, status)
+        call.namespace = UNSET if tool.namespace is None else tool.namespace
+        return call
 
     def _item_id(self, passage: Passage) -> str:
         return f"{_ID_PREFIXES[type(passage)]}{self.id.removeprefix(self.id_prefix)}{passage.index:04}"

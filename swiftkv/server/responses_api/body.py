@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Raw
-from pydantic import Field, PrivateAttr, Tag
+from pydantic import ConfigDict, Field, PrivateAttr, Tag
 
-from swiftkv.server.fields import INT32_MAX, Body, Label, Text, Unsupported, told_by
+from swiftkv.server.fields import INT32_MAX, UNSEEN, Body, Label, Text, Unsupported, told_by
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import (
     RETENTION,
@@ -19,16 +19,22 @@ from swiftkv.server.protocol import (
     SamplingFields,
     TextPart,
 )
+from swiftkv.server.responses_api.tools import (
+    AnyTools,
+    CalledTool,
+    NamedToolChoice,
+    RequestTools,
+    custom_arguments,
+    function_name,
+)
 from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
 from swiftkv.server.templating import ReasoningEffort
 from swiftkv.server.tiers import WantedTier
 from swiftkv.server.tools import (
     CalledFunction,
-    FunctionDefinition,
     FunctionName,
     NamedFunction,
     NamedTool,
-    Tool,
     ToolCallMessage,
     ToolChoice,
 )
@@ -56,6 +62,29 @@ class InputText(Body):
 InputTexts = Annotated[list[InputText], Field(fail_fast=True, max_length=LIMITS.content_parts)]
 
 
+class InputFile(Body):
+    """A picture or file that a tool returned. The model is told that it is there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["input_image", "input_file"]
+
+    @property
+    def text(self) -> str:
+        return UNSEEN.format(self.type)
+
+
+OutputPart = Annotated[
+    Annotated[InputText, Tag("text part")] | Annotated[InputFile, Tag("file part")],
+    told_by(
+        "type",
+        dict.fromkeys(("input_text", "output_text", "text"), "text part")
+        | dict.fromkeys(("input_image", "input_file"), "file part"),
+    ),
+]
+OutputParts = Annotated[list[OutputPart], Field(fail_fast=True, max_length=LIMITS.content_parts)]
+
+
 class MessageItem(Body):
     """A message: one of the user's, or an item of an earlier answer."""
 
@@ -76,18 +105,36 @@ class FunctionCallInput(Body):
     arguments: Text
     id: Label | None = Field(None, description="Accepted, not used")
     status: ItemStatus | None = Field(None, description="Accepted, not used")
-    namespace: Annotated[None, Unsupported()] = None
+    namespace: FunctionName | None = None
     caller: Annotated[None, Unsupported()] = None
 
 
-class FunctionCallOutput(Body):
-    type: Literal["function_call_output"]
+class CustomCallInput(Body):
+    """A call of a custom tool that an earlier answer made."""
+
+    type: Literal["custom_tool_call"]
     call_id: Label
-    output: Text | InputTexts
+    name: FunctionName
+    input: Text
+    id: Label | None = Field(None, description="Accepted, not used")
+    status: ItemStatus | None = Field(None, description="Accepted, not used")
+    namespace: FunctionName | None = None
+    caller: Annotated[None, Unsupported()] = None
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of the function that stands for the tool."""
+        return custom_arguments(self.input)
+
+
+class CallOutput(Body):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Label
+    output: Text | OutputParts
     id: Label | None = Field(None, description="Accepted, not used")
     status: ItemStatus | None = Field(None, description="Accepted, not used")
     name: Label | None = Field(None, description="Accepted, not used")
-    namespace: Annotated[None, Unsupported()] = None
+    namespace: Label | None = Field(None, description="Accepted, not used")
     caller: Annotated[None, Unsupported()] = None
 
 
@@ -107,39 +154,35 @@ class ReasoningItem(Body):
     status: ItemStatus | None = Field(None, description="Accepted, not used")
 
 
+HostedItemType = Literal["web_search_call", "image_generation_call", "tool_search_call", "tool_search_output"]
+
+
+class HostedItem(Body):
+    """A call of a tool that another server ran: the model is not shown it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: HostedItemType
+
+
 _ITEM_TAGS = {
     "message": "message item",
     "function_call": "function_call item",
-    "function_call_output": "function_call_output item",
+    "function_call_output": "output of a call",
+    "custom_tool_call": "custom_tool_call item",
+    "custom_tool_call_output": "output of a call",
     "reasoning": "reasoning item",
+    **dict.fromkeys(get_args(HostedItemType), "item of another server"),
 }
 Item = Annotated[
     Annotated[MessageItem, Tag("message item")]
     | Annotated[FunctionCallInput, Tag("function_call item")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output item")]
-    | Annotated[ReasoningItem, Tag("reasoning item")],
+    | Annotated[CustomCallInput, Tag("custom_tool_call item")]
+    | Annotated[CallOutput, Tag("output of a call")]
+    | Annotated[ReasoningItem, Tag("reasoning item")]
+    | Annotated[HostedItem, Tag("item of another server")],
     told_by("type", _ITEM_TAGS, default="message"),
 ]
-
-
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: FunctionName
-    description: Text | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
-    strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
-    defer_loading: Annotated[None, Unsupported(False)] = None
-
-    def for_chat(self) -> Tool:
-        function = FunctionDefinition.model_construct(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
-        )
-        return Tool.model_construct(type="function", function=function)
-
-
-class NamedFunctionTool(Body):
-    type: Literal["function"]
-    name: FunctionName
 
 
 class PlainTextFormat(Body):
@@ -162,7 +205,7 @@ TextFormat = Annotated[
 
 class TextSettings(Body):
     format: TextFormat | None = None
-    verbosity: Annotated[None, Unsupported("medium")] = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, not used")
 
     def for_chat(self) -> ResponseFormat | None:
         if self.format is None:
@@ -174,20 +217,44 @@ class TextSettings(Body):
 
 
 class ReasoningSettings(Body):
-    effort: ReasoningEffort | None = Field(None, description="Where the chat template takes it")
+    effort: ReasoningEffort | None = Field(None, description="Without effect where the chat template does not take it")
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Accepted, not used")
 
 
 class ResponsesStreamOptions(Body):
-    include_obfuscation: Annotated[None, Unsupported(False)] = None
+    include_obfuscation: bool | None = Field(None, description="Accepted, not used")
+
+
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
+
+
+class ResponsesChat(ChatBody):
+    """The chat that a request for a response comes to. Its clients send an effort, whatever the model."""
+
+    must_take_effort: ClassVar[bool] = False
 
 
 class ResponsesBody(SamplingFields):
+    """The fields of a request.
+
+    With the header `originator`, by which Codex names itself, it may have more: each of its versions sends others.
+    """
+
+    lenient_with: ClassVar[str | None] = "originator"
+
     input: Text | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=LIMITS.messages)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=LIMITS.tools)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tools: AnyTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -196,6 +263,7 @@ class ResponsesBody(SamplingFields):
     store: bool | None = Field(None, description="Accepted, not used")
     user: Label | None = Field(None, description="Accepted, not used")
     metadata: Metadata | None = Field(None, description="Accepted, not used")
+    client_metadata: Metadata | None = Field(None, description="Accepted, not used")
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_retention: CacheRetention | None = Field(None, description=RETENTION)
@@ -206,18 +274,20 @@ class ResponsesBody(SamplingFields):
     prompt: Annotated[None, Unsupported()] = None
     background: Annotated[None, Unsupported(False)] = None
     truncation: Annotated[None, Unsupported("disabled")] = None
-    include: Annotated[None, Unsupported([], ["reasoning.encrypted_content"])] = None
+    include: list[Included] | None = Field(None, description="Accepted, not used", max_length=len(get_args(Included)))
     top_logprobs: Annotated[None, Unsupported(0)] = None
 
     _chat: ChatBody = PrivateAttr()
+    _request_tools: RequestTools = PrivateAttr()
     _tools: Raw = PrivateAttr()
     _text: Raw = PrivateAttr()
     _num_echoed_bytes: int = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
         """Translate, where a large body is parsed: in a thread."""
-        self._chat = _chat(self)
-        asked_tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        self._request_tools = RequestTools(self.tools or ())
+        self._chat = _chat(self, self._request_tools)
+        asked_tools = [tool.model_dump(exclude_none=True) for tool in self._request_tools.shown]
         asked_text = {} if self.text is None else self.text.model_dump(exclude_none=True, by_alias=True)
         tools = encoded(asked_tools, "tools")
         text = encoded({"format": {"type": "text"}, **asked_text}, "text.format.schema")
@@ -228,9 +298,13 @@ class ResponsesBody(SamplingFields):
         """The chat that the request comes to."""
         return self._chat
 
+    def tool_called(self, function: str) -> CalledTool:
+        """Return the tool of the request that a function of the chat stands for."""
+        return self._request_tools.called(function)
+
     @property
     def echoed_tools(self) -> Raw:
-        """The tools as the answer repeats them."""
+        """The tools as the answer repeats them: those that the model is shown."""
         return self._tools
 
     @property
@@ -242,26 +316,27 @@ class ResponsesBody(SamplingFields):
     def echoed_tool_choice(self) -> object:
         """The choice of tools as the answer repeats it."""
         choice = self.tool_choice
-        return choice.model_dump() if isinstance(choice, NamedFunctionTool) else choice or "auto"
+        return choice.model_dump(exclude_none=True) if isinstance(choice, NamedToolChoice) else choice or "auto"
 
     @property
     def num_echoed_bytes(self) -> int:
         return self._num_echoed_bytes
 
 
-def _chat(body: ResponsesBody) -> ChatBody:
+def _chat(body: ResponsesBody, tools: RequestTools) -> ChatBody:
     """Return the chat of a request. Every field was checked already, and nothing is checked again."""
     choice: ToolChoice | None = None
-    if isinstance(body.tool_choice, NamedFunctionTool):
-        function = NamedFunction.model_construct(name=body.tool_choice.name)
+    if isinstance(body.tool_choice, NamedToolChoice):
+        name = function_name(body.tool_choice.namespace, body.tool_choice.name)
+        function = NamedFunction.model_construct(name=name)
         choice = NamedTool.model_construct(type="function", function=function)
     else:
         choice = body.tool_choice
-    return ChatBody.model_construct(
+    return ResponsesChat.model_construct(
         **body.shared_fields(),
         messages=list(_messages(body)),
         max_completion_tokens=body.max_output_tokens,
-        tools=None if body.tools is None else [tool.for_chat() for tool in body.tools],
+        tools=tools.for_chat() or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else body.text.for_chat(),
@@ -280,13 +355,15 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
     answer: ChatMessage | None = None  # what follows may be calls that belong to it
     thought: str | None = None  # of the message that follows
     for item in body.input:
+        if isinstance(item, HostedItem):
+            continue
         if isinstance(item, ReasoningItem):
             thought = "\n".join(part.text for part in item.content or ()) or None
             if answer is not None:
                 yield answer
                 answer = None
             continue
-        if isinstance(item, FunctionCallInput):
+        if isinstance(item, FunctionCallInput | CustomCallInput):
             answer = answer or ChatMessage.model_construct(role="assistant", reasoning_content=thought)
             answer.tool_calls = answer.tool_calls or []
             answer.tool_calls.append(_call(item))
@@ -295,7 +372,7 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
         if answer is not None:
             yield answer
             answer = None
-        if isinstance(item, FunctionCallOutput):
+        if isinstance(item, CallOutput):
             yield ChatMessage.model_construct(role="tool", tool_call_id=item.call_id, content=_content(item.output))
         elif item.role == "assistant":
             content = _content(item.content)
@@ -307,12 +384,13 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
         yield answer
 
 
-def _call(item: FunctionCallInput) -> ToolCallMessage:
-    function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+def _call(item: FunctionCallInput | CustomCallInput) -> ToolCallMessage:
+    name = function_name(item.namespace, item.name)
+    function = CalledFunction.model_construct(name=name, arguments=item.arguments)
     return ToolCallMessage.model_construct(id=item.call_id, type="function", function=function)
 
 
-def _content(value: str | list[InputText]) -> str | list[TextPart]:
+def _content(value: str | Sequence[InputText | InputFile]) -> str | list[TextPart]:
     if isinstance(value, str):
         return value
     return [TextPart.model_construct(type="text", text=part.text) for part in value]

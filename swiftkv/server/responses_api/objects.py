@@ -46,9 +46,20 @@ class FunctionCallItem(Struct):
     arguments: str
     status: Status
     type: Literal["function_call"] = "function_call"
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = ReasoningOutput | OutputMessage | FunctionCallItem
+class CustomCallItem(Struct):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = ReasoningOutput | OutputMessage | FunctionCallItem | CustomCallItem
 
 
 class InputTokensDetails(Struct):
@@ -92,7 +103,7 @@ class ResponseObject(Struct):
     status: Status
     model: str
     output: list[Any]
-    """Items of the types `reasoning`, `message` and `function_call`."""
+    """Items of the types `reasoning`, `message`, `function_call` and `custom_tool_call`."""
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -186,3 +197,17 @@ class ArgumentsDone(NamedEvent):
     output_index: int
     name: str
     arguments: str
+
+
+class CustomInputDelta(NamedEvent):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CustomInputDone(NamedEvent):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
