@@ -103,7 +103,10 @@ class ApiError(Exception):
     def anthropic_answer(self) -> AnthropicError:
         """Return the error as a client of Anthropic's sees it."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return AnthropicError(AnthropicErrorDetail(kind, self.answer().error.message))
+        message = self.answer().error.message
+        if self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"  # Claude Code makes a conversation shorter when it reads this
+        return AnthropicError(AnthropicErrorDetail(kind, message))
 
     def response(self, path: str = "") -> Response:
         """Return the answer to a request for `path`."""

@@ -29,7 +29,7 @@ _HEADERS = {
 def page_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     for path, (file, media_type) in _FILES.items():
-        router.add_api_route(path, _sender((_DIRECTORY / file).read_bytes(), media_type), methods=["GET"])
+        router.add_api_route(path, _sender((_DIRECTORY / file).read_bytes(), media_type), methods=["GET", "HEAD"])
     return router
 
 

@@ -42,7 +42,7 @@ class Limits:
     grammar_depth: int = 32  # of a schema: arrays and objects in each other
     grammar_values: int = 1 << 14  # of a schema
     grammar_choices: int = 1024
-    tools: int = 128  # and calls of one message
+    tools: int = 512  # and calls of one message
     template_chars: int = 1 << 16  # of a chat template
     template_variables: int = 64
     template_variables_bytes: int = 16 << 10  # as JSON

@@ -7,7 +7,7 @@ not supported is refused by name, unless its value asks for nothing (``tools: []
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -223,6 +223,10 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_
 
 
 class ChatBody(GenerationBody, ToolFields, TemplateFields):
+    must_fit: ClassVar[bool] = True
+    """Whether a limit that is more than the context has room for is refused; else the answer ends where the room does.
+    """
+
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None

@@ -147,6 +147,8 @@ def _max_tokens(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_
         if not body.echo:
             raise ApiError(400, "field 'max_tokens' is 0: nothing is asked for without 'echo'", param="max_tokens")
         asked = 1  # the engine always generates; the answer leaves the token out
+    if isinstance(body, ChatBody) and not body.must_fit and asked is not None and room >= 1:
+        asked = min(asked, room)
     if room < 1 or (asked or 1) > room:
         raise ApiError(
             400,

@@ -238,9 +238,9 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
     [
         ({"thinking": {"type": "sometimes"}}, "thinking"),
         ({"container": "c"}, "container"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"effort": "little"}}, "output_config.effort"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages.0"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages.0.content.0.text"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": ""}]}, "'messages'"),
@@ -248,7 +248,7 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"nonsense": 1}, "nonsense"),
         # These are found in the chat that the request comes to.
-        ({"max_tokens": 100_000}, "maximum context length"),
+        ({"messages": [{"role": "user", "content": "more " * 5000}]}, "maximum context length"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "refuses these messages"),
         ({"stop_sequences": ["x" * 1000] * 5}, "stop_sequences"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
+from swiftkv.server.answer import BegunRequest
 from swiftkv.server.errors import ApiError
 from swiftkv.server.messages_api.objects import (
     BlockDelta,
@@ -30,11 +31,16 @@ from swiftkv.server.messages_api.objects import (
 )
 from swiftkv.server.passage_answer import PassageAnswer
 from swiftkv.server.passages import CallPassage, Closed, Grown, Opened, Passage, PassageEvent, ThoughtPassage, content
+from swiftkv.server.protocol import ChatBody
 from swiftkv.server.sse import NamedEvent
 
 
 class MessagesAnswer(PassageAnswer):
     id_prefix = "msg_"
+
+    def __init__(self, request: BegunRequest[ChatBody]) -> None:
+        super().__init__(request)
+        self._max_tokens = request.body.max_tokens
 
     def opening(self) -> list[NamedEvent]:
         begun = MessageObject(self.id, self.model.name, [], self._message_usage())
@@ -77,11 +83,17 @@ class MessagesAnswer(PassageAnswer):
 
     def _stop_reason(self) -> StopReason:
         if self.finish_reason == "length":
-            return "max_tokens"
+            return "model_context_window_exceeded" if self._is_context_full() else "max_tokens"
         if self._stop_sequence() is not None:
             return "stop_sequence"
         has_call = any(isinstance(_content_block(passage), ToolUseBlock) for passage in self.passages.all)
         return "tool_use" if has_call else "end_turn"
+
+    def _is_context_full(self) -> bool:
+        """Return whether the answer ended before the limit that was asked for, since there was no more room."""
+        usage = self.usage()
+        is_short = usage.completion_tokens < (self._max_tokens or 0)
+        return is_short and usage.prompt_tokens + usage.completion_tokens >= self.model.max_model_len
 
     def _stop_sequence(self) -> str | None:
         return self.stop_reason if isinstance(self.stop_reason, str) else None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, PrivateAttr, Tag
+from pydantic import ConfigDict, Field, PrivateAttr, Tag
 
-from swiftkv.server.fields import INT32_MAX, Body, Label, Text, Unsupported, told_by
+from swiftkv.server.fields import INT32_MAX, UNSEEN, Body, Label, Text, Unsupported, told_by
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import ChatBody, ChatMessage, ModelBody, SamplingFields, StopList, TextPart
 from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
@@ -34,6 +34,22 @@ FIELD_OF_CHAT = {
 
 _CACHED_ANYWAY = "Accepted, not used"
 
+_ATTRIBUTION = "x-anthropic-billing-header:"
+"""Claude Code's prompts begin with a line of this name. It has another value in each request, so no prefix with it is
+ever found in the cache."""
+
+ServerBlockType = Literal[
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "mcp_tool_use",
+    "mcp_tool_result",
+]
+
 
 class CachedPart(Body):
     cache_control: dict[str, Any] | None = Field(None, description=_CACHED_ANYWAY)
@@ -58,10 +74,53 @@ class ToolUseParam(CachedPart):
     caller: dict[str, Any] | None = Field(None, description="Accepted, not used")
 
 
+class FileParam(CachedPart):
+    """A picture or document that a tool returned. The model sees plain texts, and of others that they are there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["image", "document"]
+    source: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        source = self.source or {}
+        text = source.get("data") if source.get("type") == "text" else None
+        return text if isinstance(text, str) else UNSEEN.format(self.type)
+
+
+class ToolReferenceParam(CachedPart):
+    """A tool that a search for tools found. The prompt has all tools of a request from the beginning."""
+
+    type: Literal["tool_reference"]
+    tool_name: FunctionName
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} can be called."
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlockParam, Tag("text block")]
+    | Annotated[FileParam, Tag("file block")]
+    | Annotated[ToolReferenceParam, Tag("tool_reference block")],
+    told_by(
+        "type",
+        {
+            "text": "text block",
+            "image": "file block",
+            "document": "file block",
+            "tool_reference": "tool_reference block",
+        },
+    ),
+]
+ResultBlocks = Annotated[list[ResultBlock], Field(fail_fast=True, max_length=LIMITS.content_parts)]
+
+
 class ToolResultParam(CachedPart):
     type: Literal["tool_result"]
     tool_use_id: Label
-    content: Text | Texts | None = None
+    content: Text | ResultBlocks | None = None
     is_error: bool | None = Field(None, description="Accepted, not used")
 
 
@@ -78,6 +137,35 @@ class RedactedThinkingParam(Body):
     data: Text
 
 
+class ServerBlockParam(Body):
+    """A part of an answer of another server, which ran a tool of its own: the model is not shown it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: ServerBlockType
+
+
+class ChangedTool(Body):
+    type: Literal["tool_reference"]
+    name: FunctionName
+
+
+class ToolChangeParam(CachedPart):
+    """A tool that may be called from here on, or no longer."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: ChangedTool
+
+    @property
+    def text(self) -> str:
+        can = "can be called from here on" if self.type == "tool_addition" else "cannot be called any more"
+        return f"The tool {self.tool.name} {can}."
+
+
+SystemBlock = Annotated[
+    Annotated[TextBlockParam, Tag("text block")] | Annotated[ToolChangeParam, Tag("tool change")],
+    told_by("type", {"text": "text block", "tool_addition": "tool change", "tool_removal": "tool change"}),
+]
 UserBlock = Annotated[
     Annotated[TextBlockParam, Tag("text block")] | Annotated[ToolResultParam, Tag("tool_result block")],
     told_by("type", {"text": "text block", "tool_result": "tool_result block"}),
@@ -86,8 +174,13 @@ AssistantBlock = Annotated[
     Annotated[TextBlockParam, Tag("text block")]
     | Annotated[ToolUseParam, Tag("tool_use block")]
     | Annotated[ThinkingParam, Tag("thinking block")]
-    | Annotated[RedactedThinkingParam, Tag("redacted_thinking block")],
-    told_by("type", {kind: f"{kind} block" for kind in ("text", "tool_use", "thinking", "redacted_thinking")}),
+    | Annotated[RedactedThinkingParam, Tag("redacted_thinking block")]
+    | Annotated[ServerBlockParam, Tag("block of another server")],
+    told_by(
+        "type",
+        {kind: f"{kind} block" for kind in ("text", "tool_use", "thinking", "redacted_thinking")}
+        | dict.fromkeys(get_args(ServerBlockType), "block of another server"),
+    ),
 ]
 
 
@@ -103,9 +196,18 @@ class AnsweredMessage(Body):
     content: Text | Annotated[list[AssistantBlock], Field(fail_fast=True, max_length=LIMITS.content_parts)]
 
 
+class SystemMessage(Body):
+    """An instruction that a program adds in the midst of a conversation."""
+
+    role: Literal["system"]
+    content: Text | Annotated[list[SystemBlock], Field(fail_fast=True, max_length=LIMITS.content_parts)]
+
+
 Message = Annotated[
-    Annotated[UserMessage, Tag("user message")] | Annotated[AnsweredMessage, Tag("assistant message")],
-    told_by("role", {"user": "user message", "assistant": "assistant message"}),
+    Annotated[UserMessage, Tag("user message")]
+    | Annotated[AnsweredMessage, Tag("assistant message")]
+    | Annotated[SystemMessage, Tag("system message")],
+    told_by("role", {role: f"{role} message" for role in ("user", "assistant", "system")}),
 ]
 
 
@@ -116,7 +218,8 @@ class ClientTool(CachedPart):
     type: Literal["custom"] | None = None
     strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
     eager_input_streaming: bool | None = Field(None, description="Accepted, not used")
-    defer_loading: Annotated[None, Unsupported(False)] = None
+    defer_loading: bool | None = Field(None, description="Accepted, not used")
+    allowed_callers: list[Label] | None = Field(None, description="Accepted, not used", max_length=LIMITS.tools)
     input_examples: Annotated[None, Unsupported([])] = None
 
     def for_chat(self) -> Tool:
@@ -151,7 +254,7 @@ class SchemaFormat(Body):
 class OutputConfig(Body):
     format: SchemaFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="Where the chat template takes it"
+        None, description="Without effect where the chat template does not take it"
     )
 
 
@@ -160,15 +263,33 @@ class ThinkingSettings(Body):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description="Accepted, not used")
-    display: Literal["summarized"] | None = Field(None, description="Accepted, not used")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="Accepted, not used")
 
 
 class MessageMetadata(Body):
+    model_config = ConfigDict(extra="ignore")
+
     user_id: Label | None = Field(None, description="Accepted, not used")
 
 
+class MessagesChat(ChatBody):
+    """The chat that a request for messages comes to.
+
+    Its clients send a limit and an effort with each request, whatever the model: too much of either is no mistake.
+    """
+
+    must_fit: ClassVar[bool] = False
+    must_take_effort: ClassVar[bool] = False
+
+
 class CountTokensBody(ModelBody):
-    """The fields that make the prompt."""
+    """The fields that make the prompt.
+
+    With the header `anthropic-beta` a request may have more fields than these: programs that follow Anthropic's betas
+    send new ones every few weeks.
+    """
+
+    lenient_with: ClassVar[str | None] = "anthropic-beta"
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=LIMITS.messages)]
     system: Text | Texts | None = None
@@ -177,12 +298,13 @@ class CountTokensBody(ModelBody):
     output_config: OutputConfig | None = None
     thinking: ThinkingSettings | None = None
     cache_control: dict[str, Any] | None = Field(None, description=_CACHED_ANYWAY)
+    context_management: dict[str, Any] | None = Field(None, description="Accepted, not used")
 
     _chat: ChatBody = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
         """Translate, where a large body is parsed: in a thread."""
-        self._chat = ChatBody.model_construct(**self._chat_fields())
+        self._chat = MessagesChat.model_construct(**self._chat_fields())
 
     @property
     def chat(self) -> ChatBody:
@@ -212,7 +334,6 @@ class MessagesBody(CountTokensBody, SamplingFields):
     inference_geo: Label | None = Field(None, description="Accepted, not used")
     container: Annotated[None, Unsupported()] = None
     mcp_servers: Annotated[None, Unsupported([])] = None
-    context_management: Annotated[None, Unsupported()] = None
 
     def _chat_fields(self) -> dict[str, Any]:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
@@ -234,17 +355,31 @@ def _response_format(config: OutputConfig) -> ResponseFormat | None:
 
 
 def _messages(
-    system: str | Sequence[TextBlockParam] | None, messages: Sequence[UserMessage | AnsweredMessage]
+    system: str | Sequence[TextBlockParam] | None, messages: Sequence[UserMessage | AnsweredMessage | SystemMessage]
 ) -> Iterator[ChatMessage]:
-    if system:
-        yield ChatMessage.model_construct(role="system", content=_texts(system))
+    if shown := _system_prompt(system or ""):
+        yield ChatMessage.model_construct(role="system", content=shown)
     for message in messages:
         if isinstance(message.content, str):
             yield ChatMessage.model_construct(role=message.role, content=message.content)
         elif isinstance(message, UserMessage):
             yield from _of_user(message.content)
+        elif isinstance(message, SystemMessage):
+            yield ChatMessage.model_construct(role="system", content=_texts(message.content))
         else:
             yield _of_assistant(message.content)
+
+
+def _system_prompt(system: str | Sequence[TextBlockParam]) -> str | list[TextPart]:
+    """Return a system prompt without the line that changes from request to request."""
+    if isinstance(system, str):
+        return _without_attribution(system)
+    texts = [_without_attribution(block.text) for block in system]
+    return [TextPart.model_construct(type="text", text=text) for text in texts if text]
+
+
+def _without_attribution(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(_ATTRIBUTION) else text
 
 
 def _of_user(blocks: Sequence[TextBlockParam | ToolResultParam]) -> Iterator[ChatMessage]:
@@ -264,7 +399,7 @@ def _of_user(blocks: Sequence[TextBlockParam | ToolResultParam]) -> Iterator[Cha
 
 
 def _of_assistant(
-    blocks: Sequence[TextBlockParam | ToolUseParam | ThinkingParam | RedactedThinkingParam],
+    blocks: Sequence[TextBlockParam | ToolUseParam | ThinkingParam | RedactedThinkingParam | ServerBlockParam],
 ) -> ChatMessage:
     """Return an answer as one message."""
     thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingParam))
@@ -280,7 +415,9 @@ def _call(block: ToolUseParam) -> ToolCallMessage:
     return ToolCallMessage.model_construct(id=block.id, type="function", function=function)
 
 
-def _texts(value: str | Sequence[TextBlockParam]) -> str | list[TextPart]:
+def _texts(
+    value: str | Sequence[TextBlockParam | FileParam | ToolReferenceParam | ToolChangeParam],
+) -> str | list[TextPart]:
     if isinstance(value, str):
         return value
     return [TextPart.model_construct(type="text", text=block.text) for block in value]

@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 from swiftkv.server.errors import AnthropicErrorDetail
 from swiftkv.server.sse import NamedEvent
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 
 
 class MessageText(Struct):
