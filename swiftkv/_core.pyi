@@ -435,10 +435,13 @@ class Scheduler:
         """The bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
     def set_write_policy(self, write_policy: WritePolicy | Literal["never"]) -> None:
-        """Offer blocks to storage from now on: all that are committed, or those that another request has found.
+        """Offer blocks to storage from now on: all that are committed, those that another request has found, or those
+        that are evicted next.
 
         Sliding-window groups offer the tails of boundaries that are kept, and nothing else. With `write_through` all
-        that is here already is offered, too; `never` takes every offer back.
+        that is here already is offered, too, what was used last first; `never` takes every offer back. `write_back`
+        offers nothing before `take_offers` asks: then the blocks without which a quarter of a group's blocks would not
+        be free or stored, in the order of eviction.
         """
 
     def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int32Array, Int64Array]:

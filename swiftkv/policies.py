@@ -7,5 +7,5 @@ from typing import Literal
 Task = Literal["generate", "embed", "score"]
 ServiceTier = Literal["priority", "default", "flex", "batch"]
 SchedulingPolicy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
-WritePolicy = Literal["write_through", "write_through_selective"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]

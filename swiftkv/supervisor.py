@@ -183,7 +183,8 @@ class EngineSupervisor:
     async def stop(self) -> None:
         """End the process, and return once it is gone; without one, do nothing.
 
-        Ask it to; if that does not help, close its standard input, which ends it, and at last send SIGKILL.
+        Ask it to; if that does not help, close its standard input, which ends it, and at last send SIGKILL. What it has
+        to write to storage comes before that.
         """
         process, life = self._process, self._life
         if process is None or life is None:
@@ -193,10 +194,13 @@ class EngineSupervisor:
             process.stdin.close()
         with contextlib.suppress(ApiError):  # its queue is full
             self._client.shutdown_engine()
+        storage = self._config.storage
+        patience_s = _STOP_TIMEOUT_S / 2 + (0.0 if storage is None else storage.close_patience_s)
         for push in (process.stdin.close, process.kill):
-            await asyncio.wait({life}, timeout=_STOP_TIMEOUT_S / 2)
+            await asyncio.wait({life}, timeout=patience_s)
             if life.done():
                 break
+            patience_s = _STOP_TIMEOUT_S / 2
             with contextlib.suppress(ProcessLookupError):
                 push()
         await asyncio.wait({life})

@@ -18,7 +18,9 @@ class StorageConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    write_policy: WritePolicy = Field("write_through", description="write_through or write_through_selective")
+    write_policy: WritePolicy = Field(
+        "write_through", description="write_through, write_through_selective or write_back"
+    )
     prefetch_policy: PrefetchPolicy = Field("timeout", description="timeout, best_effort or wait_complete")
     prefetch_threshold: Annotated[int, Field(ge=1)] = Field(256, description="a number of tokens, at least 1")
     prefetch_timeout_base: Duration = Field(1.0, description=DURATION)

@@ -37,8 +37,9 @@ def one_model(tiers: str, options: str = "") -> str:
         ),
         (one_model("{storage: {path: kv, size: 1GB}}"), "models[0].tiers.storage.size: '1GB' is not a size such as"),
         (
-            one_model(file(", write_policy: write_back")),
-            "models[0].tiers.storage.write_policy: 'write_back' is not write_through or write_through_selective",
+            one_model(file(", write_policy: write_around")),
+            "models[0].tiers.storage.write_policy: 'write_around' is not write_through, write_through_selective or "
+            "write_back",
         ),
         (
             one_model(file(", prefetch_policy: never")),

@@ -18,8 +18,10 @@ namespace {
 WritePolicy write_policy_named(const std::string& name) {
     if (name == "write_through") return WritePolicy::kWriteThrough;
     if (name == "write_through_selective") return WritePolicy::kWriteThroughSelective;
+    if (name == "write_back") return WritePolicy::kWriteBack;
     if (name == "never") return WritePolicy::kNever;
-    throw std::invalid_argument("write_policy: it is write_through, write_through_selective or never, not " + name);
+    throw std::invalid_argument(
+        "write_policy: it is write_through, write_through_selective, write_back or never, not " + name);
 }
 
 nb::bytes bytes_of(const std::vector<BlockKey>& keys) {

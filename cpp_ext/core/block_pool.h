@@ -116,6 +116,18 @@ class BlockPool {
     BlockId oldest_cached(Place place) const;
     // The same of all places further down together.
     BlockId oldest_cached_below(Place place) const;
+    // Calls visit(block) for cached blocks in the order in which they are forgotten, those furthest down first, until
+    // it returns false.
+    template <class Visit>
+    void for_each_cached(Visit&& visit) const {
+        for (int place = kNumPlaces - 1; place >= 0; --place) {
+            for (int worth = 0; worth < kNumWorths; ++worth) {
+                const BlockId end = sentinel(static_cast<Place>(place), static_cast<Worth>(worth));
+                for (BlockId b = records_[end].newer; b != end; b = records_[b].newer)
+                    if (!visit(b)) return;
+            }
+        }
+    }
 
     // ---- a house: local extents that groups share ----
     // The extent is this group's from now on, and all of its blocks are free. Some of them must be taken before the

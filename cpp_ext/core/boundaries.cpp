@@ -78,6 +78,17 @@ Worth Boundaries::worth(NodeId node, int group) const {
     return most;
 }
 
+std::vector<NodeId> Boundaries::nodes_beside(NodeId node) const {
+    std::vector<NodeId> beside;
+    const auto found = distances_.find(node);
+    if (found == distances_.end()) return beside;
+    for (const auto& [number, distance] : found->second) {
+        const std::vector<NodeId>& nodes = boundaries_.at(number).nodes;
+        beside.insert(beside.end(), nodes.begin(), nodes.end());
+    }
+    return beside;
+}
+
 void Boundaries::erase(Number number) {
     ends_.erase(boundaries_.at(number).nodes.front());
     for (NodeId node : boundaries_.at(number).nodes) {

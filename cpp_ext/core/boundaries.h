@@ -36,6 +36,9 @@ class Boundaries {
     // What the tails that have the node's block make it worth.
     Worth worth(NodeId node, int group) const;
 
+    // The nodes of all boundaries that the node is part of.
+    std::vector<NodeId> nodes_beside(NodeId node) const;
+
     // Calls visit(node) for every node on the way to a boundary.
     template <class Visit>
     void for_each_on_path(Visit&& visit) const {

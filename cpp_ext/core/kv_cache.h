@@ -350,6 +350,7 @@ class KvCache {
     bool borrows() const;
     bool could_hold_in_house(std::span<const int> num_blocks) const;
     bool may_grow(int group) const;
+    int num_extents_to_take(int group) const;
     bool may_take_from(int group, int other) const;
     bool can_stage_more(int group) const;
     void make_reserve();
@@ -405,6 +406,13 @@ class KvCache {
     void offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys);
     void offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
     void offer_match(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
+    void offer_all();
+    void offer_next_to_go(int max_blocks);
+    int num_near_eviction(int group) const;
+    void offer_what_goes_with(int group, NodeId node);
+    bool offer(int group, NodeId node);
+    bool is_worth_storing(int group, BlockId block) const;
+    bool is_lost_unstored(int group, NodeId node) const;
     bool can_store(int group, BlockId block) const;
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
     bool has_room_to_load(std::span<const int> wanted, bool may_evict) const;

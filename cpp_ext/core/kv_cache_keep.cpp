@@ -15,6 +15,7 @@ void KvCache::evict(int g, BlockId block) noexcept {
     for (int h = 0; h < num_groups(); ++h) {
         const BlockId held = index_.block(node, h);
         if (held == kNone || (h != g && !whole_node)) continue;
+        if (is_lost_unstored(h, node)) offers_.count_dropped();
         groups_[h].pool.forget(held);
         point_to(node, h, kNone);
         offers_.forget(node, h);

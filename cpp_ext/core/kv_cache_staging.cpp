@@ -211,6 +211,13 @@ bool KvCache::may_grow(int g) const {
     return !can_borrow() || groups_[g].spec.window > 0 || num_left_for_histories() > 0;
 }
 
+// The extents of nobody that the group may have.
+int KvCache::num_extents_to_take(int g) const {
+    const int num_free = house_->num_free();
+    if (!can_borrow() || groups_[g].spec.window > 0) return num_free;
+    return std::clamp(num_left_for_histories(), 0, num_free);
+}
+
 // Whether the group may have an extent that is another's.
 bool KvCache::may_take_from(int g, int other) const {
     return g == other || groups_[other].spec.window == 0 || may_grow(g);

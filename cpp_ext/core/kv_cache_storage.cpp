@@ -10,22 +10,83 @@
 #include "kv_cache.h"
 
 namespace swiftkv {
+namespace {
+
+// Write-back keeps one part of so many of a group's blocks free or stored.
+constexpr int kNumPartsOfPool = 4;
+
+}  // namespace
 
 // ---- down ----
 
-// Storage that comes late is offered what is here: all but the blocks of windows that no boundary keeps.
 void KvCache::set_write_policy(WritePolicy policy) {
     offers_.set_policy(policy);
-    if (policy != WritePolicy::kWriteThrough) return;
+    if (policy == WritePolicy::kWriteThrough) offer_all();
+}
+
+// Offers what is here, for storage that comes late or goes soon. What was used last comes first, and so a prefix from
+// its begin.
+void KvCache::offer_all() {
+    for (int g = 0; g < num_groups(); ++g) {
+        std::vector<NodeId> nodes;
+        groups_[g].pool.for_each_cached([&](BlockId block) {
+            nodes.push_back(groups_[g].pool.node(block));
+            return true;
+        });
+        for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) offer_what_goes_with(g, *it);
+    }
     index_.for_each([&](NodeId node) {
-        for (int g = 0; g < num_groups(); ++g) {
-            const BlockPool& pool = groups_[g].pool;
-            const BlockId block = index_.block(node, g);
-            if (block == kNone || pool.state(block) == BlockState::kLoading) continue;
-            if (groups_[g].spec.window == 0 || pool.worth(block) == Worth::kKept)
-                offers_.add(node, g, index_.key(node));
-        }
+        for (int g = 0; g < num_groups(); ++g) offer(g, node);
     });
+}
+
+// Offers the blocks that are evicted next, until `max_blocks` wait: so many that a part of the pool can be taken at
+// once, and nothing is lost that is nowhere else.
+void KvCache::offer_next_to_go(int max_blocks) {
+    for (int g = 0; g < num_groups(); ++g) {
+        int left = num_near_eviction(g);
+        groups_[g].pool.for_each_cached([&](BlockId block) {
+            if (left-- <= 0 || offers_.num_waiting() >= max_blocks) return false;
+            offer_what_goes_with(g, groups_[g].pool.node(block));
+            return true;
+        });
+    }
+}
+
+// How many of a group's cached blocks go when a part of its blocks is taken at once. Below 0: none, by far.
+int KvCache::num_near_eviction(int g) const {
+    const BlockPool& pool = groups_[g].pool;
+    int num_free = pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal);
+    if (house_) num_free += num_extents_to_take(g) * pool.house_extent_blocks();
+    return (num_home_blocks(g) + pool.num_held()) / kNumPartsOfPool - num_free;
+}
+
+// Offers what evict() forgets together with a node's block of a group, and the whole of the tails that have a part in
+// the node: they are worth nothing without it.
+void KvCache::offer_what_goes_with(int g, NodeId node) {
+    bool is_new = false;
+    for (int h = 0; h < num_groups(); ++h)
+        if (h == g || groups_[g].spec.window == 0) is_new |= offer(h, node);
+    if (!is_new) return;
+    for (NodeId beside : boundaries_.nodes_beside(node))
+        for (int h = 0; h < num_groups(); ++h)
+            if (groups_[h].spec.window > 0) offer(h, beside);
+}
+
+// False: storage has the block or was offered it, or it is not worth storing.
+bool KvCache::offer(int g, NodeId node) {
+    return is_worth_storing(g, index_.block(node, g)) && offers_.add(node, g, index_.key(node));
+}
+
+// Of windows only what a boundary keeps. kNone: there is no block.
+bool KvCache::is_worth_storing(int g, BlockId block) const {
+    if (block == kNone || !can_store(g, block)) return false;
+    return groups_[g].spec.window == 0 || groups_[g].pool.worth(block) != Worth::kNone;
+}
+
+bool KvCache::is_lost_unstored(int g, NodeId node) const {
+    return offers_.policy() == WritePolicy::kWriteBack && !offers_.is_marked(node, g) &&
+           is_worth_storing(g, index_.block(node, g));
 }
 
 void KvCache::offer_committed(NodeId node, const BlockKey& key) {
@@ -63,6 +124,7 @@ void KvCache::offer_match(std::span<const NodeId> path, std::span<const BlockKey
 }
 
 std::vector<StoredBlock> KvCache::take_offers(int max_blocks) {
+    if (offers_.policy() == WritePolicy::kWriteBack) offer_next_to_go(max_blocks);
     std::vector<StoredBlock> taken;
     while (offers_.num_waiting() > 0 && static_cast<int>(taken.size()) < max_blocks) {
         const Offers::Offer offer = offers_.take();

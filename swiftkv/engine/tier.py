@@ -28,7 +28,7 @@ from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.writer import Writer
 from swiftkv.transport.base import Transport
 
-_CLOSE_PATIENCE_S = 2.0
+_CLOSE_PATIENCE_S = 2.0  # for a thread whose queue is to be written, or whose call is to come back
 _NEWS_INTERVAL_S = 0.1
 _TRIAL_INTERVAL_S = 1.0
 
@@ -97,6 +97,7 @@ class StorageTier(Tier):
         `wake` is called in threads of the tier when the engine should call `before_step`.
         """
         spec, levels, keys = opened.spec, opened.levels, opened.keys
+        self._spec = spec
         self._name = opened.name
         self._scheduler = scheduler
         self._levels = levels
@@ -105,6 +106,7 @@ class StorageTier(Tier):
         self._pool = pool
         self._transport = transport
         self._num_out_of_reach = 0  # blocks that lie where their bytes cannot be read in place
+        self._is_leaving = False
         self._loader = Loader(levels, keys, wake)
         self._loads = Loads(
             spec, scheduler, self._loader, LoadPlanner(), groups=groups, pool=pool, max_num_seqs=max_num_seqs
@@ -114,7 +116,7 @@ class StorageTier(Tier):
             keys,
             queue_bytes=spec.queue_bytes,
             max_block_bytes=max(group.block_bytes for group in groups),
-            may_write=lambda: not self._loads.is_reading,
+            may_write=self._may_write,
             on_room=wake,
         )
         for level in levels.levels:
@@ -189,9 +191,7 @@ class StorageTier(Tier):
 
     def leave(self) -> None:
         """Give up all that waits for storage, and take nothing more on; what is on its way down goes on."""
-        self._loads.close()
-        self._store()
-        self._scheduler.set_write_policy("never")
+        self._leave(write_until_s=0.0)
 
     def end(self) -> None:
         """End the threads after `leave`: write what is on its way down, as far as a moment suffices. In any thread."""
@@ -201,14 +201,37 @@ class StorageTier(Tier):
         self._loader.join(_CLOSE_PATIENCE_S)
 
     def close(self) -> None:
-        """Write what is on its way down, as far as a moment suffices."""
-        self.leave()
+        """Write what is on offer and on its way down, as far as the patience suffices."""
+        self._leave(write_until_s=time.monotonic() + self._spec.close_patience_s)
         self.end()
 
-    def _store(self) -> None:
-        """Copy what is to go down into the queue, as far as it has room; the rest stays on offer."""
+    def _leave(self, write_until_s: float) -> None:
+        """Give up all that waits for storage, fill the queue until a moment of the monotonic clock, and take no more.
+
+        Write-back offers what is in the pool now: later nobody does.
+        """
+        self._loads.close()
+        self._is_leaving = True
+        if self._spec.write_policy == "write_back":
+            self._scheduler.set_write_policy("write_through")
+        self._store()
+        while self._writer.wait_for_room(write_until_s) and self._store():
+            pass
+        self._scheduler.set_write_policy("never")
+
+    def _may_write(self) -> bool:
+        """Whether no load is in the way, or nobody waits for one any more."""
+        return self._is_leaving or not self._loads.is_reading
+
+    def _store(self) -> int:
+        """Copy what is to go down into the queue, as far as it has room; the rest stays on offer.
+
+        Return how many blocks were taken.
+        """
+        num_taken = 0
         if max_blocks := self._max_stores():
             block_keys, groups, links, offsets_bytes = self._scheduler.take_offers(max_blocks)
+            num_taken = len(groups)
             places = zip(groups.tolist(), links.tolist(), offsets_bytes.tolist(), strict=True)
             for key, (group, link, offset) in zip(split_keys(block_keys), places, strict=True):
                 pool = self._pool_at(link)
@@ -217,8 +240,9 @@ class StorageTier(Tier):
                 else:
                     self._writer.add(key, group, pool[offset : offset + self._groups[group].block_bytes])
             self._scheduler.end_copying()
-        if not self._loads.is_reading:
+        if self._may_write():
             self._writer.loads_changed()
+        return num_taken
 
     def _pool_at(self, link: int) -> npt.NDArray[np.uint8] | None:
         """Return our own pool for -1, else that of the link's lender if it can be read in place."""

@@ -28,6 +28,11 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_timeout_per_ki_token_s: float = 0.25
     queue_bytes: int = 64 << 20  # of blocks on their way down, in host memory
 
+    @property
+    def close_patience_s(self) -> float:
+        """Return how long an engine that ends goes on writing: with `write_back` most of its pool is not stored yet."""
+        return 10.0 if self.write_policy == "write_back" else 2.0
+
 
 class LevelStats(msgspec.Struct, array_like=True, frozen=True):
     """One tier below the pool. Totals count from the start of the engine; blocks are of one KV group each."""

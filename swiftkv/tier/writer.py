@@ -89,6 +89,12 @@ class Writer:
             self._queue.append(_Copy(block_key, group, slot, len(source)))
             self._thread.changed.notify()
 
+    def wait_for_room(self, until_s: float) -> bool:
+        """Wait until `add` has room; return false if it has none at that moment of the monotonic clock, or later."""
+        timeout_s = until_s - time.monotonic()
+        with self._thread.changed:
+            return timeout_s > 0 and self._thread.changed.wait_for(lambda: len(self._free) > 0, timeout_s)
+
     def loads_changed(self) -> None:
         """Note that `may_write` may have become true. Raises `RuntimeError` if a defect ended the thread."""
         self._thread.check()
@@ -115,7 +121,9 @@ class Writer:
             self.stored_bytes += sum(
                 copy.num_bytes for copy, status in zip(batch, statuses, strict=True) if status is Status.OK
             )
-            self._free.extend(copy.slot for copy in batch)
+            with self._thread.changed:
+                self._free.extend(copy.slot for copy in batch)
+                self._thread.changed.notify()
             self._on_room()
 
     def _next(self) -> list[_Copy]:

@@ -256,6 +256,26 @@ class Engine:
             assert lost == naive.lost_pins
             naive.lost_pins = []
 
+    def write_back(self) -> None:
+        """Offer blocks to storage when they are evicted next."""
+        self.scheduler.set_write_policy("write_back")
+        for naive in self.foretellers:
+            naive.writes_back = True
+
+    def take_offers(self, max_blocks: int) -> list[tuple[int, bytes]]:
+        """Return the groups and keys of blocks that storage gets."""
+        keys, groups, _, _ = self.scheduler.take_offers(max_blocks)
+        self.scheduler.end_copying()
+        taken = [(group, keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]) for i, group in enumerate(groups.tolist())]
+        for naive in self.foretellers:
+            assert taken == [(group, self._key(prefix)) for group, prefix in naive.take_offers(max_blocks)]
+        return taken
+
+    def _key(self, prefix: tuple[object, ...]) -> bytes:
+        namespace, *tokens = prefix
+        assert isinstance(namespace, bytes)
+        return _core.block_keys(namespace, np.array(tokens, np.int32), self.setup.block_size)[-KEY_BYTES:]
+
     def schedule(self) -> _core.StepPlan | None:
         plan = self.scheduler.schedule(self.now_s)
         for naive in self.foretellers:
@@ -574,6 +594,7 @@ class Engine:
             assert stats.num_running == len(self.slots) - len(naive.preempted)
             assert stats.num_preemptions_total == naive.num_preemptions
             assert stats.num_displaced_total == naive.num_displaced
+            assert self.scheduler.num_dropped_offers() == naive.num_dropped
             for g, pool in zip(stats.groups, naive.pools, strict=True):
                 assert g.cached == len(pool.evictable())
                 assert g.in_flight == pool.num_in_flight()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import numpy as np
-from lending_oracle import WIDTH_BYTES, LendingEngine, Marks
+from lending_oracle import WIDTH_BYTES, LendingEngine, LendingSetup, Marks
 
 from swiftkv import _core
+from swiftkv.policies import WritePolicy
 
 KEY_BYTES = 32
 
@@ -33,9 +35,9 @@ class Transfer:
 class StoringEngine(LendingEngine):
     """Stores what the scheduler offers, wherever it lies, and checks every byte; loads it again as far as it may."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.scheduler.set_write_policy("write_through")
+    def __init__(self, setup: LendingSetup, rng: random.Random, write_policy: WritePolicy = "write_through") -> None:
+        super().__init__(setup, rng)
+        self.scheduler.set_write_policy(write_policy)
         self.storage: dict[tuple[bytes, int], list[Marks]] = {}
         self.transfers: list[Transfer] = []
         self.waiting: set[int] = set()  # requests that are held

@@ -8,7 +8,7 @@ It is one file, for it is one model: who checks a rule of it should find all rul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import frexp
 
@@ -130,6 +130,7 @@ class NaivePool:
         self.busy: dict[Prefix, int] = {}
         self.loading: dict[Prefix, int] = {}  # by load, of the blocks in the index
         self.forgotten_loads: set[int] = set()
+        self.offered: set[Prefix] = set()  # to storage, of the blocks in the index
 
     def num_in_flight(self) -> int:
         return len(self.retired) + sum(self.holders.get(prefix) == 0 for prefix in self.busy)
@@ -203,6 +204,7 @@ class NaivePool:
         if prefix not in self.holders:
             return
         assert self.holders.pop(prefix) == 0
+        self.offered.discard(prefix)
         if prefix in self.busy:
             self.retired.append(self.busy.pop(prefix))
         else:
@@ -239,6 +241,9 @@ class NaiveScheduler:
         self.pins: dict[int, list[list[Prefix | None]]] = {}  # blocks that are kept, per group; the oldest first
         self.lost_pins: list[int] = []
         self.has_refused = False  # in the step that is being planned
+        self.writes_back = False
+        self.offers: list[tuple[int, Prefix]] = []  # that wait for storage to take them
+        self.num_dropped = 0  # blocks that write-back has lost
 
     def add(
         self,
@@ -438,6 +443,47 @@ class NaiveScheduler:
             return False
         self.lost_pins.append(next(iter(self.pins)))
         return self.unpin(self.lost_pins[-1])
+
+    # ---- write-back ----
+
+    def take_offers(self, max_blocks: int) -> list[tuple[int, Prefix]]:
+        """Return the blocks that go first when a quarter of a group's pool is taken, each once."""
+        for g, pool in enumerate(self.pools):
+            num_near = max(0, pool.num_blocks // 4 - pool.num_free())
+            for prefix in pool.evictable()[:num_near]:
+                if len(self.offers) < max_blocks:
+                    self.offer_what_goes_with(g, prefix)
+        taken: list[tuple[int, Prefix]] = []
+        while self.offers and len(taken) < max_blocks:
+            g, prefix = self.offers.pop(0)
+            if prefix in self.pools[g].holders:
+                taken.append((g, prefix))
+            else:
+                self.num_dropped += 1
+        return taken
+
+    def offer_what_goes_with(self, g: int, prefix: Prefix) -> None:
+        """Offer what goes with a block; tails that have a part in it are offered as a whole."""
+        num_new = sum(self.offer(other, prefix) for other in self.groups_that_lose(g))
+        if num_new > 0:
+            for boundary in self.boundaries.kept:
+                for beside in boundary.prefixes if prefix in boundary.prefixes else []:
+                    for other, window in enumerate(self.windows):
+                        if window:
+                            self.offer(other, beside)
+
+    def offer(self, g: int, prefix: Prefix) -> bool:
+        is_new = self.is_unstored(g, prefix)
+        if is_new:
+            self.pools[g].offered.add(prefix)
+            self.offers.append((g, prefix))
+        return is_new
+
+    def is_unstored(self, g: int, prefix: Prefix) -> bool:
+        """Whether a block should be stored and is not; of a window only what a boundary keeps."""
+        pool = self.pools[g]
+        is_wanted = not self.windows[g] or pool.worth(prefix) != Worth.NONE
+        return prefix in pool.holders and is_wanted and prefix not in pool.offered
 
     # ---- schedule ----
 
@@ -699,9 +745,13 @@ class NaiveScheduler:
                 if window and (prefix in pool.holders or prefix in pool.loading):
                     pool.set_worth(prefix, self.boundaries.worth(g, prefix))
 
+    def groups_that_lose(self, g: int) -> Sequence[int]:
+        """Return the groups whose blocks go when a group loses one: with full attention all of them."""
+        return [g] if self.windows[g] else range(len(self.pools))
+
     def evict(self, g: int, prefix: Prefix) -> None:
-        groups = [g] if self.windows[g] else range(len(self.pools))
-        for other in groups:
+        for other in self.groups_that_lose(g):
+            self.num_dropped += self.writes_back and self.is_unstored(other, prefix)
             self.pools[other].forget(prefix)
         self.lose(prefix, g)
 

@@ -57,6 +57,7 @@ class StorageEngine(Engine):
             lend_links=[Link(0, num_lent_extents, 2)] if num_lent_extents else [],
             retention_interval=setup.retention_interval,
         )
+        self.write_policy = write_policy
         self.scheduler.set_write_policy(write_policy)  # type: ignore[arg-type]
         self.storage: dict[tuple[bytes, int], list[int]] = {}
         self.transfers: list[Transfer] = []
@@ -103,8 +104,10 @@ class StorageEngine(Engine):
 
     def store(self, max_blocks: int = 1 << 20) -> int:
         """Copy down what is on offer. Returns how many blocks that were."""
+        is_on_offer = self.write_policy != "write_back" or self.scheduler.num_offers() or not self._is_a_quarter_free()
         keys, groups, links, offsets = self.scheduler.take_offers(max_blocks)
         self.scheduler.end_copying()
+        assert is_on_offer or not len(groups)
         assert (links == -1).all()
         assert len(keys) == KEY_BYTES * len(groups)
         assert len(groups) <= max_blocks
@@ -114,6 +117,14 @@ class StorageEngine(Engine):
             key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
             assert self.storage.setdefault((key, group), numbers) == numbers, "one key names different bytes"
         return len(groups)
+
+    def _is_a_quarter_free(self) -> bool:
+        """Whether a quarter of every group's blocks is free, or nobody's: then write-back wants nothing."""
+        groups = self.scheduler.stats().groups
+        sizes = self.setup.blocks_per_extent or [0] * len(groups)
+        num_held = sum((g.total - g.elsewhere) // size for g, size in zip(groups, sizes, strict=True) if size)
+        unheld = self.setup.num_extents - num_held if self.setup.blocks_per_extent else 0
+        return all(g.free + unheld * size >= (g.total - g.lent) // 4 for g, size in zip(groups, sizes, strict=True))
 
     def look_up(self, request_id: int) -> tuple[list[bytes], npt.NDArray[np.bool_], int]:
         found, is_resident, num_usable = self.scheduler.look_up(request_id)

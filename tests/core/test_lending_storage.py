@@ -10,8 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from lending_oracle import BorrowSetup, LendingSetup
-from lending_storage_oracle import StoringEngine, Transfer
+from lending_storage_oracle import KEY_BYTES, StoringEngine, Transfer
 from test_lending_states import SETUPS, Lending
+
+from swiftkv import _core
+from swiftkv.policies import WritePolicy
 
 BORROWS = LendingSetup(((3, 8, 0),), (BorrowSetup(0, 4, 2),))
 
@@ -20,9 +23,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 1000, length).tolist()
 
 
-def borrowing(setup: LendingSetup = BORROWS) -> StoringEngine:
+def borrowing(setup: LendingSetup = BORROWS, write_policy: WritePolicy = "write_through") -> StoringEngine:
     """Return an engine that holds everything that it may borrow."""
-    e = StoringEngine(setup, random.Random(0))
+    e = StoringEngine(setup, random.Random(0), write_policy)
     for link, borrowed in enumerate(setup.borrow):
         e.borrow(link, borrowed.num_extents)
     return e
@@ -43,6 +46,16 @@ def test_blocks_that_lie_with_a_lender_are_stored_from_there() -> None:
     assert len(e.storage) == 10
     assert e.num_stored_from_lenders > 0
     assert e.scheduler.num_dropped_offers() == 0
+
+
+def test_while_lenders_have_room_nothing_is_written_back() -> None:
+    """Three of sixteen blocks are the layer-stream cache, and the second prompt takes the last one that is free."""
+    e = borrowing(write_policy="write_back")
+    run(e, 1, prompt(33))
+    assert not e.storage
+    run(e, 2, prompt(17, 1))
+    keys = _core.block_keys(b"", np.array(prompt(33), np.int32), BORROWS.block_size)
+    assert [key for key, _ in e.storage] == [keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in (7, 6, 5, 4)]
 
 
 def test_what_a_lender_took_along_comes_back_from_storage() -> None:
@@ -111,9 +124,13 @@ class LendingWithStorage(Lending):
 
     engine: StoringEngine
 
-    @initialize(setup=st.sampled_from([s for s in SETUPS if s.enable_prefix_caching]), seed=st.integers(0, 99))
-    def start(self, setup: LendingSetup, seed: int) -> None:
-        self.engine = StoringEngine(setup, random.Random(seed))
+    @initialize(
+        setup=st.sampled_from([s for s in SETUPS if s.enable_prefix_caching]),
+        seed=st.integers(0, 99),
+        policy=st.sampled_from(["write_through", "write_back"]),
+    )
+    def start(self, setup: LendingSetup, seed: int, policy: WritePolicy) -> None:
+        self.engine = StoringEngine(setup, random.Random(seed), policy)
         self.next_id = 0
 
     @rule(length=st.integers(1, 40), seed=st.integers(0, 2), max_tokens=st.integers(1, 12))

@@ -47,9 +47,12 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(setup=setups())
-    def start(self, setup: Setup) -> None:
+    @initialize(setup=setups(), writes_back=st.booleans())
+    def start(self, setup: Setup, writes_back: bool) -> None:
         self.engine = Engine(setup)
+        self.writes_back = writes_back
+        if writes_back:
+            self.engine.write_back()
         self.next_id = 0
         self.history: list[list[int]] = [[0, 1] * 20]
 
@@ -146,6 +149,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1 << 16))
     def unpin(self, pick: int) -> None:
         self.engine.unpin(pick % self.engine.num_pins)
+
+    @precondition(lambda self: self.writes_back)
+    @rule(max_blocks=st.integers(0, 12))
+    def take_offers(self, max_blocks: int) -> None:
+        self.engine.take_offers(max_blocks)
 
     @precondition(lambda self: self.engine.requests)
     @rule(which=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=3))

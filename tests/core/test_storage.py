@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from naive_scheduler import Setup
-from storage_oracle import StorageEngine, Transfer
+from storage_oracle import KEY_BYTES, StorageEngine, Transfer
 
 from swiftkv import _core
 
 BLOCK = 4
 DENSE = Setup(((1, 16, 0),), BLOCK, 4, 64, 48)
 HYBRID = Setup(((1, 16, 0), (1, 16, 8)), BLOCK, 4, 64, 48)
+SHARED = Setup(((2, 24, 0), (1, 48, 8)), BLOCK, 4, 64, 48, blocks_per_extent=(1, 2))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -111,6 +112,121 @@ def test_offers_are_taken_back_and_made_to_the_next_storage() -> None:
     e.storage.clear()
     e.scheduler.set_write_policy("write_through")
     assert e.store() == len(e.storage) == 8
+
+
+def keys_of(tokens: list[int], *numbers: int) -> list[bytes]:
+    """Return the keys of blocks of a prompt, by their numbers."""
+    found = _core.block_keys(b"", np.array(tokens, np.int32), BLOCK)
+    return [found[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in numbers]
+
+
+SETUPS = pytest.mark.parametrize("setup", [DENSE, HYBRID, SHARED], ids=["dense", "hybrid", "shared extents"])
+
+
+@SETUPS
+def test_while_a_quarter_of_the_pool_is_free_nothing_is_written_back(setup: Setup) -> None:
+    e = StorageEngine(setup, "write_back")
+    run(e, 1, prompt(33))
+    run(e, 2, prompt(33))
+    assert not e.storage
+
+
+def test_what_is_evicted_next_is_written_back_once() -> None:
+    """Two of sixteen blocks are free, and the last blocks of the older prompt make it a quarter."""
+    e = StorageEngine(DENSE, "write_back")
+    run(e, 1, prompt(33))
+    run(e, 2, prompt(25, 1))
+    assert list(e.storage) == [(key, 0) for key in keys_of(prompt(33), 7, 6)]
+    assert e.store() == 0
+    assert e.scheduler.num_dropped_offers() == 0
+
+
+def test_what_was_found_again_is_not_written_back() -> None:
+    """A part of the prompt that came first is the last to be evicted now."""
+    e = StorageEngine(DENSE, "write_back")
+    run(e, 1, prompt(17))
+    run(e, 2, prompt(33, 1))
+    assert not e.storage
+    run(e, 3, prompt(17))
+    run(e, 4, prompt(13, 2))
+    assert list(e.storage) == [(key, 0) for key in keys_of(prompt(33, 1), 7, 6, 5)]
+
+
+def test_blocks_that_a_request_holds_are_not_written_back() -> None:
+    e = StorageEngine(DENSE, "write_back")
+    e.add(1, prompt(40), 8)
+    for _ in range(7):
+        e.step()
+        assert e.store() == 0
+    assert e.scheduler.stats().groups[0].used == 12
+    e.drain()
+
+
+def test_what_leaves_before_it_is_written_back_is_counted() -> None:
+    """A prompt takes five blocks at once, of which two are free, and two were stored."""
+    e = StorageEngine(DENSE, "write_back")
+    run(e, 1, prompt(33))
+    run(e, 2, prompt(25, 1))
+    run(e, 3, prompt(17, 2))
+    assert e.scheduler.num_dropped_offers() == 1
+    assert (keys_of(prompt(33), 5)[0], 0) not in e.storage
+
+
+def test_so_much_is_written_back_as_is_taken() -> None:
+    """The rest stays where it is, and is asked for again."""
+    e = StorageEngine(DENSE, "write_back")
+    for i, length in enumerate((33, 25)):
+        e.add(i, prompt(length, i), 1)
+        e.step()
+    assert [e.store(max_blocks) for max_blocks in (0, 1, 1, 1)] == [0, 1, 1, 0]
+
+
+@SETUPS
+def test_what_was_written_back_comes_back(setup: Setup) -> None:
+    """A window's tail goes down with the last block before its boundary, as a whole."""
+    e = StorageEngine(setup, "write_back")
+    run(e, 1, prompt(33))
+    num_others = 0
+    while keys_of(prompt(33), 0)[0] in keys_here(e):
+        num_others += 1
+        run(e, 1 + num_others, prompt(13, num_others))
+    assert {key for key, _ in e.storage} >= {*keys_of(prompt(33), *range(8))}
+    if len(setup.groups) > 1:
+        assert {key for key, group in e.storage if group == 1} >= {*keys_of(prompt(33), 5, 6, 7)}
+    assert e.scheduler.num_dropped_offers() == 0
+    assert run_from_storage(e, 99, prompt(33)) == 32
+    e.check()
+
+
+def keys_here(e: StorageEngine) -> set[bytes]:
+    """Return the keys of the blocks of the first group that are here."""
+    found, groups, _ = e.scheduler.resident_blocks()
+    return {found[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i, group in enumerate(groups.tolist()) if group == 0}
+
+
+def test_of_windows_that_no_boundary_keeps_nothing_is_written_back() -> None:
+    e = StorageEngine(HYBRID, "write_back")
+    run(e, 1, prompt(33))
+    for i in range(2, 8):
+        run(e, i, prompt(13, i))
+    assert {key for key, group in e.storage if group == 1} & {*keys_of(prompt(33), *range(8))} == {
+        *keys_of(prompt(33), 5, 6, 7)
+    }
+
+
+@pytest.mark.parametrize("setup", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_the_rest_is_offered_from_the_begin_of_what_was_used_last(setup: Setup) -> None:
+    """An engine that ends has written the begin of something, however much it has time for."""
+    e = StorageEngine(setup, "write_back")
+    run(e, 1, prompt(17))
+    run(e, 2, prompt(17, 1))
+    assert not e.storage
+    e.scheduler.set_write_policy("write_through")
+    e.store()
+    in_order = [*keys_of(prompt(17, 1), *range(4)), *keys_of(prompt(17), *range(4))]
+    assert [key for key, group in e.storage if group == 0] == in_order
+    e.reset_prefix_cache()
+    assert [run_from_storage(e, 3 + i, [*prompt(17, i), 1]) for i in range(2)] == [16, 16]
 
 
 @pytest.mark.parametrize("setup", [DENSE, HYBRID], ids=["dense", "hybrid"])
@@ -259,7 +375,7 @@ def test_blocks_that_are_not_loading_cannot_end_to() -> None:
     with pytest.raises(ValueError, match="num_blocks"):
         e.scheduler.begin_load(2, 99)
     with pytest.raises(ValueError, match="write_policy"):
-        e.scheduler.set_write_policy("write_back")  # type: ignore[arg-type]
+        e.scheduler.set_write_policy("write_around")  # type: ignore[arg-type]
     e.check()
     e.drain()
 

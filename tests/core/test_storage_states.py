@@ -21,10 +21,11 @@ SETUPS = [
     (Setup(((1, 30, 0), (1, 10, 5)), 2, 4, 8, 24, blocks_per_extent=(3, 1)), 0),
     (Setup(((2, 22, 0), (1, 33, 5)), 2, 4, 8, 24, retention_interval=6, blocks_per_extent=(2, 3)), 0),
 ]
+POLICIES = ["write_through", "write_through_selective", "write_back"]
 
 
 class Storage(RuleBasedStateMachine):
-    @initialize(pick=st.sampled_from(SETUPS), policy=st.sampled_from(["write_through", "write_through_selective"]))
+    @initialize(pick=st.sampled_from(SETUPS), policy=st.sampled_from(POLICIES))
     def start(self, pick: tuple[Setup, int], policy: str) -> None:
         setup, num_lent = pick
         self.can_lend = num_lent > 0

@@ -14,6 +14,7 @@ import pytest
 
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.storage.host_medium import make_host_memory
+from swiftkv.tier.messages import TierStats
 from tests.engine.engine_process import Answer, EngineClient, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
@@ -73,6 +74,12 @@ def wait_until_stored(client: EngineClient) -> None:
     client.wait_for_rest()
     while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
         client.take_one()
+
+
+def tier_of(client: EngineClient) -> TierStats:
+    assert client.stats is not None
+    assert client.stats.tier is not None
+    return client.stats.tier
 
 
 def next_turns(first: Sequence[Answer]) -> list[list[int]]:
@@ -294,6 +301,49 @@ def test_selective_writing_stores_the_prompt_of_a_request_that_wants_it_to_last(
         wait_until_stored(client)
     second = answers(checkpoint, PROMPTS, storage=spec)
     assert [answer.cached_tokens for answer in second] == [288, 0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "shares_extents", "num_kib"), [("llama", False, 768), ("gemma3", False, 704), ("gemma3", True, 384)]
+)
+def test_what_is_written_back_comes_back(
+    checkpoints: dict[str, Path], tmp_path: Path, arch: str, shares_extents: bool, num_kib: int
+) -> None:
+    """Nothing is written while there is room; a turn whose history has left the pool finds it in storage.
+
+    The pool has 48 blocks of full attention, or of both kinds together: a fourth is taken by a prompt of twelve blocks.
+    """
+    spec = storage(file_backend(tmp_path / "kv"), write_policy="write_back")
+    with engine(checkpoints[arch], kv_bytes=num_kib << 10, storage=spec, shares_extents=shares_extents) as client:
+        first = client.generate([PROMPTS[0]])
+        wait_until_stored(client)
+        assert tier_of(client).stored_blocks_total == 0
+        others = [client.generate([prompt(100, seed)]) for seed in range(10, 20)]
+        wait_until_stored(client)
+        stored = tier_of(client)
+        second = client.generate([[*PROMPTS[0], *first[0].token_ids, 7, 8, 9]])
+        hits = tier_of(client).hit_tokens_total
+    assert stored.dropped_stores_total == 0
+    assert stored.stored_blocks_total > 0
+    assert stored.hit_tokens_total == 0
+    assert second[0].cached_tokens == (len(PROMPTS[0]) + len(first[0].token_ids) - 1) // BLOCK * BLOCK
+    assert hits == second[0].cached_tokens
+    right = answers(checkpoints[arch], [[*PROMPTS[0], *first[0].token_ids, 7, 8, 9]])
+    assert tokens(second) == tokens(right)
+    assert all(tokens(other) for other in others)
+
+
+def test_an_engine_that_ends_writes_back_what_it_has(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue has room for two blocks, and the pool for all there is."""
+    monkeypatch.setattr("swiftkv.tier.messages.TierSpec.close_patience_s", 60.0)
+    spec = storage(file_backend(tmp_path / "kv"), write_policy="write_back", queue_bytes=1)
+    first = answers(checkpoint, PROMPTS, storage=spec)
+    second = answers(checkpoint, next_turns(first), storage=spec)
+    in_blocks = [(len(p) + len(a.token_ids) - 1) // BLOCK * BLOCK for p, a in zip(PROMPTS, first, strict=True)]
+    assert [answer.cached_tokens for answer in second] == in_blocks
+    assert tokens(second) == tokens(answers(checkpoint, next_turns(first)))
 
 
 SLOW_STEPS = [1.0, 0.0, 0.0, 0.0, 0.0, 0.001]

@@ -74,6 +74,24 @@ def kill_engine(node: NodeProcess, name: str) -> None:
     wait_for("the engine to be back", lambda: node.ready()[name] == "ready")
 
 
+def test_what_a_node_has_not_written_back_is_written_when_it_ends(tmp_path: Path, temporary: Path) -> None:
+    """While it runs its pool has room for everything."""
+    make_checkpoint(tmp_path / "hybrid", "gemma3", tokenizer=True, max_position_embeddings=2048)
+    storage = {"backend": "file", "path": "kv", "size": "64MiB", "min_free": 0, "write_policy": "write_back"}
+    storage |= {"prefetch_threshold": 64, "prefetch_policy": "wait_complete"}
+    config = {"node": {"port": 0}, "models": [model("chat", tmp_path / "hybrid", tiers={"storage": storage})]}
+    history = [random.Random(7).randrange(3, 320) for _ in range(300)]
+    with NodeProcess(config, tmp_path, temporary) as node:
+        answer, _ = complete(node, "chat", history)
+        assert metric(node, "swiftkv:tier_stored_blocks_total", "chat") == 0
+        node.process.send_signal(signal.SIGTERM)
+        assert node.process.wait(DEADLINE_S) == 0
+    history += [*answer, 5, 6, 7]
+    with NodeProcess(config, tmp_path, temporary) as node:
+        _, cached_tokens = complete(node, "chat", history)
+    assert cached_tokens == (len(history) - 4) // 16 * 16
+
+
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
 def test_a_conversation_survives_the_kill_of_its_engine(node: NodeProcess, name: str) -> None:
     rng = random.Random(name)

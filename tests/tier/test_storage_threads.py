@@ -132,6 +132,21 @@ def test_what_is_in_the_queue_is_written_at_the_end(backend: StorageBackend) -> 
     assert queue.stored_blocks == 40
 
 
+def test_room_is_waited_for_until_there_is_some_or_it_is_too_late(backend: StorageBackend) -> None:
+    may_write, owner = threading.Event(), Owner()
+    queue = writer(backend, owner, 2, may_write)
+    assert queue.wait_for_room(time.monotonic() + TIMEOUT_S)
+    assert not queue.wait_for_room(time.monotonic() - 1.0)
+    for number in range(2):
+        queue.add(key(number), 0, block(number))
+    assert not queue.wait_for_room(time.monotonic() + 0.01)  # a load is in the way
+    may_write.set()
+    queue.loads_changed()
+    assert queue.wait_for_room(time.monotonic() + TIMEOUT_S)
+    queue.close(TIMEOUT_S)
+    assert queue.stored_blocks == 2
+
+
 def test_a_writer_that_hangs_is_left_behind(tmp_path: Path) -> None:
     hangs = open_file(tmp_path, hang=1.0, hang_time="60s")
     may_write = threading.Event()

@@ -54,6 +54,7 @@ SHARES = "core/fair_share.h"
 STEP_TIME = "core/step_time.cpp"
 PATHS = "core/paths.cpp"
 PINS = "core/pins.cpp"
+CACHE_STORAGE = "core/kv_cache_storage.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 
 MUTANTS = [
@@ -85,6 +86,67 @@ MUTANTS = [
         "",
     ),
     one("a pin whose bytes were lost stays", PINS, "if (cache_.is_indexed(pin.table)) return false;", "return false;"),
+    # Write-back.
+    one(
+        "nothing is written back before the pool is full",
+        CACHE_STORAGE,
+        "/ kNumPartsOfPool - num_free;",
+        "/ kNumPartsOfPool * 0 - num_free;",
+    ),
+    one(
+        "what was used last is written back first",
+        "core/block_pool.h",
+        "for (BlockId b = records_[end].newer; b != end; b = records_[b].newer)\n                    if (!visit(b))",
+        "for (BlockId b = records_[end].older; b != end; b = records_[b].older)\n                    if (!visit(b))",
+    ),
+    one(
+        "free extents are no room, and blocks are written back early",
+        CACHE_STORAGE,
+        "if (house_) num_free += num_extents_to_take(g)",
+        "if (false) num_free += num_extents_to_take(g)",
+    ),
+    one(
+        "room at lenders is none, and blocks are written back early",
+        CACHE_STORAGE,
+        "pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal);",
+        "pool.num_free(Place::kLocal);",
+    ),
+    one(
+        "what goes with a block is not written back",
+        CACHE_STORAGE,
+        "if (h == g || groups_[g].spec.window == 0) is_new",
+        "if (h == g) is_new",
+    ),
+    one(
+        "of a tail a part is written back",
+        CACHE_STORAGE,
+        "if (groups_[h].spec.window > 0) offer(h, beside);",
+        "if (false) offer(h, beside);",
+    ),
+    one(
+        "windows that no boundary keeps are written back",
+        CACHE_STORAGE,
+        "return groups_[g].spec.window == 0 || groups_[g].pool.worth(block) != Worth::kNone;",
+        "return true;",
+    ),
+    one(
+        "what leaves before it is written back is not counted",
+        CACHE_KEEP,
+        "if (is_lost_unstored(h, node)) offers_.count_dropped();",
+        "",
+    ),
+    one(
+        "what was evicted counts as stored when it comes again",
+        CACHE_KEEP,
+        "        offers_.forget(node, h);\n",
+        "",
+    ),
+    one(
+        "the rest is offered from the end of what was used first",
+        CACHE_STORAGE,
+        "for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) offer_what_goes_with(g, *it);",
+        "for (NodeId node : nodes) offer_what_goes_with(g, node);",
+    ),
     # The block pool.
     one("a block that a step still uses is free", POOL, "if (records_[block].busy_until > 0) {", "if (false) {"),
     one(

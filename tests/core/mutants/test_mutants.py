@@ -21,6 +21,7 @@ TESTS = {
         f"tests/core/test_{name}.py"
         for name in (
             "pins",
+            "storage",
             "lending",
             "lending_shared",
             "scheduler",
@@ -35,6 +36,7 @@ TESTS = {
             "house",
             "lending_states",
             "lending_random",
+            "lending_storage",
             "scheduler_states",
         )
     ],
