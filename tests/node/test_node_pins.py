@@ -1,0 +1,73 @@
+"""Pins of a real node, as its administrator makes them: what they keep, and until when."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from swiftkv.cli import app
+from tests.support.node_process import DEADLINE_S, NodeProcess
+
+BLOCK = 16
+
+
+@pytest.fixture
+def node(checkpoint: Path, tmp_path: Path, temporary: Path) -> Iterator[NodeProcess]:
+    """A model whose pool has room for 768 tokens."""
+    model = {"name": "chat", "path": str(checkpoint), "dtype": "float32", "threads": 1, "max_model_len": 512}
+    model |= {"kv_cache": {"memory": "768KiB", "max_pinned": "50%"}}
+    with NodeProcess({"node": {"port": 0}, "models": [model]}, tmp_path, temporary) as node:
+        yield node
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 320) for _ in range(length)]
+
+
+def ask(node: NodeProcess, tokens: list[int]) -> tuple[str, int]:
+    """Return a request's id, and how much of its prompt was cached."""
+    body = {"model": "chat", "prompt": tokens, "max_tokens": 2, "temperature": 0}
+    answer = httpx.post(f"{node.url}/v1/completions", json=body, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["X-Request-Id"], answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def fill(node: NodeProcess, *seeds: int) -> None:
+    """Ask for other prompts, of which two take more than the pool."""
+    for seed in seeds:
+        ask(node, prompt(400, seed))
+
+
+def steer(node: NodeProcess, *command: str) -> str:
+    done = CliRunner().invoke(app, ["cache", *command, "--url", node.url])
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def test_a_pinned_prompt_stays_in_the_pool_until_it_is_unpinned(node: NodeProcess) -> None:
+    kept, other = prompt(200, 1), prompt(200, 2)
+    request_id, _ = ask(node, kept)
+    ask(node, other)
+    made = re.search(r"chat keeps 192 tokens for 28,800 s: pin (\d+)", steer(node, "pin", request_id, "--for", "8h"))
+    assert made
+    fill(node, 3, 4, 5)
+    assert ask(node, kept)[1] == 200 // BLOCK * BLOCK
+    assert ask(node, other)[1] == 0
+    assert f"chat keeps 192 tokens: pin {made[1]}" in steer(node, "show")
+    assert steer(node, "unpin", "chat", made[1]) == f"chat has ended pin {made[1]}\n"
+    fill(node, 6, 7, 8)
+    assert ask(node, kept)[1] == 0
+    assert "pin" not in steer(node, "show")
+
+
+def test_a_pin_names_a_request_that_the_node_remembers(node: NodeProcess) -> None:
+    done = CliRunner().invoke(app, ["cache", "pin", "nobody", "--url", node.url])
+    assert done.exit_code != 0
+    assert "no request 'nobody' has begun of late" in done.stderr
