@@ -22,7 +22,7 @@ class AdmissionOrder {
     // Whether it depends on what requests have left to compute.
     virtual bool is_by_length() const { return false; }
 
-    // Whether those that wait may go before prompts that are computed in part.
+    // Whether those that wait may go before prompts of their own class and flow that are computed in part.
     virtual bool interrupts_prompts() const { return false; }
 
     // Whether `a` goes before `b` at this time.

@@ -38,7 +38,7 @@ std::vector<Request*> StepBuilder::prompts_in_part() const {
     if (order_.interrupts_prompts())
         std::sort(prompts.begin(), prompts.end(),
                   [&](const Request* a, const Request* b) { return order_.goes_before(*a, *b, now_s_); });
-    if (order_.interrupts_prompts() && shares_.is_shared()) put_back_past_share(prompts);
+    if (shares_.is_shared()) put_back_past_share(prompts);
     return prompts;
 }
 
@@ -59,12 +59,11 @@ void StepBuilder::put_back_past_share(std::vector<Request*>& prompts) const {
 bool StepBuilder::goes_before(const Request& waiting, const Request& prompt) const {
     const int own = class_of(waiting.priority), other = class_of(prompt.priority);
     if (own != other) return own < other;
-    if (!order_.interrupts_prompts()) return false;
     if (shares_.is_shared() && waiting.priority == prompt.priority) {
         if (shares_.is_past(prompt.flow, waiting.flow)) return true;
         if (shares_.is_past(waiting.flow, prompt.flow)) return false;
     }
-    return order_.goes_before(waiting, prompt, now_s_);
+    return order_.interrupts_prompts() && order_.goes_before(waiting, prompt, now_s_);
 }
 
 void StepBuilder::schedule_prefills() {
@@ -100,8 +99,9 @@ void StepBuilder::admit_while(MayGo may_go) {
 
 void StepBuilder::admit_before_prefills() {
     if (roster_.waiting().size() == 0 || !may_seat()) return;
-    if (!order_.interrupts_prompts() && !policy_.outranks_some(roster_.waiting().first_priority(), roster_.running()))
-        return;
+    const bool may_interrupt = order_.interrupts_prompts() || shares_.is_shared() ||
+                               policy_.outranks_some(roster_.waiting().first_priority(), roster_.running());
+    if (!may_interrupt) return;
     const std::vector<Request*> prompts = prompts_in_part();
     if (prompts.empty()) return;
     const Request& first = *prompts.front();

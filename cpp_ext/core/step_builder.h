@@ -39,7 +39,8 @@ class StepBuilder {
     void admit_oversized_prompt();
     // Takes the next token of every request that has but one left to compute.
     void schedule_decodes();
-    // Admits waiting requests that their class or the order puts before all prompts that are computed in part.
+    // Admits waiting requests that their class, their flow's share or the order puts before all prompts that are
+    // computed in part.
     void admit_before_prefills();
     // Goes on with prompts that are computed in part.
     void schedule_prefills();

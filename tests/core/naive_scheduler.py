@@ -549,15 +549,11 @@ class NaiveScheduler:
             return
 
     def running_in_order(self, is_decode: bool) -> list[NaiveRequest]:
-        if is_decode or not self.interrupts_prompts():
-            return list(self.running)
-        return self.prompts_in_part()
+        return list(self.running) if is_decode else self.prompts_in_part()
 
     def prompts_in_part(self) -> list[NaiveRequest]:
         """Those that the step does not have yet, as if they waited."""
         prompts = [r for r in self.running if not r.in_step and r.remaining() > 1]
-        if not self.interrupts_prompts():
-            return prompts
 
         def place(request: NaiveRequest) -> tuple[int, bool, tuple[float, ...]]:
             priority = request.order[0]
@@ -573,14 +569,12 @@ class NaiveScheduler:
     def goes_before(self, waiting: NaiveRequest, prompt: NaiveRequest) -> bool:
         if waiting.service_class != prompt.service_class or prompt not in self.running:
             return waiting.service_class < prompt.service_class
-        if not self.interrupts_prompts():
-            return False
         if waiting.order[0] == prompt.order[0]:
             if self.shares.is_past(prompt.flow, [waiting.flow]):
                 return True
             if self.shares.is_past(waiting.flow, [prompt.flow]):
                 return False
-        return self.order_now(waiting) < self.order_now(prompt)
+        return self.interrupts_prompts() and self.order_now(waiting) < self.order_now(prompt)
 
     def admit_waiting(self, before: NaiveRequest | None = None) -> None:
         num_refused = 0

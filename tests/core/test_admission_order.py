@@ -105,7 +105,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_is_computed_in_part() -> Non
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_by_arrival_nobody_goes_before_a_prompt_that_is_computed_in_part(policy: SchedulingPolicy) -> None:
+def test_by_arrival_nobody_of_its_flow_goes_before_a_prompt_that_is_computed_in_part(policy: SchedulingPolicy) -> None:
     e = engine(policy, max_num_seqs=4, max_num_batched_tokens=16)
     e.add(1, prompt(100, 1), max_tokens=1)
     e.step()

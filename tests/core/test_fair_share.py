@@ -159,6 +159,28 @@ def test_who_comes_now_and_then_does_not_wait_behind_a_flood(policy: SchedulingP
     assert max(waited) <= 20  # of some 300; those that run take four steps each
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(["hrrn", "spf", "deadline", "priority", "fcfs"]), st.sampled_from([8, 16]), st.data())
+def test_a_prompt_in_part_of_who_is_past_its_share_goes_on_behind_others(
+    policy: SchedulingPolicy, slack: int, data: st.DataObject
+) -> None:
+    """Another flow's prompt is computed from the next step on, and has all tokens of each until it is done."""
+    sharing = Sharing(slack, [1.0, 1.0], policy)
+    long = data.draw(st.integers(3 * slack, 15 * slack), "tokens of the prompt in part")
+    sharing.add(0, long, 1)
+    for _ in range(data.draw(st.integers(1, -(-long // slack) - 1), "steps before")):
+        sharing.step()
+    length = data.draw(st.integers(1, min(long, CREDIT * slack) - slack), "tokens of the other's prompt")
+    request_id = sharing.add(1, length, 1)
+    for _ in range(-(-length // slack)):
+        assert sharing.finished == []
+        sharing.step()
+    assert sharing.finished[0] == request_id
+    while sharing.step():
+        pass
+    assert len(sharing.finished) == 2
+
+
 def test_who_was_idle_for_long_gets_no_more_than_its_credit_ahead() -> None:
     sharing = Sharing(16, [1.0, 1.0])
     for _ in range(400):

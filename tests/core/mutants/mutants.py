@@ -578,7 +578,7 @@ MUTANTS = [
     one(
         "prompts in part are computed whoever is past its share",
         BUILDER,
-        "if (order_.interrupts_prompts() && shares_.is_shared()) put_back_past_share(prompts);",
+        "if (shares_.is_shared()) put_back_past_share(prompts);",
         "",
     ),
     one(
@@ -586,6 +586,18 @@ MUTANTS = [
         BUILDER,
         "if (shares_.is_past(prompt.flow, waiting.flow)) return true;",
         "",
+    ),
+    one(
+        "only an order that interrupts prompts lets a share do so",
+        BUILDER,
+        "order_.interrupts_prompts() || shares_.is_shared() ||",
+        "order_.interrupts_prompts() ||",
+    ),
+    one(
+        "by arrival prompts in part are computed whoever is past its share",
+        BUILDER,
+        "if (shares_.is_shared()) put_back_past_share(prompts);",
+        "if (order_.interrupts_prompts() && shares_.is_shared()) put_back_past_share(prompts);",
     ),
     one(
         "one that waits for room is passed by all",
