@@ -5,8 +5,10 @@
 Two tenants of equal weight send conversations of a trace to one model, at random times. The steady one sends --load of
 the node's capacity, which is what a closed loop of 100 clients gets done. The other one sends nothing, as much, or
 --flood times as much; each with the tenants as flows of their own, and as one. The law for a step's time is that of
-policies.py. Columns: the steady tenant's seconds to the first token, and for its P99 the ratio to that beside an equal
-neighbour; prompt tokens from the cache, of both; the steady tenant's part of what was served while it sent.
+policies.py. With --rounds the conversations are divided, and come, in so many ways, and the requests of all rounds
+count together: the P99 of one is that of a burst or two. Columns: the steady tenant's seconds to the first token, and
+for its P99 the ratio to that beside an equal neighbour; prompt tokens from the cache, of both; the steady tenant's part
+of what was served while it sent.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from swiftkv.simulate.simulator import Outcome, simulate
 _MAX_MODEL_LEN = 16_384
 _CLIENTS = 100
 STEADY, OTHER = 0, 1
+_EQUAL = "as much"
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,12 @@ def poisson(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival
     return [replace(arrival, time_s=float(time_s)) for arrival, time_s in zip(arrivals, times_s, strict=True)]
 
 
-def divided(trace: Sequence[Arrival], args: argparse.Namespace) -> list[list[Arrival]]:
+def divided(trace: Sequence[Arrival], args: argparse.Namespace, seed: int) -> list[list[Arrival]]:
     """Divide the conversations of a trace at random into groups of --requests, in the trace's order.
 
     All begin with the same block; the next one tells them apart.
     """
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(seed)
     group_of: dict[int, int] = {}
     groups: list[list[Arrival]] = [[] for _ in range(1 + args.flood)]
     for arrival in trace:
@@ -100,6 +103,26 @@ def mixture(steady: Sequence[Arrival], other: Sequence[Arrival], args: argparse.
     return Run(is_steady, serve(arrivals, args))
 
 
+def a_round(trace: Sequence[Arrival], args: argparse.Namespace, seed: int) -> dict[tuple[str, bool], Run]:
+    """Return the runs by what the other tenant sends, and whether the two are flows of their own."""
+    groups = divided(trace, args, seed)
+    steady, equal, flood = groups[0], groups[1], [arrival for group in groups[1:] for arrival in group]
+    capacity = len(steady) / serve(steady, args, _CLIENTS).end_s.max()
+    rate = args.load * capacity
+    say(f"{args.policy}: capacity {capacity:.3f} requests a second; each tenant {rate:.3f}")
+    steady = poisson(steady, rate, seed + 1)
+    neighbours: dict[str, list[Arrival]] = {
+        "nothing": [],
+        _EQUAL: poisson(equal, rate, seed + 2),
+        f"{args.flood} times as much": poisson(flood, rate * args.flood, seed + 3),
+    }
+    return {
+        (name, is_fair): mixture(steady, other, args, is_fair)
+        for name, other in neighbours.items()
+        for is_fair in ((True, False) if other else (True,))
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
@@ -113,27 +136,23 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, default=128_000)
     parser.add_argument("--target-s", type=float, default=0.25, help="target_tpot")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    groups = divided(read_trace(args.trace), args)
-    steady, equal, flood = groups[0], groups[1], [arrival for group in groups[1:] for arrival in group]
-    capacity = len(steady) / serve(steady, args, _CLIENTS).end_s.max()
-    rate = args.load * capacity
-    say(f"{args.policy}: capacity {capacity:.3f} requests a second; each tenant {rate:.3f}")
-    steady = poisson(steady, rate, args.seed + 1)
-    equal = poisson(equal, rate, args.seed + 2)
-    flood = poisson(flood, rate * args.flood, args.seed + 3)
-    rows, base_s = [], 1.0
-    for name, neighbours in (("nothing", []), ("as much", equal), (f"{args.flood} times as much", flood)):
-        for is_fair in (True, False) if neighbours else (True,):
-            run = mixture(steady, neighbours, args, is_fair)
-            mean_s, p50_s, p90_s = float(np.mean(run.ttft_s)), quantile(run.ttft_s, 0.5), quantile(run.ttft_s, 0.9)
-            p99_s = quantile(run.ttft_s, 0.99)
-            if neighbours is equal and is_fair:
-                base_s = p99_s
-            seconds = [f"{value:.2f}" for value in (mean_s, p50_s, p90_s, p99_s)]
-            ratio = f"x {p99_s / base_s:.2f}" if neighbours else ""
-            rates = (f"{run.hit_rate:.1%}", f"{run.part:.0%}")
-            rows.append((name, "shares" if is_fair else "none", *seconds, ratio, *rates))
+    trace = read_trace(args.trace)
+    rounds = [a_round(trace, args, args.seed + number) for number in range(args.rounds)]
+    ttft_s = {key: [time_s for of in rounds for time_s in of[key].ttft_s] for key in rounds[0]}
+    base_s = quantile(ttft_s[_EQUAL, True], 0.99)
+    rows = []
+    for key, times_s in ttft_s.items():
+        name, is_fair = key
+        p99_s = quantile(times_s, 0.99)
+        figures_s = (float(np.mean(times_s)), quantile(times_s, 0.5), quantile(times_s, 0.9), p99_s)
+        ratio = "" if name == "nothing" else f"x {p99_s / base_s:.2f}"
+        cached, part = (
+            float(np.mean(each)) for each in zip(*((of[key].hit_rate, of[key].part) for of in rounds), strict=True)
+        )
+        seconds = [f"{value:.2f}" for value in figures_s]
+        rows.append((name, "shares" if is_fair else "none", *seconds, ratio, f"{cached:.1%}", f"{part:.0%}"))
     say(table(("the other sends", "fairness", "mean", "P50", "P90", "P99", "ratio", "cached", "its part"), rows))
 
 
