@@ -26,7 +26,7 @@ from swiftkv.policies import SchedulingPolicy
 from swiftkv.simulate.cores import CoreShare, CoreUser
 from swiftkv.simulate.doors import OpenDoor, same_for_all
 from swiftkv.simulate.node import SimulatedModel, simulate_together
-from swiftkv.simulate.plots import draw
+from swiftkv.simulate.plots import check_can_draw, draw
 from swiftkv.simulate.report import Targets, as_table, figures, node_figures
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
 from swiftkv.simulate.step_times import make_step_time, read_step_times
@@ -65,10 +65,14 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
 
     Raises `ConfigError` for a model, a trace, or step times that are not there.
     """
+    traces = traces_by_model(options.traces, [model.name for model in config.models])
+    if options.plot is not None:
+        if traces is None:
+            raise ConfigError("--plot: only with --trace NAME=FILE, where models run together")
+        check_can_draw(options.plot)
     known = read_step_times(options.step_time)
     if options.save_step_time is not None:
         options.save_step_time.write_text(json.dumps(known, indent=1) + "\n")
-    traces = traces_by_model(options.traces, [model.name for model in config.models])
     if traces is None:
         return _each_alone(config, plans, models, options, known)
     if models:

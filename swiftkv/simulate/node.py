@@ -48,20 +48,27 @@ class NodeOutcome:
     """The time that steps stood still for other models' turns."""
     leases: LeaseTotals | None
     """`None` for a model that neither lends nor borrows."""
+    begin_s: float
+    """When the first request of any model came."""
     end_s: float
     """When the last request of any model ended."""
 
     @property
     def mean_lent_bytes(self) -> float:
+        """The mean over the time from `begin_s` to `end_s`."""
         return self._mean(self.leases.lent_bytes) if self.leases else 0.0
 
     @property
     def mean_borrowed_bytes(self) -> float:
+        """The mean over the time from `begin_s` to `end_s`."""
         return self._mean(self.leases.borrowed_bytes) if self.leases else 0.0
 
     def _mean(self, history: list[tuple[float, int]]) -> float:
-        changes = [*history, (self.end_s, 0)]
-        return sum((after - at) * num_bytes for (at, num_bytes), (after, _) in pairwise(changes)) / self.end_s
+        if self.end_s <= self.begin_s:  # no model had a request
+            return float(history[-1][1])
+        spans = pairwise([*history, (self.end_s, 0)])
+        byte_s = sum(max(0.0, after_s - max(at_s, self.begin_s)) * held for (at_s, held), (after_s, _) in spans)
+        return byte_s / (self.end_s - self.begin_s)
 
 
 def simulate_together(models: Sequence[SimulatedModel], num_cores: int, max_wait_s: float) -> dict[str, NodeOutcome]:
@@ -111,16 +118,19 @@ class NodeRun:
 
     def outcomes(self) -> dict[str, NodeOutcome]:
         """Return what has come of every model's requests until now."""
+        requests = [engine.run.outcome() for engine in self._engines]
+        begin_s = min(float(of_one.arrival_s.min(initial=self.clock.now_s)) for of_one in requests)
         outcomes = {}
         for number, engine in enumerate(self._engines):
             cores = self._cores[engine.model.device]
             outcomes[engine.model.name] = NodeOutcome(
-                requests=engine.run.outcome(),
+                requests=requests[number],
                 borrowed_hit_tokens=engine.model.scheduler.stats().borrowed_hit_tokens_total,
                 copied_blocks=engine.copied_blocks,
                 core_s=cores.core_s[number],
                 waited_s=cores.waited_s[number],
                 leases=self._leases.totals(number),
+                begin_s=begin_s,
                 end_s=self.clock.now_s,
             )
         return outcomes

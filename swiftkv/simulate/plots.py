@@ -10,15 +10,26 @@ from swiftkv.simulate.node import NodeOutcome
 _MIB = 1 << 20
 
 
+def check_can_draw(path: Path) -> None:
+    """Raise `ConfigError` without matplotlib, or for a file that it could not write."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ConfigError("--plot: needs matplotlib: pip install 'swiftkv[bench]'") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(f"--plot: no suffix '{path.suffix}'; there is: {', '.join(sorted(known))}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot: no directory '{path.parent}'")
+
+
 def draw(outcomes: dict[str, NodeOutcome], path: Path) -> None:
     """Draw a row of two panels for each model, in the format that the suffix of `path` names.
 
-    Raises `ConfigError` without matplotlib, or for a file that cannot be written.
+    Raises `ConfigError` for a file that cannot be written. Call `check_can_draw` first.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("--plot: needs matplotlib: pip install 'swiftkv[bench]'") from None
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -40,7 +51,7 @@ def draw(outcomes: dict[str, NodeOutcome], path: Path) -> None:
         axes.set_xlabel("seconds")
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(f"--plot: {error}") from None
     finally:
         plt.close(figure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,36 @@ def test_a_copy_rate_replaces_what_the_step_times_know(directory: Path) -> None:
     assert fast < slow
 
 
-def test_a_plot_is_drawn(directory: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    simulated(directory, replace(options(directory, "chat", "code"), plot=tmp_path / "node.svg"))
-    assert "borrowed" in (tmp_path / "node.svg").read_text() or (tmp_path / "node.svg").stat().st_size > 10_000
-    with pytest.raises(ConfigError, match="--plot"):
-        simulated(directory, replace(options(directory, "chat"), plot=tmp_path / "node.bad"))
+def test_a_plot_has_two_panels_for_each_model(directory: Path, tmp_path: Path) -> None:
+    mpl = pytest.importorskip("matplotlib", reason="pip install 'swiftkv[bench]'")
+    with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
+        simulated(directory, replace(options(directory, "chat", "code"), plot=tmp_path / "node.svg"))
+    drawn = (tmp_path / "node.svg").read_text()
+    assert drawn.count('id="axes_') == 4
+    assert all(f">{text}<" in drawn for text in ("chat", "code", "lent", "borrowed", "MiB", "seconds"))
+
+
+@pytest.mark.parametrize(("file", "mistake"), [("node.bad", "no suffix '.bad'"), ("missing/node.png", "missing")])
+def test_a_plot_that_cannot_be_written_is_a_mistake(directory: Path, tmp_path: Path, file: str, mistake: str) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'swiftkv[bench]'")
+    with pytest.raises(ConfigError, match=f"^--plot: .*{mistake}"):
+        simulated(directory, replace(options(directory, "chat"), plot=tmp_path / file))
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_simulated(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    chosen = replace(options(directory, "chat"), plot=tmp_path / "node.svg", save_step_time=tmp_path / "times.json")
+    with pytest.raises(ConfigError, match=r"--plot: needs matplotlib: pip install 'swiftkv\[bench\]'"):
+        simulated(directory, chosen)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_of_models_alone_is_refused(directory: Path, tmp_path: Path) -> None:
+    alone = replace(options(directory), traces=(str(directory / "chat.jsonl"),), plot=tmp_path / "node.svg")
+    with pytest.raises(ConfigError, match="--plot: only with --trace NAME=FILE"):
+        simulated(directory, alone)
 
 
 @pytest.mark.parametrize(

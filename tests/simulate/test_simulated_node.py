@@ -193,6 +193,26 @@ def test_a_lender_that_needs_its_pool_has_it_back_and_the_books_are_right_all_al
     assert outcomes["code"].requests.end_s.max() < alone.end_s.max() + 1.0
 
 
+def test_the_mean_that_was_lent_is_of_the_time_in_which_requests_came_and_ended() -> None:
+    """Time before the first request, in which nothing is taken back, does not count."""
+    models = node(1.0, code=burst(20.0, 8))
+    moved = [
+        replace(model, arrivals=[replace(a, time_s=a.time_s + 500.0) for a in model.arrivals])
+        for model in node(1.0, code=burst(20.0, 8))
+    ]
+    at_once, later = run(models), run(moved)
+    assert at_once["code"].mean_lent_bytes < 0.9 * CODE_BLOCKS * BLOCK_BYTES
+    assert later["code"].mean_lent_bytes == pytest.approx(at_once["code"].mean_lent_bytes, rel=0.02)
+    assert later["chat"].mean_borrowed_bytes == pytest.approx(at_once["chat"].mean_borrowed_bytes, rel=0.02)
+
+
+def test_without_requests_the_mean_is_what_is_lent() -> None:
+    chat, code = node(0.75)
+    outcomes = run([code, replace(chat, arrivals=())])
+    assert outcomes["code"].mean_lent_bytes == 0.75 * CODE_BLOCKS * BLOCK_BYTES
+    assert outcomes["chat"].mean_borrowed_bytes == outcomes["code"].mean_lent_bytes
+
+
 def test_a_budget_is_never_exceeded() -> None:
     leases = run(node(0.3, code=burst(20.0, 3)))["code"].leases
     assert leases is not None
