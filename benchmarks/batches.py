@@ -18,11 +18,11 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 from lending_node import (
+    SMALL_MODEL,
     Node,
     Tokens,
     ask,
@@ -160,8 +160,7 @@ def measure(node: Node, side: Measured, tokens: Tokens, args: argparse.Namespace
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=3)
-    arguments.add_argument("--checkpoint", type=Path, help="default: a random one of Qwen3-0.6B's shape")
+    arguments = parser(__doc__, rounds=3, default_model=SMALL_MODEL)
     arguments.add_argument("--seconds", type=float, default=60, help="of clients' requests in each round and kind")
     arguments.add_argument("--rate", type=float, default=0.4, help="clients' requests a second")
     arguments.add_argument("--prompt", type=int, default=256, help="tokens of a client's prompt")

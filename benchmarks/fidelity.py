@@ -133,11 +133,10 @@ def show(answers: Sequence[Answer], outcome: Outcome) -> dict[str, dict[str, flo
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", default_model="a random one of 16 layers, 1,024 wide")
     options.add_argument("--requests", type=int, default=300)
     options.add_argument("--warm-up", type=int, default=40, help="requests before")
     options.add_argument("--load", type=float, default=0.7, help="about, of what the engine can do")
-    options.add_argument("--checkpoint", type=Path, help="default: a random model of 16 layers, 1,024 wide")
     args = options.parse_args()
     rng = np.random.default_rng(args.seed)
     tokens = Tokens(args.seed, VOCAB)

@@ -27,7 +27,7 @@ from swiftkv.server.tokenizer import Tokenizer
 
 
 def serve(pipe: Connection, step_ms: float) -> None:
-    """The gateway's process: answers ``cpu`` with its CPU seconds so far, ends on anything else."""
+    """Run the gateway's process: answer ``cpu`` with its CPU seconds so far, end on anything else."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         train_tokenizer(directory)

@@ -237,7 +237,7 @@ class Stage:
         return window, json.loads(output) if output else {}, ended, begin_s
 
     def growth_bytes(self, since_s: float) -> int:
-        """The most that the gateway held since then, above what it held at the start."""
+        """Return the most that the gateway held since then, above what it held at the start."""
         samples = self._monitor.samples(GATEWAY, since_s)
         return max((usage.rss_bytes for usage in samples), default=self._start_rss_bytes) - self._start_rss_bytes
 
@@ -326,7 +326,7 @@ class Program:
 
 
 def with_controls(items: Sequence[Item]) -> list[Item]:
-    """The controls that `items` are compared with, and then `items`."""
+    """Return the controls that `items` are compared with, and then `items`."""
     return [*(control(number) for number in sorted({item.same_as for item in items})), *items]
 
 

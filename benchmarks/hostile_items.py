@@ -50,12 +50,12 @@ class Item:
 
 
 def fill(start: bytes, piece: bytes, end: bytes, num_bytes: int) -> bytes:
-    """`piece` again and again between `start` and `end`, about `num_bytes` in all."""
+    """Return `piece` again and again between `start` and `end`, about `num_bytes` in all."""
     return start + piece * ((num_bytes - len(start) - len(end)) // len(piece)) + end
 
 
 def numbered(start: str, entry: str, end: str, number: int) -> bytes:
-    """`number` entries, each with its own number in the place of `%d`, separated by commas."""
+    """Return `number` entries, each with its own number in the place of `%d`, separated by commas."""
     return (start + ",".join(entry % i for i in range(number)) + end).encode()
 
 
@@ -69,7 +69,7 @@ def body(model: str, **fields: object) -> bytes:
 
 
 def body_start(model: str, **fields: object) -> str:
-    """A body whose last field is still to come."""
+    """Return a body whose last field is still to come."""
     return body(model, **fields).decode()[:-1] + ", "
 
 
@@ -93,7 +93,7 @@ def many_entries_body(model: str, field: str, entry: str, number: int) -> bytes:
 
 
 def many_entries(field: str, entry: str, number: int) -> Send:
-    """A completion with so many entries in one of its fields, or with so many fields."""
+    """Return a completion with so many entries in one of its fields, or with so many fields."""
     return lambda target: target.ask(_COMPLETIONS, many_entries_body(target.model, field, entry, number))
 
 
@@ -117,7 +117,7 @@ def ask_with(make: Callable[[int], bytes], num_bytes: int) -> Send:
 
 
 def bad_request_flood(target: Target) -> None:
-    """Two hundred requests that are refused, on one connection."""
+    """Send two hundred requests that are refused, on one connection."""
     if connection := target.connect():
         with connection:
             for _ in range(200):
@@ -127,7 +127,7 @@ def bad_request_flood(target: Target) -> None:
 
 
 def broken_request_flood(target: Target) -> None:
-    """Two hundred connections that do not speak HTTP."""
+    """Open two hundred connections and speak no HTTP."""
     for _ in range(200):
         target.ask_raw(b"\x16\x03\x01\x02\x00 not HTTP \r\n\r\n")
 
@@ -157,7 +157,7 @@ def trailers(target: Target) -> None:
 
 
 def unfinished_trailer(target: Target) -> None:
-    """One field that never ends, in pieces."""
+    """Send one field that never ends, in pieces."""
     target.ask_raw(chunked(target), b"0\r\na: ", *[b"x" * PIECE] * (8 * MIB // PIECE))
 
 
@@ -166,7 +166,7 @@ def trailers_after_401(target: Target) -> None:
 
 
 def trailers_after_413(target: Target) -> None:
-    """More than `max_body`, and then trailers."""
+    """Send more than `max_body`, and then trailers."""
     head = target.head(_COMPLETIONS, "Transfer-Encoding: chunked") + b"\r\n"
     chunks = [b"%x\r\n%s\r\n" % (MIB, b" " * MIB)] * 17
     target.ask_raw(head, *chunks, many_trailers(8 * MIB), b"\r\n")
@@ -291,7 +291,7 @@ def idle_sockets(target: Target) -> None:
 
 
 def byte_after_answer(target: Target) -> None:
-    """The first byte of a next request, which never goes on."""
+    """Send the first byte of a next request, which never goes on."""
     for connection in hold(target, 100, b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"):
         try:
             connection.recv(PIECE)
@@ -314,7 +314,7 @@ def partial_uploads(target: Target) -> None:
 
 
 def no_reader(target: Target) -> None:
-    """Streams that nobody reads, over connections with small buffers."""
+    """Open streams that nobody reads, over connections with small buffers."""
     asked = {"n": 8, "max_tokens": 2000, "stream": True, "ignore_eos": True}
     request = target.post(_COMPLETIONS, body(target.model, prompt=token_ids(16, 0), **asked))
     for _ in range(8):
@@ -325,7 +325,7 @@ def no_reader(target: Target) -> None:
 
 
 def pipelined(target: Target) -> None:
-    """A long generation, a second request behind it, and nobody who reads either."""
+    """Ask for a long generation, send a second request behind it, and read neither."""
     asked = {"n": 32, "max_tokens": 4000, "ignore_eos": True}
     if connection := target.connect():
         with connection:
@@ -336,7 +336,7 @@ def pipelined(target: Target) -> None:
 
 
 def add_and_abort(target: Target) -> None:
-    """Streams of long prompts, each given up as soon as it was asked for."""
+    """Open streams of long prompts, and give up each as soon as it was asked for."""
     asked = {"max_tokens": 4000, "stream": True, "ignore_eos": True}
     for _ in range(64):
         prompt = token_ids(3000, random.randrange(1 << 30))

@@ -33,7 +33,7 @@ class Target:
             self._answers[answer] += number
 
     def answers(self) -> dict[str, int]:
-        """The number of each answer so far."""
+        """Return the number of each answer so far."""
         with self._lock:
             return {answer: count for answer, count in self._answers.items() if count}
 
@@ -52,13 +52,13 @@ class Target:
         return connection
 
     def head(self, path: str, *fields: str, key: str | None = None) -> bytes:
-        """The head of a POST that has JSON, without the empty line that ends it."""
+        """Return the head of a POST that has JSON, without the empty line that ends it."""
         lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *fields]
         lines.append(f"Authorization: Bearer {self.key if key is None else key}")
         return "\r\n".join(lines).encode() + b"\r\n"
 
     def post(self, path: str, body: bytes) -> bytes:
-        """A whole request."""
+        """Return a whole request."""
         return self.head(path, f"Content-Length: {len(body)}") + b"\r\n" + body
 
     def ask(self, path: str, body: bytes) -> None:

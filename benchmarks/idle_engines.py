@@ -28,7 +28,7 @@ NUM_IDLE = 3
 
 
 async def decode_rate(base_url: str, num_tokens: int) -> float:
-    """Tokens a second after the first."""
+    """Return the tokens in a second, after the first."""
     extra = {"temperature": 0, "ignore_eos": True}
     target = Target(f"{base_url}/v1/completions", "busy", extra_body=extra)
     async with httpx.AsyncClient(timeout=600) as client:

@@ -79,7 +79,7 @@ class Reference:
 def converse(
     reference: Reference, checkpoint: Path, seed: int, number: int, turns: int, question_tokens: int, max_tokens: int
 ) -> list[list[Known]]:
-    """`number` conversations: each question continues the history of the ones before it and their answers."""
+    """Hold `number` conversations: each question continues the history of those before it and their answers."""
     rng = random.Random(seed)
     conversations: list[list[Known]] = [[] for _ in range(number)]
     for _ in range(turns):

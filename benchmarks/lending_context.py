@@ -89,7 +89,7 @@ class Served:
 
 
 def node_sections(case: Case, checkpoints: dict[str, Path], budget: float | None) -> list[dict[str, object]]:
-    """`budget`: the part of its pool that each worker lends."""
+    """Return the models' sections; `budget` is the part of its pool that each worker lends."""
     sections = [
         model(
             "master",
@@ -109,7 +109,7 @@ def node_sections(case: Case, checkpoints: dict[str, Path], budget: float | None
 
 
 def room_of(case: Case, checkpoints: dict[str, Path], budget: float) -> BorrowerRoom:
-    """The plan, as `swiftkv plan` makes it."""
+    """Return the plan, as `swiftkv plan` makes it."""
     config: Config = parse_config({"models": node_sections(case, checkpoints, budget)})
     (room,) = plan_lending(plan_node(config, need_weights=False))
     return room
@@ -127,7 +127,7 @@ def probe(node: Node, longest: int, tokens: Tokens) -> Served:
 
 
 async def attempt(node: Node, num_tokens: int, tokens: Tokens) -> str:
-    """A prompt of so many tokens, and a token more, whose KV nobody needs; what went wrong."""
+    """Send a prompt of so many tokens, and ask for one more, whose KV nobody needs. Return what went wrong."""
     async with httpx.AsyncClient(timeout=900) as client:
         return (await send(client, node.target("master"), tokens.fresh(num_tokens), 1)).error
 

@@ -77,7 +77,7 @@ def elastic(num_blocks: int, num_extents: int, rounds: int) -> tuple[float, floa
 
 
 def fill(scheduler: Scheduler, num_blocks: int, seed: int) -> None:
-    """Prompts that were computed and are over: the pool is full of what they left."""
+    """Have prompts computed until the pool is full of what they left."""
     rng = np.random.default_rng(seed)
     request_id = seed * 10_000_000
     while (free := scheduler.stats().groups[0].free) > 0:

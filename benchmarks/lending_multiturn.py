@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import httpx
 from lending_node import (
     EXTRA,
+    SMALL_MODEL,
     Node,
     StreamSeconds,
     Tokens,
@@ -121,7 +122,7 @@ class VLLM:
 
 
 def swiftkv(checkpoint: Path, max_model_len: int, lending: bool) -> Node:
-    """The model by itself, or beside two neighbours that lend."""
+    """Return a node with the model by itself, or beside two neighbours that lend."""
     sections = [model(NAME, checkpoint, f"{POOL_GIB}GiB", "master", max_model_len=max_model_len, max_num_seqs=16)]
     if not lending:
         return Node("swiftkv alone", {"lending": "off"}, sections)
@@ -249,7 +250,7 @@ def report(results: dict[str, list[list[dict[str, Any]]]]) -> tuple[str, dict[st
 
 
 def start_servers(stack: ExitStack, args: argparse.Namespace, checkpoint: Path, directory: Path) -> list[Server]:
-    """One after the other, each held still when it is up: two that load at once take each other's cores."""
+    """Start servers one after the other, and hold each still once it is up: two that load at once take cores."""
     servers: list[Server] = []
     vllm = VLLM(args.vllm_venv, checkpoint, args.max_model_len, directory) if args.vllm_venv else None
     if vllm is not None:
@@ -269,8 +270,7 @@ def start_servers(stack: ExitStack, args: argparse.Namespace, checkpoint: Path, 
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=1)
-    arguments.add_argument("--checkpoint", type=Path, help="default: a random one of Qwen3-0.6B's shape")
+    arguments = parser(__doc__, rounds=1, default_model=SMALL_MODEL)
     arguments.add_argument("--vllm-venv", type=Path, help="where vLLM's CPU build is installed")
     arguments.add_argument("--alone", action="store_true", help="measure the master without lending as well")
     arguments.add_argument("--sessions", type=int, default=10)

@@ -26,6 +26,7 @@ from typing import Any
 
 from copy_rate import copy_rate
 from lending_node import (
+    SMALL_MODEL,
     Node,
     StreamSeconds,
     Tokens,
@@ -112,15 +113,14 @@ class Measured:
 
 
 def compare(lending: list[list[float]], off: list[list[float]]) -> tuple[float, float]:
-    """The median over rounds of the ratio of medians; the ratio of P99 over all rounds."""
+    """Return the median over rounds of the ratio of medians; the ratio of P99 over all rounds."""
     pairs = zip(lending, off, strict=True)
     medians = statistics.median(statistics.median(mine) / statistics.median(other) for mine, other in pairs)
     return medians, quantile(list(chain(*lending)), 0.99) / quantile(list(chain(*off)), 0.99)
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=6)
-    arguments.add_argument("--checkpoint", type=Path, help="default: a random one of Qwen3-0.6B's shape")
+    arguments = parser(__doc__, rounds=6, default_model=SMALL_MODEL)
     arguments.add_argument("--requests", type=int, default=6, help="of the worker, in each round and node")
     arguments.add_argument("--prompt", type=int, default=256, help="tokens of the worker's prompts")
     arguments.add_argument("--history", type=int, default=3072, help="tokens of the master's conversation")

@@ -40,6 +40,8 @@ from swiftkv.planning.node import plan_node
 
 OUT = Path(__file__).parent / "out"
 VOCAB = (300, 31000)
+SMALL_MODEL = "a random one of Qwen3-0.6B's shape"
+"""The default model of programs that serve a `small_checkpoint`."""
 EXTRA = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 _START_TIMEOUT_S = 600.0
 _LEND_TIMEOUT_S = 60.0
@@ -122,12 +124,12 @@ class Node:
         return Target(f"{self.url}/v1/completions", model, extra_body=EXTRA)
 
     def engine(self, model: str) -> psutil.Process:
-        """The engine's process."""
+        """Return the engine's process."""
         children = psutil.Process(self.process.pid).children()
         return next(child for child in children if child.cmdline()[-1] == model)
 
     def leases_address(self, model: str) -> str:
-        """Where the model's coordinator listens."""
+        """Return the address at which the model's coordinator listens."""
         (ipc,) = self.directory.glob("swiftkv-*")
         return f"ipc://{ipc}/{self._names.index(model)}.leases"
 
@@ -138,7 +140,7 @@ class Node:
         resume_tree(self.process.pid)
 
     def lending(self, model: str) -> dict[str, Any]:
-        """The model's entry of GET /admin/lending."""
+        """Return the model's entry of GET /admin/lending."""
         answer = self._http.get(f"{self.url}/admin/lending", headers=self._admin_headers())
         answer.raise_for_status()
         return next(entry for entry in answer.json()["models"] if entry["model"] == model)
@@ -241,7 +243,7 @@ def nodes_up(*nodes: Node) -> Iterator[None]:
 
 
 def model(name: str, checkpoint: Path, memory: str | int, role: str = "worker", **options: Any) -> dict[str, Any]:
-    """A model's section of the YAML file."""
+    """Return a model's section of the YAML file."""
     section = {"name": name, "path": str(checkpoint.resolve()), "role": role, "kv_cache": {"memory": memory}}
     return section | options
 
@@ -267,7 +269,7 @@ def kill_tree(pid: int) -> None:
 
 
 def pin(process: psutil.Process, cores: Sequence[int]) -> None:
-    """All threads of a process; those that it starts later do as the one that starts them."""
+    """Pin all threads of a process; those that it starts later do as the one that starts them."""
     for thread in process.threads():
         os.sched_setaffinity(thread.id, cores)
 
@@ -280,12 +282,12 @@ def free_port() -> int:
 
 
 def small_checkpoint(given: Path | None) -> Path:
-    """The one that was given, or a random model of Qwen3-0.6B's shape, made once (a minute or two)."""
+    """Return the checkpoint that was given, or a random model of Qwen3-0.6B's shape, made once (a minute or two)."""
     return given or _make_once(OUT / "checkpoints" / "small", "small")
 
 
 def tiny_checkpoint() -> Path:
-    """A model for an engine whose memory is wanted and nothing else."""
+    """Return a checkpoint for an engine whose memory is wanted and nothing else."""
     return _make_once(OUT / "checkpoints" / "tiny", "tiny")
 
 
@@ -299,7 +301,7 @@ def _make_once(directory: Path, size: Any) -> Path:
 def make_shape(
     directory: Path, num_layers: int, num_kv_heads: int, max_position_embeddings: int, hidden_size: int = 64
 ) -> Path:
-    """A random model of so many layers and KV heads (of 32), as narrow as can be unless another width is given."""
+    """Make a random model of so many layers and KV heads (of 32), as narrow as can be unless a width is given."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.utils.logging import disable_progress_bar
@@ -368,19 +370,27 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def parser(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
-    """With the options that all programs have. A program that is told to stop stops its nodes, too."""
+def parser(doc: str, rounds: int | None = None, default_model: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options that programs share, and have the program stop its nodes when it is stopped.
+
+    Args:
+        doc: The program's description.
+        rounds: The default of --rounds; None: the program has no rounds.
+        default_model: The model that is served without --checkpoint; None: the program has no such option.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds is not None:
         made.add_argument("--rounds", type=int, default=rounds)
+    if default_model is not None:
+        made.add_argument("--checkpoint", type=Path, help=f"default: {default_model}")
     made.add_argument("--seed", type=int, default=random.randrange(2**31), help="of prompts; default: another each run")
     made.add_argument("--out", type=Path, help="write every figure here, as JSON")
     return made
 
 
 def write_report(args: argparse.Namespace, **figures: Any) -> None:
-    """The machine, the options and `figures`, where --out says."""
+    """Write the machine, the options and `figures` to the file that --out names."""
     if args.out is None:
         return
     options = {key: value if isinstance(value, int | float | list) else str(value) for key, value in vars(args).items()}

@@ -29,6 +29,7 @@ from typing import Any
 
 from copy_rate import copy_rate
 from lending_node import (
+    SMALL_MODEL,
     Node,
     Tokens,
     ask,
@@ -64,7 +65,7 @@ class Prefill:
 
 
 def make_node(checkpoint: Path, buffers: int, args: argparse.Namespace) -> Node:
-    """`buffers`: 0 for a node without lending."""
+    """Return a node with so many stream buffers; 0: without lending."""
     options = {"threads": args.threads, "max_num_batched_tokens": args.chunk, "max_num_seqs": 16}
     if buffers == 0:
         master = model("master", checkpoint, "1GiB", "master", max_model_len=MAX_MODEL_LEN, **options)
@@ -147,8 +148,7 @@ def link_remark(found: list[Prefill], bytes_per_token: int, rate: float) -> str:
 
 def main() -> None:
     cores = len(os.sched_getaffinity(0))
-    arguments = parser(__doc__, rounds=4)
-    arguments.add_argument("--checkpoint", type=Path, help="default: a random one of Qwen3-0.6B's shape")
+    arguments = parser(__doc__, rounds=4, default_model=SMALL_MODEL)
     arguments.add_argument("--prompt", type=int, default=3072, help="tokens of the first prompt")
     arguments.add_argument("--new", type=int, default=512, help="fresh tokens of the second")
     arguments.add_argument("--chunk", type=int, default=1024, help="tokens of a step")

@@ -63,7 +63,7 @@ def read(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def conversations(multiturn: dict[str, Any]) -> dict[str, list[Request]]:
-    """Later turns of swiftkv's conversations, by scenario: one by one where one was asked at a time."""
+    """Return the later turns of swiftkv's conversations, by scenario: one by one where one was asked at a time."""
     found = {}
     for label, rounds in multiturn["results"].items():
         summaries = [summary for servers in rounds for summary in servers if summary["server"] == "swiftkv"]
@@ -75,7 +75,7 @@ def conversations(multiturn: dict[str, Any]) -> dict[str, list[Request]]:
 
 
 def prefills(overlap: dict[str, Any]) -> dict[str, list[Request]]:
-    """By load and number of buffers."""
+    """Return the prefills by load and number of buffers."""
     found: dict[str, list[Request]] = {}
     for one in overlap["prefills"]:
         if one["node"] != "off":
@@ -84,7 +84,7 @@ def prefills(overlap: dict[str, Any]) -> dict[str, list[Request]]:
 
 
 def draw_breakdown(kinds: dict[str, list[Request]], file: Path) -> None:
-    """A bar for each kind of request: what part of its latency each phase has."""
+    """Draw a bar for each kind of request, with the part of its latency that each phase has."""
     figure, axes = plt.subplots(figsize=(9, 0.55 * len(kinds) + 1.6), layout="constrained")
     for place, requests in enumerate(kinds.values()):
         total = Request.added(requests)
@@ -122,7 +122,7 @@ def draw_cdfs(kinds: dict[str, list[Request]], file: Path) -> None:
 
 
 def draw_elastic(elastic: dict[str, Any], file: Path) -> None:
-    """Both axes logarithmic."""
+    """Draw with both axes logarithmic."""
     pools = elastic["pools"]
     blocks = [pool["num_blocks"] for pool in pools]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")

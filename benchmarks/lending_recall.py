@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +28,7 @@ import msgspec
 import zmq
 from copy_rate import copy_rate
 from lending_node import (
+    SMALL_MODEL,
     Node,
     Tokens,
     ask,
@@ -82,7 +82,7 @@ class Watcher:
         return self._decoder.decode(self._socket.recv())
 
     def borrowed_extents(self) -> int:
-        """Held, and not asked back."""
+        """Return the extents that are held and not asked back."""
         return sum(link.counts["held"] for link in self.state().borrows)
 
     def wait_for(self, shows: Callable[[int], bool]) -> float:
@@ -100,7 +100,7 @@ class Watcher:
 def set_and_watch(
     node: Node, watcher: Watcher, num_bytes: int, shows: Callable[[int], bool]
 ) -> tuple[dict[str, Any], float, float]:
-    """The answer to the PATCH, how long it took, and how long until the master showed it.
+    """Set a budget. Return the answer, how long it took, and how long until the master showed it.
 
     Where engines keep all cores busy, the watcher must not wait for a core.
     """
@@ -131,7 +131,7 @@ class Master:
         self._args = args
 
     def fill(self, watcher: Watcher) -> None:
-        """Prompts until what is borrowed is full of cached blocks."""
+        """Have prompts computed until what is borrowed is full of cached blocks."""
         while watcher.state().groups[0].borrowed_free > FILL_TOKENS // self._node.plan("master").block_size:
             asyncio.run(ask(self._node.target("master"), self._tokens.fresh(FILL_TOKENS), 1))
 
@@ -202,8 +202,7 @@ def report(found: list[Recalled], rate: float) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=7)
-    arguments.add_argument("--checkpoint", type=Path, help="default: a random one of Qwen3-0.6B's shape")
+    arguments = parser(__doc__, rounds=7, default_model=SMALL_MODEL)
     arguments.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the master")
     arguments.add_argument("--small-pool", default="192MiB", help="of the master")
     arguments.add_argument("--chunk", type=int, default=512, help="tokens of a prefill step of the master")

@@ -16,7 +16,6 @@ that gives up who is late.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 from lending_node import say, table
-from policies import shortened
+from policies import shortened, trace_parser
 
 from swiftkv import _core
 from swiftkv.bench.traces import Arrival, read_trace, spread_ties
@@ -215,16 +214,13 @@ def rows_of(load: float, policy: str, runs: dict[str, dict[str, float]]) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser = trace_parser(__doc__)
+    parser.set_defaults(seqs=64, pool_tokens=256_000)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3, 2.0])
     parser.add_argument("--policies", nargs="+", choices=get_args(SchedulingPolicy), default=["hrrn", "fcfs"])
     parser.add_argument("--target-s", type=float, default=10.0)
     parser.add_argument("--times-alone", type=float, default=3.0)
-    parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
-    parser.add_argument("--shrink", type=int, default=16)
-    parser.add_argument("--pool-tokens", type=int, default=256_000)
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the logarithm of step times")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write every figure here, as JSON")

@@ -40,7 +40,10 @@ def shortened(arrival: Arrival, factor: int) -> Arrival:
     return replace(arrival, input_tokens=input_tokens, output_tokens=output_tokens, block_tokens=BLOCK_TOKENS // factor)
 
 
-def serve(policy: SchedulingPolicy, arrivals: Sequence[Arrival], args: argparse.Namespace) -> Outcome:
+def serve(
+    policy: SchedulingPolicy, arrivals: Sequence[Arrival], args: argparse.Namespace, num_clients: int | None = None
+) -> Outcome:
+    """Serve requests when they arrive, or to so many clients that each send the next one after an answer."""
     scheduler = _core.Scheduler(
         [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
         block_size=args.block_size,
@@ -50,7 +53,17 @@ def serve(policy: SchedulingPolicy, arrivals: Sequence[Arrival], args: argparse.
         scheduling_policy=policy,
         target_tpot_s=args.target_s,
     )
-    return simulate(scheduler, _MAX_MODEL_LEN, step_s, arrivals, args.clients)
+    return simulate(scheduler, _MAX_MODEL_LEN, step_s, arrivals, num_clients)
+
+
+def trace_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of programs that serve a trace in virtual time."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--seqs", type=int, default=16, help="max_num_seqs")
+    parser.add_argument("--shrink", type=int, default=16)
+    parser.add_argument("--pool-tokens", type=int, default=128_000)
+    return parser
 
 
 def ttft_figures(outcome: Outcome) -> tuple[float, ...]:
@@ -59,20 +72,16 @@ def ttft_figures(outcome: Outcome) -> tuple[float, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser = trace_parser(__doc__)
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--seqs", type=int, default=16, help="max_num_seqs")
-    parser.add_argument("--shrink", type=int, default=16)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--pool-tokens", type=int, default=128_000)
     parser.add_argument("--target-s", type=float, help="target_tpot; default: off")
     parser.add_argument("--out", type=Path, help="write the times to the first token here, as JSON")
     args = parser.parse_args()
     arrivals = [shortened(arrival, args.shrink) for arrival in read_trace(args.trace)[: args.requests]]
     policies: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
-    outcomes = {policy: serve(policy, arrivals, args) for policy in policies}
+    outcomes = {policy: serve(policy, arrivals, args, args.clients) for policy in policies}
     base = ttft_figures(outcomes["fcfs"])
     rows = []
     for policy, outcome in outcomes.items():

@@ -29,7 +29,7 @@ def enter() -> bool:
 
 
 def _start_again_inside() -> None:
-    """Does not return if it can be done."""
+    """Run this program again in a namespace of its own. Does not return if that can be done."""
     unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(SHARED_MEMORY)]
     try:

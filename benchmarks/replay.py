@@ -88,7 +88,7 @@ def divide(pool_bytes: int, groups: tuple[KVGroup, KVGroup], share: float) -> tu
 
 
 def cut(prompt: np.ndarray, block_size: int) -> np.ndarray:
-    """Whole ids, and less than a block of what is left."""
+    """Return the blocks of a prompt: whole ids, and less than a block of what is left."""
     rest = len(prompt) % BLOCK_TOKENS
     return prompt[: max(1, len(prompt) - rest + min(rest, block_size - 1))]
 
@@ -189,7 +189,7 @@ def replay_budget(
 
 
 def of_kind(outcomes: dict[str, Outcome], kind: str) -> dict[str, Outcome]:
-    """The columns of a kind, share or interval, by their number."""
+    """Return the columns of a kind, share or interval, by their number."""
     return {name.removeprefix(kind): outcome for name, outcome in outcomes.items() if name.startswith(kind)}
 
 

@@ -191,8 +191,7 @@ def _round_line(measured: Measured) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=5)
-    options.add_argument("--checkpoint", type=Path, help="default: a random model of 16 layers, 1,024 wide")
+    options = parser(__doc__ or "", rounds=5, default_model="a random one of 16 layers, 1,024 wide")
     options.add_argument("--requests", type=int, default=6, help="of light, in each load of a round")
     options.add_argument("--prompt", type=int, default=256, help="tokens of light's prompts")
     options.add_argument("--decoded", type=int, default=32, help="tokens of light's answers")

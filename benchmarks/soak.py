@@ -66,7 +66,7 @@ BOUNDS = {"rss_bytes": 1.0 * MIB, "threads": 0.5, "fds": 1.0, "sockets": 1.0}
 
 
 def question_of(arrival: Arrival, shrink: int, salt: int) -> Question:
-    """The arrival with lengths that fit the models; `salt` makes other tokens of the same blocks."""
+    """Return the arrival with lengths that fit the models; `salt` makes other tokens of the same blocks."""
     max_tokens = max(1, arrival.output_tokens // shrink)
     num_tokens = min(max(1, arrival.input_tokens // shrink), _MAX_MODEL_LEN - max_tokens)
     tokens: list[int] = []
@@ -79,7 +79,7 @@ def question_of(arrival: Arrival, shrink: int, salt: int) -> Question:
 
 
 def model_of(arrival: Arrival) -> str:
-    """The model that gets it: conversations stay with theirs. The first block is often everybody's."""
+    """Return the model that gets the arrival: conversations stay with theirs. The first block is often everybody's."""
     return SHARES[arrival.blocks[min(1, len(arrival.blocks) - 1)] % len(SHARES)] if arrival.blocks else SHARES[0]
 
 

@@ -122,9 +122,8 @@ async def measure(off: Measured, on: Measured, args: argparse.Namespace) -> None
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=5)
+    options = parser(__doc__ or "", rounds=5, default_model="a random one of 16 layers, 1,024 wide")
     options.add_argument("--target", default="250ms", help="of the second node")
-    options.add_argument("--checkpoint", type=Path, help="default: a random model of 16 layers, 1,024 wide")
     options.add_argument("--policy", default="hrrn", help="scheduling_policy of both")
     options.add_argument("--streams", type=int, default=4)
     options.add_argument("--stream-tokens", type=int, default=400)

@@ -32,7 +32,7 @@ TRANSPORTS = ("shm, 1 thread", "shm, 2 threads", "gloo p2p")
 
 
 def make_runs(num_blocks: int, run_length: int) -> Runs:
-    """All of the lender's blocks once, cut into runs that come in random order."""
+    """Return all of the lender's blocks once, cut into runs that come in random order."""
     starts = np.random.default_rng(run_length).permutation(np.arange(0, num_blocks, run_length))
     rows = np.zeros((len(starts), 5), np.int64)
     rows[:, 1] = starts * GROUP.block_bytes

@@ -16,19 +16,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 from lending_node import quantile, say, table
-from policies import shortened, step_s
+from policies import serve, shortened, trace_parser
 
-from swiftkv import _core
 from swiftkv.bench.traces import Arrival, read_trace
 from swiftkv.policies import SchedulingPolicy
-from swiftkv.simulate.simulator import Outcome, simulate
+from swiftkv.simulate.simulator import Outcome
 
-_MAX_MODEL_LEN = 16_384
 _CLIENTS = 100
 STEADY, OTHER = 0, 1
 _EQUAL = "as much"
@@ -59,19 +56,6 @@ class Run:
         return float(tokens[served & self.steady].sum() / tokens[served].sum())
 
 
-def serve(arrivals: Sequence[Arrival], args: argparse.Namespace, num_clients: int | None = None) -> Outcome:
-    scheduler = _core.Scheduler(
-        [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
-        block_size=args.block_size,
-        max_num_seqs=args.seqs,
-        max_num_batched_tokens=2048,
-        max_model_len=_MAX_MODEL_LEN,
-        scheduling_policy=args.policy,
-        target_tpot_s=args.target_s,
-    )
-    return simulate(scheduler, _MAX_MODEL_LEN, step_s, arrivals, num_clients)
-
-
 def poisson(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
     """Let requests come at random, `rate` in a second."""
     times_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(arrivals)))
@@ -100,14 +84,14 @@ def mixture(steady: Sequence[Arrival], other: Sequence[Arrival], args: argparse.
     is_steady = np.array([arrival.flow == STEADY for arrival in arrivals])
     if not is_fair:
         arrivals = [replace(arrival, flow=STEADY) for arrival in arrivals]
-    return Run(is_steady, serve(arrivals, args))
+    return Run(is_steady, serve(args.policy, arrivals, args))
 
 
 def a_round(trace: Sequence[Arrival], args: argparse.Namespace, seed: int) -> dict[tuple[str, bool], Run]:
     """Return the runs by what the other tenant sends, and whether the two are flows of their own."""
     groups = divided(trace, args, seed)
     steady, equal, flood = groups[0], groups[1], [arrival for group in groups[1:] for arrival in group]
-    capacity = len(steady) / serve(steady, args, _CLIENTS).end_s.max()
+    capacity = len(steady) / serve(args.policy, steady, args, _CLIENTS).end_s.max()
     rate = args.load * capacity
     say(f"{args.policy}: capacity {capacity:.3f} requests a second; each tenant {rate:.3f}")
     steady = poisson(steady, rate, seed + 1)
@@ -124,16 +108,12 @@ def a_round(trace: Sequence[Arrival], args: argparse.Namespace, seed: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser = trace_parser(__doc__)
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--requests", type=int, default=1000, help="of the steady tenant")
     parser.add_argument("--load", type=float, default=0.35, help="of the steady tenant, and of an equal neighbour")
     parser.add_argument("--flood", type=int, default=10)
     parser.add_argument("--policy", choices=get_args(SchedulingPolicy), default="hrrn")
-    parser.add_argument("--seqs", type=int, default=16, help="max_num_seqs")
-    parser.add_argument("--shrink", type=int, default=16)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--pool-tokens", type=int, default=128_000)
     parser.add_argument("--target-s", type=float, default=0.25, help="target_tpot")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1)

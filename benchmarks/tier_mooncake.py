@@ -13,9 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from pathlib import Path
 
-from lending_node import Node, Tokens, ask, model, nodes_up, parser, say, small_checkpoint, table, write_report
+from lending_node import (
+    SMALL_MODEL,
+    Node,
+    Tokens,
+    ask,
+    model,
+    nodes_up,
+    parser,
+    say,
+    small_checkpoint,
+    table,
+    write_report,
+)
 from tiers import NAME, metric, restart_engine, ttft_s, wait_until
 
 _WARMUP_PROMPTS = 2
@@ -36,9 +47,8 @@ def measure(node: Node, tokens: Tokens, length: int, times_s: dict[str, list[flo
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=3)
+    options = parser(__doc__, rounds=3, default_model=SMALL_MODEL)
     options.add_argument("--master", default="127.0.0.1:50051", metavar="HOST:PORT", help="its store must have memory")
-    options.add_argument("--checkpoint", type=Path, help="default: a random model of Qwen3-0.6B's shape")
     options.add_argument("--history", type=int, default=1024, help="tokens of turn 1")
     options.add_argument("--memory", default="1GiB", help="of the pool")
     args = options.parse_args()

@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from lending_node import Node, Tokens, ask, model, nodes_up, parser, say, small_checkpoint, table, write_report
+from lending_node import (
+    SMALL_MODEL,
+    Node,
+    Tokens,
+    ask,
+    model,
+    nodes_up,
+    parser,
+    say,
+    small_checkpoint,
+    table,
+    write_report,
+)
 from tiers import NAME, engine_view, metric, restart_engine, ttft_s, wait_until
 
 from swiftkv.admin_key import find_admin_key
@@ -81,8 +93,7 @@ def crossing(node: Node, tokens: Tokens, length: int) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=3)
-    options.add_argument("--checkpoint", type=Path, help="default: a random model of Qwen3-0.6B's shape")
+    options = parser(__doc__, rounds=3, default_model=SMALL_MODEL)
     options.add_argument("--history", type=int, default=1024, help="tokens of turn 1")
     options.add_argument("--memory", default="1GiB", help="of the pool")
     options.add_argument(

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import httpx
 from lending_node import (
+    SMALL_MODEL,
     Node,
     Tokens,
     ask,
@@ -158,8 +159,7 @@ def measure_round(
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=5)
-    options.add_argument("--checkpoint", type=Path, help="default: a random model of Qwen3-0.6B's shape")
+    options = parser(__doc__, rounds=5, default_model=SMALL_MODEL)
     options.add_argument("--history", type=int, default=4096, help="tokens of turn 1")
     options.add_argument("--warmup", type=int, default=512, help="fresh tokens after each start")
     options.add_argument("--load", type=int, default=16, help="prompts for the throughput, 0: none")

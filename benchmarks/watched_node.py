@@ -112,7 +112,7 @@ class WatchedNode(Node):
         return self.process.poll() is None
 
     def engines(self) -> dict[str, psutil.Process]:
-        """The engine processes that exist now, by model."""
+        """Return the engine processes that exist now, by model."""
         found: dict[str, psutil.Process] = {}
         for child in self._children():
             try:
@@ -124,11 +124,11 @@ class WatchedNode(Node):
         return found
 
     def pids(self) -> dict[str, int]:
-        """The gateway's pid and those of the engines that exist now."""
+        """Return the gateway's pid and those of the engines that exist now."""
         return {GATEWAY: self.pid} | {name: engine.pid for name, engine in self.engines().items()}
 
     def ready(self) -> dict[str, str]:
-        """The state of every model as `/ready` has it; empty if the gateway does not answer."""
+        """Return the state of every model as `/ready` has it; empty if the gateway does not answer."""
         try:
             states: dict[str, str] = httpx.get(f"{self.url}/ready", timeout=10).json()["models"]
         except httpx.TransportError:
@@ -144,7 +144,7 @@ class WatchedNode(Node):
         return self._http.request(method, f"{self.url}/admin/{path}", headers=self._admin_headers(), **options)
 
     def pool(self, model: str) -> dict[str, Any] | None:
-        """`GET /admin/pools/{model}`; `None` if the engine is not there or does not answer."""
+        """Return `GET /admin/pools/{model}`; `None` if the engine is not there or does not answer."""
         answer = self.admin("GET", f"pools/{model}")
         if answer.status_code != httpx.codes.OK:
             return None
@@ -164,7 +164,7 @@ class WatchedNode(Node):
         self.process.wait()
 
     def log_tail(self, num_bytes: int = 2000) -> str:
-        """The end of what the node has printed."""
+        """Return the end of what the node has printed."""
         return (self.directory / "log").read_bytes()[-num_bytes:].decode(errors="replace")
 
     def _children(self) -> list[psutil.Process]:
@@ -175,7 +175,7 @@ class WatchedNode(Node):
 
 
 def known_node_options(**options: Any) -> dict[str, Any]:
-    """Those of `options` that the `node` section of this version has, so that the programs run on older ones."""
+    """Return those of `options` that the `node` section of this version has, so that the programs run on older ones."""
     return {key: value for key, value in options.items() if key in NodeConfig.model_fields}
 
 

@@ -34,7 +34,7 @@ POOL_BYTES = 12 << 30
 
 
 def gpu_times_s(call: Callable[[int], object], budget_s: float, max_calls: int = 100) -> list[float]:
-    """Seconds of single calls, by events. The calls wait in the stream, so that no launch is timed."""
+    """Return the seconds of single calls, by events. The calls wait in the stream, so that no launch is timed."""
     for i in range(2):
         call(i)
     torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def gpu_times_s(call: Callable[[int], object], budget_s: float, max_calls: int =
 
 
 def ceilings() -> tuple[float, float]:
-    """Bytes per second of a copy, read and written; operations per second of a bf16 matrix product."""
+    """Return bytes per second of a copy, read and written; operations per second of a bf16 matrix product."""
     source = torch.randint(256, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_s = statistics.median(gpu_times_s(lambda _: target.copy_(source), 0.3))

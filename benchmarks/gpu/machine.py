@@ -59,7 +59,7 @@ def median_seconds(run: Callable[[int], object], repeats: int = 20, warmups: int
 
 
 def measure() -> Machine:
-    """Some seconds, and 8 GiB of device memory that are free again afterwards."""
+    """Measure this machine. It takes some seconds, and 8 GiB of device memory that are free again afterwards."""
     copy_bytes_per_s, matrix_flops_per_s = _copy_bandwidth(), _matrix_rate()
     to_device, to_host = _pcie_bandwidths()
     torch.cuda.empty_cache()

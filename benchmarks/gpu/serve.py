@@ -131,7 +131,7 @@ def prefill_operations(config: DecoderConfig, num_new: int, num_cached: int = 0)
 
 
 def longest_context(own_blocks: int, lent_blocks: int, num_layers: int) -> int:
-    """Tokens of one sequence in a pool of `own_blocks` with `lent_blocks` borrowed (the paper's Eqs. 4 and 5)."""
+    """Return the tokens that one sequence may have, with `lent_blocks` borrowed (the paper's Eqs. 4 and 5)."""
     return BLOCK_SIZE * sum(split_pool(own_blocks * num_layers, [lent_blocks], num_layers))
 
 
@@ -168,7 +168,7 @@ class Step:
 
 
 def local_step(num_layers: int, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Step:
-    """Sequences of (cached, new) tokens, all of whose blocks lie in the pool, at random."""
+    """Return sequences of (cached, new) tokens, all of whose blocks lie in the pool, at random."""
     context_lens = np.array([cached + new for cached, new in lengths], np.int32)
     counts = -(-context_lens // BLOCK_SIZE)
     blocks = np.random.default_rng(seed).permutation(int(counts.sum())).astype(np.int32)
@@ -184,7 +184,7 @@ def local_step(num_layers: int, lengths: Sequence[tuple[int, int]], seed: int = 
 
 
 def streamed_step(group: KVGroup, num_cached: int, num_new: int, num_buffers: int) -> Step:
-    """One sequence: its cached blocks are borrowed on link 0 in runs of 8, its new ones are the pool's first.
+    """Return one sequence: its cached blocks are borrowed on link 0 in runs of 8, its new ones are the pool's first.
 
     Behind these come the slots of the buffers.
     """
@@ -212,7 +212,7 @@ def streamed_step(group: KVGroup, num_cached: int, num_new: int, num_buffers: in
 
 
 def streamed_decode(group: KVGroup, num_seqs: int, own: int, borrowed: int, num_buffers: int) -> Step:
-    """A token for each of `num_seqs` sequences: its first `borrowed` blocks are a run on link 0, `own` more are ours.
+    """Return a token for each of `num_seqs` sequences, with `borrowed` blocks as a run on link 0, and `own` of ours.
 
     Behind those come the slots of the buffers. Without buffers, all blocks are ours.
     """
@@ -294,7 +294,7 @@ def transformers_calls(
     decode: tuple[int, int],
     prefills: Sequence[int],
 ) -> dict[str, tuple[Callable[[], torch.Tensor], int]]:
-    """The same steps in transformers, each with its bytes (decode) or operations (prefill), which give its floor."""
+    """Return the same steps in transformers, with their bytes (decode) or operations (prefill), which give a floor."""
     from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
     values = {key: value for key, value in shape.items() if key != "model_type"}
@@ -348,7 +348,7 @@ def bench_lending(_: Machine, device: torch.device) -> list[dict[str, object]]:
 def stream_from(
     decoder: Decoder, group: KVGroup, device: torch.device, peer: torch.Tensor, io_backend: Any, name: str
 ) -> dict[str, object]:
-    """Steps over prompts of every length: their time, and what of it the copies were not hidden in."""
+    """Measure steps over prompts of every length: their time, and what of it the copies were not hidden in."""
     from swiftkv.cache.cuda_pool import CudaPool
     from swiftkv.master.layer_stream import LayerStream
     from swiftkv.transport.peer import PeerTransport
