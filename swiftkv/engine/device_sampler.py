@@ -18,9 +18,8 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.logit_edits import LogitEdits
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import GREEDY_BELOW, FinishedSample, PendingSample, Sampled, split_repeated
+from swiftkv.engine.sampler import GREEDY_BELOW, FinishedSample, LogitRows, PendingSample, Sampled, split_repeated
 from swiftkv.engine.token_counts import TokenCounts
-from swiftkv.engine.token_masks import TokenMasks
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.host_copies import download, upload
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, forbid_tokens, penalise
@@ -53,7 +52,7 @@ class _Found:
         )
 
     def entries(self) -> list[TokenLogprobs]:
-        """Once they are there."""
+        """Return them, once they are there."""
         parts = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         rows = zip(*(part.tolist() for part in parts), self.top_counts, strict=True)
         return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
@@ -140,13 +139,12 @@ class DeviceSampler:
     def release(self, request_id: int) -> None:
         self._counts.release(request_id)
 
-    def sample(
-        self, logits: Tensor, slots: _Int32Array, positions: _Int32Array, masks: TokenMasks | None = None
-    ) -> PendingSample:
+    def sample(self, rows: LogitRows) -> PendingSample:
+        logits, slots, masks = rows.logits, rows.slots, rows.masks
         if not len(slots):
             return FinishedSample(Sampled(np.empty(0, np.int32), {}, np.empty(0, np.bool_)))
         flags = self._flags[slots]
-        device_slots, device_positions = upload(np.stack((slots, positions)), self._device)
+        device_slots, device_positions = upload(np.stack((slots, rows.positions)), self._device)
         asked = np.flatnonzero(flags & _LOGPROBS)
         asked_rows = upload(asked.astype(np.int32), self._device) if len(asked) else None
         raw_logits = None if asked_rows is None else logits.index_select(0, asked_rows)

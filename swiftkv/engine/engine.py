@@ -65,7 +65,7 @@ from swiftkv.engine.pins import Pins
 from swiftkv.engine.pooler import Pooler, pooled_by_request
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.engine.sampler import PendingSample, Sampled, TokenSampler, open_sampler
+from swiftkv.engine.sampler import LogitRows, PendingSample, Sampled, TokenSampler, open_sampler
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.engine.tracing import StepTracer
 from swiftkv.engine.turns import open_turns
@@ -265,10 +265,12 @@ class Engine:
     def _sample(self, plan: StepPlan, hidden: torch.Tensor, masks: PendingMasks | None) -> PendingSample:
         rows = plan.logits_rows
         return self._sampler.sample(
-            self._runner.logits(hidden, rows),
-            plan.row_slots[plan.logits_seqs],
-            plan.positions[rows] + np.int32(1),
-            None if masks is None else masks.result(),
+            LogitRows(
+                self._runner.logits(hidden, rows),
+                slots=plan.row_slots[plan.logits_seqs],
+                positions=plan.positions[rows] + np.int32(1),
+                masks=None if masks is None else masks.result(),
+            )
         )
 
     def _wait(self) -> None:

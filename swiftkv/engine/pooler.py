@@ -12,8 +12,7 @@ import torch
 
 from swiftkv.engine.messages import POOLED_TOKEN
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import PendingSample, Sampled
-from swiftkv.engine.token_masks import TokenMasks
+from swiftkv.engine.sampler import LogitRows, PendingSample, Sampled
 from swiftkv.kernels.host_copies import download, upload
 
 
@@ -47,15 +46,10 @@ class Pooler:
     def release(self, request_id: int) -> None:
         """Keep nothing of any request."""
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        slots: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-        masks: TokenMasks | None = None,
-    ) -> PendingSample:
-        assert masks is None
-        wanted = np.array([self._token_ids[slot] for slot in slots.tolist()], np.int64)  # [R, 0] where all is wanted
+    def sample(self, rows: LogitRows) -> PendingSample:
+        assert rows.masks is None
+        logits = rows.logits
+        wanted = np.array([self._token_ids[slot] for slot in rows.slots.tolist()], np.int64)  # [R, 0]: all is wanted
         if wanted.size:
             logits = logits.gather(1, upload(wanted, logits.device))
         return _OnTheirWay(download(logits))

@@ -36,6 +36,24 @@ _SLICE_BYTES = 1 << 20  # logits of so many rows at a time stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRows:
+    """The rows of a step from which tokens are sampled, R of them.
+
+    Several rows of a slot stand together, in the order of their positions.
+    """
+
+    logits: torch.Tensor  # float32 [R, vocab], which the sampler overwrites
+    slots: npt.NDArray[np.int32]  # [R]
+    positions: npt.NDArray[np.int32]  # [R] those that the sampled tokens will have
+    masks: TokenMasks | None = None  # the tokens that rows of grammars may have; None: no row has a grammar
+
+    def part(self, rows: slice) -> LogitRows:
+        """Return some of the rows; their logits are views."""
+        masks = None if self.masks is None else self.masks.of(rows)
+        return LogitRows(self.logits[rows], self.slots[rows], self.positions[rows], masks)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     token_ids: npt.NDArray[np.int32]  # [R]
     logprobs: dict[int, TokenLogprobs]  # by row, of the rows that asked
@@ -44,7 +62,7 @@ class Sampled:
 
 
 class PendingSample(Protocol):
-    """Sampling that a device was asked for."""
+    """The tokens of a step that a device was asked to sample."""
 
     def result(self) -> Sampled:
         """Return the tokens. Call only after the device has finished the step."""
@@ -68,30 +86,23 @@ class TokenSampler(Protocol):
     """
 
     def seat(self, slot: int, request: Request) -> None:
-        """`request` has the row slot from now on, whoever had it before."""
+        """Give the row slot to `request`, whoever had it before."""
 
     def park(self, slot: int, request: Request) -> None:
-        """`request` was preempted and loses its slot: keep what cannot be told from its parameters."""
+        """Take the slot from `request`, which was preempted; keep what cannot be told from its parameters."""
 
     def release(self, request_id: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        slots: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-        masks: TokenMasks | None = None,
-    ) -> PendingSample:
-        """One token per row of `logits` (float32 [R, vocab], overwritten), for the requests in `slots [R]`.
+    def sample(self, rows: LogitRows) -> PendingSample:
+        """Sample one token per row, for the requests in the rows' slots.
 
-        `positions [R]` are those that the sampled tokens will have. Several rows of a slot stand together, in the order
-        of their positions, and each is sampled as if the tokens of those before it counted. `last_token_ids` then has
-        one of them: nobody reads it. `masks` say which tokens the rows of grammars may have.
+        Of several rows of a slot, each is sampled as if the tokens of those before it counted. `last_token_ids` then
+        has one of them: nobody reads it.
         """
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
-        """The tokens that were sampled last for `slots` do not count."""
+        """Take back the tokens that were sampled last for `slots`: they do not count."""
 
     def token_logprobs(
         self, logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
@@ -107,7 +118,7 @@ def split_repeated(slots: npt.NDArray[np.int32], counts: npt.NDArray[np.bool_]) 
 
 
 def open_sampler(kernels: str, vocab_size: int, last_token_ids: torch.Tensor) -> TokenSampler:
-    """The sampler that goes with a kind of kernels (`Ops.name`), with a slot for every element of `last_token_ids`."""
+    """Return the sampler for a kind of kernels (`Ops.name`), with a slot for every element of `last_token_ids`."""
     if kernels == "triton":
         from swiftkv.engine.device_sampler import DeviceSampler
 
@@ -166,36 +177,23 @@ class Sampler:
     def release(self, request_id: int) -> None:
         self._counts.release(request_id)
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        slots: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-        masks: TokenMasks | None = None,
-    ) -> PendingSample:
-        sampled = self._sample(logits, slots, positions, masks)
-        rows = torch.from_numpy(slots).to(self._device, torch.int64)
-        self._last_token_ids.index_copy_(0, rows, torch.from_numpy(sampled.token_ids).to(self._device))
+    def sample(self, rows: LogitRows) -> PendingSample:
+        sampled = self._sample(rows)
+        slots = torch.from_numpy(rows.slots).to(self._device, torch.int64)
+        self._last_token_ids.index_copy_(0, slots, torch.from_numpy(sampled.token_ids).to(self._device))
         return FinishedSample(sampled)
 
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        slots: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-        masks: TokenMasks | None,
-    ) -> Sampled:
-        if not np.any(self._flags[slots]):
-            if masks is not None:
-                masks.forbid(logits)
-            token_ids, largest = _largest(logits)
+    def _sample(self, rows: LogitRows) -> Sampled:
+        if not np.any(self._flags[rows.slots]):
+            if rows.masks is not None:
+                rows.masks.forbid(rows.logits)
+            token_ids, largest = _largest(rows.logits)
             return Sampled(token_ids, {}, ~np.isfinite(largest))
-        token_ids = np.empty(len(slots), np.int32)
-        broken = np.empty(len(slots), np.bool_)
+        token_ids = np.empty(len(rows.slots), np.int32)
+        broken = np.empty(len(rows.slots), np.bool_)
         logprobs: dict[int, TokenLogprobs] = {}
-        for part in self._slices(slots):
-            of_part = None if masks is None else masks.of(part)
-            some = self._sample_slice(logits[part], slots[part], positions[part], of_part)
+        for part in self._slices(rows.slots):
+            some = self._sample_slice(rows.part(part))
             token_ids[part], broken[part] = some.token_ids, some.broken
             logprobs.update((part.start + row, entry) for row, entry in some.logprobs.items())
         return Sampled(token_ids, logprobs, broken)
@@ -213,21 +211,16 @@ class Sampler:
     ) -> list[TokenLogprobs]:
         return token_logprobs(logits, token_ids, top_counts)
 
-    def _sample_slice(
-        self,
-        logits: torch.Tensor,
-        slots: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-        masks: TokenMasks | None,
-    ) -> Sampled:
+    def _sample_slice(self, rows: LogitRows) -> Sampled:
         """Sample as `sample` does, for so few rows that intermediate results stay in the processor's cache."""
+        logits, slots, positions = rows.logits, rows.slots, rows.positions
         flags = self._flags[slots]
         edited, penalised, drawn, asked = (
             np.flatnonzero(flags & flag) for flag in (_EDITED, _PENALISED, _DRAWN, _LOGPROBS)
         )
         raw_logits = logits[asked]  # a copy
-        if masks is not None:
-            masks.forbid(logits)
+        if rows.masks is not None:
+            rows.masks.forbid(logits)
         if len(edited):
             self._edit(logits, edited, slots, positions)
         if len(penalised):
@@ -299,7 +292,7 @@ class Sampler:
 
 
 def _nucleus_edge(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The least weight among the likeliest tokens that have `top_p` of all `weights [N]` together; the largest is 1."""
+    """Return the least weight among the likeliest tokens that together have `top_p` of all `weights [N]`, at most 1."""
     total = float(weights.sum())
     # What weighs less than `low` weighs less than (1 - top_p) of the total even all together: it cannot be in.
     low, high = (1 - top_p) * total / len(weights), 1.0
@@ -322,7 +315,7 @@ def _nucleus_edge(weights: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _invert_distribution(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token [R] where the running sum of `weights [R, blocks, _BLOCK]` passes the fraction `uniform [R]` of it.
+    """Return the token [R] where the sum of `weights [R, blocks, _BLOCK]` so far passes the fraction `uniform [R]`.
 
     First the block is found, then the token in it.
     """
@@ -343,7 +336,7 @@ def _first_above(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position): SplitMix64, twice, so that neither neighbours show a pattern."""
+    """Return a number in [0, 1) for each (seed, position): SplitMix64 twice, so that no neighbours show a pattern."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     mixed = _mix64(_mix64(seeds + golden) + positions.astype(np.uint64) * golden)
     return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftkv.engine.sampler import Sampler, TokenSampler, open_sampler
+from swiftkv.engine.sampler import LogitRows, Sampler, TokenSampler, open_sampler
 from swiftkv.engine.token_masks import TokenMasks
 from tests.engine.test_sampler import EOS, VOCAB, make_request
 
@@ -47,7 +47,7 @@ def test_both_samplers_say_the_same_through_preemption_and_retraction() -> None:
             sampler.seat(slot, request)
     for step in range(4):
         positions = np.full(len(slots), 4 + step, np.int32)
-        expected, sampled = (sampler.sample(logits_of(step), slots, positions).result() for sampler in both)
+        expected, sampled = (sampler.sample(LogitRows(logits_of(step), slots, positions)).result() for sampler in both)
         assert sampled.token_ids.tolist() == expected.token_ids.tolist()
         assert not sampled.broken.any()
         assert list(sampled.logprobs) == list(expected.logprobs)
@@ -78,9 +78,11 @@ def test_rows_of_one_slot_follow_each_other() -> None:
             at_once.seat(slot, request)
             one_by_one.seat(slot, request)
         positions = np.tile(np.arange(4, 7, dtype=np.int32), len(slots))
-        drawn = at_once.sample(logits.flatten(0, 1).clone(), np.repeat(slots, 3), positions).result()
+        drawn = at_once.sample(LogitRows(logits.flatten(0, 1).clone(), np.repeat(slots, 3), positions)).result()
         steps = [
-            one_by_one.sample(logits[:, step].clone(), slots, np.full(len(slots), 4 + step, np.int32)).result()
+            one_by_one.sample(
+                LogitRows(logits[:, step].clone(), slots, np.full(len(slots), 4 + step, np.int32))
+            ).result()
             for step in range(3)
         ]
         assert drawn.token_ids.reshape(-1, 3).T.tolist() == [step.token_ids.tolist() for step in steps]
@@ -92,7 +94,8 @@ def test_rows_of_one_slot_follow_each_other() -> None:
         is_later = np.tile([False, True, True], len(slots))
         at_once.retract(np.repeat(slots, 3)[is_later], drawn.token_ids[is_later])
         again = [
-            sampler.sample(logits[:, 2].clone(), slots, positions[1::3]).result() for sampler in (at_once, one_by_one)
+            sampler.sample(LogitRows(logits[:, 2].clone(), slots, positions[1::3])).result()
+            for sampler in (at_once, one_by_one)
         ]
         assert again[0].token_ids.tolist() == again[1].token_ids.tolist()
 
@@ -105,8 +108,9 @@ def test_rows_without_a_token_are_told() -> None:
         for slot in range(3):
             sampler.seat(slot, make_request(slot, [0], temperature=float(slot > 0)))
         sampler.seat(3, make_request(3, [0], min_tokens=1, stop_token_ids=list(range(VOCAB))))
-        assert sampler.sample(logits.clone(), slots, positions).result().broken.tolist() == [True, False, True, True]
-        assert not len(sampler.sample(logits[:0], slots[:0], positions[:0]).result().token_ids)
+        broken = sampler.sample(LogitRows(logits.clone(), slots, positions)).result().broken
+        assert broken.tolist() == [True, False, True, True]
+        assert not len(sampler.sample(LogitRows(logits[:0], slots[:0], positions[:0])).result().token_ids)
 
 
 def test_both_samplers_keep_to_masks() -> None:
@@ -123,9 +127,9 @@ def test_both_samplers_keep_to_masks() -> None:
         for slot, request in enumerate(requests):
             sampler.seat(slot, request)
     logits = logits_of(5)
-    without = free.sample(logits.clone(), slots, positions).result()
+    without = free.sample(LogitRows(logits.clone(), slots, positions)).result()
     masks = TokenMasks(rows, bits[rows])
-    both = [sampler.sample(logits.clone(), slots, positions, masks).result() for sampler in masked]
+    both = [sampler.sample(LogitRows(logits.clone(), slots, positions, masks)).result() for sampler in masked]
     for sampled in both:
         assert not sampled.broken.any()
         for row, token in enumerate(sampled.token_ids.tolist()):

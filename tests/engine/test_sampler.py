@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swiftkv.engine.messages import AddRequest, SamplingParams
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import Sampler, uniforms
+from swiftkv.engine.sampler import LogitRows, Sampler, uniforms
 
 VOCAB = 97
 EOS = 5
@@ -82,7 +82,7 @@ def test_rows_follow_the_naive_sampler(all_params: list[dict[str, object]], logi
         expected = [kept_probabilities(*row) for row in zip(logits, requests, outputs, strict=True)]
         positions = np.array([4 + len(tokens) for tokens in outputs], np.int32)
         drawn = uniforms(np.array([r.seed for r in requests], np.uint64), positions)
-        token_ids = sampler.sample(logits.clone(), slots, positions).result().token_ids
+        token_ids = sampler.sample(LogitRows(logits.clone(), slots, positions)).result().token_ids
         for row, token in enumerate(token_ids.tolist()):
             p = expected[row]
             assert p[token] > 0
@@ -102,8 +102,9 @@ def test_a_request_draws_the_same_alone_and_in_a_batch() -> None:
         batch.seat(slot, other)
     for position in range(2, 60):
         positions = np.full(7, position, np.int32)
-        in_batch = batch.sample(logits.clone(), np.arange(7, dtype=np.int32), positions).result().token_ids[6]
-        assert alone.sample(logits[6:].clone(), np.zeros(1, np.int32), positions[:1]).result().token_ids[0] == in_batch
+        in_batch = batch.sample(LogitRows(logits.clone(), np.arange(7, dtype=np.int32), positions)).result()
+        by_itself = alone.sample(LogitRows(logits[6:].clone(), np.zeros(1, np.int32), positions[:1])).result()
+        assert by_itself.token_ids[0] == in_batch.token_ids[6]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
@@ -118,8 +119,8 @@ def test_frequencies_are_those_of_the_distribution(top_p: float) -> None:
     counts = np.zeros(VOCAB)
     for begin in range(0, num_draws, rows):
         positions = np.arange(begin, begin + rows, dtype=np.int32)
-        tokens = sampler.sample(logits.repeat(rows, 1), np.zeros(rows, np.int32), positions).result().token_ids
-        counts += np.bincount(tokens, minlength=VOCAB)
+        sampled = sampler.sample(LogitRows(logits.repeat(rows, 1), np.zeros(rows, np.int32), positions)).result()
+        counts += np.bincount(sampled.token_ids, minlength=VOCAB)
     assert counts[p == 0].sum() == 0
     kept = p > 0
     chi_squared = float((((counts - num_draws * p) ** 2)[kept] / (num_draws * p[kept])).sum())
@@ -147,7 +148,7 @@ def test_the_nucleus_of_a_large_vocabulary_is_the_sorted_one(spread: float, top_
     sampler.seat(0, Request.from_message(message, vocab, 100, ()))
     logits = spread * torch.randn(vocab, generator=torch.Generator().manual_seed(5))
     positions = np.arange(400, dtype=np.int32)
-    tokens = sampler.sample(logits.repeat(400, 1), np.zeros(400, np.int32), positions).result().token_ids
+    tokens = sampler.sample(LogitRows(logits.repeat(400, 1), np.zeros(400, np.int32), positions)).result().token_ids
     p = torch.softmax(logits.double(), 0)
     order = p.argsort(descending=True)
     size = int((p[order].cumsum(0) < top_p).sum()) + 1
@@ -167,13 +168,13 @@ def test_counts_survive_preemption_and_another_request_in_the_slot() -> None:
     logits[0, 10], logits[0, 20], logits[0, 30] = 3.0, 2.0, 1.5
     slot = np.zeros(1, np.int32)
     position = np.ones(1, np.int32)
-    assert sampler.sample(logits.clone(), slot, position).result().token_ids.tolist() == [10]
-    assert sampler.sample(logits.clone(), slot, position).result().token_ids.tolist() == [20]
+    assert sampler.sample(LogitRows(logits.clone(), slot, position)).result().token_ids.tolist() == [10]
+    assert sampler.sample(LogitRows(logits.clone(), slot, position)).result().token_ids.tolist() == [20]
     sampler.park(0, request)
     sampler.seat(0, make_request(2, [0], temperature=0.0, repetition_penalty=1.5))
-    assert sampler.sample(logits.clone(), slot, position).result().token_ids.tolist() == [10]
+    assert sampler.sample(LogitRows(logits.clone(), slot, position)).result().token_ids.tolist() == [10]
     sampler.seat(3, request)
-    assert sampler.sample(logits.clone(), slot + 3, position).result().token_ids.tolist() == [30]
+    assert sampler.sample(LogitRows(logits.clone(), slot + 3, position)).result().token_ids.tolist() == [30]
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
@@ -184,7 +185,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     sampler.seat(1, plain)
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3))
     raw = torch.log_softmax(logits[0], 0)
-    sampled = sampler.sample(logits, np.arange(2, dtype=np.int32), np.ones(2, np.int32)).result()
+    sampled = sampler.sample(LogitRows(logits, np.arange(2, dtype=np.int32), np.ones(2, np.int32))).result()
     assert list(sampled.logprobs) == [0]
     entry = sampled.logprobs[0]
     assert sampled.token_ids[0] == 50
@@ -207,9 +208,9 @@ def test_rows_without_a_token_are_told_and_leave_the_others_alone(temperature: f
     logits[0, 7], logits[2, 7] = math.nan, math.inf
     logits[5, 0] = 1.0  # the prompt's token, which the penalty then makes infinite
     slots, positions = np.arange(6, dtype=np.int32), np.ones(6, np.int32)
-    sampled = sampler.sample(logits.clone(), slots, positions).result()
+    sampled = sampler.sample(LogitRows(logits.clone(), slots, positions)).result()
     assert sampled.broken.tolist() == [True, False, True, False, True, True]
-    alone = sampler.sample(logits[1:2].clone(), slots[1:2], positions[:1]).result()
+    alone = sampler.sample(LogitRows(logits[1:2].clone(), slots[1:2], positions[:1])).result()
     assert sampled.token_ids[1] == sampled.token_ids[3] == alone.token_ids[0]
 
 
@@ -219,10 +220,8 @@ def test_greedy_rows_that_are_no_numbers_are_told() -> None:
         sampler.seat(slot, make_request(slot, [0], temperature=0.0))
     logits = torch.zeros(2, VOCAB)
     logits[1, 3] = math.nan
-    assert sampler.sample(logits, np.arange(2, dtype=np.int32), np.ones(2, np.int32)).result().broken.tolist() == [
-        False,
-        True,
-    ]
+    sampled = sampler.sample(LogitRows(logits, np.arange(2, dtype=np.int32), np.ones(2, np.int32))).result()
+    assert sampled.broken.tolist() == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swiftkv.engine.messages import AddRequest, SamplingParams
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import Sampler, uniforms
+from swiftkv.engine.sampler import LogitRows, Sampler, uniforms
 from swiftkv.kernels import triton_logits, triton_logprobs, triton_sampling
 from swiftkv.kernels.triton_logprobs import token_logprobs
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
@@ -228,7 +228,7 @@ def test_tokens_are_those_of_the_cpu_sampler(all_params: list[dict[str, object]]
     for step in range(3):
         logits = 3 * torch.randn(len(requests), VOCAB, generator=generator)
         slots, positions = np.arange(len(requests), dtype=np.int32), np.full(len(requests), 4 + step, np.int32)
-        token_ids = expected.sample(logits.clone(), slots, positions).result().token_ids
+        token_ids = expected.sample(LogitRows(logits.clone(), slots, positions)).result().token_ids
         assert kernels.sample(logits.clone(), int32(positions)) == token_ids.tolist()
 
 

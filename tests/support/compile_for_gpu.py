@@ -13,6 +13,7 @@ import torch
 
 from swiftkv.engine.cuda_graphs import DecoderSteps
 from swiftkv.engine.device_sampler import DeviceSampler
+from swiftkv.engine.sampler import LogitRows
 from swiftkv.engine.token_masks import TokenMasks
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, GatedActivation
@@ -43,7 +44,7 @@ def sample() -> None:
         sampler.seat(slot, make_request(slot, [1, 2, 3], **params))
     slots = np.arange(len(PARAMS), dtype=np.int32)
     masks = TokenMasks(slots[:1], np.zeros((1, VOCAB // 32), np.uint32))
-    sampler.sample(torch.zeros(len(PARAMS), VOCAB), slots, np.full(len(PARAMS), 3, np.int32), masks).result()
+    sampler.sample(LogitRows(torch.zeros(len(PARAMS), VOCAB), slots, np.full(len(PARAMS), 3, np.int32), masks)).result()
 
 
 def forward(directory: Path, block_size: int) -> None:

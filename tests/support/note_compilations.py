@@ -17,6 +17,7 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.device import run_largest_step, run_long_step
 from swiftkv.engine.device_sampler import DeviceSampler
 from swiftkv.engine.messages import EngineConfig
+from swiftkv.engine.sampler import LogitRows
 from swiftkv.engine.token_masks import TokenMasks
 from swiftkv.kernels.dispatch import reference_ops, triton_ops
 from swiftkv.models.batch import ModelInput
@@ -54,7 +55,7 @@ def sample(vocab_size: int, noted: set[tuple[str, str]]) -> None:
             if num_rows > 2:
                 slots[-1] = slots[-2]  # a draft behind a row that counts tokens
             masks = TokenMasks(np.arange(num_rows, dtype=np.int32), np.zeros((num_rows, num_words), np.uint32))
-            sampler.sample(torch.zeros(num_rows, vocab_size), slots, np.full(num_rows, 3, np.int32), masks)
+            sampler.sample(LogitRows(torch.zeros(num_rows, vocab_size), slots, np.full(num_rows, 3, np.int32), masks))
     for num_rows in (1, 2, 3):
         logits = torch.zeros(num_rows, vocab_size)
         sampler.token_logprobs(logits, np.zeros(num_rows, np.int32), [num_rows] * num_rows)
