@@ -274,7 +274,7 @@ def _split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tens
 
 
 def _layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The keys and values of the pool's layer blocks, [N, block_size, num_kv_heads, dim] each, views."""
+    """Return views of the keys and values of the pool's layer blocks, [N, block_size, num_kv_heads, dim] each."""
     layer_blocks = pool.view(dtype).view(-1, spec.layer_block_elements)
     rows = spec.block_size, spec.num_kv_heads
     keys, values = layer_blocks.tensor_split([spec.block_size * spec.num_kv_heads * spec.head_dim], dim=1)

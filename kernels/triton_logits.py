@@ -154,7 +154,7 @@ def _count_tokens(
     RUN: tl.constexpr,
     BY_WEIGHT: tl.constexpr,
 ) -> tl.tensor:
-    """The keys [TILE, RUN] of listed runs from `start` on, and what each counts: 1 or its weight; no token counts 0."""
+    """Return the keys [TILE, RUN] of listed runs from `start` on, and what each counts: 1, its weight, or 0 if none."""
     index = start + tl.arange(0, TILE)
     runs = tl.load(listed + index, mask=index < num_listed, other=0)
     x, _, mask = load_runs(logits, runs, index < num_listed, vocab_size, RUN)

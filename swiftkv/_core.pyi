@@ -17,8 +17,9 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 NO_BLOCK: Final[int]
-PRIORITIES_PER_CLASS: Final[int]
 """The block-table entry where there is no block, as the sliding window leaves them behind; kernels never follow it."""
+PRIORITIES_PER_CLASS: Final[int]
+"""The distance between the priorities of one class and the next; class 1 has those around 0."""
 
 def blake3(data: bytes) -> bytes:
     """BLAKE3 of `data`: 32 bytes."""
@@ -161,7 +162,7 @@ class StepTime:
 
     @staticmethod
     def remembered(coefficients: list[float]) -> StepTime:
-        """Return what predicts as a model that was fitted elsewhere, and goes on from there.
+        """Return a predictor that was fitted elsewhere, and goes on from there.
 
         It counts like a hundred steps of either kind. Raises ValueError unless every step takes some time by them.
         """
@@ -226,7 +227,7 @@ class StepPlan:
     @property
     def has_copies(self) -> bool: ...
     def copies(self, group: int, kind: Literal["spill", "load", "store"], buffer: int = 0) -> Int64Array:
-        """[R, 5] runs of one group: link, peer_offset_bytes, local_offset_bytes, count, staged.
+        """Return [R, 5] runs of one group: link, peer_offset_bytes, local_offset_bytes, count, staged.
 
         A run copies `count` layer blocks of layer 0. The peer's lie one block apart, layer l at l layer blocks further.
         So do local ones, unless they are staged: then side by side, at the same address for every layer.
@@ -268,10 +269,10 @@ class StepPlan:
         """[A] when they arrived, by the clock of `schedule`"""
     @property
     def met_request_ids(self) -> UInt64Array:
-        """[M] that go on behind the back of their prompt, which storage has loaded"""
+        """[M] requests that have computed the front of their prompt and skip its back, which storage has loaded"""
     @property
     def met_blocks(self) -> Int32Array:
-        """[M, 2] the first block of each one's back, and the one behind it"""
+        """[M, 2] the first of the blocks that each one skips, and the one behind them"""
     @property
     def preempted_request_ids(self) -> UInt64Array:
         """[P] sent back to wait; they will be computed anew, what was sampled is kept"""
@@ -376,7 +377,7 @@ class Scheduler:
 
     def has_work(self) -> bool: ...
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:
-        """The next step; None if nothing can run, or nothing before a step in progress is committed.
+        """Return the next step; None if nothing can run, or nothing before a step in progress is committed.
 
         Raises RuntimeError while two steps are in progress.
         """
@@ -390,13 +391,13 @@ class Scheduler:
         """
 
     def abandon(self) -> None:
-        """Instead of `commit`: copies of the only step in progress failed.
+        """Give up the only step in progress, in place of `commit`: its copies failed.
 
         What it computed does not count, and requests start over.
         """
 
     def starved(self, now_s: float, max_wait_s: float) -> list[int]:
-        """Requests that have waited longer for room that would not be there even if they were alone."""
+        """Return requests that have waited longer for room that would not be there even if they were alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
         """Takes up to that many extents out of the pool; cached blocks in them are forgotten, used ones stay.
@@ -405,25 +406,25 @@ class Scheduler:
         """
 
     def take_back(self, link: int, extents: Int32Array) -> None:
-        """Extents that came home: their blocks are free."""
+        """Put extents that came home back into the pool: their blocks are free."""
 
     def take_demand(self) -> list[GroupDemand]:
-        """Per KV group; peaks start anew."""
+        """Return the demand of each KV group; its peaks start anew."""
 
     def is_short(self) -> bool:
         """Whether requests want more than there is while something is lent."""
 
     def borrow(self, link: int, extents: Int32Array) -> None:
-        """From now on blocks may lie there."""
+        """Let blocks lie in these extents from now on."""
 
     def recall(self, link: int, extents: Int32Array) -> None:
-        """Nothing new goes there; what is there moves or is forgotten in the next step."""
+        """Put nothing new into these extents; what is there moves or is forgotten in the next step."""
 
     def take_returned(self, link: int) -> Int32Array:
-        """Recalled extents that nothing uses any more, each named once."""
+        """Return recalled extents that nothing uses any more; each is returned once."""
 
     def lose(self, link: int) -> None:
-        """The lender is gone, and all its extents. Requests that needed them are computed again."""
+        """Forget a lender that is gone, and all its extents. Requests that needed them are computed again."""
 
     def begin_loading(self, key: bytes) -> Int32Array:
         """Take a free local block of each KV group for a block key whose bytes are on their way.
@@ -432,7 +433,7 @@ class Scheduler:
         """
 
     def end_loading(self, blocks: Int32Array, is_loaded: bool) -> None:
-        """The bytes have come, or never will; `blocks` are those of one `begin_loading`."""
+        """Note that the bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
     def set_write_policy(self, write_policy: WritePolicy | Literal["never"]) -> None:
         """Offer blocks to storage from now on: all that are committed, those that another request has found, or those
@@ -520,7 +521,7 @@ class Scheduler:
         """
 
     def end_load(self, groups: Int32Array, blocks: Int32Array, is_loaded: bool) -> None:
-        """The bytes of these blocks have come, or never will."""
+        """Note that the bytes of these blocks have come, or never will."""
 
     def enable_kv_events(self, max_events: int) -> None:
         """Keep up to so many of the events of the prefix index from now on. One more, and they give way to "cleared".

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Sequence
 
 def isa() -> str:
-    """The instruction set in use: avx2, avx512, avx512_bf16 or amx. SWIFTKV_CPU_ISA lowers it."""
+    """Return the instruction set in use: avx2, avx512, avx512_bf16 or amx. SWIFTKV_CPU_ISA lowers it."""
 
 def num_threads() -> int: ...
 def set_num_threads(n: int) -> None: ...

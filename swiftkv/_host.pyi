@@ -44,7 +44,7 @@ class HostMemory:
         """Forget objects. Raises `LockTimeout`."""
 
     def usage(self, deadline_s: float) -> tuple[int, int, int, int]:
-        """Return the objects, the bytes that they take, the bytes of all chunks, and how often the lock's holder died.
+        """Return (whole objects, bytes of chunks in use, bytes of all chunks, how often a holder of the lock died).
 
         Raises `LockTimeout`.
         """

@@ -43,10 +43,10 @@ class LenderLedger:
         """Returns the extents that came home by this."""
 
     def peer_died(self) -> Int32Array:
-        """All leases end. Returns the extents that came home by this; their epochs go on."""
+        """End all leases. Return the extents that came home by this; their epochs go on."""
 
     def table(self) -> tuple[UInt8Array, UInt32Array]:
-        """[num_extents] state and epoch of every extent, as a copy."""
+        """Return [num_extents] state and epoch of every extent, as a copy."""
 
 class BorrowerLedger:
     """The replica of one link. States, as in `table()`: 0 none, 1 held, 2 recalled. All start as none, at epoch 0."""
@@ -84,4 +84,4 @@ class BorrowerLedger:
         """Forget everything, epochs too. Returns the extents that were borrowed."""
 
     def table(self) -> tuple[UInt8Array, UInt32Array]:
-        """[num_extents] state and epoch of every extent, as a copy."""
+        """Return [num_extents] state and epoch of every extent, as a copy."""

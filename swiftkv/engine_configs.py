@@ -57,7 +57,7 @@ def _engine_config(
     ranks_directory: str,
     lending: LendingSpec | None,
 ) -> EngineConfig:
-    """`address`: what follows its dot says which of the engine's sockets is meant."""
+    """Return the configuration of one engine. What follows the dot of `address` says which of its sockets is meant."""
     return EngineConfig(
         name=model.name,
         path=str(plan.checkpoint.directory),

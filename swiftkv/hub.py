@@ -51,7 +51,7 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
 
 
 def _is_hub_id(path: str, starts: list[Path]) -> bool:
-    """`checkpoints/chta` is a slip of the pen where there is a directory `checkpoints`."""
+    """Tell a hub id from a path: `checkpoints/chta` is a slip of the pen where there is a directory `checkpoints`."""
     return bool(_HUB_ID.fullmatch(path)) and not any((start / path).parent.is_dir() for start in starts)
 
 

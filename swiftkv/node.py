@@ -202,7 +202,7 @@ class Node:
         say("stopped")
 
     def _on_signal(self) -> None:
-        """The first asks to stop, the second not to wait for requests."""
+        """Stop at the first signal; at the second, do not wait for requests."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
@@ -325,7 +325,7 @@ class Node:
         await asyncio.gather(*(member.client.drain(timeout_s) for member in self._fleet.members.values()))
 
     def _say_where(self) -> None:
-        """Each model's URL, and a line to paste."""
+        """Print each model's URL, and a line to paste."""
         ports = [listening.getsockname()[1] for listening in self._sockets]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.node.host, self._config.node.host)
         node_url = f"http://{host}:{ports.pop(0)}"
@@ -343,7 +343,7 @@ class Node:
 
 
 def _run_without_triton() -> None:
-    """The gateway runs no kernels, but what transformers imports would import Triton: a second, 80 MB, and complaints
+    """Keep Triton out: the gateway runs no kernels, and to import it takes a second and 80 MB, and brings complaints
     of leaks at exit."""
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 

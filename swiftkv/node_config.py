@@ -44,7 +44,7 @@ def _read_switch(value: object) -> object:
 
 
 def _read_node_lending(value: object) -> object:
-    """`lending: off` is short for `lending: {enabled: off}`."""
+    """Read `lending: off` as short for `lending: {enabled: off}`."""
     switch = _read_switch(value)
     return {"enabled": switch} if isinstance(switch, bool) else value
 

@@ -47,11 +47,11 @@ class Progress:
         self._words[_TICKS] += 1
 
     def works(self) -> None:
-        """A round of the step loop begins, and the one before it has ended."""
+        """Note that a round of the step loop begins, and that the one before it has ended."""
         self._end_round(time.monotonic_ns())
 
     def rests(self) -> None:
-        """The loop waits for messages; the round before has ended."""
+        """Note that the loop waits for messages, and that the round before has ended."""
         self._end_round(0)
 
     def forget_weights(self) -> None:

@@ -296,7 +296,7 @@ class EngineSupervisor:
         return any(lender.is_unresponsive for lender in self.lenders)
 
     def _next_delay_s(self, end: _End) -> float | None:
-        """Seconds to wait before the next start, or None if there is none to be."""
+        """Return the seconds to wait before the next start, or None if there is none to be."""
         now_s = time.monotonic()
         while self._restarts_s and self._restarts_s[0] < now_s - self._node.restart.window:
             self._restarts_s.popleft()

@@ -19,6 +19,7 @@ HEADLESS = frozenset(
     {"also", "as", "because", "else", "if", "nor", "of", "so", "that", "though", "unless", "until", "what", "whatever"}
     | {"which", "whichever", "who", "whoever", "whom", "whose"}
 )
+ARTICLES = frozenset({"a", "all", "an", "each", "every", "one", "some", "the"})
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -34,6 +35,23 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 def headless(source: str) -> list[int]:
     """Return the lines of the docstrings that begin with a headless word."""
     return [line for line, text in docstrings(source) if text.split()[0].strip(",:").lower() in HEADLESS]
+
+
+def without_a_verb(source: str) -> list[int]:
+    """Return the lines of the docstrings of functions that begin with an article: a noun phrase says not what is done.
+
+    Properties are data, and what is said of `__init__` may be about its arguments.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name == "__init__":
+            continue
+        if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        text = ast.get_docstring(node)
+        if text is not None and text.split()[0].lower() in ARTICLES:
+            found.append(node.body[0].lineno)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -55,4 +73,26 @@ def test_headless_clauses_are_found(docstring: str, is_headless: bool) -> None:
 def test_no_docstring_is_headless() -> None:
     """A docstring begins with a verb ("Return …") or, for data, with a noun phrase ("The number of …")."""
     found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in headless(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("function", "is_without"),
+    [
+        ("def rows(): ...", False),
+        ('def rows():\n    """Return the rows."""', False),
+        ('def rows():\n    """The rows."""', True),
+        ('async def rows():\n    """All rows."""', True),
+        ('@property\ndef rows():\n    """The rows."""', False),
+        ('@functools.cached_property\ndef rows():\n    """The rows."""', False),
+        ('def __init__(self, rows):\n    """The rows are those of a step."""', False),
+    ],
+)
+def test_functions_without_a_verb_are_found(function: str, is_without: bool) -> None:
+    assert bool(without_a_verb(function)) is is_without
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    programs = [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in programs for line in without_a_verb(path.read_text())]
     assert found == []

@@ -1,6 +1,7 @@
 // Both ends of a step: schedule() plans it, commit() takes what came of it. How a step is filled is in
-// step_builder.cpp, what extents of peers have to do with it in scheduler_lending.cpp (settle_lending, note_demand),
-// and what is refused before it in scheduler_limits.cpp.
+// step_builder.cpp. What extents of peers have to do with it is in scheduler_lending.cpp (settle_lending, drop_lost),
+// storage in scheduler_storage.cpp, pins in scheduler_pins.cpp (make_pins_give_way), and what is refused before it in
+// scheduler_limits.cpp.
 //
 // The parts: cache_ has the blocks of every KV group and the prefix index; roster_ the requests, those that run and
 // those that wait; order_ says which of these is next, shares_ which tenant's, policy_ how much of a prompt a step
@@ -108,7 +109,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     cache_.forget_idle_moves();
 
     if (!step.is_empty() || cache_.has_copies() || !cache_.local_moves().empty()) return open(step);
-    // There is nothing to do: it is as if no step had begun.
+    // There is nothing to do: the step that begin_step() began ends here.
     if (open_.empty()) {
         cache_.settle();
     } else {
@@ -121,6 +122,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
 // are not split, one that is longer than max_num_batched_tokens gets a step of its own.
 void Scheduler::fill(StepBuilder& step) {
     const int num_before = roster_.num_preempted();
+    // Whether somebody left for want of blocks. Who was displaced left for a request that takes the blocks.
     const auto has_preempted = [&] { return roster_.num_preempted() - step.num_displaced() > num_before; };
     if (step.may_seat()) roster_.refresh_waiting();
     step.admit_oversized_prompt();
@@ -136,7 +138,8 @@ void Scheduler::fill(StepBuilder& step) {
         step.admit_waiting();
     }
     make_pins_give_way(step);
-    must_commit_ = step.must_commit();  // room is only with a request that the step in progress computes
+    // Somebody who would have to leave takes part in the step in progress, which must be committed first.
+    must_commit_ = step.must_commit();
     prefix_matches_total_ += step.num_matches();
 }
 
@@ -157,6 +160,7 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
     for (StepRow& row : step.rows()) {
         Request& r = *row.request;
         r.is_in_step = false;
+        // Blocks that are copied in from lenders: if one of these dies, the row does not count.
         if (cache_.can_borrow()) row.arrivals = cache_.arrivals(r.table, ceil_div(r.num_planned(), limits_.block_size));
     }
     const bool has_copies = cache_.has_copies() || !cache_.local_moves().empty();

@@ -162,7 +162,8 @@ def _made(args: argparse.Namespace, tokens: Tokens, rng: np.random.Generator) ->
 def arrival_times_s(count: int, request_rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
     """Return when each of `count` requests is sent, from 0; gaps follow a gamma distribution of that burstiness.
 
-    The whole is scaled to take `count / request_rate`, so that two seeds offer the same load.
+    The whole is scaled to take `count / request_rate`, so that two seeds offer the same load. At an infinite rate
+    all are sent at once.
     """
     if math.isinf(request_rate):
         return [0.0] * count
@@ -178,8 +179,8 @@ def arrival_times_s(count: int, request_rate: float, burstiness: float, rng: np.
 async def _ask_all(
     client: httpx.AsyncClient, target: Target, conversations: Sequence[Conversation], args: argparse.Namespace
 ) -> tuple[list[Answer], float]:
-    """All answers, conversation by conversation, and how long they took in seconds."""
-    slots = asyncio.Semaphore(args.max_concurrency) if args.max_concurrency else contextlib.nullcontext()
+    """Return all answers, conversation by conversation, and how long they took in seconds."""
+    may_begin = asyncio.Semaphore(args.max_concurrency) if args.max_concurrency else contextlib.nullcontext()
     arrivals_s = arrival_times_s(
         len(conversations), args.request_rate, args.burstiness, np.random.default_rng(args.seed)
     )
@@ -193,7 +194,7 @@ async def _ask_all(
             answers = []
             for turn in conversation:
                 asked = _with_history(history, turn.prompt, target)
-                async with slots:
+                async with may_begin:
                     answer = await send(client, target, asked, turn.output_len)
                 answer.queue_s = answer.start_s - due_s
                 answers.append(answer)
@@ -225,7 +226,7 @@ def _after(asked: Prompt | Messages, answer: Answer, target: Target) -> list[Any
 
 
 async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> tuple[Target, str | None]:
-    """The target, and the directory or hub id of its model if the server tells."""
+    """Return the target, and the directory or hub id of its model if the server tells."""
     base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     headers = dict(parse_key_value("--header", item) for item in args.header)
     if key := os.environ.get("OPENAI_API_KEY"):

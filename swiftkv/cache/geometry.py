@@ -91,17 +91,17 @@ class KVGroup:
         return ceil_div(self.window - 1, self.block_size)
 
     def blocks_at_rest(self, num_tokens: int) -> int:
-        """The blocks that a sequence leaves for its next turn; of a window its tail, and one for an equal prompt."""
+        """Return the blocks that a sequence leaves for its next turn; of a window its tail, and one more."""
         whole = blocks_for_tokens(num_tokens, self.block_size)
         return min(whole, self.tail_blocks + 1) if self.kind == "window" else whole
 
     def blocks_to_run(self, num_tokens: int) -> int:
-        """The fewest blocks with which a sequence gets to its end, where chunks of its prompt shrink to what fits."""
+        """Return the fewest blocks with which a sequence gets to its end: chunks of its prompt shrink to what fits."""
         whole = blocks_for_tokens(num_tokens, self.block_size)
         return min(whole, self.tail_blocks + 2) if self.kind == "window" else whole
 
     def blocks_in_prefill(self, num_tokens: int, chunk_tokens: int) -> int:
-        """The most blocks that a sequence holds while chunks of `chunk_tokens` of its prompt are computed."""
+        """Return the most blocks that a sequence holds while chunks of `chunk_tokens` of its prompt are computed."""
         whole = blocks_for_tokens(num_tokens, self.block_size)
         if self.kind != "window":
             return whole
@@ -182,7 +182,7 @@ class Extent:
 
 
 def extent_between(lender_block_bytes: int, borrower_block_bytes: int) -> Extent:
-    """The least common multiple of both blocks, in bytes (Eqs. 8 and 9); where that is absurdly large, less.
+    """Return the least common multiple of both blocks, in bytes (Eqs. 8 and 9); where that is absurdly large, less.
 
     Then it is the smallest multiple of the lender's block that holds a whole number of the borrower's blocks with
     waste below `MAX_EXTENT_WASTE`: never larger than the least common multiple, and found in a hundred steps.

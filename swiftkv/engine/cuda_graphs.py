@@ -111,7 +111,7 @@ class DecoderSteps:
 
 
 def fill_token_ids(step: StepArrays, token_ids: Tensor) -> None:
-    """The step's token ids into the first rows of `token_ids`, on the current stream; the rest keep valid ids."""
+    """Write the step's token ids to the first rows of `token_ids`, on the current stream; the rest keep valid ids."""
     write(step.token_ids, token_ids)
 
 
@@ -131,7 +131,7 @@ def graph_sizes(max_num_seqs: int, max_graphs: int = 64) -> list[int]:
 
 
 def choose_size(sizes: Sequence[int], num_tokens: int) -> int | None:
-    """The smallest of the ascending `sizes` that holds `num_tokens` new tokens."""
+    """Return the smallest of the ascending `sizes` that holds `num_tokens` new tokens."""
     index = bisect.bisect_left(sizes, num_tokens)
     return sizes[index] if index < len(sizes) else None
 
@@ -225,7 +225,7 @@ class DecodeGraphs(Generic[Inputs]):
         return hidden[:num_tokens]
 
     def _replay(self, plan: EngineStep, variant: _Variant[Inputs]) -> Tensor | None:
-        """All rows; None: no graph of the variant holds the step."""
+        """Replay a graph. Return all of its rows; None if no graph of the variant holds the step."""
         size = choose_size(variant.sizes, len(plan.token_ids))
         if size is None or any(len(table) > self._num_entries for table in plan.block_tables):
             return None

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_size: int) -> int:
-    """Bytes for the pool of an engine that has loaded its weights and has no pool yet, in inference mode.
+    """Return the bytes for the pool of an engine that has loaded its weights and has no pool yet, in inference mode.
 
     Raises `ConfigError`, with the sum, if they do not fit.
     """

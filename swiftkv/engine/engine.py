@@ -6,7 +6,15 @@ It is one file of more than 400 lines, so that the life of a step is read from t
 A plan (`StepPlan`) has the arrays of a step. One entry for each of its requests: `request_ids`, `row_slots`,
 `context_lens`, `query_starts`. One for each token to compute: `token_ids`, `positions`. One for each token to sample:
 `logits_rows`, the computed token that it follows, and `logits_seqs`, its request's place in the plan. A *slot* is the
-row of the sampler's state that a request has while it runs.
+row of the sampler's state that a request has while it runs. Beside these a plan names the requests that are admitted
+in it (`new_*`), that gave up their blocks for others (`preempted_request_ids`), and that now skip what storage has
+loaded of their prompts (`met_*`).
+
+What the scheduler made of the sampled tokens is a `StepResult`. One entry for each of them, in the plan's order:
+`request_ids`, `token_ids`, `finish_reasons`. With a reason below FINISH_ABORTED the client gets the token. Others do
+not count: the request was aborted, what it needed was lost (FINISH_DROPPED, it is computed again), the logits were not
+finite (FINISH_BROKEN), or a token before it was wrong or the last (FINISH_REJECTED). One entry for each request of the
+plan: `counts`, whether what the step computed for it is kept.
 """
 
 from __future__ import annotations
@@ -138,8 +146,9 @@ class Engine:
             if config.task == "generate"
             else Pooler(config.max_num_seqs)
         )
-        self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=self._lending.wake)
-        self._weights = SleepingWeights(runner, self._lending.wake)
+        wake = self._lending.wake  # out of `_wait`: for news of any kind
+        self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=wake)
+        self._weights = SleepingWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
@@ -218,7 +227,7 @@ class Engine:
         self._announce_admitted(plan)
         masks = self._grammars.masks_of(plan)
         if masks is not None and not self._launched:
-            masks.begin()  # beside the model
+            masks.begin()  # in a thread, while the model computes
         try:
             hidden = self._runner.forward(plan)
         except TransferError as error:
@@ -229,7 +238,7 @@ class Engine:
             return
         prompt_parts = self._collect_prompt_logprobs(plan, hidden)
         if masks is not None:
-            self._finish_steps()  # the masks depend on the tokens of the step before, and the device has this one to do
+            self._finish_steps()  # masks depend on the tokens of the step before; the device is busy with this one
         sample = self._sample(plan, hidden, masks)
         self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s))
 
@@ -238,7 +247,7 @@ class Engine:
         while len(self._launched) > keep:
             step = self._launched.popleft()
             step.fence.wait()  # sampled or not: after the commit, others may write to blocks that the step reads
-            exposed_s = 0.0
+            exposed_s = 0.0  # for which the model waited for copies
             if self._runner.layer_stream is not None and step.plan.has_copies:
                 exposed_s = self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
@@ -437,7 +446,8 @@ class Engine:
         reasons = result.finish_reasons
         for request_id in result.request_ids[reasons != FINISH_RUNNING].tolist():
             self._offer_prompt(request_id)
-        rows = np.flatnonzero(reasons < FINISH_ABORTED)  # those below are of tokens that clients get
+        is_answer = reasons < FINISH_ABORTED  # of these tokens clients hear
+        rows = np.flatnonzero(is_answer)
         if self._grammars:
             rows = rows[~np.isin(result.request_ids[rows], self._follow_grammars(result, rows))]
         pooled = pooled_by_request(sampled, result.request_ids, rows)
@@ -449,7 +459,7 @@ class Engine:
         if len(rows) or pooled or traces or stats is not None:
             logprobs: dict[int, list[TokenLogprobs]] = {}
             for row, entry in sampled.logprobs.items():  # in the order of rows
-                if reasons[row] < FINISH_ABORTED:
+                if is_answer[row]:
                     logprobs.setdefault(int(result.request_ids[row]), []).append(entry)
             self._send(
                 StepOutput(
@@ -466,17 +476,17 @@ class Engine:
                     traces=traces or None,
                 )
             )
-        if reasons.any():  # else every request goes on
+        if np.any(reasons != FINISH_RUNNING):
             self._part_with(plan, sampled, result)
 
     def _offer_prompt(self, request_id: int) -> None:
-        """Offer a prompt to storage, if it is to last there."""
+        """Offer the prompt of a request that ends to storage, if its client wants it to last there."""
         request, keys = self._requests.get(request_id), self._cache_records.keys_of(request_id)
         if request is not None and request.is_to_last and keys is not None:
             self._scheduler.offer_prefix(keys)
 
     def _part_with(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
-        """Take back the sampled tokens that do not count, and forget the requests that ended."""
+        """Have the sampler uncount the tokens that do not count, and forget the requests that ended."""
         reasons = result.finish_reasons
         is_retracted = (reasons == FINISH_DROPPED) | (reasons == FINISH_REJECTED)
         retracted = np.flatnonzero(is_retracted)
@@ -518,7 +528,7 @@ class Engine:
         return admitted
 
     def _found_more(self, request_id: int, first: int, end: int) -> Admitted:
-        """Return what a request has found in all that goes on behind its blocks `first` to `end`."""
+        """Return what a request has found in all, once it skips blocks `first` to `end`: storage has loaded them."""
         before, block_size = self._admitted[request_id], self._config.block_size
         loaded = hits_elsewhere(self._tier.met(request_id, first, end), np.empty(0, np.int32), block_size)
         cached_tokens = before.cached_tokens + (end - first) * block_size
@@ -541,5 +551,5 @@ class Engine:
         return self._statistics.now()
 
     def _send(self, message: FromEngine) -> None:
-        """Blocks while the gateway does not keep up: then the engine has nothing better to do."""
+        """Send a message; wait while the gateway does not keep up, for then the engine has nothing better to do."""
         self._outputs_socket.send(self._encoder.encode(message))

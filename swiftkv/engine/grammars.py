@@ -103,19 +103,22 @@ class _Rows:
 
 
 class PendingMasks:
-    """The masks of one step, for whoever begins to make them when the tokens before it are known."""
+    """The masks of one step. They can be made, in a thread, once the tokens before it are known."""
 
     def __init__(self, begin: Callable[[], Future[TokenMasks | None]]) -> None:
         self._begin = begin
         self._masks: Future[TokenMasks | None] | None = None
 
     def begin(self) -> None:
-        """Have them made in another thread."""
+        """Have the masks made in another thread, if they are not yet."""
         if self._masks is None:
             self._masks = self._begin()
 
     def result(self) -> TokenMasks | None:
-        """Return the masks; `None` if the rows may have any token after all: their requests are reasoning."""
+        """Return the masks, made now if `begin` was not called.
+
+        `None` if the rows may have any token after all: their requests are reasoning.
+        """
         self.begin()
         assert self._masks is not None
         return self._masks.result()
@@ -176,7 +179,7 @@ class Grammars:
         return taken
 
     def release(self, request_id: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._held.pop(request_id, None)
         self._waiting.pop(request_id, None)
 

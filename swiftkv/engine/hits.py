@@ -1,4 +1,4 @@
-"""Where the KV lay that a prompt found in the cache."""
+"""Counts of the cached tokens of prompts by the tier that had them."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def open_kv_events(
     device: str,
     context: zmq.Context[Any],
 ) -> KVEvents:
-    """Return what tells the subscribers that the configuration names. Raises `ConfigError` if it cannot listen."""
+    """Open the sockets that `spec` names; without one, nobody is told. Raises `ConfigError` if it cannot listen."""
     if spec is None:
         return KVEvents()
     event_format = EventFormat(groups, "CPU" if device == "cpu" else "GPU", groups[0].block_size)

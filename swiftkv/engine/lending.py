@@ -188,7 +188,7 @@ def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -
 
 
 def links_of(plan: StepPlan, num_groups: int) -> list[int]:
-    """The borrow links that a step copies over."""
+    """Return the borrow links that a step copies over."""
     links: set[int] = set()
     for group in range(num_groups):
         for kind in _COPY_KINDS:

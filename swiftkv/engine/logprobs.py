@@ -68,7 +68,7 @@ class PromptLogprobs:
         self._waiting.pop(request_id, None)
 
     def pop(self, request_id: int) -> list[TokenLogprobs] | None:
-        """The request's prompt logprobs, for prompt tokens 1, 2, …; None if it did not ask or has had them."""
+        """Return a request's logprobs of prompt tokens 1, 2, …, once; None if it did not ask or has had them."""
         request, logprobs = self._waiting.pop(request_id, (None, []))
         assert request is None or len(logprobs) == len(request.prompt) - 1
         return None if request is None else logprobs

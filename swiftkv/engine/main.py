@@ -141,7 +141,7 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
 
 
 def _quieten_threads() -> None:
-    """No thread of the libraries that torch brings may spin while it waits: the cores belong to other engines too."""
+    """Let no thread of the libraries that torch brings spin while it waits: the cores belong to other engines too."""
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["GOMP_SPINCOUNT"] = "0"
 

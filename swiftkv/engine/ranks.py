@@ -132,7 +132,7 @@ def unpack_step(step: Step) -> ReceivedStep:
 
 @contextlib.contextmanager
 def open_runner(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ModelRunner]:
-    """The model, loaded by all of its ranks: this process is rank 0. The others are gone afterwards.
+    """Yield the model, loaded by all of its ranks: this process is rank 0. The others are gone afterwards.
 
     Raises what `ModelRunner` raises. A rank that dies or does not answer ends this process, with a line and code 1.
     """
@@ -288,7 +288,7 @@ def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
 
 @contextlib.contextmanager
 def _giving_up() -> Iterator[None]:
-    """A follower that finds another rank missing ends without a word: rank 0 can say which it was."""
+    """End this process without a word where another rank is missing: rank 0 can say which it was."""
     try:
         yield
     except EngineError:

@@ -50,7 +50,7 @@ class Request:
         eos_token_ids: Sequence[int],
         task: Task = "generate",
     ) -> Request:
-        """Raises `ValueError` with a sentence for the client."""
+        """Return a checked request. Raises `ValueError` with a sentence for the client."""
         if not message.prompt or len(message.prompt) % 4:
             raise ValueError("the prompt is empty or not a whole number of tokens")
         prompt = np.frombuffer(message.prompt, np.int32).copy()  # torch wants it writable

@@ -250,7 +250,10 @@ def named_leases(message: NamedLeases, links: Sequence[LinkGeometry]) -> tuple[I
 
 
 def reported_extents(heartbeat: Heartbeat, links: Sequence[LinkGeometry]) -> list[int]:
-    """Return the number of extents by link. Raises `MalformedMessage` unless there is one for each of `links`."""
+    """Return how many extents the sender says are lent or borrowed, by link.
+
+    Raises `MalformedMessage` unless there is a number for each of `links`.
+    """
     if len(heartbeat.extents) != len(links):
         raise MalformedMessage(f"a heartbeat of {len(heartbeat.extents)} links, where there are {len(links)}")
     return heartbeat.extents

@@ -201,7 +201,7 @@ class Borrower:
         return msgspec.structs.replace(state, borrows=links)
 
     def on_message(self, sender: int, message: FromLender) -> None:
-        """`sender` is the index of the lender."""
+        """Take a message; `sender` is the index of the lender."""
         if message.receiver != self._me.incarnation:
             return
         peer = self._peers[sender]

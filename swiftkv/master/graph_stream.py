@@ -208,7 +208,7 @@ class ReplayedStep:
 
 
 def _timings_of_group(copies: GroupCopies, times: npt.NDArray[np.int64]) -> StreamTimings:
-    """`times` [layers of the group, _MOMENTS]. Where a list is empty, its launch is no copy, and copies nothing."""
+    """Sum up `times` [layers of the group, _MOMENTS]. Where a list is empty, its launch copies nothing."""
     layers = range(len(copies.layers))
     has_load = np.array([copies.load(layer) is not None for layer in layers])
     has_store = np.array([copies.store(layer) is not None for layer in layers])

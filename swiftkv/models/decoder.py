@@ -104,7 +104,7 @@ class StepKV:
     stream: KVStream
 
     def batch(self, place: KVPlace) -> Any:
-        """The prepared attention of a layer; the layers of a group take the layer-stream buffers in turn."""
+        """Return the prepared attention of a layer; the layers of a group take the layer-stream buffers in turn."""
         return self.batches[place.index % len(self.batches)][place.group]
 
 

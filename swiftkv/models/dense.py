@@ -1,8 +1,14 @@
 """Qwen3, Qwen2, Llama and Mistral: one stack of dense layers that differ in which tensors they have.
 
 A step embeds its tokens; every layer then adds attention and a gated MLP (`models/parts.py`) to their hidden states, in
-the loop of `models/decoder.py`; the head turns hidden states into logits. This file says which numbers of `config.json`
-and which tensors of the checkpoint make such a model. It imports no torch, so that `swiftkv plan` answers at once.
+the loop of `models/decoder.py`; the head turns hidden states into logits:
+
+    q, k, v = norm(hidden) @ qkv                q and k are normalised, if the model has that, and rotated
+    hidden += attention(q, KV cache) @ out      k and v went into the cache before
+    hidden += (act(norm(hidden) @ gate) * (norm(hidden) @ up)) @ down
+
+This file says which numbers of `config.json` and which tensors of the checkpoint make such a model. It imports no
+torch, so that `swiftkv plan` answers at once.
 
 A *kind* of attention is that of the layers of one KV group: all of them, or those with a window and those without. To
 *pack* a tensor is to read this rank's part of it from the checkpoint and to lay it out as the kernels want it.
@@ -197,7 +203,7 @@ def attention_part(source: LayerSource) -> Attention:
     config, kind, packer = source.config, source.kind, source.packer
     attention = f"{source.prefix}.self_attn"
     return Attention(
-        place=source.place,
+        place=source.place,  # where the layer's KV lies: its KV group, and its number in the group
         ranks=source.ranks,
         cos_sin=source.cos_sin,
         norm=source.norm("input_layernorm"),

@@ -46,7 +46,7 @@ class _Keys(HFConfig, kw_only=True):
         raise NotImplementedError
 
     def with_window_rope(self) -> Self:
-        """The keys with the rotary parameters of window layers."""
+        """Return the keys with the rotary parameters of window layers."""
         return self.with_rope_of(FULL)
 
 

@@ -87,7 +87,7 @@ class _Keys(HFConfig, kw_only=True):
         return tuple(range(1, self.num_hidden_layers))
 
     def window(self) -> int:
-        """Tokens that a query looks back on, itself included."""
+        """Return the tokens that a query looks back on, itself included."""
         return self.sliding_window or 0 if self.sliding_window_size is None else self.sliding_window_size + 1
 
 

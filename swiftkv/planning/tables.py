@@ -135,7 +135,7 @@ def _print_rooms(rooms: Sequence[BorrowerRoom]) -> None:
 
 
 def _lending_table(room: BorrowerRoom) -> Table:
-    """A column for each pair, between the master without lending and, if there are several, with all of them."""
+    """Return a table: the master without lending, a column for each pair, and all of them if there are several."""
     pairs = room.pairs
     shared = any(pair.share < 1 for pair in pairs)
     table = Table(box=None, padding=(0, 2, 0, 0))

@@ -130,15 +130,15 @@ class Answer(ABC):
 
     @abstractmethod
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
-        """The events that tell of ``batch``."""
+        """Return the events that tell of ``batch``."""
 
     @abstractmethod
     def closing(self) -> list[Struct]:
-        """The events that end a stream: its usage, if the client asked for it."""
+        """Return the events that end a stream: its usage, if the client asked for it."""
 
     @abstractmethod
     def whole(self) -> Struct:
-        """The answer, once everything was added."""
+        """Return the answer, once everything was added."""
 
     def failure(self, error: ApiError) -> Struct:
         """Return the event that ends a stream which fails."""
@@ -177,7 +177,7 @@ class Answer(ABC):
         return self.prompts[index // self.n]
 
     def _is_first(self, index: int) -> bool:
-        """True the first time that a choice is heard of."""
+        """Return whether a choice is heard of for the first time."""
         first = index not in self._started
         self._started.add(index)
         return first

@@ -81,7 +81,7 @@ class ServerSettings:
 def create_app(
     table: ModelTable, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending, changes: ModelChanges
 ) -> FastAPI:
-    """The node's port: every model by its name in the body, and each under ``/models/{name}``; ``/admin``.
+    """Make the app of the node's port: models by their name in the body, and under ``/models/{name}``; ``/admin``.
 
     `table` is the node's, which `changes` change.
     """
@@ -104,7 +104,7 @@ def create_app(
 def create_model_app(
     table: ModelTable, name: str, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending
 ) -> FastAPI:
-    """A model's own port, where requests need not say which model they mean: it is the only one of `table`."""
+    """Make the app of a model's own port, where requests need not name it: it is the only one of `table`."""
     app = _new_app(table, settings, has_admin=False)
     app.include_router(openai_router(table))
     app.include_router(routing_router(table))
@@ -161,14 +161,14 @@ def _status_router(
 
     @router.get("/health", responses=documented("Health"))
     async def health() -> Response:
-        """The gateway is alive."""
+        """Say that the gateway is alive."""
         return json_response(Health())
 
     not_ready = {"description": "Error", "content": documented("NotReady")[200]["content"]}
 
     @router.get("/ready", responses={**documented("Readiness"), 503: not_ready})
     async def ready(request: Request) -> Response:
-        """Every engine serves, or was put to sleep; if not, which one does not, and why.
+        """Tell whether every engine serves or was put to sleep; if not, which one does not, and why.
 
         A model that is asleep is ready where it is asked for alone only if requests wake it.
         """

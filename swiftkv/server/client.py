@@ -248,7 +248,7 @@ class EngineClient:
         self._incarnation = incarnation
 
     def engine_up(self, ready: Ready) -> None:
-        """The engine serves. Called when its `Ready` arrives; a late one of a process that is gone means nothing."""
+        """Note that the engine serves: its `Ready` came. A late one of a process that is gone means nothing."""
         if ready.incarnation != self._incarnation:
             return
         self.engine = ready
@@ -288,7 +288,7 @@ class EngineClient:
         await self._wanted.wait()
 
     def engine_restarts(self, cause: str) -> None:
-        """The engine process is about to be started again, because the one before it ended by `cause`."""
+        """Note that the engine process is about to be started again, because the one before it ended by `cause`."""
         self.num_restarts += 1
         self.metrics.engine_restarts(cause)
 
@@ -316,7 +316,7 @@ class EngineClient:
                     self._ready.set()
 
     async def _until_connected(self) -> None:
-        """The two sockets connect on their own: the engine may be heard before it can be spoken to."""
+        """Wait until the engine can be spoken to: its two sockets connect on their own, and it may be heard before."""
         while not self._push.poll(0, zmq.POLLOUT):
             await asyncio.sleep(0.005)
 

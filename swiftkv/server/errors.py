@@ -97,7 +97,7 @@ class ApiError(Exception):
         return ErrorResponse(ErrorDetail(message, kind, param, self.code or self.status))
 
     def body(self) -> bytes:
-        """The error as JSON."""
+        """Return the error as JSON."""
         return msgspec.json.encode(self.answer())
 
     def anthropic_answer(self) -> AnthropicError:

@@ -127,7 +127,7 @@ class Generation:
         return len(self._unfinished)
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """Everything new, at least one output.
+        """Return everything new, at least one output.
 
         Raises:
             ApiError: the engine refused a sequence (its status), or is gone (503).

@@ -299,7 +299,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return deadlines.close_s
 
     def _expire(self) -> None:
-        """The phase has lasted as long as it may."""
+        """End a phase that has lasted as long as it may, or let it last on."""
         match self._phase:
             case _Phase.HEAD if self._reading_head:
                 self._refuse(_TOO_SLOW)
@@ -327,7 +327,7 @@ def _spread(deadline_s: float) -> float:
 
 
 def _bytes_of(error: ApiError) -> bytes:
-    """The whole answer, for a connection on which nothing follows."""
+    """Return the whole answer, for a connection on which nothing follows."""
     body = error.body()
     retry_after = b"retry-after: %d\r\n" % error.retry_after_s if error.retry_after_s else b""
     return (

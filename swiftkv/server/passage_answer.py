@@ -53,7 +53,7 @@ class PassageAnswer(Answer):
         return named_events(cast("Sequence[NamedEvent]", events))
 
     def is_small(self, batch: Sequence[Delta]) -> bool:
-        """The events that close a passage repeat all of it."""
+        """Return whether the events are small; those that close a passage repeat all of it."""
         may_close = any(delta.finish_reason or delta.calls for delta in batch)
         return super().is_small(batch) and (not may_close or self.has_small_closing)
 

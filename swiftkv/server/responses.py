@@ -271,6 +271,6 @@ DOCUMENTED = (
 
 
 def openapi_components() -> dict[str, Any]:
-    """The schemas of all answers, for the OpenAPI document."""
+    """Return the schemas of all answers, for the OpenAPI document."""
     _, components = msgspec.json.schema_components(DOCUMENTED, ref_template="#/components/schemas/{name}")
     return dict(components)

@@ -67,7 +67,7 @@ BODY_ERRORS = (400, 404, 413, 429)
 
 
 def openai_router(models: ModelTable) -> APIRouter:
-    """Routes that find their model by the path parameter ``name``, if mounted under one, or by the body's ``model``."""
+    """Return routes that find their model by the path parameter ``name``, if they have one, or the body's ``model``."""
     router = APIRouter()
 
     def pick(request: Request, in_body: str | None) -> ModelHandle:

@@ -201,7 +201,7 @@ def _core_user(model: ModelConfig) -> CoreUser:
 
 
 def _step_time(plan: SizedPlan, options: Options, known: dict[str, dict[str, float]]) -> StepTime:
-    """Return what predicts a model's steps, with the copy rate that the options name."""
+    """Return the predictor of a model's steps, with the copy rate that the options name."""
     step_time = make_step_time(plan.name, known)
     if options.copy_rate is None:
         return step_time

@@ -24,7 +24,7 @@ def read_step_times(source: str) -> dict[str, dict[str, float]]:
 
 
 def make_step_time(model: str, known: dict[str, dict[str, float]]) -> StepTime:
-    """Return what predicts the steps of a model. Raises `ConfigError` if its terms are not known."""
+    """Return the predictor of a model's steps. Raises `ConfigError` if its terms are not known."""
     terms = known.get(model)
     if terms is None or set(terms) != set(STEP_TIME_TERMS):
         raise ConfigError(

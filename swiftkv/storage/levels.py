@@ -85,6 +85,6 @@ class Levels:
         return statuses
 
     def close(self) -> None:
-        """Close every level, after the last call has returned or to end it. No other call may follow."""
+        """Close every level, which ends a call that is in progress. No other call may follow."""
         for level in self.levels:
             level.backend.close()

@@ -22,11 +22,11 @@ _PUT_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A block in a slot of the queue."""
+    """A block in the queue's memory."""
 
     block_key: bytes
     group: int
-    slot: int
+    row: int  # of the memory
     num_bytes: int
 
 
@@ -46,14 +46,14 @@ class Writer:
         may_write: Callable[[], bool],
         on_room: Callable[[], None],
     ) -> None:
-        """`may_write` says whether no load is in the way; `on_room` is called in the thread when slots are free."""
+        """`may_write` says whether no load is in the way; `on_room` is called in the thread when there is room."""
         self._levels = levels
         self._keys = keys
         self._may_write = may_write
         self._on_room = on_room
-        num_slots = max(2, queue_bytes // max_block_bytes)
-        self._slots = np.empty((num_slots, max_block_bytes), np.uint8)
-        self._free = deque(range(num_slots))
+        num_rows = max(2, queue_bytes // max_block_bytes)
+        self._memory = np.empty((num_rows, max_block_bytes), np.uint8)
+        self._free = deque(range(num_rows))
         self._queue: deque[_Copy] = deque()
         self.stored_blocks = 0
         self.stored_bytes = 0
@@ -64,7 +64,7 @@ class Writer:
     @property
     def memory(self) -> memoryview:
         """The copies of blocks, all that the backend is given to write."""
-        return self._slots.reshape(-1).data
+        return self._memory.reshape(-1).data
 
     @property
     def num_free(self) -> int:
@@ -74,7 +74,7 @@ class Writer:
     @property
     def num_taken(self) -> int:
         """The blocks that have been added and are not written yet."""
-        return len(self._slots) - len(self._free)
+        return len(self._memory) - len(self._free)
 
     @property
     def queue_bytes(self) -> int:
@@ -83,10 +83,10 @@ class Writer:
 
     def add(self, block_key: bytes, group: int, source: npt.NDArray[np.uint8]) -> None:
         """Copy a block into the queue, which must have room."""
-        slot = self._free.popleft()
-        self._slots[slot, : len(source)] = source
+        row = self._free.popleft()
+        self._memory[row, : len(source)] = source
         with self._thread.changed:
-            self._queue.append(_Copy(block_key, group, slot, len(source)))
+            self._queue.append(_Copy(block_key, group, row, len(source)))
             self._thread.changed.notify()
 
     def wait_for_room(self, until_s: float) -> bool:
@@ -113,7 +113,7 @@ class Writer:
 
     def _serve(self) -> None:
         while batch := self._next():
-            views = [self._slots[copy.slot, : copy.num_bytes].data for copy in batch]
+            views = [self._memory[copy.row, : copy.num_bytes].data for copy in batch]
             names = [self._keys.of(copy.block_key, copy.group) for copy in batch]
             statuses = self._levels.put(names, views, time.monotonic() + _PUT_DEADLINE_S)
             self.failures.update(status for status in statuses if status is not Status.OK)
@@ -122,7 +122,7 @@ class Writer:
                 copy.num_bytes for copy, status in zip(batch, statuses, strict=True) if status is Status.OK
             )
             with self._thread.changed:
-                self._free.extend(copy.slot for copy in batch)
+                self._free.extend(copy.row for copy in batch)
                 self._thread.changed.notify()
             self._on_room()
 

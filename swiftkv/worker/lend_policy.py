@@ -27,7 +27,7 @@ class LendPolicy(Protocol):
         """Take note of what was asked for up to now."""
 
     def keep_blocks(self, now_s: float) -> int:
-        """Blocks that are not to be lent; what is more than this may be, in whole extents and within the budget."""
+        """Return the blocks that are not to be lent; the others may be, in whole extents and within the budget."""
 
 
 class TotalDemandPolicy:
@@ -91,8 +91,8 @@ class _WindowMaximum:
 
     def add(self, now_s: float, value: int) -> None:
         self._advance(now_s)
-        slot = self._newest % len(self._ring)
-        self._ring[slot] = max(self._ring[slot], value)
+        index = self._newest % len(self._ring)
+        self._ring[index] = max(self._ring[index], value)
 
     def value(self, now_s: float) -> int:
         """Return the largest value, 0 if there was none."""

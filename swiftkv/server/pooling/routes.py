@@ -25,7 +25,7 @@ _RANKING_TASKS: tuple[Task, ...] = ("score", "embed")
 
 
 def pooling_router(models: ModelTable) -> APIRouter:
-    """Routes that find their model as those of completions do."""
+    """Return routes that find their model as those of completions do."""
     router = APIRouter()
 
     async def answered(

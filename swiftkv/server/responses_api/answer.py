@@ -109,7 +109,7 @@ class ResponsesAnswer(PassageAnswer):
         return self._response(self._status())
 
     def is_small(self, batch: Sequence[Delta]) -> bool:
-        """The first events repeat the request's tools and instructions."""
+        """Return whether the events are small; the first repeat the request's tools and instructions."""
         return super().is_small(batch) and (0 in self._started or self._has_small_echo())
 
     @property
