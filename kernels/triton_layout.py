@@ -67,10 +67,3 @@ def layer_blocks(pool: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tenso
     """Return the layer blocks of the pool, uint8 and flat, `[N, layer_block_elements]`, a view."""
     nbytes = spec.layer_block_elements * dtype.itemsize
     return pool[: pool.numel() // nbytes * nbytes].view(dtype).view(-1, spec.layer_block_elements)
-
-
-def keys_and_values(layer_blocks: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the keys of layer blocks, `[N, num_kv_heads, block_size, head_dim]`, and their values, views."""
-    rows = spec.num_kv_heads, spec.block_size
-    keys, values = layer_blocks.tensor_split([spec.num_kv_heads * spec.block_size * spec.head_dim], dim=1)
-    return keys.unflatten(1, (*rows, spec.head_dim)), values.unflatten(1, (*rows, spec.value_head_dim))

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from swiftkv.kernels import triton_elementwise as elementwise
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import keys_and_values, layer_blocks
+from swiftkv.kernels.triton_layout import layer_blocks
+from tests.support.attention_oracle import keys_and_values
 from tests.support.elementwise import (
     EPS,
     MAX_LEN,

@@ -13,7 +13,8 @@ from swiftkv._core import NO_BLOCK
 from swiftkv.kernels import triton_elementwise as elementwise
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.experts import GELU_TANH, GatedActivation
-from swiftkv.kernels.triton_layout import keys_and_values, layer_blocks
+from swiftkv.kernels.triton_layout import layer_blocks
+from tests.support.attention_oracle import keys_and_values
 from tests.support.elementwise import (
     EPS,
     NUM_LAYERS,

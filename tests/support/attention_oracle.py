@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import keys_and_values, layer_blocks
+from swiftkv.kernels.triton_layout import layer_blocks
 
 _MAX_SCORES = 1 << 26  # at a time, in float64: 512 MiB
+
+
+def keys_and_values(layer_blocks: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the keys of layer blocks, `[N, num_kv_heads, block_size, head_dim]`, and their values, views."""
+    rows = spec.num_kv_heads, spec.block_size
+    keys, values = layer_blocks.tensor_split([spec.num_kv_heads * spec.block_size * spec.head_dim], dim=1)
+    return keys.unflatten(1, (*rows, spec.head_dim)), values.unflatten(1, (*rows, spec.value_head_dim))
 
 
 def attention(

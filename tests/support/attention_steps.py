@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swiftkv.kernels import triton_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
-from swiftkv.kernels.triton_layout import NO_BLOCK, keys_and_values, layer_blocks
+from swiftkv.kernels.triton_layout import NO_BLOCK, layer_blocks
 from swiftkv.kernels.triton_schedule import Tiling
 from tests.support import attention_oracle
 
@@ -88,7 +88,7 @@ def make_step(
     entries = torch.where(whole, order * NUM_LAYERS, ~(num_blocks * NUM_LAYERS + order)).int()
     shape = (num_blocks * (NUM_LAYERS + 1), spec.layer_block_elements)
     pool = torch.full(shape, math.nan, dtype=dtype, device=device).flatten().view(torch.uint8)
-    key_blocks, value_blocks = keys_and_values(layer_blocks(pool, spec, dtype), spec)
+    key_blocks, value_blocks = attention_oracle.keys_and_values(layer_blocks(pool, spec, dtype), spec)
     kv_dims = [spec.head_dim, spec.value_head_dim]
     tables = []
     for (cached, new), table in zip(lengths, entries[: sum(counts)].split(counts), strict=True):
