@@ -25,6 +25,7 @@ LAYERS = [
     {"watch"},
     {"server"},
     {"engine"},
+    {"lending_party"},
     {"master", "worker", "tier"},
     {"lease", "planning"},
     {"models"},

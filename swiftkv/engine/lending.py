@@ -1,29 +1,29 @@
-"""An engine's part in lending: puts the coordinator, the transport and the scheduler's links together."""
+"""An engine's part in lending: puts its roles, the transport and the scheduler's links together."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import zmq
 
-from swiftkv._core import GroupSpec, Link, Scheduler, StepPlan
+from swiftkv._core import GroupSpec, Scheduler, StepPlan
 from swiftkv.cache.geometry import GroupRegion
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.coordinator import Coordinator
 from swiftkv.lease.messages import LendingSpec, LinkGeometry
-from swiftkv.lease.process import Identity
 from swiftkv.lease.wire import SocketWire
+from swiftkv.lending_party import borrow_links, lend_links, open_party
 from swiftkv.master.borrower import Borrower
 from swiftkv.master.layer_stream import CopyKind
-from swiftkv.transport.base import PeerHandle, TwoSidedTransport
+from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool, Transport, TwoSidedTransport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
-from swiftkv.worker.lender import Lender
 
 _RENDEZVOUS_TIMEOUT_S = 10.0
 _COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
@@ -32,16 +32,6 @@ _COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
 def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Scheduler:
     """Make the scheduler of an engine, with the links that its configuration names."""
     spec = config.lending
-    lend_links = [
-        Link(link.lender_group, link.num_extents, link.meu_w)
-        for peer in (spec.borrowers if spec else [])
-        for link in peer.links
-    ]
-    borrow_links = [
-        Link(link.borrower_group, link.num_extents, link.meu_m, link.extent_bytes, link.lender_base_offset_bytes)
-        for peer in (spec.lenders if spec else [])
-        for link in peer.links
-    ]
     scheduler = Scheduler(
         group_specs,
         block_size=config.block_size,
@@ -50,8 +40,8 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
         max_model_len=config.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
-        lend_links=lend_links,
-        borrow_links=borrow_links,
+        lend_links=lend_links(spec),
+        borrow_links=borrow_links(spec),
         stream_buffers=spec.stream_buffers if spec else 2,
         retention_interval=config.retention_interval,
         scheduling_policy=config.scheduling_policy,
@@ -121,61 +111,56 @@ class Lending:
         os.close(self.wake_fd)
 
     def _start(self, config: EngineConfig, spec: LendingSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        me = Identity.of_this_process(config.name)
         wire = self._wire = SocketWire(context, spec.leases_address, spec.lenders)
-        lender = self._open_lender(me, spec, wire, config.copy_deadline_s) if spec.borrowers else None
-        self._borrower = self._open_borrower(me, spec, wire) if spec.lenders else None
-        self._coordinator = Coordinator(
+        check_links([link for peer in spec.borrowers for link in peer.links], self._runner.pool.regions)
+        party = open_party(
             config.name,
+            spec,
             wire,
-            self._scheduler,
+            scheduler=self._scheduler,
             pool_bytes=self._runner.pool.nbytes,
-            lender=lender,
-            borrower=self._borrower,
-            on_end=self.wake,
+            serve_link=partial(_serve_link, self._runner.pool, spec.transport, config.copy_deadline_s),
+            peer_pools=_PeerPools(self._runner),
+            wake_engine=self.wake,
         )
+        self._borrower, self._coordinator = party.borrower, party.coordinator
         self._coordinator.start()
-
-    def _open_lender(self, me: Identity, spec: LendingSpec, wire: SocketWire, deadline_s: float) -> Lender:
-        pool = self._runner.pool
-        check_links([link for peer in spec.borrowers for link in peer.links], pool.regions)
-
-        def serve_link(store_path: str) -> threading.Thread | None:
-            published = publish_pool(Path(store_path), pool)
-            return serve_p2p(pool, published, deadline_s=deadline_s) if spec.transport == "p2p" else None
-
-        return Lender(
-            me,
-            spec,
-            wire,
-            scheduler=self._scheduler,
-            pool_bytes=pool.nbytes,
-            serve_link=serve_link,
-            wake_engine=self.wake,
-        )
-
-    def _open_borrower(self, me: Identity, spec: LendingSpec, wire: SocketWire) -> Borrower:
-        transport = self._runner.transport
-        assert transport is not None
-
-        def find(store_path: str) -> PeerHandle:
-            peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)
-            return transport.meet(peer) if isinstance(transport, TwoSidedTransport) else peer
-
-        return Borrower(
-            me,
-            spec,
-            wire,
-            scheduler=self._scheduler,
-            find=find,
-            attach=transport.attach,
-            detach=transport.detach,
-            wake_engine=self.wake,
-        )
 
     def wake(self) -> None:
         """Have the engine look whether there is something to do. Any thread may call this."""
         os.eventfd_write(self.wake_fd, 1)
+
+
+class _PeerPools:
+    """The pools of lenders, as the transport of an engine that borrows reaches them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def find(self, store_path: str) -> PeerHandle:
+        peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)
+        transport = self._transport
+        return transport.meet(peer) if isinstance(transport, TwoSidedTransport) else peer
+
+    def attach(self, link: int, pool: PeerHandle) -> None:
+        self._transport.attach(link, pool)
+
+    def detach(self, link: int) -> None:
+        self._transport.detach(link)
+
+    @property
+    def _transport(self) -> Transport:
+        transport = self._runner.transport
+        assert transport is not None
+        return transport
+
+
+def _serve_link(
+    pool: SharedPool | DevicePool, transport: str, deadline_s: float, store_path: str
+) -> threading.Thread | None:
+    """Publish a pool for one link, and return the thread that serves it, if the transport has one."""
+    published = publish_pool(Path(store_path), pool)
+    return serve_p2p(pool, published, deadline_s=deadline_s) if transport == "p2p" else None
 
 
 def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -52,6 +52,19 @@ _DRAIN_POLL_S = 0.002  # a step gives up blocks when it is planned, long before 
 _log = logging.getLogger(__name__)
 
 
+class PeerPools(Protocol):
+    """The way to the pools of lenders. `find` and `attach` may raise a `SwiftkvError`."""
+
+    def find(self, store_path: str) -> PeerHandle:
+        """Return the pool that a lender publishes there; may wait for that, in a thread of its own."""
+
+    def attach(self, link: int, pool: PeerHandle) -> None:
+        """Map a pool, without waiting, in the engine's thread."""
+
+    def detach(self, link: int) -> None:
+        """Let go of a pool, if one is attached, in the engine's thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Attachment:
     """An attempt to attach one lender, with the path and the place of its pool for each link, in their order."""
@@ -77,21 +90,13 @@ class Borrower:
         wire: Wire,
         *,
         scheduler: Scheduler,
-        find: Callable[[str], PeerHandle],
-        attach: Callable[[int, PeerHandle], None],
-        detach: Callable[[int], None],
+        pools: PeerPools,
         wake_engine: Callable[[], None],
     ) -> None:
-        """`find(store_path)` is called in a thread of its own, and may wait for the lender that published its pool
-        there; `attach(link, pool)` then maps it, and does not wait. Both may raise a `SwiftkvError`. `detach(link)`
-        lets go of it, and ignores a link that is not attached. These two are called in the engine's thread.
-        """
         self._me = me
         self._rendezvous = Path(spec.rendezvous)
         self._scheduler = scheduler
-        self._find = find
-        self._attach = attach
-        self._detach = detach
+        self._pools = pools
         self._wake_engine = wake_engine
         self._wire = wire
         self._peers = lenders_of(spec)
@@ -156,7 +161,7 @@ class Borrower:
         peer = self._peers[order.lender]
         try:
             for link, pool in zip(peer.links, order.found.result(), strict=True):
-                self._attach(link.number, pool)
+                self._pools.attach(link.number, pool)
         except SwiftkvError as error:
             self._detach_all(peer)
             return str(error)
@@ -164,7 +169,7 @@ class Borrower:
 
     def _detach_all(self, peer: LenderPeer) -> None:
         for link in peer.links:
-            self._detach(link.number)
+            self._pools.detach(link.number)
 
     # In the coordinator's thread.
 
@@ -263,7 +268,7 @@ class Borrower:
         found.add_done_callback(lambda _: self._wire.wake())
 
     def _find_all(self, store_paths: Sequence[str]) -> list[PeerHandle]:
-        return [self._find(path) for path in store_paths]
+        return [self._pools.find(path) for path in store_paths]
 
     def _on_found(self, search: _Attachment, now_s: float) -> None:
         error = search.found.exception()

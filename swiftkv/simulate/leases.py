@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from swiftkv._core import Scheduler
-from swiftkv.lease.coordinator import Coordinator
 from swiftkv.lease.messages import (
     FromAdmin,
     FromBorrower,
@@ -20,11 +19,10 @@ from swiftkv.lease.messages import (
     MalformedMessage,
     ToAdmin,
 )
-from swiftkv.lease.process import Identity, PeerProcess
+from swiftkv.lease.process import PeerProcess
 from swiftkv.lease.wire import Route
-from swiftkv.master.borrower import Borrower
+from swiftkv.lending_party import open_party
 from swiftkv.transport.base import PeerHandle
-from swiftkv.worker.lender import Lender
 
 _ATTACH_TIMEOUT_S = 10.0  # of real time
 
@@ -129,45 +127,23 @@ class _Party:
         spec: LendingSpec,
         pool_bytes: int,
     ) -> None:
-        me = Identity.of_this_process(name)
         self.scheduler = scheduler
         self.wire = wires[name] = VirtualWire(clock, wires, on_wake, name, [peer.name for peer in spec.lenders])
         self.due_s = 0.0
         self.is_woken = False
         self.lent_bytes: list[tuple[float, int]] = [(0.0, 0)]
         self.borrowed_bytes: list[tuple[float, int]] = [(0.0, 0)]
-        self._lender: Lender | None = None
-        self.borrower: Borrower | None = None
-        if spec.borrowers:
-            self._lender = Lender(
-                me,
-                spec,
-                self.wire,
-                scheduler=scheduler,
-                pool_bytes=pool_bytes,
-                serve_link=lambda _: None,
-                wake_engine=self._wake,
-            )
-        if spec.lenders:
-            self.borrower = Borrower(
-                me,
-                spec,
-                self.wire,
-                scheduler=scheduler,
-                find=_pool_of_nobody,
-                attach=lambda link, pool: None,
-                detach=lambda link: None,
-                wake_engine=self._wake,
-            )
-        self.coordinator = Coordinator(
+        party = open_party(
             name,
+            spec,
             self.wire,
-            scheduler,
+            scheduler=scheduler,
             pool_bytes=pool_bytes,
-            lender=self._lender,
-            borrower=self.borrower,
-            on_end=lambda: None,
+            serve_link=lambda _: None,
+            peer_pools=_PoolsOfNobody(),
+            wake_engine=self._wake,
         )
+        self._lender, self.borrower, self.coordinator = party.lender, party.borrower, party.coordinator
 
     def note_bytes(self, now_s: float) -> None:
         """Note what is lent and borrowed, where that has changed."""
@@ -261,8 +237,17 @@ class VirtualWire:
             process.close()
 
 
-def _pool_of_nobody(store_path: str) -> PeerHandle:
-    return PeerHandle(pid=0, fd=-1, device=0, inode=0, nbytes=0, store_path=store_path, secret="")
+class _PoolsOfNobody:
+    """The pools of lenders in a simulation, which have no bytes."""
+
+    def find(self, store_path: str) -> PeerHandle:
+        return PeerHandle(pid=0, fd=-1, device=0, inode=0, nbytes=0, store_path=store_path, secret="")
+
+    def attach(self, link: int, pool: PeerHandle) -> None:
+        """Do nothing: nobody copies."""
+
+    def detach(self, link: int) -> None:
+        """Do nothing: nothing was attached."""
 
 
 def _no_steps() -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv._core import GroupSpec, Link, Scheduler, StepPlan
+from swiftkv._core import GroupSpec, Scheduler, StepPlan
 from swiftkv.bench.traces import Arrival
 from swiftkv.lease.messages import LendingSpec
+from swiftkv.lending_party import borrow_links, lend_links
 from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import SizedPlan
 from swiftkv.policies import SchedulingPolicy
@@ -97,7 +98,6 @@ def make_scheduler(
     model: ModelConfig, plan: SizedPlan, policy: SchedulingPolicy | None, lending: LendingSpec | None = None
 ) -> Scheduler:
     """Return the scheduler that the model's engine would have; `policy` replaces the file's."""
-    lenders, borrowers = (lending.lenders, lending.borrowers) if lending else ([], [])
     return Scheduler(
         [
             GroupSpec(
@@ -112,15 +112,11 @@ def make_scheduler(
         block_size=plan.block_size,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
-        max_model_len=plan.max_model_len if lenders else longest_alone(plan),
+        max_model_len=plan.max_model_len if lending and lending.lenders else longest_alone(plan),
         enable_prefix_caching=model.enable_prefix_caching,
         enable_chunked_prefill=model.enable_chunked_prefill,
-        lend_links=[Link(link.lender_group, link.num_extents, link.meu_w) for peer in borrowers for link in peer.links],
-        borrow_links=[
-            Link(link.borrower_group, link.num_extents, link.meu_m, link.extent_bytes)
-            for peer in lenders
-            for link in peer.links
-        ],
+        lend_links=lend_links(lending),
+        borrow_links=borrow_links(lending),
         stream_buffers=lending.stream_buffers if lending else 2,
         retention_interval=model.kv_cache.retention_interval,
         target_tpot_s=model.step_limit_s,

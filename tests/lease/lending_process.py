@@ -25,9 +25,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from swiftkv._core import GroupSpec, Link, Scheduler
+from swiftkv._core import GroupSpec, Scheduler
 from swiftkv.errors import TransferError
-from swiftkv.lease.coordinator import Coordinator
 from swiftkv.lease.messages import (
     BudgetSet,
     LendingSpec,
@@ -39,11 +38,9 @@ from swiftkv.lease.messages import (
     ShowLending,
     ToAdmin,
 )
-from swiftkv.lease.process import Identity
 from swiftkv.lease.wire import SocketWire
-from swiftkv.master.borrower import Borrower
+from swiftkv.lending_party import borrow_links, lend_links, open_party
 from swiftkv.transport.base import PeerHandle
-from swiftkv.worker.lender import Lender
 
 TIMEOUT_S = 120.0
 BLOCK_SIZE = 16
@@ -87,57 +84,23 @@ class EngineWithoutModel:
             max_num_seqs=16,
             max_num_batched_tokens=512,
             max_model_len=min(group.num_blocks for group in setup.groups) * BLOCK_SIZE,
-            lend_links=[
-                Link(link.lender_group, link.num_extents, link.meu_w) for peer in spec.borrowers for link in peer.links
-            ],
-            borrow_links=[
-                Link(
-                    link.borrower_group,
-                    link.num_extents,
-                    link.meu_m,
-                    link.extent_bytes,
-                    link.lender_base_offset_bytes,
-                )
-                for peer in spec.lenders
-                for link in peer.links
-            ],
+            lend_links=lend_links(spec),
+            borrow_links=borrow_links(spec),
             stream_buffers=spec.stream_buffers,
         )
-        me = Identity.of_this_process(setup.name)
         self.context = zmq.Context()
         self.wire = SocketWire(self.context, spec.leases_address, spec.lenders)
-        lender = None
-        self.borrower: Borrower | None = None
-        if spec.borrowers:
-            lender = Lender(
-                me,
-                spec,
-                self.wire,
-                scheduler=self.scheduler,
-                pool_bytes=setup.pool_bytes,
-                serve_link=serve_link,
-                wake_engine=self.wake,
-            )
-        if spec.lenders:
-            self.borrower = Borrower(
-                me,
-                spec,
-                self.wire,
-                scheduler=self.scheduler,
-                find=self.find,
-                attach=self.attach,
-                detach=self.detach,
-                wake_engine=self.wake,
-            )
-        self.coordinator = Coordinator(
+        party = open_party(
             setup.name,
+            spec,
             self.wire,
-            self.scheduler,
+            scheduler=self.scheduler,
             pool_bytes=setup.pool_bytes,
-            lender=lender,
-            borrower=self.borrower,
-            on_end=self.wake,
+            serve_link=serve_link,
+            peer_pools=self,
+            wake_engine=self.wake,
         )
+        self.borrower, self.coordinator = party.borrower, party.coordinator
         self.next_id = 1
 
     def find(self, store_path: str) -> PeerHandle:

@@ -12,6 +12,7 @@ import pytest
 from swiftkv._core import GroupSpec, Link, Scheduler, StepPlan
 from swiftkv.bench.traces import Arrival
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
+from swiftkv.lending_party import borrow_links, lend_links
 from swiftkv.simulate.cores import Cores, CoreShare, CoreUser
 from swiftkv.simulate.node import NodeOutcome, NodeRun, SimulatedModel, simulate_together
 from swiftkv.simulate.simulator import simulate
@@ -261,12 +262,8 @@ def _as_simulated(setup: Setup, num_tokens: int) -> SimulatedModel:
             max_num_seqs=16,
             max_num_batched_tokens=512,
             max_model_len=group.num_blocks * 16,
-            lend_links=[Link(0, link.num_extents, link.meu_w) for peer in spec.borrowers for link in peer.links],
-            borrow_links=[
-                Link(0, link.num_extents, link.meu_m, link.extent_bytes, 0)
-                for peer in spec.lenders
-                for link in peer.links
-            ],
+            lend_links=lend_links(spec),
+            borrow_links=borrow_links(spec),
             stream_buffers=spec.stream_buffers,
         ),
         max_model_len=group.num_blocks * 16,
