@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -24,6 +25,8 @@ AdminKeyEnv = Annotated[
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
+EXIT_USAGE = 2
+"""The user's mistake: a line on stderr says what to change, and nothing was started."""
 _TIMEOUT_S = 90.0
 
 
@@ -34,12 +37,17 @@ def mistakes_of_a_file() -> Iterator[None]:
         yield
     except ConfigError as error:
         print(f"swiftkv: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise typer.Exit(EXIT_USAGE) from None
 
 
 def admin_key(url: str, admin_key_env: str) -> str | None:
     """Return the admin key of the node at `url`: the environment's, or the one that the node made for this user."""
     return os.environ.get(admin_key_env) or find_admin_key(url)
+
+
+def admin_path(*parts: str) -> str:
+    """Return the path below `/admin` that consists of these names, whatever characters they have."""
+    return "/".join(quote(part, safe="") for part in parts)
 
 
 def ask_admin(

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Model, Url, ask_admin
+from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Model, Url, admin_path, ask_admin
 
 cache_app = typer.Typer(help="See what prompts find in the cache, and empty it.", no_args_is_help=True)
 
@@ -47,7 +47,7 @@ def cache_why(
     as_json: AsJson = False,
 ) -> None:
     """Say why a recent REQUEST found no more of its prompt in the cache."""
-    found = ask_admin("GET", url, f"cache/requests/{quote(request, safe='')}", admin_key_env)
+    found = ask_admin("GET", url, admin_path("cache", "requests", request), admin_key_env)
     if as_json:
         print(json.dumps(found))
         return
@@ -68,7 +68,7 @@ def cache_pin(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Keep the prompt of a recent REQUEST, as far as its model's pool has it, whatever else comes in meanwhile."""
-    path = f"cache/requests/{quote(request, safe='')}/pin?ttl={quote(time_to_live, safe='')}"
+    path = f"{admin_path('cache', 'requests', request, 'pin')}?ttl={quote(time_to_live, safe='')}"
     made = ask_admin("POST", url, path, admin_key_env)
     print(f"{made['model']} keeps {made['tokens']:,} tokens for {made['seconds_left']:,.0f} s: pin {made['pin']}")
 
@@ -81,7 +81,7 @@ def cache_unpin(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """End a PIN of MODEL: its blocks are cached like others from then on."""
-    ask_admin("DELETE", url, f"cache/{quote(model, safe='')}/pins/{pin}", admin_key_env)
+    ask_admin("DELETE", url, admin_path("cache", model, "pins", str(pin)), admin_key_env)
     print(f"{model} has ended pin {pin}")
 
 
@@ -92,7 +92,7 @@ def cache_clear(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Forget every cached block of MODEL that no running request holds. Tiers below the pool keep theirs."""
-    cleared = ask_admin("POST", url, f"cache/{quote(model, safe='')}/clear", admin_key_env)
+    cleared = ask_admin("POST", url, admin_path("cache", model, "clear"), admin_key_env)
     print(f"{model} has forgotten {cleared['blocks']:,} cached blocks")
 
 

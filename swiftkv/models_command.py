@@ -14,6 +14,7 @@ from swiftkv.admin_client import (
     AdminKeyEnv,
     Model,
     Url,
+    admin_path,
     ask_admin,
     mistakes_of_a_file,
 )
@@ -27,7 +28,7 @@ Now = Annotated[bool, typer.Option("--now", help="Abort requests in flight.")]
 @models_app.command("start", epilog="Example: `swiftkv models start chat`")
 def models_start(model: Model, url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV) -> None:
     """Start a MODEL that stays down: because its engine died too often, or could not load its weights."""
-    ask_admin("POST", url, f"{_path(model)}/start", admin_key_env)
+    ask_admin("POST", url, admin_path("models", model, "start"), admin_key_env)
     print(f"{model} is being started; `swiftkv status` tells when it serves")
 
 
@@ -48,7 +49,7 @@ def models_sleep(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Put MODEL to sleep when its requests in flight have ended: its memory is for others until it is woken."""
-    path = f"{_path(model)}/sleep?level={level}&{_patience(timeout, now)}"
+    path = f"{admin_path('models', model, 'sleep')}?level={level}&{_patience(timeout, now)}"
     change = ask_admin("POST", url, path, admin_key_env, timeout_s=None)
     _tell(model, change)
 
@@ -56,7 +57,7 @@ def models_sleep(
 @models_app.command("wake", epilog="Example: `swiftkv models wake code`")
 def models_wake(model: Model, url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV) -> None:
     """Wake MODEL, and return when it serves."""
-    change = ask_admin("POST", url, f"{_path(model)}/wake", admin_key_env, timeout_s=None)
+    change = ask_admin("POST", url, admin_path("models", model, "wake"), admin_key_env, timeout_s=None)
     _tell(model, change)
 
 
@@ -92,7 +93,8 @@ def models_remove(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """End MODEL when its requests in flight have ended and what it lends is home; the node forgets it."""
-    change = ask_admin("DELETE", url, f"{_path(model)}?{_patience(timeout, now)}", admin_key_env, timeout_s=None)
+    path = f"{admin_path('models', model)}?{_patience(timeout, now)}"
+    change = ask_admin("DELETE", url, path, admin_key_env, timeout_s=None)
     print(f"{model} is removed after {change['took_s']:.1f} s")
 
 
@@ -105,7 +107,7 @@ def models_reload(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Serve MODEL from the files that are in its directory now, and return when it serves."""
-    path = f"{_path(model)}/reload?{_patience(timeout, now)}"
+    path = f"{admin_path('models', model, 'reload')}?{_patience(timeout, now)}"
     change = ask_admin("POST", url, path, admin_key_env, timeout_s=None)
     _tell(model, change)
 
@@ -116,7 +118,3 @@ def _tell(model: str, change: dict[str, Any]) -> None:
 
 def _patience(timeout: str, now: bool) -> str:
     return f"timeout={quote(timeout, safe='')}&now={'true' if now else 'false'}"
-
-
-def _path(model: str) -> str:
-    return f"models/{quote(model, safe='')}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
@@ -15,6 +14,7 @@ from swiftkv.admin_client import (
     AdminKeyEnv,
     Model,
     Url,
+    admin_path,
     ask_admin,
     mistakes_of_a_file,
 )
@@ -64,16 +64,13 @@ def storage_attach(
 
     with mistakes_of_a_file():
         section = read_options(str(file), "FILE", Path.cwd())
-    change = ask_admin("POST", url, f"{_path(model)}/attach", admin_key_env, section, timeout_s=_TIMEOUT_S)
+    path = admin_path("storage", model, "attach")
+    change = ask_admin("POST", url, path, admin_key_env, section, timeout_s=_TIMEOUT_S)
     print(f"{model} has {change['backend']} storage after {change['took_s']:.1f} s")
 
 
 @storage_app.command("detach", epilog="Example: `swiftkv storage detach chat`")
 def storage_detach(model: Model, url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV) -> None:
     """Detach the storage of MODEL, which keeps what it has, until the node stops. Requests in flight go on."""
-    change = ask_admin("POST", url, f"{_path(model)}/detach", admin_key_env, timeout_s=_TIMEOUT_S)
+    change = ask_admin("POST", url, admin_path("storage", model, "detach"), admin_key_env, timeout_s=_TIMEOUT_S)
     print(f"{model} has no storage after {change['took_s']:.1f} s")
-
-
-def _path(model: str) -> str:
-    return f"storage/{quote(model, safe='')}"

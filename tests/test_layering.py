@@ -15,7 +15,7 @@ PACKAGE = Path(swiftkv.__file__).parent
 LAYERS = [
     {"cli", "demo"},
     {"cli_watch"},
-    {"simulate", "models_command", "storage_command", "cache_command"},
+    {"simulate", "lending_command", "models_command", "storage_command", "cache_command"},
     {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables", "top", "admin_client"},
     {"model_changes"},
     {"handles", "ports"},

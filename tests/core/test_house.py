@@ -1,4 +1,7 @@
-"""KV groups that hand the extents of one pool to each other; kv_oracle checks the bytes and the books alongside."""
+"""KV groups that hand the extents of one pool to each other; kv_oracle checks the bytes and the books alongside.
+
+It is one file, for its tests and the state machine at its end share one engine that knows about extents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Blocks go down to storage and come up again, and calls that mean nothing are refused."""
+"""Blocks go down to storage and come up again, and calls that mean nothing are refused.
+
+It is one file, for it is one list of promises: what goes down must come up.
+"""
 
 from __future__ import annotations
 

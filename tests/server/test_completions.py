@@ -1,4 +1,7 @@
-"""Both generation APIs through the real `openai` client. The echo engine repeats the prompt, so answers are known."""
+"""Both generation APIs through the real `openai` client. The echo engine repeats the prompt, so answers are known.
+
+It is one file, for it is one list of promises that both APIs keep.
+"""
 
 from __future__ import annotations
 

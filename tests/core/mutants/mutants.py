@@ -1,4 +1,7 @@
-"""Mistakes that the tests of the core and of the ledgers must notice, each a few edits of the sources."""
+"""Mistakes that the tests of the core and of the ledgers must notice, each a few edits of the sources.
+
+It is one file, for it is one list.
+"""
 
 from __future__ import annotations
 
