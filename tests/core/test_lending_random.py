@@ -34,6 +34,8 @@ from visits import (
     write,
 )
 
+from swiftkv import _core
+
 SEEDS_PER_TEST = 200
 FIRST_SEEDS = range(0, 2_000, SEEDS_PER_TEST)
 FIRST_SEEDS_OF_SHARED = range(0, 1_000, SEEDS_PER_TEST)
@@ -224,8 +226,14 @@ class Run:
         prompt = [*begun, *(rng.randrange(TOKENS) for _ in range(num_new))][: setup.max_model_len - 2]
         if rng.random() < 0.7:  # ends with a full block, so that the cache keeps all its blocks
             max_tokens += (1 - len(prompt) - max_tokens) % setup.block_size
-        self.engine.add(len(self.prompts), prompt, max_tokens, skip_prefix_match=self.rare.random() < 0.1)
+        is_matched = self.rare.random() >= 0.1
+        self.engine.add(
+            len(self.prompts), prompt, max_tokens, skip_prefix_match=not is_matched, priority=self._priority()
+        )
         self.prompts.append(prompt)
+
+    def _priority(self) -> int:
+        return 0
 
     def abort(self) -> None:
         if self.engine.requests:
@@ -325,9 +333,12 @@ class Run:
 
 
 class SharedRun(Run):
-    """The same with groups that share extents."""
+    """The same with groups that share extents, and with classes: who is displaced may have made copies in that step."""
 
     draw_setup = staticmethod(shared_setup)
+
+    def _priority(self) -> int:
+        return self.rare.choice([0, 1, 1, 2]) * _core.PRIORITIES_PER_CLASS
 
 
 Pools = Literal["regions", "shared"]
