@@ -15,6 +15,7 @@ void Scheduler::settle_lending() {
         while (!cache_.drain(roster_.running_tables())) {
             ensure(roster_.num_running() > 0, "nothing is in the way of a drain when nobody runs");
             roster_.preempt(policy_.victim(roster_.running()));
+            cache_.shrink_staging();  // what it held is staged no more, and it may begin again in the room of that
         }
     }
     cache_.grow_staging();

@@ -73,6 +73,25 @@ def test_windows_come_to_the_pool_to_be_used() -> None:
     assert (stats.staging, stats.borrowed_used) == (0, 0)
 
 
+def test_who_makes_way_for_a_drain_begins_again_where_its_blocks_were_staged() -> None:
+    """It does so in the same step: nothing else would make the engine plan another one."""
+    setup = LendingSetup(
+        ((2, 8, 0), (1, 16, 5)), (BorrowSetup(0, 6, 1),), block_size=2, max_model_len=16, blocks_per_extent=(1, 2)
+    )
+    e = LendingEngine(setup, random.Random(0))
+    e.borrow(0, 6)
+    e.add(1, prompt(9, 1), max_tokens=3)
+    assert e.schedule()
+    e.commit()
+    assert e.scheduler.stats().groups[0].borrowed_used == 3
+    e.recall(0, 6)
+    assert e.schedule()
+    plan = e.planned[-1].plan
+    assert plan.preempted_request_ids.tolist() == plan.request_ids.tolist() == [1]
+    e.drain()
+    assert len(e.outputs[1]) == 3
+
+
 def test_what_little_is_borrowed_takes_no_extent_to_be_staged_in() -> None:
     """An extent that stages less than it holds would only make the pool smaller."""
     setup = LendingSetup(
