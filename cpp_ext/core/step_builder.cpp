@@ -276,9 +276,9 @@ bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
 // ---- the front of a prompt is computed while storage loads its back ----
 
 // The most tokens that the next chunk of a prompt may have. While storage loads its back, chunks end where that begins.
-// If it is not here by then, the request goes on with half of what lies before the part that is, a block at least: so
-// the two meet, whichever is late. 0: the back is here, and the request goes on behind it once no step in progress has
-// it.
+// If it is not here by then, the request goes on with half of what lies before the part that is, a block at least, or
+// less if storage was faster than the request: so the two meet, whichever is late. 0: the back is here, and the request
+// goes on behind it once no step in progress has it.
 int StepBuilder::longest_chunk(Request& r) {
     if (r.back_end == 0) return r.num_remaining();
     const int next = r.num_planned() / cache_.block_size();
@@ -292,8 +292,17 @@ int StepBuilder::longest_chunk(Request& r) {
         meet(r);
         return r.num_remaining();
     }
-    const int end = back.coming > next ? back.coming : next + ceil_div(back.here - next, 2);
+    const int end = back.coming > next ? back.coming : next + blocks_to_meet(r, next, back.here);
     return end * cache_.block_size() - r.num_planned();
+}
+
+// Of the blocks from `next` to `here` the request's share, by how many it has computed and storage has loaded. What has
+// been loaded but for its last part counts late, and a small chunk takes longer than its share: so it is half at most.
+int StepBuilder::blocks_to_meet(const Request& r, int next, int here) const {
+    const int64_t computed = r.was_admitted ? next - r.num_cached / cache_.block_size() : 0;
+    const int64_t both = computed + r.back_end - here + 2;
+    const int64_t share = ((here - next) * (computed + 1) + both - 1) / both;
+    return std::min(ceil_div(here - next, 2), static_cast<int>(share));
 }
 
 void StepBuilder::meet(Request& r) {

@@ -88,6 +88,7 @@ class StepBuilder {
     bool compact(Request& request, int num_tokens, int spare);
     void add(Request& request, int num_tokens);
     int longest_chunk(Request& request);
+    int blocks_to_meet(const Request& request, int next, int here) const;
     void meet(Request& request);
     int table_end(const Request& request, int num_tokens) const;
     int blocks_behind_front(const Request& request, int num_tokens) const;

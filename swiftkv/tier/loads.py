@@ -17,7 +17,7 @@ from swiftkv.storage.backend import Status
 from swiftkv.tier.keys import split_keys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
 from swiftkv.tier.messages import LoadStop, TierSpec
-from swiftkv.tier.rates import LoadPlanner
+from swiftkv.tier.rates import LoadPlanner, num_not_loaded
 
 _LONGEST_WAIT_S = 60.0
 """The time after which even `wait_complete` computes."""
@@ -168,7 +168,7 @@ class Loads:
                 self._give_up(wait)
             elif wait.is_met:
                 if self._is_passed(wait):
-                    self.num_late += 1
+                    self.num_late += wait.request_id in self._expected  # it has not found its back
                     self._give_up(wait)
             elif wait.span is not None and wait.load is None:  # there was no room
                 self._begin(wait)
@@ -287,7 +287,7 @@ class Loads:
         if first := self._first_of_back(wait, length):
             return _Span(first, length)
         num_bytes = sum(self._bytes_of(group, wait.num_usable, length) for group in self._groups)
-        compute_s = self._compute_s(wait, length - wait.num_usable)
+        compute_s = self._compute_s(wait, 0, length - wait.num_usable)
         if self._planner.is_worth_loading(num_bytes, self._reading_bytes, compute_s):
             return _Span(0, length)
         self.num_declined += 1
@@ -308,16 +308,22 @@ class Loads:
         num_blocks = length - wait.num_usable
         block_bytes = sum(group.block_bytes for group in self._groups)
         num_computed = self._planner.num_to_compute(
-            num_blocks, block_bytes, self._reading_bytes, lambda count: self._compute_s(wait, count)
+            num_blocks, block_bytes, self._reading_bytes, lambda count: self._compute_s(wait, 0, count)
         )
         if num_computed is None or (num_blocks - num_computed) * self._block_size < self._spec.prefetch_threshold:
             return None
-        return wait.num_usable + num_computed
+        return wait.num_usable + num_not_loaded(
+            num_computed, lambda begin, end: self._compute_s(wait, begin, end) or 0.0
+        )
 
-    def _compute_s(self, wait: _Wait, num_blocks: int) -> float | None:
-        """Return the seconds that a request's next blocks take, behind those that it could use when it came."""
-        begin = wait.num_usable * self._block_size
-        return self._scheduler.prefill_s(begin, begin + num_blocks * self._block_size)
+    def _compute_s(self, wait: _Wait, begin: int, end: int) -> float | None:
+        """Return the seconds that blocks of a request take, counted from the first that it could not use when it came.
+
+        `None` if nobody knows yet.
+        """
+        return self._scheduler.prefill_s(
+            (wait.num_usable + begin) * self._block_size, (wait.num_usable + end) * self._block_size
+        )
 
     def _bytes_of(self, group: KVGroup, begin: int, end: int) -> int:
         """Return what blocks `begin` to `end` of a prompt are in one group; of a window it is the tail."""

@@ -6,12 +6,34 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 
+from swiftkv.arithmetic import ceil_div
+
 _DECAY = 0.8  # of what was measured before, with each new measurement
 _TRIAL_INTERVAL_S = 30.0
 _LATENESS = 1.1
 """A load may take so many times as long as expected before the request that computes meanwhile has to wait for it."""
 _WORTH = 0.85
 """Loading and computing at once must be expected to take no more than this part of the better of both."""
+
+
+_DIVISION_COST = 0.05
+"""The largest part by which computing a front may take longer for being computed in two parts."""
+
+
+def num_not_loaded(num_to_compute: int, compute_s: Callable[[int, int], float]) -> int:
+    """Return how many of the blocks that are expected to be computed, from the first, should not be loaded at all.
+
+    Half of them: what has been loaded when these are computed says how fast both are, and the request divides what is
+    left by that. All of them where a step more would cost too much.
+
+    Args:
+        num_to_compute: The blocks that are expected to be computed while the rest is loaded.
+        compute_s: Returns the seconds that the blocks from one number to another take.
+    """
+    half = ceil_div(num_to_compute, 2)
+    whole_s = compute_s(0, num_to_compute)
+    extra_s = compute_s(0, half) + compute_s(half, num_to_compute) - whole_s
+    return half if extra_s <= _DIVISION_COST * whole_s else num_to_compute
 
 
 class Rate:

@@ -6,6 +6,8 @@ Every read of a block is checked, as in `kv_oracle`; there is no oracle of what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +65,7 @@ class StorageEngine(Engine):
         self.transfers: list[Transfer] = []
         self.held: set[int] = set()
         self.backs: dict[int, int] = {}  # the blocks up to which backs are loaded, by request that computes its front
+        self.begins: dict[int, int] = {}  # the blocks that requests found when they began, by request
         self.lent: list[int] = []
         self.unsure: set[int] = set()  # requests that may have given up their backs
         self.num_met = 0  # backs that requests came to
@@ -91,6 +94,8 @@ class StorageEngine(Engine):
             self._note_meetings(plan)
             self._note_admissions(plan)
             self._check_budget(rows)
+            for request_id, cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
+                self.begins[request_id] = cached // self.setup.block_size
             for row in rows:
                 assert row.request_id not in self.held
                 self._check_progress(self.requests[row.request_id], row)
@@ -159,7 +164,10 @@ class StorageEngine(Engine):
             self.num_met += 1
 
     def _check_front(self, row: Row, before: list[bool | None]) -> None:
-        """Check that a front ends where its back begins, and goes on at most half-way to the part that is here."""
+        """Check that a front ends where its back begins.
+
+        It goes on at most half-way to the part that is here, and less where more was loaded than computed.
+        """
         end = self.backs[row.request_id]
         if self._is_here(row.request_id)[:end] != before[:end]:
             self.unsure.add(row.request_id)  # the step has taken some of it, before it looked or after
@@ -172,7 +180,9 @@ class StorageEngine(Engine):
         coming = end - next(i for i, is_here in enumerate([*before[:end][::-1], False]) if is_here is False)
         here = end - next(i for i, is_here in enumerate([*before[:end][::-1], False]) if not is_here)
         assert here > first, "the back is here"
-        limit = coming if coming > first else first + -(-(here - first) // 2)
+        num_computed, num_loaded = first - self.begins[row.request_id], end - here
+        share = min(Fraction(1, 2), Fraction(num_computed + 1, num_computed + num_loaded + 2))
+        limit = coming if coming > first else first + ceil(share * (here - first))
         assert row.end <= limit * self.setup.block_size
 
     def begin_load(self, request_id: int, max_blocks: int = 1 << 20, first: int = 0) -> Transfer | None:

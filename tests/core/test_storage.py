@@ -15,6 +15,7 @@ from swiftkv import _core
 BLOCK = 4
 DENSE = Setup(((1, 16, 0),), BLOCK, 4, 64, 48)
 HYBRID = Setup(((1, 16, 0), (1, 16, 8)), BLOCK, 4, 64, 48)
+LARGE = Setup(((1, 48, 0),), BLOCK, 4, 128, 96)
 SHARED = Setup(((2, 24, 0), (1, 48, 8)), BLOCK, 4, 64, 48, blocks_per_extent=(1, 2))
 
 
@@ -436,6 +437,22 @@ def test_a_front_is_computed_while_its_back_is_loaded(num_read: int) -> None:
     assert chunk(e) == (32, 33)
     assert e.num_met == 1
     assert e.scheduler.stats().prefix_hit_tokens_total == 4 * num_read
+    e.drain()
+
+
+def test_a_front_leaves_more_to_storage_that_was_faster() -> None:
+    """Storage reads eight blocks while two are computed: of the ten that are left three are computed, not five."""
+    e = stored(prompt(81), LARGE)
+    transfer = e.meet(2, 2)
+    assert transfer is not None
+    assert e.schedule() is not None
+    e.read(transfer, 8)
+    e.commit()
+    assert chunk(e) == (8, 8 + 3 * BLOCK)
+    e.read(transfer, 7)
+    assert chunk(e) == (80, 81)
+    assert e.num_met == 1
+    e.give_up(transfer)
     e.drain()
 
 

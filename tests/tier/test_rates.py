@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from swiftkv.tier import rates
 from swiftkv.tier.rates import LoadPlanner, Rate
 
 
@@ -69,6 +70,16 @@ def test_one_of_both_alone_is_chosen_where_both_together_gain_little() -> None:
     assert planner.num_to_compute(100, MIB, 0, float) is None
     assert planner.num_to_compute(100, 400 * MIB, 0, float) is None
     assert planner.num_to_compute(1, 20 * MIB, 0, float) is None
+
+
+@pytest.mark.parametrize(("step_s", "num_not_loaded"), [(0.0, 10), (0.5, 10), (3.0, 20)])
+def test_half_of_what_is_computed_is_loaded_too_if_a_step_more_costs_little(step_s: float, num_not_loaded: int) -> None:
+    """Computing a block takes a second, and each step so much more."""
+    assert rates.num_not_loaded(20, lambda begin, end: step_s + end - begin) == num_not_loaded
+
+
+def test_of_a_front_of_one_block_all_is_computed() -> None:
+    assert rates.num_not_loaded(1, lambda begin, end: float(end - begin)) == 1
 
 
 def test_what_others_load_first_is_time_to_compute() -> None:
