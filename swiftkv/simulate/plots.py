@@ -13,9 +13,12 @@ _MIB = 1 << 20
 def check_can_draw(path: Path) -> None:
     """Raise `ConfigError` without matplotlib, or for a file that it could not write."""
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
+        import matplotlib as mpl
     except ImportError:
         raise ConfigError("--plot: needs matplotlib: pip install 'swiftkv[bench]'") from None
+    mpl.use("Agg")
+    from matplotlib.backend_bases import FigureCanvasBase
+
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
         raise ConfigError(f"--plot: no suffix '{path.suffix}'; there is: {', '.join(sorted(known))}")
@@ -28,9 +31,6 @@ def draw(outcomes: dict[str, NodeOutcome], path: Path) -> None:
 
     Raises `ConfigError` for a file that cannot be written. Call `check_can_draw` first.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, rows = plt.subplots(
