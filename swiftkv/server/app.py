@@ -86,6 +86,8 @@ def create_app(
     `table` is the node's, which `changes` change.
     """
     app = _new_app(table, settings, has_admin=True)
+    status = _status_router(table, settings, metrics, lending, only_model=None)
+    app.include_router(status)  # first: routes are tried in order, and monitoring must not wait for what others ask for
     app.include_router(openai_router(table))
     app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(routing_router(table))
@@ -95,8 +97,6 @@ def create_app(
     app.include_router(admin_router(table, lending, changes))
     app.include_router(cache_router(table))
     app.include_router(page_router())
-    status = _status_router(table, settings, metrics, lending, only_model=None)
-    app.include_router(status)
     app.include_router(status, prefix="/models/{name}", include_in_schema=False)  # /openapi.json shows it once
     return app
 
