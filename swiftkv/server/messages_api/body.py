@@ -1,4 +1,7 @@
-"""The requests that `/v1/messages` and its `count_tokens` take, and the chat that they come to."""
+"""The requests that `/v1/messages` and its `count_tokens` take, and the chat that they come to.
+
+It is one file of more than 400 lines, for it is one body: each part of a message stands beside what it comes to.
+"""
 
 from __future__ import annotations
 
