@@ -36,7 +36,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from swiftkv._core import StepPlan
 from swiftkv.engine.engine import Engine
+from swiftkv.engine.grammars import PendingMasks
 from swiftkv.engine.messages import AddRequest, EngineConfig, FromEngine, SamplingParams, StepOutput
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.token_masks import TokenMasks
@@ -61,6 +63,9 @@ OPEN_SCHEMA = {
     "additionalProperties": False,
 }
 """With strings that have no end, as most schemas have them."""
+
+LONG_SCHEMA = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 1000}
+"""With nothing but the strings whose masks take the longest."""
 
 
 def trained_tokenizer(size: int, target: Path) -> Path:
@@ -142,8 +147,29 @@ def quantiles(values: Sequence[float]) -> str:
     return f"median {low:.1f}, P99 {high:.1f}, most {max(values):.1f}"
 
 
+class TimedMasks:
+    """The masks of a step, which note how long the step waits for them when the model is done."""
+
+    def __init__(self, masks: PendingMasks, exposed_us: list[float]) -> None:
+        self._masks = masks
+        self._exposed_us = exposed_us
+
+    def begin(self) -> None:
+        self._masks.begin()
+
+    def result(self) -> TokenMasks | None:
+        begun_s = time.perf_counter()
+        masks = self._masks.result()
+        self._exposed_us.append(1e6 * (time.perf_counter() - begun_s))
+        return masks
+
+
 class EngineHere:
-    """A real engine in this process, stepped by hand."""
+    """A real engine in this process, stepped by hand.
+
+    Attributes:
+        exposed_us: How long each step with masks waited for them when its model was done.
+    """
 
     def __init__(self, directory: Path, num_sequences: int, threads: int, max_model_len: int) -> None:
         context = zmq.Context()
@@ -156,6 +182,15 @@ class EngineHere:
         self._engine = Engine(config, ModelRunner(config), requests, outputs, context)
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._next_id = 1
+        self.exposed_us: list[float] = []
+        grammars: Any = self._engine._grammars
+        masks_of = grammars.masks_of
+
+        def timed(plan: StepPlan) -> TimedMasks | None:
+            masks = masks_of(plan)
+            return None if masks is None else TimedMasks(masks, self.exposed_us)
+
+        grammars.masks_of = timed
 
     def time_per_token_ms(self, count: int, sampling: SamplingParams) -> float:
         """Return the median time between two tokens of `count` sequences that run together."""
@@ -196,14 +231,17 @@ def pair(context: zmq.Context[Any], address: str) -> tuple[zmq.Socket[bytes], zm
     return push, pull
 
 
-def measure_engine(directory: Path, counts: Sequence[int], rounds: int, num_tokens: int, threads: int) -> None:
-    grammar = library_form(GrammarSource("json", json.dumps(OPEN_SCHEMA), ""))
+def measure_engine(
+    directory: Path, schema: object, counts: Sequence[int], *, rounds: int, num_tokens: int, threads: int
+) -> None:
+    grammar = library_form(GrammarSource("json", json.dumps(schema), ""))
     free = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=1, ignore_eos=True)
     held = msgspec.structs.replace(free, grammar=grammar, ignore_eos=False)
     engine = EngineHere(directory, max(counts), threads, 64 + num_tokens + 16)
     with torch.inference_mode():
         for count in counts:
             engine.time_per_token_ms(count, held)
+            engine.exposed_us.clear()
             pairs = [
                 (engine.time_per_token_ms(count, free), engine.time_per_token_ms(count, held)) for _ in range(rounds)
             ]
@@ -211,7 +249,8 @@ def measure_engine(directory: Path, counts: Sequence[int], rounds: int, num_toke
             without, with_grammar = (statistics.median(values) for values in zip(*pairs, strict=True))
             print(
                 f"{count} sequences: {without:.2f} ms per token without, {with_grammar:.2f} with, "
-                f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+                f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); "
+                f"a step waits for its masks {quantiles(engine.exposed_us)} us"
             )
 
 
@@ -221,6 +260,7 @@ def main() -> None:
     parser.add_argument("--masks", action="store_true")
     parser.add_argument("--vocabulary", type=int, default=0)
     parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--max-length", action="store_true", help="with --engine: strings that have a maxLength")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
@@ -229,7 +269,9 @@ def main() -> None:
     if args.masks:
         measure_masks(args.checkpoint, args.vocabulary, args.tokens)
     if args.engine:
-        measure_engine(args.checkpoint, args.sequences, args.rounds, args.tokens, args.threads)
+        schema = LONG_SCHEMA if args.max_length else OPEN_SCHEMA
+        limits = {"rounds": args.rounds, "num_tokens": args.tokens, "threads": args.threads}
+        measure_engine(args.checkpoint, schema, args.sequences, **limits)
 
 
 if __name__ == "__main__":
