@@ -154,6 +154,15 @@ def test_calls_can_be_sent_back(tool_gateway: Gateway) -> None:
     assert shown[5]["content"] == f"A picture:\n{unseen}"
 
 
+@pytest.mark.parametrize("arguments", ['{"cmd": "l', "[]", "ls", '"ls"'])
+def test_arguments_that_are_cut_or_wrong_hold_up_no_conversation(tool_gateway: Gateway, arguments: str) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "exec_command", "arguments": arguments}
+    asked = turn(input=[message("user", "go"), call], max_output_tokens=1)
+    assert post(tool_gateway, asked).status_code == 200
+    shown = ResponsesBody.model_validate(asked).chat.messages[-1].for_template()
+    assert shown["tool_calls"][0]["function"]["arguments"] == {"arguments": arguments}
+
+
 def test_tools_become_functions() -> None:
     tools = ResponsesBody.model_validate(turn()).chat.tools or []
     run, apply, read = (tool.function for tool in tools)

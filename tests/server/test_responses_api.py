@@ -221,7 +221,6 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
         # These are found in the chat that the request comes to.
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"input": "refuse me"}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}]}, "input"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         (

@@ -165,12 +165,27 @@ def custom_arguments(text: str) -> str:
 
 def custom_input(arguments: str) -> str:
     """Return the input of a custom tool; arguments that are cut or wrong are shown as they are."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = value.get("input") if isinstance(value, dict) else None
+    text = (_object(arguments) or {}).get("input")
     return text if isinstance(text, str) else arguments
+
+
+def whole_arguments(arguments: str) -> str:
+    """Return the arguments of a call as chat templates take them: an object.
+
+    An answer may have others, that its limit cut or the model wrote wrong. They come back with the conversation, which
+    has to go on; the model sees them as one text.
+    """
+    if not arguments or _object(arguments) is not None:
+        return arguments
+    return json.dumps({"arguments": arguments}, ensure_ascii=False)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _function(
