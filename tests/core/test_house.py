@@ -367,9 +367,12 @@ def shared_setups(draw: st.DrawFn) -> Setup:
 class HouseMachine(SchedulerMachine):
     """The histories of test_scheduler_states, with groups that share their blocks, leases, and steps that fail."""
 
-    @initialize(setup=shared_setups())
-    def start(self, setup: Setup) -> None:
+    @initialize(setup=shared_setups(), writes_back=st.booleans())
+    def start(self, setup: Setup, writes_back: bool) -> None:
         self.engine = SharedEngine(setup)
+        self.writes_back = writes_back
+        if writes_back:
+            self.engine.write_back()
         self.next_id = 0
         self.history: list[list[int]] = [[0, 1] * 20]
 
