@@ -170,7 +170,7 @@ def study(setting: Setting, arrivals: Sequence[Arrival]) -> dict[str, dict[str, 
     target_s = np.array([setting.target_ttft_s(arrival) for arrival in arrivals])
     shadow = setting.door(refuses=False)
     unrefused = Verdict(setting.serve(arrivals, shadow), target_s)
-    named = np.array([shadow.foretold[i].ttft_s for i in range(len(arrivals))]) > target_s
+    named = np.array([shadow.foretold[i].cautious_ttft_s for i in range(len(arrivals))]) > target_s
     found: dict[str, dict[str, float]] = {}
     runs = {
         "nobody": unrefused,

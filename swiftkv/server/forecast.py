@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from swiftkv._core import PRIORITIES_PER_CLASS
 from swiftkv.policies import SchedulingPolicy
+from swiftkv.server.forecast_errors import ForecastErrors
 from swiftkv.server.response_ratio import Waiting, part_before, part_overtaken
 
 _LENGTH, _LEFT, _PAIRS, _ARRIVED_S, _PRIORITY, _DEADLINE_S, _HAS_BEGUN, _DONE_S, _FLOW, _WEIGHT = range(10)
@@ -67,13 +68,15 @@ class Forecast:
     """The prospects of a prompt, in seconds from now.
 
     Attributes:
-        ttft_s: Until its first token, if nobody who comes later goes before it.
+        ttft_s: Until its first token, if those who come later are as those of late.
+        cautious_ttft_s: The same with an allowance for how far off forecasts of such prompts were of late.
         alone_ttft_s: The same if nothing else waited.
         tpot_s: The least time for each further token: of a step with the answers that go on, and with its own.
         answer_s: How long an answer usually goes on.
     """
 
     ttft_s: float
+    cautious_ttft_s: float
     alone_ttft_s: float
     tpot_s: float
     answer_s: float
@@ -121,6 +124,8 @@ class EngineForecast:
         """The tokens that the engine's memory holds, once they are known."""
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
+        self._errors = ForecastErrors()
+        self._foretold: dict[int, tuple[int, float, float]] = {}  # of those without a token: left, seconds, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # of sequences without a token; unused ones are zero
         self._unused = list(range(_FIRST_ROWS))
@@ -146,7 +151,10 @@ class EngineForecast:
 
     # ---- sequences come and go ----
 
-    def add(self, request_id: int, prompt: NewPrompt, now_s: float) -> None:
+    def add(self, request_id: int, prompt: NewPrompt, now_s: float, foretold_s: float | None = None) -> None:
+        """Note that a sequence has come; `foretold_s` is its `Forecast.ttft_s`, if somebody asked."""
+        if foretold_s is not None:
+            self._foretold[request_id] = prompt.num_left, foretold_s, now_s
         if not self._unused:
             self._unused = list(range(len(self._rows), 2 * len(self._rows)))
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
@@ -178,12 +186,16 @@ class EngineForecast:
             self._leave_queue(request_id)
             answer = self._answers[request_id] = _Answer(int(length), int(left), priority)
             self._context += answer.context
+            if request_id in self._foretold:
+                num_left, foretold_s, arrived_s = self._foretold.pop(request_id)
+                self._errors.note(num_left, foretold_s, now_s - arrived_s)
         answer.context += 1
         answer.num_tokens += 1
         self._context += 1
 
     def end(self, request_id: int, now_s: float) -> None:
         """Forget a sequence, however it ended."""
+        self._foretold.pop(request_id, None)
         answer = self._answers.pop(request_id, None)
         if answer is not None:
             self._context -= answer.context
@@ -226,7 +238,9 @@ class EngineForecast:
         waits = ahead & (rows[:, _HAS_BEGUN] == 0) & (rows[:, _LENGTH] > 0)
         room_s = self._room_s(prompt, int(share[waits].sum()), float(rows[waits, _LEFT] @ share[waits]))
         tpot_s = self._decodes_s(1, prompt.num_tokens)
-        return Forecast(max(queued_s, room_s + alone_s), alone_s, tpot_s, self._answer_tokens * tpot_s)
+        ttft_s = max(queued_s, room_s + alone_s)
+        cautious_s = ttft_s * self._errors.allowance(prompt.num_left, ttft_s)
+        return Forecast(ttft_s, cautious_s, alone_s, tpot_s, self._answer_tokens * tpot_s)
 
     def _share(self, prompt: NewPrompt, ahead: Bools, service_s: Floats, own_s: float) -> Floats:
         """Return the part of each sequence ahead of a prompt that is computed before it, [rows]; 1 for the others.

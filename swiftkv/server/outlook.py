@@ -80,12 +80,12 @@ class Outlook:
     def sent(self, message: AddRequest, now_s: float) -> None:
         """Note that the engine was sent a sequence."""
         pieces = self._pieces(message)
-        self.forecast.add(message.request_id, self._prompt(message, pieces), now_s)
-        self._sent.add(pieces)
         request_id, num_tokens = message.request_id, len(message.prompt) // 4
-        self.queued.num_tokens += num_tokens
         is_foretold = self._foretold is not None and self._foretold[0] == request_id
         foretold_s = self._foretold[1] if self._foretold and is_foretold else None
+        self.forecast.add(request_id, self._prompt(message, pieces), now_s, foretold_s)
+        self._sent.add(pieces)
+        self.queued.num_tokens += num_tokens
         self._waiting[request_id] = _Waiting(num_tokens, now_s, foretold_s)
 
     def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
@@ -120,7 +120,9 @@ class Outlook:
         most_cached = least_tokens - 1 if self._has_storage else min(least_tokens - 1, self.forecast.longest_context)
         num_cached = most_cached if self._caches_prefixes else 0
         standing = (priority, targets.ttft_s, sender.flow, sender.weight)
-        self._check(NewPrompt(least_tokens, num_cached, *standing), targets, "at least")
+        forecast = self.forecast.of(NewPrompt(least_tokens, num_cached, *standing), time.perf_counter())
+        if forecast is not None:
+            self._check(forecast, forecast.ttft_s, targets, "at least")
 
     def check(self, message: AddRequest, targets: Targets) -> None:
         """Refuse a sequence that cannot meet its targets.
@@ -133,8 +135,9 @@ class Outlook:
             self._num_without_targets += 1
             if self._num_without_targets % _FORETOLD_OF != 1:
                 return
-        forecast = self._check(self._prompt(message, self._pieces(message)), targets, "about")
+        forecast = self.forecast.of(self._prompt(message, self._pieces(message)), time.perf_counter())
         if forecast is not None:
+            self._check(forecast, forecast.cautious_ttft_s, targets, "about")
             self._foretold = message.request_id, forecast.ttft_s
 
     def check_queue(self) -> None:
@@ -151,18 +154,14 @@ class Outlook:
         message = f"model '{self._model}' {reason} ({limit})"
         return ApiError(429, message, code="queue_full", retry_after_s=self.queued.retry_after_s())
 
-    def _check(self, prompt: NewPrompt, targets: Targets, about: str) -> Forecast | None:
-        forecast = self.forecast.of(prompt, time.perf_counter())
-        if forecast is None:
-            return None
-        if targets.ttft_s is not None and forecast.ttft_s > targets.ttft_s:
-            retry_s = MAX_RETRY_S if forecast.alone_ttft_s > targets.ttft_s else forecast.ttft_s - targets.ttft_s
-            takes = f"{about} {forecast.ttft_s:.3g} s to the first token"
+    def _check(self, forecast: Forecast, ttft_s: float, targets: Targets, about: str) -> None:
+        if targets.ttft_s is not None and ttft_s > targets.ttft_s:
+            retry_s = MAX_RETRY_S if forecast.alone_ttft_s > targets.ttft_s else ttft_s - targets.ttft_s
+            takes = f"{about} {ttft_s:.3g} s to the first token"
             raise self._too_late("target_ttft", takes, targets.ttft_s, retry_s)
         if targets.tpot_s is not None and forecast.tpot_s > targets.tpot_s:
             retry_s = forecast.answer_s * (1 - targets.tpot_s / forecast.tpot_s)
             raise self._too_late("target_tpot", f"at least {forecast.tpot_s:.3g} s per token", targets.tpot_s, retry_s)
-        return forecast
 
     def _too_late(self, target: str, takes: str, wanted_s: float, retry_after_s: float) -> ApiError:
         self._metrics.count_refused(target)

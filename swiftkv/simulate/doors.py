@@ -75,9 +75,9 @@ class ForetellingDoor(OpenDoor):
         forecast = self._forecast.of(new, now_s)
         assert forecast is not None, "the times of steps are known"
         self.foretold[request_id] = forecast
-        if self._refuses and forecast.ttft_s > target_s:
+        if self._refuses and forecast.cautious_ttft_s > target_s:
             return False
-        self._forecast.add(request_id, new, now_s)
+        self._forecast.add(request_id, new, now_s, forecast.ttft_s)
         self._sent.add(pieces)
         return True
 

@@ -1,0 +1,70 @@
+"""Refusals allow for how late requests alike were of late."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from swiftkv.server.forecast import EngineForecast, ForecastLimits, NewPrompt
+from swiftkv.server.forecast_errors import ForecastErrors
+
+
+def test_a_forecast_is_taken_as_it_is_until_enough_have_come() -> None:
+    errors = ForecastErrors()
+    for count in range(16):
+        assert errors.allowance(500, 4.0) == 1.0, count
+        errors.note(500, 4.0, 8.0)
+    assert errors.allowance(500, 4.0) == 2.0
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
+def test_most_of_those_that_come_later_are_within_the_allowance(scale: float) -> None:
+    """Also where forecasts are too late on the whole."""
+    rng = np.random.default_rng(0)
+    errors = ForecastErrors()
+    ratios = scale * rng.lognormal(0.0, 0.4, 3000)
+    is_within = []
+    for ratio in ratios:
+        num_left, foretold_s = int(rng.integers(400, 800)), float(rng.uniform(3.0, 6.0))
+        is_within.append(ratio <= errors.allowance(num_left, foretold_s))
+        errors.note(num_left, foretold_s, ratio * foretold_s)
+    assert np.mean(is_within[512:]) == pytest.approx(0.8, abs=0.03)
+
+
+def test_only_requests_alike_count() -> None:
+    errors = ForecastErrors()
+    for _ in range(100):
+        errors.note(4000, 5.0, 15.0)
+        errors.note(20, 5.0, 5.0)
+        errors.note(4000, 0.2, 0.1)
+    assert errors.allowance(3500, 6.0) == pytest.approx(3.0)
+    assert errors.allowance(25, 4.0) == pytest.approx(1.0)
+    assert errors.allowance(4000, 0.3) == pytest.approx(0.5)
+    assert errors.allowance(300, 60.0) == 1.0
+
+
+def test_the_latest_replace_what_came_long_ago() -> None:
+    errors = ForecastErrors()
+    for ratio in (4.0, 1.5):
+        for _ in range(512):
+            errors.note(100, 1.0, ratio)
+    assert errors.allowance(100, 1.0) == 1.5
+
+
+def test_a_forecast_learns_from_those_that_were_foretold_and_got_a_token() -> None:
+    of = EngineForecast(ForecastLimits("fcfs"))
+    of.learn([0.001, 0.0, 0.0, 0.0, 0.0, 0.02])
+    for request_id in range(60):
+        now_s = 100.0 * request_id
+        found = of.of(NewPrompt(500), now_s)
+        assert found is not None
+        if request_id < 48:
+            assert found.cautious_ttft_s == found.ttft_s
+        is_foretold, is_answered = request_id % 3 > 0, request_id % 3 > 1
+        of.add(request_id, NewPrompt(500), now_s, found.ttft_s if is_foretold else None)
+        if is_answered or not is_foretold:
+            of.token(request_id, now_s + 3 * found.ttft_s)
+        of.end(request_id, now_s + 4 * found.ttft_s)
+    found = of.of(NewPrompt(500), 1e4)
+    assert found is not None
+    assert found.cautious_ttft_s == pytest.approx(3 * found.ttft_s)
