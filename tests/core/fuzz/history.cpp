@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -16,8 +17,43 @@ namespace {
 constexpr int kVocabulary = 3;          // so few tokens that prompts have prefixes in common
 constexpr size_t kMaxOperations = 200;  // longer histories find nothing that these do not
 
+// Those of every engine, and those of one that has storage, pins and tenants as well.
+constexpr int kNumOperations = 16, kNumOperationsWithParts = 24;
+
+// The blocks of each group in an extent that the groups share.
+const std::vector<std::vector<int>> kBlocksPerExtent{{1, 2}, {2, 1}, {2, 3}, {3, 1}, {3, 2}, {4, 1}, {1, 1}, {1, 2, 2}};
+
 constexpr std::array kPolicies{SchedulingPolicy::kPriority, SchedulingPolicy::kHrrn, SchedulingPolicy::kSpf,
                                SchedulingPolicy::kFcfs};
+
+// Makes groups share extents, all of which have as many bytes; there are two of them, or three.
+void share_extents(Setup& setup, Bytes& in) {
+    const std::vector<int>& sizes = kBlocksPerExtent[in.next() % kBlocksPerExtent.size()];
+    int num_layers = in.between(1, 2);  // of an extent
+    for (const int size : sizes) num_layers = std::lcm(num_layers, size);
+    const int num_extents = in.between(4, 12);
+    setup.groups.resize(sizes.size(), {.num_layers = 0, .num_blocks = 0, .window = in.between(0, 9)});
+    for (size_t g = 0; g < sizes.size(); ++g) {
+        GroupSpec& group = setup.groups[g];
+        group.num_layers = num_layers / sizes[g];
+        group.num_blocks = num_extents * sizes[g];
+        group.blocks_per_extent = sizes[g];
+    }
+    for (Link& link : setup.borrow) link.group = in.between(0, static_cast<int>(sizes.size()) - 1);
+    for (Link& link : setup.lend) {
+        const int per_extent = link.blocks_per_extent;
+        link = {.group = 0, .num_extents = num_extents / per_extent, .blocks_per_extent = per_extent * sizes[0]};
+    }
+}
+
+// Reads what only some engines have.
+void read_parts(Setup& setup, Bytes& in) {
+    const int flags = in.next();
+    setup.write_policy = flags & 1 ? WritePolicy::kWriteThroughSelective : WritePolicy::kWriteThrough;
+    if (flags & 2) share_extents(setup, in);
+    if (flags & 4) setup.limits.retention_interval = 2 * setup.limits.block_size;
+    if ((flags & 8) && !setup.borrow.empty()) setup.borrow.back().place = Place::kHost;
+}
 
 Setup read_setup(Bytes& in) {
     Setup setup;
@@ -48,6 +84,7 @@ Setup read_setup(Bytes& in) {
                     .enable_chunked_prefill = (flags & 8) == 0,
                     .stream_buffers = flags & 16 ? 1 : 2,
                     .policy = kPolicies[(flags >> 5) % kPolicies.size()]};
+    if (flags & 128) read_parts(setup, in);
     return setup;
 }
 
@@ -66,7 +103,9 @@ class History {
 
   private:
     void operate();
-    void add();
+    void operate_parts(int operation);
+    void add(bool is_held);
+    void pin();
     void finish();
 
     template <class... Words>
@@ -80,16 +119,17 @@ class History {
     SimulatedEngine& engine_;
     std::ostream* trace_;
     std::vector<std::vector<TokenId>> prompts_;
+    std::vector<uint8_t> namespaces_;  // of each
 };
 
 void History::operate() {
-    const int operation = in_.between(0, 15);
+    const int operation = in_.next() % (engine_.setup().has_storage() ? kNumOperationsWithParts : kNumOperations);
     const size_t num_borrow = engine_.setup().borrow.size(), num_lend = engine_.setup().lend.size();
     const auto link_of = [&](size_t num_links) { return in_.next() % static_cast<int>(num_links); };
     switch (operation) {
         case 0:
         case 1:
-            add();
+            add(false);
             break;
         case 2:
             if (const std::vector<RequestId> ids = engine_.request_ids(); !ids.empty()) {
@@ -160,14 +200,87 @@ void History::operate() {
                 engine_.take_back(link, first, count);
             }
             break;
-        default:
+        case 15:
             say("reset prefix cache");
             engine_.reset_prefix_cache();
+            break;
+        default:
+            operate_parts(operation);
+    }
+}
+
+void History::operate_parts(int operation) {
+    const std::vector<RequestId> held = engine_.held_ids();
+    switch (operation) {
+        case 16:
+            add(true);
+            break;
+        case 17: {
+            const int max_blocks = in_.next();
+            say("store", max_blocks);
+            engine_.store(max_blocks);
+            break;
+        }
+        case 18:
+            if (!held.empty()) {
+                const RequestId id = held[in_.next() % held.size()];
+                const int max_blocks = in_.next();
+                say("load", id, "up to block", max_blocks);
+                engine_.begin_load(id, max_blocks);
+            }
+            break;
+        case 19:
+            if (!held.empty()) {
+                const RequestId id = held[in_.next() % held.size()];
+                const int first = in_.between(0, 12);
+                say("meet", id, "from block", first);
+                engine_.meet(id, first);
+            }
+            break;
+        case 20:
+            if (engine_.num_transfers() > 0) {
+                const int transfer = in_.next() % engine_.num_transfers(), num_blocks = in_.between(1, 8);
+                const bool is_loaded = in_.next() < 224;
+                say("read of transfer", transfer, "blocks", num_blocks, is_loaded ? "" : "in vain");
+                engine_.read(transfer, num_blocks, is_loaded);
+            }
+            break;
+        case 21:
+            if (engine_.num_transfers() > 0) {
+                const int transfer = in_.next() % engine_.num_transfers();
+                say("give up transfer", transfer);
+                engine_.give_up(transfer);
+            }
+            break;
+        case 22:
+            if (!held.empty()) {
+                const RequestId id = held[in_.next() % held.size()];
+                say("let go", id);
+                engine_.let_go(id);
+            }
+            break;
+        default:
+            pin();
+    }
+}
+
+// A prefix of a prompt, or none: then a pin ends.
+void History::pin() {
+    const int flags = in_.next();
+    if (flags & 1) {
+        if (!engine_.has_pins()) return;
+        say("unpin", flags >> 1);
+        engine_.unpin(flags >> 1);
+    } else if (!prompts_.empty()) {
+        const size_t prompt = in_.next() % prompts_.size();
+        const double max_share = flags & 2 ? 1.0 : 0.5;
+        say("pin prompt", prompt, "share", max_share);
+        engine_.pin(prompts_[prompt], namespaces_[prompt], max_share);
     }
 }
 
 // A prompt, or one that continues another.
-void History::add() {
+void History::add(bool is_held) {
     const int flags = in_.next();
     Prompt prompt;
     if (!prompts_.empty() && (flags & 1)) {
@@ -187,9 +300,13 @@ void History::add() {
     prompt.cache_namespace = (flags & 24) == 24 ? 1 : 0;
     prompt.skip_prefix_match = (flags & 96) == 96;
     prompt.priority = (flags & 128) ? kPrioritiesPerClass : 0;
-    say("add", prompt.tokens.size(), "tokens, max_tokens", prompt.max_tokens, "flags", flags);
+    prompt.flow = engine_.setup().has_storage() ? static_cast<int>(prompts_.size() % 2) : 0;
+    prompt.is_held = is_held;
+    say(is_held ? "add and hold" : "add", prompt.tokens.size(), "tokens, max_tokens", prompt.max_tokens, "flags",
+        flags);
     engine_.add(prompt);
     prompts_.push_back(std::move(prompt.tokens));
+    namespaces_.push_back(prompt.cache_namespace);
 }
 
 // Until nothing is left to run; nothing is planned after the last commit.
@@ -213,7 +330,7 @@ bool run_history(std::span<const uint8_t> bytes, std::ostream* trace) {
     if (trace) {
         for (const GroupSpec& g : setup.groups)
             *trace << "group of " << g.num_layers << " layers, " << g.num_blocks << " blocks, window " << g.window
-                   << '\n';
+                   << ", blocks per extent " << g.blocks_per_extent << '\n';
         for (const Link& l : setup.borrow)
             *trace << "borrows for group " << l.group << ", " << l.num_extents << " extents of " << l.blocks_per_extent
                    << " blocks\n";
@@ -225,7 +342,7 @@ bool run_history(std::span<const uint8_t> bytes, std::ostream* trace) {
                << ", max_num_batched_tokens " << limits.max_num_batched_tokens << ", max_model_len "
                << limits.max_model_len << ", enable_prefix_caching " << limits.enable_prefix_caching
                << ", enable_chunked_prefill " << limits.enable_chunked_prefill << ", stream_buffers "
-               << limits.stream_buffers << std::endl;
+               << limits.stream_buffers << ", storage " << setup.has_storage() << std::endl;
     }
     History(in, *engine, trace).run();
     return true;

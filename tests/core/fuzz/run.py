@@ -19,7 +19,8 @@ from core_build import HARNESS, HARNESS_INCLUDES, ROOT, Build, replay_program
 WORK = ROOT / "build/fuzz"
 CORPUS = HARNESS / "corpus"
 MAX_INPUT_BYTES = 200
-CLANGS = ["clang++", *(f"clang++-{version}" for version in range(21, 13, -1))]
+# Older ones lack `std::source_location`, and the plain name may be one of them.
+CLANGS = [*(f"clang++-{version}" for version in range(21, 15, -1)), "clang++"]
 
 
 def fuzzer() -> Path:

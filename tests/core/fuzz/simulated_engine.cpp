@@ -2,6 +2,7 @@
 #include "simulated_engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace swiftkv::fuzz {
@@ -31,7 +32,7 @@ Setup with_bytes(Setup setup) {
     for (GroupSpec& group : setup.groups) {
         group.layer_block_bytes = kWidthBytes;
         group.base_offset_bytes = base;
-        base += int64_t{group.num_blocks} * group.num_layers * kWidthBytes;
+        if (!setup.shares_extents()) base += int64_t{group.num_blocks} * group.num_layers * kWidthBytes;
     }
     for (size_t i = 0; i < setup.borrow.size(); ++i) {
         Link& link = setup.borrow[i];
@@ -40,6 +41,11 @@ Setup with_bytes(Setup setup) {
         link.base_offset_bytes = kPeerBaseBytes;
     }
     return setup;
+}
+
+// What lies where the KV of a token does: `prefix` names the tokens up to it.
+uint64_t mark_of(uint64_t prefix, int group, int layer) {
+    return mix(mix(prefix, static_cast<uint64_t>(group)), static_cast<uint64_t>(layer));
 }
 
 template <class T>
@@ -58,7 +64,11 @@ SimulatedEngine::SimulatedEngine(Setup setup)
       last_tokens_(setup_.limits.max_num_seqs),
       lent_(setup_.lend.size()) {
     const int size = setup_.limits.block_size;
-    for (const GroupSpec& group : setup_.groups) local_.emplace_back(size * group.num_layers * group.num_blocks);
+    for (int g = 0; g < static_cast<int>(setup_.groups.size()); ++g) {
+        const int64_t end = first_of(g) + int64_t{setup_.groups[g].num_blocks} * setup_.groups[g].num_layers;
+        local_.resize(std::max<size_t>(local_.size(), end * size));
+    }
+    scheduler_.set_write_policy(setup_.write_policy);
     for (const Link& link : setup_.borrow) {
         const int layers = setup_.groups[link.group].num_layers;
         peers_.emplace_back(size * layers * link.num_extents * link.blocks_per_extent);
@@ -90,7 +100,13 @@ void SimulatedEngine::add(const Prompt& prompt) {
                             .cache_namespace = {&prompt.cache_namespace, 1},
                             .skip_prefix_match = prompt.skip_prefix_match,
                             .priority = prompt.priority,
-                            .arrival_s = now_s_});
+                            .arrival_s = now_s_,
+                            .flow = prompt.flow,
+                            .flow_weight = 1.0 + prompt.flow});
+    if (prompt.is_held) {
+        scheduler_.hold(next_id_);
+        held_.insert(next_id_);
+    }
     const int length = static_cast<int>(prompt.tokens.size());
     Request request{.tokens = {},
                     .prefixes = {mix(0, prompt.cache_namespace)},
@@ -105,6 +121,7 @@ void SimulatedEngine::add(const Prompt& prompt) {
 void SimulatedEngine::abort(RequestId id) {
     scheduler_.abort({&id, 1});
     requests_.erase(id);
+    held_.erase(id);
 }
 
 // Guesses what follows some of the requests, right at first. It depends on nothing but the step's number, so that an
@@ -205,6 +222,7 @@ void SimulatedEngine::take_returned() {
 
 void SimulatedEngine::lose(int link) {
     scheduler_.lose(link);
+    note_lost_pins();
     for (int e = 0; e < static_cast<int>(borrowed_[link].size()); ++e) {
         Extent& extent = borrowed_[link][e];
         if (extent.tenure != Tenure::kHeld && extent.tenure != Tenure::kRecalled) continue;
@@ -231,7 +249,7 @@ void SimulatedEngine::lend(int link, int count) {
     for (const int extent : extents) {
         require(extent >= 0 && extent < spec.num_extents, "an extent is lent that the link does not have");
         require(lent_[link].insert(extent).second, "an extent is lent twice");
-        std::fill_n(local_[spec.group].begin() + extent * marks, marks, 0);
+        std::fill_n(local_.begin() + first_of(spec.group) * setup_.limits.block_size + extent * marks, marks, 0);
     }
 }
 
@@ -242,11 +260,129 @@ void SimulatedEngine::take_back(int link, int first, int count) {
     scheduler_.take_back(link, extents);
 }
 
+// ---- storage ----
+
+void SimulatedEngine::store(int max_blocks) {
+    const std::vector<StoredBlock> taken = scheduler_.take_offers(max_blocks);
+    require(static_cast<int>(taken.size()) <= max_blocks, "more is stored than was asked for");
+    for (int link = 0; !taken.empty() && link < static_cast<int>(setup_.lend.size()); ++link)
+        require(scheduler_.lend(link, 4).empty(), "an extent is lent while storage copies");
+    for (int link = 0; !taken.empty() && link < static_cast<int>(setup_.borrow.size()); ++link)
+        require(scheduler_.take_returned(link).empty(), "an extent is returned while storage copies");
+    for (const StoredBlock& block : taken) {
+        const Mark* first = block.link == kNone ? local_marks_at(block.group, block.offset_bytes)
+                                                : peer_marks_at(block.group, block.link, block.offset_bytes);
+        const std::vector<Mark> marks(first, first + marks_per_block(block.group));
+        require(std::count(marks.begin(), marks.end(), 0) == 0, "a block is stored whose bytes are not there");
+        const auto [known, is_new] = storage_.try_emplace({block.key, block.group}, marks);
+        require(known->second == marks, "one key names different bytes");
+    }
+    scheduler_.end_copying();
+}
+
+std::vector<SimulatedEngine::Mark> SimulatedEngine::expected_marks(const Request& request, int g, int index) const {
+    const int size = setup_.limits.block_size;
+    std::vector<Mark> marks;
+    for (int layer = 0; layer < setup_.groups[g].num_layers; ++layer)
+        for (int i = index * size; i < (index + 1) * size; ++i)
+            marks.push_back(mark_of(request.prefixes.at(i + 1), g, layer));
+    return marks;
+}
+
+std::pair<int, size_t> SimulatedEngine::begin_load(RequestId id, int max_blocks, int first) {
+    const Scheduler::Lookup found = scheduler_.look_up(id);
+    const int num_groups = static_cast<int>(setup_.groups.size());
+    std::vector<uint8_t> is_stored;
+    for (const BlockKey& key : found.keys)
+        for (int g = 0; g < num_groups; ++g) is_stored.push_back(storage_.count({key, g}));
+    const int length = scheduler_.loadable(id, is_stored, max_blocks);
+    Transfer transfer;
+    for (const LoadingBlock& load : scheduler_.begin_load(id, length, std::min(first, length))) {
+        require(load.index >= first && load.index < length, "a block is loaded that nobody wants");
+        require(!found.is_resident[load.index * num_groups + load.group], "a block is loaded that is here");
+        const auto stored = storage_.find({found.keys[load.index], load.group});
+        require(stored != storage_.end(), "a block is loaded that storage does not have");
+        require(stored->second == expected_marks(requests_.at(id), load.group, load.index),
+                "a key names other bytes than its request's");
+        Mark* const at = local_marks_at(load.group, load.offset_bytes);
+        require(at == block_marks(load.group, load.block), "a block lies at its offset");
+        std::fill_n(at, marks_per_block(load.group), 0);
+        transfer.blocks.push_back({load.group, load.block, stored->second});
+    }
+    const size_t num_loading = transfer.blocks.size();
+    if (num_loading > 0) transfers_.push_back(std::move(transfer));
+    return {length, num_loading};
+}
+
+void SimulatedEngine::begin_load(RequestId id, int max_blocks) {
+    begin_load(id, max_blocks, 0);
+}
+
+void SimulatedEngine::meet(RequestId id, int first) {
+    const auto [length, num_loading] = begin_load(id, setup_.limits.max_model_len, first);
+    if (num_loading > 0) std::reverse(transfers_.back().blocks.begin(), transfers_.back().blocks.end());
+    scheduler_.meet(id, length);
+    held_.erase(id);
+}
+
+void SimulatedEngine::let_go(RequestId id) {
+    scheduler_.let_go(id);
+    held_.erase(id);
+}
+
+void SimulatedEngine::read(int index, int num_blocks, bool is_loaded) {
+    Transfer& transfer = transfers_.at(index);
+    std::vector<LoadedBlock> blocks;
+    for (; num_blocks > 0 && !transfer.blocks.empty(); --num_blocks, transfer.blocks.pop_front()) {
+        const auto& [g, block, marks] = transfer.blocks.front();
+        Mark* const at = block_marks(g, block);
+        if (is_loaded) {
+            std::copy(marks.begin(), marks.end(), at);
+        } else {
+            std::fill_n(at, marks.size(), 0);
+        }
+        blocks.push_back({g, block});
+    }
+    scheduler_.end_load(blocks, is_loaded);
+    if (transfer.blocks.empty()) transfers_.erase(transfers_.begin() + index);
+}
+
+void SimulatedEngine::give_up(int index) {
+    Transfer& transfer = transfers_.at(index);
+    if (std::exchange(transfer.is_forgotten, true)) return;
+    std::vector<LoadedBlock> blocks;
+    for (const Loading& loading : transfer.blocks) blocks.push_back({loading.group, loading.block});
+    scheduler_.forget_loading(blocks);
+}
+
+// ---- pins ----
+
+void SimulatedEngine::pin(std::span<const TokenId> tokens, uint8_t cache_namespace, double max_share) {
+    std::vector<BlockKey> keys;
+    extend_keys(keys, blake3({&cache_namespace, 1}), tokens, setup_.limits.block_size);
+    const PinOutcome outcome = scheduler_.pin(next_pin_, keys, max_share);
+    require(outcome.is_kept == (outcome.length > 0 && outcome.share <= max_share), "a pin is kept if it may be");
+    if (outcome.is_kept) pins_.insert(next_pin_);
+    ++next_pin_;
+}
+
+void SimulatedEngine::unpin(int pick) {
+    const auto pin = std::next(pins_.begin(), pick % static_cast<int>(pins_.size()));
+    require(scheduler_.unpin(*pin), "a pin that was kept and not lost is known");
+    pins_.erase(pin);
+}
+
+void SimulatedEngine::note_lost_pins() {
+    for (const PinId id : scheduler_.take_lost_pins())
+        require(pins_.erase(id) == 1, "a pin is lost that was not there");
+}
+
 // ---- steps ----
 
 bool SimulatedEngine::schedule() {
     draft_some();
     std::unique_ptr<StepPlan> plan = scheduler_.schedule(++now_s_);
+    note_lost_pins();
     if (!plan) {
         require(!scheduler_.schedule(now_s_), "there was something to do, had one asked twice");
         return false;
@@ -277,6 +413,7 @@ void SimulatedEngine::check_plan(const StepPlan& plan) const {
     for (const int32_t slot : slots) require(slot >= 0 && slot < limits.max_num_seqs, "a row slot does not exist");
     for (size_t s = 0; s < num_seqs; ++s) {
         require(requests_.count(plan.request_ids[s]), "a request that has ended is planned");
+        require(!held_.count(plan.request_ids[s]), "a request that is held is planned");
         const int begin = plan.query_starts[s], end = plan.query_starts[s + 1];
         require(begin < end, "a row of a plan has no token");
         for (int i = begin; i < end; ++i)
@@ -310,7 +447,10 @@ void SimulatedEngine::commit(int broken) {
     const Step& step = open_.front();
     const StepPlan& plan = *step.plan;
     check_tokens(step);
-    for (int g = 0; g < static_cast<int>(local_.size()); ++g) run(step, g, -1, true);
+    move(plan, true);
+    // Nobody promises which group's layers come first.
+    const int num_groups = static_cast<int>(setup_.groups.size());
+    for (int i = 0; i < num_groups; ++i) run(step, static_cast<int>((i + step.number) % num_groups), -1, true);
     std::vector<RequestId> ids;
     std::vector<TokenId> sampled;
     std::map<RequestId, size_t> num_sampled;
@@ -336,8 +476,10 @@ void SimulatedEngine::commit(int broken) {
 
 void SimulatedEngine::abandon(int num_events) {
     while (open_.size() > 1) commit();
-    for (int g = 0; g < static_cast<int>(local_.size()); ++g) run(open_.front(), g, num_events, false);
+    move(*open_.front().plan, false);
+    for (int g = 0; g < static_cast<int>(setup_.groups.size()); ++g) run(open_.front(), g, num_events, false);
     scheduler_.abandon();
+    note_lost_pins();
     end_step();
 }
 
@@ -351,6 +493,20 @@ void SimulatedEngine::end_step() {
             extent = {};
             empty_extent(link, e);
         }
+    }
+}
+
+void SimulatedEngine::move(const StepPlan& plan, bool is_done) {
+    for (size_t at = 0; at < plan.local_moves.size(); at += 3) {
+        const int g = plan.local_moves[at], num_marks = marks_per_block(g);
+        Mark* const from = block_marks(g, plan.local_moves[at + 1]);
+        Mark* const to = block_marks(g, plan.local_moves[at + 2]);
+        if (is_done) {
+            std::copy_n(from, num_marks, to);
+        } else {
+            std::fill_n(to, num_marks, 0);
+        }
+        std::fill_n(from, num_marks, 0);
     }
 }
 
@@ -433,7 +589,7 @@ void SimulatedEngine::write(const Step& step, int g, int layer) {
         for (int i = row.begin; i < row.end; ++i) {
             Mark* mark = table_marks(g, row.table[i / size], layer) + i % size;
             require(written.insert(mark).second, "two requests write to one place");
-            *mark = row.request ? mix(row.prefix(i), layer) : mix(~0ull, i);
+            *mark = row.request ? mark_of(row.prefix(i), g, layer) : mix(~0ull, i);
         }
     }
 }
@@ -444,7 +600,7 @@ void SimulatedEngine::read(const Step& step, int g, int layer) {
         if (!row.request) continue;
         for (int i = window > 0 ? std::max(0, row.begin - window + 1) : 0; i < row.end; ++i) {
             const Mark mark = table_marks(g, row.table[i / size], layer)[i % size];
-            if (mark != mix(row.prefix(i), layer))
+            if (mark != mark_of(row.prefix(i), g, layer))
                 row.request->misread = "a token came from a step that read other bytes than its request's";
         }
     }
@@ -455,12 +611,22 @@ void SimulatedEngine::read(const Step& step, int g, int layer) {
 SimulatedEngine::Mark* SimulatedEngine::local_marks(int g, int64_t layer_block) {
     const GroupSpec& spec = setup_.groups[g];
     require(layer_block >= 0 && layer_block < int64_t{spec.num_layers} * spec.num_blocks, "outside the group's pool");
+    require(!is_lent(first_of(g) + layer_block), "a lent block is in use");
+    return &local_[(first_of(g) + layer_block) * setup_.limits.block_size];
+}
+
+int64_t SimulatedEngine::first_of(int g) const {
+    return (setup_.groups[g].base_offset_bytes - kLocalBaseBytes) / kWidthBytes;
+}
+
+bool SimulatedEngine::is_lent(int64_t layer_block) const {
     for (size_t i = 0; i < setup_.lend.size(); ++i) {
         const Link& link = setup_.lend[i];
-        const bool is_lent = link.group == g && lent_[i].count(layer_block / spec.num_layers / link.blocks_per_extent);
-        require(!is_lent, "a lent block is in use");
+        const int64_t within = layer_block - first_of(link.group);
+        if (within >= 0 && lent_[i].count(within / setup_.groups[link.group].num_layers / link.blocks_per_extent))
+            return true;
     }
-    return &local_[g][layer_block * setup_.limits.block_size];
+    return false;
 }
 
 SimulatedEngine::Mark* SimulatedEngine::local_marks_at(int g, int64_t offset_bytes) {
@@ -493,11 +659,17 @@ void SimulatedEngine::check() const {
     scheduler_.check_invariants();
     const SchedulerStats stats = scheduler_.stats();
     require(stats.num_running + stats.num_waiting == static_cast<int>(requests_.size()), "every request is known");
+    std::vector<int> num_loading(stats.groups.size());
+    for (const Transfer& transfer : transfers_)
+        for (const Loading& loading : transfer.blocks) ++num_loading[loading.group];
     for (int g = 0; g < static_cast<int>(stats.groups.size()); ++g) {
         const GroupStats& s = stats.groups[g];
-        require(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging == s.total &&
+        require(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging + s.loading + s.elsewhere == s.total &&
                     s.total == setup_.groups[g].num_blocks,
                 "the pool equation");
+        require(s.elsewhere == 0 || setup_.shares_extents(), "a group has its blocks to itself");
+        require(s.loading == num_loading[g], "what storage reads is loading");
+        require(s.pinned <= s.used && (has_pins() || s.pinned == 0), "what is pinned is in use");
         int lent = 0, held = 0;
         bool is_leaving = false;
         for (size_t i = 0; i < setup_.lend.size(); ++i)
@@ -513,12 +685,15 @@ void SimulatedEngine::check() const {
         require(s.lent == lent, "lent blocks are those of the lent extents");
         require(is_leaving ? borrowed >= held : borrowed == held, "borrowed blocks are those of the held extents");
         require(!open_.empty() || s.in_flight + s.borrowed_in_flight == 0, "nothing is in flight between steps");
-        require(!requests_.empty() || !open_.empty() || s.used + s.borrowed_used == 0, "an idle engine uses no block");
+        require(!requests_.empty() || !open_.empty() || s.used + s.borrowed_used == s.pinned,
+                "an idle engine uses no block but what is pinned");
     }
 }
 
 void SimulatedEngine::drain() {
     while (!open_.empty()) commit();
+    while (!transfers_.empty()) read(0, setup_.limits.max_model_len * static_cast<int>(setup_.groups.size()), true);
+    while (!held_.empty()) let_go(*held_.begin());
     for (int steps = 0; scheduler_.has_work(); ++steps) {
         require(steps < kMaxStepsToDrain, "requests never end");
         if (schedule()) {

@@ -2,7 +2,8 @@
 //
 // It knows nothing of how the scheduler keeps its books. Memory holds a mark per token and layer that names everything
 // up to that token; whatever nobody may count on is emptied. A step may read only the marks of its own requests. This
-// is the oracle of tests/core/lending_oracle.py once more, written independently and fast enough for a fuzzer.
+// is the oracle of tests/core/lending_oracle.py and lending_storage_oracle.py once more, written independently and fast
+// enough for a fuzzer.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,10 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "scheduler.h"
@@ -33,6 +36,10 @@ struct Setup {
     std::vector<Link> lend, borrow;
     std::vector<int> waste_bytes;  // per borrow link, at the end of each extent
     SchedulerLimits limits;
+    WritePolicy write_policy = WritePolicy::kNever;  // there is no storage
+
+    bool shares_extents() const { return groups[0].blocks_per_extent > 0; }
+    bool has_storage() const { return write_policy != WritePolicy::kNever; }
 };
 
 struct Prompt {
@@ -43,6 +50,8 @@ struct Prompt {
     uint8_t cache_namespace = 0;
     bool skip_prefix_match = false;
     int64_t priority = 0;
+    int flow = 0;
+    bool is_held = false;  // it waits to hear from storage
 };
 
 class SimulatedEngine {
@@ -72,6 +81,27 @@ class SimulatedEngine {
     void lend(int link, int count);
     void take_back(int link, int first, int count);
 
+    // Requests that wait to hear from storage, and blocks that it reads for them: transfers count from 0.
+    std::vector<RequestId> held_ids() const { return {held_.begin(), held_.end()}; }
+    int num_transfers() const { return static_cast<int>(transfers_.size()); }
+    // Copies what is on offer to storage; nothing is lent or returned meanwhile.
+    void store(int max_blocks);
+    // Begins to load what storage has of a held request's first `max_blocks` blocks.
+    void begin_load(RequestId id, int max_blocks);
+    // Begins to load what storage has from block `first` on, the last block first, and lets the request compute its
+    // front meanwhile.
+    void meet(RequestId id, int first);
+    void let_go(RequestId id);
+    // Storage has read the next blocks of a transfer, or could not.
+    void read(int transfer, int num_blocks, bool is_loaded);
+    // Nobody waits for the rest of a transfer, which storage may still write.
+    void give_up(int transfer);
+
+    bool has_pins() const { return !pins_.empty(); }
+    void pin(std::span<const TokenId> tokens, uint8_t cache_namespace, double max_share);
+    // Unpins the `pick`-th pin, counting round.
+    void unpin(int pick);
+
     // Checks everything that must hold after every operation.
     void check() const;
     // Everything for which there can be room finishes.
@@ -96,6 +126,16 @@ class SimulatedEngine {
         int64_t number;
         std::map<RequestId, Draft> drafts = {};  // of the rows that sample
         std::set<RequestId> dropped = {};        // since it was planned
+    };
+    // A block on its way up, with the bytes that storage has of it.
+    struct Loading {
+        int group;
+        BlockId block;
+        std::vector<Mark> marks;
+    };
+    struct Transfer {
+        std::deque<Loading> blocks;  // in the order in which they are read
+        bool is_forgotten = false;
     };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kOrphaned };
     struct Extent {
@@ -125,6 +165,8 @@ class SimulatedEngine {
     void end_step();
     std::vector<Row> rows(const Step& step, int group, int layer);
 
+    // Makes the moves within the pool that come before anything else; what is at their ends is unknown if they fail.
+    void move(const StepPlan& plan, bool is_done);
     // Events of a step; false once `budget` of them have happened.
     bool run(const Step& step, int group, int budget, bool is_checked);
     void spoil_staged(const StepPlan& plan, int group);
@@ -138,6 +180,15 @@ class SimulatedEngine {
     Mark* local_marks_at(int group, int64_t offset_bytes);
     Mark* peer_marks_at(int group, int64_t link, int64_t offset_bytes);
     Mark* table_marks(int group, int32_t entry, int layer);
+    Mark* block_marks(int group, BlockId local) { return local_marks(group, local * setup_.groups[group].num_layers); }
+    int marks_per_block(int group) const { return setup_.groups[group].num_layers * setup_.limits.block_size; }
+    // The layer block of the pool with which a group's blocks begin.
+    int64_t first_of(int group) const;
+    bool is_lent(int64_t layer_block) const;
+    std::vector<Mark> expected_marks(const Request& request, int group, int index) const;
+    // Returns the blocks of the prefix that is loaded, and how many of them are on their way now.
+    std::pair<int, size_t> begin_load(RequestId id, int max_blocks, int first);
+    void note_lost_pins();
     void empty_extent(int link, int extent);
     std::vector<int32_t> extents_in(int link, Tenure tenure) const;
 
@@ -149,10 +200,15 @@ class SimulatedEngine {
     int64_t num_planned_ = 0;
     double now_s_ = 0;
     std::vector<TokenId> last_tokens_;      // by row slot
-    std::vector<std::vector<Mark>> local_;  // per group
+    std::vector<Mark> local_;               // of the pool, one per token and layer block
     std::vector<std::vector<Mark>> peers_;  // per borrow link
     std::vector<std::vector<Extent>> borrowed_;
     std::vector<std::set<int>> lent_;
+    std::set<RequestId> held_;
+    std::map<std::pair<BlockKey, int>, std::vector<Mark>> storage_;  // by key and group
+    std::vector<Transfer> transfers_;
+    std::set<PinId> pins_;
+    PinId next_pin_ = 0;
 };
 
 }  // namespace swiftkv::fuzz
