@@ -1,6 +1,6 @@
 // Both ends of a step: schedule() plans it, commit() takes what came of it. How a step is filled is in
 // step_builder.cpp. What extents of peers have to do with it is in scheduler_lending.cpp (settle_lending, drop_lost),
-// storage in scheduler_storage.cpp, pins in scheduler_pins.cpp (make_pins_give_way), and what is refused before it in
+// storage in scheduler_storage.cpp, pins in scheduler_pins.cpp (clear_the_way), and what is refused before it in
 // scheduler_limits.cpp.
 //
 // The parts: cache_ has the blocks of every KV group and the prefix index; roster_ the requests, those that run and
@@ -137,7 +137,7 @@ void Scheduler::fill(StepBuilder& step) {
         }
         step.admit_waiting();
     }
-    make_pins_give_way(step);
+    clear_the_way(step);
     // Somebody who would have to leave takes part in the step in progress, which must be committed first.
     must_commit_ = step.must_commit();
     prefix_matches_total_ += step.num_matches();

@@ -168,7 +168,7 @@ class Scheduler {
 
     bool can_plan_ahead() const;
     void fill(StepBuilder& step);
-    void make_pins_give_way(StepBuilder& step);
+    void clear_the_way(StepBuilder& step);
     std::unique_ptr<StepPlan> open(StepBuilder& step);
     void settle_lending();
     void note_demand() { demand_.note(roster_.num_running()); }

@@ -25,14 +25,16 @@ std::vector<PinId> Scheduler::take_lost_pins() {
     return pins_.take_lost();
 }
 
-// A request could run if it were alone, and nobody else runs or loads: pins are in its way.
-void Scheduler::make_pins_give_way(StepBuilder& step) {
+// A request could run if it were alone, and nobody else runs or loads: pins are in its way, or what it would find in
+// the prefix cache.
+void Scheduler::clear_the_way(StepBuilder& step) {
     if (roster_.num_running() > 0 || !open_.empty() || cache_.has_loading()) return;
     while (step.is_empty() && step.has_refused() && pins_.give_way()) {
         settle_lending();  // room that pins have left may be wanted to stage in
         step.admit_oversized_prompt();
         step.admit_waiting();
     }
+    if (step.is_empty() && step.has_refused()) step.admit_unmatched();
 }
 
 }  // namespace swiftkv

@@ -113,6 +113,12 @@ void StepBuilder::admit_waiting() {
     admit_while([](const Request&) { return true; });
 }
 
+void StepBuilder::admit_unmatched() {
+    is_matching_ = false;
+    admit_oversized_prompt();
+    admit_waiting();
+}
+
 // Notes since when the request has been stuck.
 bool StepBuilder::is_stuck(Request& r) const {
     if (policy_.could_hold(r)) {
@@ -135,14 +141,14 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     std::vector<Request*> giving_way = policy_.those_that_give_way(r, roster_.running(), num_begun_);
     if (giving_way.empty()) {
         if (!roster_.has_free_slot()) return false;
-        if (refusal_.still_holds(r, roster_.num_running(), token_budget)) {
+        if (is_matching_ && refusal_.still_holds(r, roster_.num_running(), token_budget)) {
             has_refused_ = true;
             return false;
         }
     }
     const int block_size = cache_.block_size();
     PrefixMatch found{};
-    if (!r.skip_prefix_match) {
+    if (!r.skip_prefix_match && is_matching_) {
         const int max_match = r.max_match_blocks(block_size);
         found = cache_.acquire_prefix(r.table, std::span(r.keys).first(max_match));
         r.num_computed = found.length * block_size;

@@ -50,6 +50,9 @@ class StepBuilder {
     // displaces running requests of lower classes, if that helps; who is displaced is not admitted again in the same
     // step.
     void admit_waiting();
+    // The same for requests that find nothing in the prefix cache: where groups share extents, the blocks of a match
+    // may lie in those that another group lacks, and then the request computes them again rather than waits for ever.
+    void admit_unmatched();
 
     // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
     void add_drafts();
@@ -112,6 +115,7 @@ class StepBuilder {
     int num_displaced_ = 0;
     int displaced_class_ = kNumClasses;  // the highest of theirs
     bool has_refused_ = false;
+    bool is_matching_ = true;
     int num_matches_ = 0;
     std::vector<StepRow> rows_;
     std::vector<Request*> admitted_;
