@@ -80,7 +80,7 @@ def turn(**fields: Any) -> dict[str, Any]:
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "019a",
         "text": {"verbosity": "low"},
-        "client_metadata": {"x-codex-installation-id": "019b"},
+        "client_metadata": {"x-codex-installation-id": "019b", "x-codex-turn-metadata": "m" * 5000},
         **fields,
     }
 

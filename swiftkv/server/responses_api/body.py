@@ -264,7 +264,7 @@ class ResponsesBody(SamplingFields):
     store: bool | None = Field(None, description="Accepted, not used")
     user: Label | None = Field(None, description="Accepted, not used")
     metadata: Metadata | None = Field(None, description="Accepted, not used")
-    client_metadata: Metadata | None = Field(None, description="Accepted, not used")
+    client_metadata: dict[str, Any] | None = Field(None, description="Accepted, not used")
     safety_identifier: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_retention: CacheRetention | None = Field(None, description=RETENTION)
