@@ -26,6 +26,7 @@ _RECENT_ANSWERS = 32
 _RECENT_STEPS = 16
 _RECENT_PROMPTS = 512
 _MAX_OVERTAKING_PART = 0.9
+_LEAST_TTFT_S = 1e-6
 _INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "deadline"})
 
 Floats = npt.NDArray[np.float64]
@@ -238,7 +239,7 @@ class EngineForecast:
         waits = ahead & (rows[:, _HAS_BEGUN] == 0) & (rows[:, _LENGTH] > 0)
         room_s = self._room_s(prompt, int(share[waits].sum()), float(rows[waits, _LEFT] @ share[waits]))
         tpot_s = self._decodes_s(1, prompt.num_tokens)
-        ttft_s = max(queued_s, room_s + alone_s)
+        ttft_s = max(queued_s, room_s + alone_s, _LEAST_TTFT_S)
         cautious_s = ttft_s * self._errors.allowance(prompt.num_left, ttft_s)
         return Forecast(ttft_s, cautious_s, alone_s, tpot_s, self._answer_tokens * tpot_s)
 

@@ -19,7 +19,7 @@ def test_a_forecast_is_taken_as_it_is_until_enough_have_come() -> None:
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
 def test_most_of_those_that_come_later_are_within_the_allowance(scale: float) -> None:
-    """Also where forecasts are too late on the whole."""
+    """The allowance holds, also where forecasts are too late on the whole."""
     rng = np.random.default_rng(0)
     errors = ForecastErrors()
     ratios = scale * rng.lognormal(0.0, 0.4, 3000)
