@@ -1,6 +1,6 @@
-"""Take the package's C++ extensions from another directory: `pytest -p tests.support.extensions`.
+"""Take the package's C++ extensions, or its modules, from another directory: `pytest -p tests.support.extensions`.
 
-The directory is `SWIFTKV_EXTENSIONS`; an extension that it lacks is imported from where it is installed.
+The directory is `SWIFTKV_EXTENSIONS`; what it lacks is imported from where it is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 class ExtensionFinder:
-    """Find `swiftkv._x` as `_x.*.so` in a directory."""
+    """Find `swiftkv._x` as `_x.*.so` in a directory, and `swiftkv.a.b` as `a/b.py`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -25,6 +25,8 @@ class ExtensionFinder:
     ) -> ModuleSpec | None:
         package, _, module = name.rpartition(".")
         files = sorted(self._directory.glob(f"{module}.*.so")) if package == "swiftkv" else []
+        if not files and package.startswith("swiftkv."):
+            files = [*self._directory.glob(f"{'/'.join(name.split('.')[1:])}.py")]
         return importlib.util.spec_from_file_location(name, files[0]) if files else None
 
 

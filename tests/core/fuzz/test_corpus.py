@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from core_build import HARNESS, SOURCES, replay_program
+from core_build import HARNESS, replay_program
 from mutants import MUTANTS
 
 CORPUS = sorted((HARNESS / "corpus").iterdir())
@@ -27,5 +27,5 @@ def test_every_input_runs(tmp_path: Path) -> None:
 def test_a_mutant_breaks_some_input(name: str, tmp_path: Path) -> None:
     """The simulated engine is able to notice."""
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
-    mutant.write(SOURCES, tmp_path / "sources")
+    mutant.write(tmp_path / "sources")
     assert replay(replay_program(tmp_path / "replay", tmp_path / "sources")).returncode != 0

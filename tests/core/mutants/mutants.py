@@ -1,4 +1,4 @@
-"""Mistakes that the tests of the core and of the ledgers must notice, each a few edits of the sources.
+"""Mistakes that the tests of the core, the ledgers and the tiers must notice, each a few edits of the sources.
 
 It is one file, for it is one list.
 """
@@ -9,10 +9,17 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from core_build import ROOT, SOURCES
+
+PACKAGE = ROOT / "swiftkv"
+
 
 @dataclass(frozen=True)
 class Edit:
-    """A snippet of a file in `cpp_ext`, which occurs there once, and what replaces it."""
+    """A snippet of a file, which occurs there once, and what replaces it.
+
+    The file is one in `cpp_ext`, or a module of `swiftkv`.
+    """
 
     file: str
     old: str
@@ -28,9 +35,17 @@ class Mutant:
     def room(self) -> str:
         return self.edits[0].file.split("/")[0]
 
-    def write(self, sources: Path, to: Path) -> None:
-        """Copy `cpp_ext` and edit the copy."""
-        shutil.copytree(sources, to)
+    @property
+    def is_python(self) -> bool:
+        return self.edits[0].file.endswith(".py")
+
+    @property
+    def sources(self) -> Path:
+        return PACKAGE if self.is_python else SOURCES
+
+    def write(self, to: Path) -> None:
+        """Copy the sources and edit the copy."""
+        shutil.copytree(self.sources, to)
         for edit in self.edits:
             path = to / edit.file
             text = path.read_text()
@@ -46,8 +61,9 @@ BOUNDARIES, CACHE_KEEP = "core/boundaries.cpp", "core/kv_cache_keep.cpp"
 POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
 CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
 CACHE_ROOM, CACHE_HOUSE = "core/kv_cache_room.cpp", "core/kv_cache_house.cpp"
-CACHE_STAGING = "core/kv_cache_staging.cpp"
+CACHE_STAGING, CACHE_STORAGE = "core/kv_cache_staging.cpp", "core/kv_cache_storage.cpp"
 SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
+STORAGE = "core/scheduler_storage.cpp"
 REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.cpp"
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
@@ -57,8 +73,8 @@ SHARES = "core/fair_share.h"
 STEP_TIME = "core/step_time.cpp"
 PATHS = "core/paths.cpp"
 PINS = "core/pins.cpp"
-CACHE_STORAGE = "core/kv_cache_storage.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
+RATES, LOADS = "tier/rates.py", "tier/loads.py"
 
 MUTANTS = [
     # Pins.
@@ -149,6 +165,77 @@ MUTANTS = [
         CACHE_STORAGE,
         "for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) offer_what_goes_with(g, *it);",
         "for (NodeId node : nodes) offer_what_goes_with(g, node);",
+    ),
+    # The front of a prompt is computed while storage loads its back.
+    one(
+        "a request goes on behind a back that is still loading",
+        CACHE_STORAGE,
+        "is_here &= is_coming && groups_[g].pool.state(block) != BlockState::kLoading;",
+        "is_here &= is_coming;",
+    ),
+    one(
+        "what a lender has of a back counts",
+        CACHE_STORAGE,
+        "is_coming = block != kNone && is_local(g, block);",
+        "is_coming = block != kNone;",
+    ),
+    one(
+        "a front keeps its blocks beside those of its back",
+        CACHE_STORAGE,
+        "            let_go(g, block_of(g, entries.back()));\n",
+        "            ;\n",
+    ),
+    one(
+        "a request goes on behind its back while a step computes its front",
+        BUILDER,
+        "        if (r.num_scheduled > 0) return 0;\n",
+        "",
+    ),
+    one(
+        "a front runs into its back",
+        BUILDER,
+        "const int end = back.coming > next ? back.coming : next + blocks_to_meet(r, next, back.here);",
+        "const int end = back.here;",
+    ),
+    one("a back that does not come is waited for", BUILDER, "if (back.coming == r.back_end) {", "if (false) {"),
+    one(
+        "who computes its front takes blocks for its whole prompt",
+        BUILDER,
+        "return r.back_end > 0 ? r.num_planned() + num_tokens : r.num_tokens();",
+        "return r.num_tokens();",
+    ),
+    one(
+        "a front takes the room of what comes behind it",
+        BUILDER,
+        "return std::max(0, num_left - (r.back_end - back.coming));",
+        "return 0;",
+    ),
+    one("a back takes the room of its front", STORAGE, "(roster_.running()) + num_to_compute;", "(roster_.running());"),
+    one(
+        "who is preempted still waits for its back",
+        ROSTER,
+        "r.num_computed = r.back_end = 0;",
+        "r.num_computed = 0;",
+    ),
+    one("what others load takes no time", RATES, "* block_bytes + queued_bytes)", "* block_bytes)"),
+    one(
+        "a prompt is divided where that gains nothing",
+        RATES,
+        " and both_s <= _WORTH * min(load_all_s, compute_all_s)",
+        "",
+    ),
+    one("a back is late", RATES, "_LATENESS * (load_s(num_computed) or 0.0)", "0.5 * (load_s(num_computed) or 0.0)"),
+    one(
+        "a back is read from its first block on",
+        LOADS,
+        "            order = order[::-1]\n",
+        "            pass\n",
+    ),
+    one(
+        "who has passed its back is not noticed",
+        LOADS,
+        "                if self._is_passed(wait):",
+        "                if False:",
     ),
     # The block pool.
     one("a block that a step still uses is free", POOL, "if (records_[block].busy_until > 0) {", "if (false) {"),
