@@ -32,7 +32,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Backend
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.structured import OPEN_SCHEMA, quantiles, trained_tokenizer
+from structured import OPEN_SCHEMA, quantiles, trained_tokenizer
+
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
 from tests.support.schemas import ENDLESS, HOSTILE, SCHEMAS
 
