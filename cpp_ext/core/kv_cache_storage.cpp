@@ -78,7 +78,7 @@ bool KvCache::offer(int g, NodeId node) {
     return is_worth_storing(g, index_.block(node, g)) && offers_.add(node, g, index_.key(node));
 }
 
-// Of windows only what a boundary keeps. kNone: there is no block.
+// Blocks of windows are worth it only where a boundary keeps them. `block` may be kNone: there is none.
 bool KvCache::is_worth_storing(int g, BlockId block) const {
     if (block == kNone || !can_store(g, block)) return false;
     return groups_[g].spec.window == 0 || groups_[g].pool.worth(block) != Worth::kNone;

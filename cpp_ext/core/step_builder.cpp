@@ -302,8 +302,9 @@ int StepBuilder::longest_chunk(Request& r) {
     return end * cache_.block_size() - r.num_planned();
 }
 
-// Of the blocks from `next` to `here` the request's share, by how many it has computed and storage has loaded. What has
-// been loaded but for its last part counts late, and a small chunk takes longer than its share: so it is half at most.
+// Returns how many of the blocks from `next` to `here` the request computes: its share, by how many it has computed and
+// storage has loaded so far. It is half at most, for a block counts as loaded only when its last part is here, and a
+// small chunk takes longer than its share.
 int StepBuilder::blocks_to_meet(const Request& r, int next, int here) const {
     const int64_t computed = r.was_admitted ? next - r.num_cached / cache_.block_size() : 0;
     const int64_t both = computed + r.back_end - here + 2;

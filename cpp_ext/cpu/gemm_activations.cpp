@@ -15,7 +15,8 @@ constexpr int64_t kCacheLine = 64;
 class RowMaker {
   public:
     RowMaker(const PackedLinear& weights, const void* x, const std::optional<RmsNorm>& norm)
-        : norm_(norm),
+        : elementwise_(elementwise_kernels(active_isa())),
+          norm_(norm),
           widen_(weights.kernel().widen_activations),
           dtype_(static_cast<int>(weights.dtype())),
           k_(weights.in_features()),
@@ -28,16 +29,15 @@ class RowMaker {
     int64_t row_bytes() const { return row_bytes_; }
 
     void make(int64_t i, char* row) const {
-        const ElementwiseKernels& elementwise = elementwise_kernels(active_isa());
         const char* in = x_ + i * x_row_bytes_;
         std::memset(row + row_bytes_ - padding_bytes(), 0, padding_bytes());
         if (norm_ && widen_)
-            elementwise.rms_norm_widen[static_cast<int>(norm_->kind)][dtype_](in, norm_->weight, norm_->eps, k_,
-                                                                              reinterpret_cast<float*>(row));
+            elementwise_.rms_norm_widen[static_cast<int>(norm_->kind)][dtype_](in, norm_->weight, norm_->eps, k_,
+                                                                               reinterpret_cast<float*>(row));
         else if (norm_)
-            elementwise.rms_norm[static_cast<int>(norm_->kind)][dtype_](in, norm_->weight, norm_->eps, k_, row);
+            elementwise_.rms_norm[static_cast<int>(norm_->kind)][dtype_](in, norm_->weight, norm_->eps, k_, row);
         else if (widen_)
-            elementwise.widen[dtype_](in, k_, reinterpret_cast<float*>(row));
+            elementwise_.widen[dtype_](in, k_, reinterpret_cast<float*>(row));
         else
             std::memcpy(row, in, x_row_bytes_);
     }
@@ -45,6 +45,7 @@ class RowMaker {
   private:
     int64_t padding_bytes() const { return row_bytes_ - k_ * element_bytes_; }
 
+    const ElementwiseKernels& elementwise_;
     const std::optional<RmsNorm>& norm_;
     bool widen_;
     int dtype_;

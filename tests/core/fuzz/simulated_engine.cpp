@@ -43,7 +43,7 @@ Setup with_bytes(Setup setup) {
     return setup;
 }
 
-// What lies where the KV of a token does: `prefix` names the tokens up to it.
+// Returns the mark that lies in the place of a token's KV; `prefix` names the tokens up to it.
 uint64_t mark_of(uint64_t prefix, int group, int layer) {
     return mix(mix(prefix, static_cast<uint64_t>(group)), static_cast<uint64_t>(layer));
 }
