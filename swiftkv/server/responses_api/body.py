@@ -97,30 +97,29 @@ class MessageItem(Body):
     phase: Label | None = Field(None, description="Accepted, not used")
 
 
-class FunctionCallInput(Body):
+class CallInput(Body):
+    """A call that comes back: those of functions and of custom tools share these fields."""
+
+    call_id: Label
+    name: FunctionName
+    id: Label | None = Field(None, description="Accepted, not used")
+    status: ItemStatus | None = Field(None, description="Accepted, not used")
+    namespace: FunctionName | None = None
+    caller: Annotated[None, Unsupported()] = None
+
+
+class FunctionCallInput(CallInput):
     """A call that an earlier answer made."""
 
     type: Literal["function_call"]
-    call_id: Label
-    name: FunctionName
     arguments: Text
-    id: Label | None = Field(None, description="Accepted, not used")
-    status: ItemStatus | None = Field(None, description="Accepted, not used")
-    namespace: FunctionName | None = None
-    caller: Annotated[None, Unsupported()] = None
 
 
-class CustomCallInput(Body):
+class CustomCallInput(CallInput):
     """A call of a custom tool that an earlier answer made."""
 
     type: Literal["custom_tool_call"]
-    call_id: Label
-    name: FunctionName
     input: Text
-    id: Label | None = Field(None, description="Accepted, not used")
-    status: ItemStatus | None = Field(None, description="Accepted, not used")
-    namespace: FunctionName | None = None
-    caller: Annotated[None, Unsupported()] = None
 
     @property
     def arguments(self) -> str:
