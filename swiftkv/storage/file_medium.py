@@ -21,7 +21,7 @@ from swiftkv.storage_options import FileOptions
 from swiftkv.units import format_size
 
 _INDEX = "index.sqlite"
-_ENTRIES = frozenset({"objects", "new", "opening", _INDEX, f"{_INDEX}-wal", f"{_INDEX}-shm"})
+_ENTRIES = frozenset({"objects", "new", "opening", *(_INDEX + suffix for suffix in ("", "-wal", "-shm", "-journal"))})
 _SHARDS = 256
 _PAGE_BYTES = 4096
 _AHEAD = 8

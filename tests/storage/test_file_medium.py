@@ -193,6 +193,21 @@ def test_an_index_that_others_use_is_not_removed(cache: Path) -> None:
         assert check_got(backend, KEYS) == [Status.OK] * len(KEYS)
 
 
+def test_the_journal_of_an_index_that_is_being_made_is_known(cache: Path) -> None:
+    """Another process may be making it just now, or was killed there."""
+    cache.mkdir(mode=0o700)
+    with sqlite3.connect(cache / "index.sqlite", isolation_level=None) as db:
+        db.execute("BEGIN")
+        db.execute("CREATE TABLE objects (key BLOB)")
+        journal = (cache / "index.sqlite-journal").read_bytes()
+    db.close()
+    (cache / "index.sqlite").unlink()
+    (cache / "index.sqlite-journal").write_bytes(journal)
+    with opened(raw_options(cache, "1MiB")) as backend:
+        put(backend, KEYS)
+        check_agreement(cache, backend)
+
+
 def test_files_that_came_and_went_while_nobody_looked(cache: Path, tmp_path: Path) -> None:
     with opened(raw_options(cache, "1MiB")) as backend:
         put(backend, KEYS[:4])
