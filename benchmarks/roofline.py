@@ -114,8 +114,7 @@ def run_step(model: Model, step: Step, watch: Stopwatch) -> None:
             attended = cpu_attention.attention(qkv, SPEC, step.batch, step.pool, layer)
         with watch.part("linear"):
             cpu.linear_residual(attended, model.out[layer], x)
-            mlp = cpu.norm_gate_up(x, model.norm, EPS, model.gate_up[layer])
-            cpu.linear_residual(mlp, model.down[layer], x)
+            cpu.add_gated_mlp(x, model.norm, EPS, model.gate_up[layer], model.down[layer])
     with watch.part("linear"):
         cpu.logits(cpu.rms_norm(x[-len(step.sequences) :], model.norm, EPS), model.logits)
 

@@ -24,13 +24,14 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "add_experts",
+    "add_gated_mlp",
     "attention",
     "embed",
+    "gated_mlp",
     "linear",
     "linear_residual",
     "logits",
     "name",
-    "norm_gate_up",
     "norm_linear",
     "pack_experts",
     "pack_linear",
@@ -89,13 +90,30 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return out
 
 
-def norm_gate_up(
-    x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear, activation: GatedActivation = SILU
+def gated_mlp(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    activation: GatedActivation = SILU,
 ) -> Tensor:
-    """Return the activation of gate, up = norm_linear(x, norm_weight, eps, w), [M, N / 2]; all in float32."""
-    out = x.new_empty((x.shape[0], w.out_features // 2))
-    _multiply(x, w, norm_weight, eps, _cpu.Epilogue.GATED, out, activation)
+    """Return linear(a, down), [M, N], of the activation a of gate, up = norm_linear(x, norm_weight, eps, gate_up)."""
+    out = x.new_empty((x.shape[0], down.out_features))
+    _multiply_gated(x, norm_weight, eps, gate_up, down, activation, _cpu.Epilogue.STORE, out)
     return out
+
+
+def add_gated_mlp(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    activation: GatedActivation = SILU,
+) -> None:
+    """Add the gated MLP of x [M, K] to x in place, rounded once after the float32 sum."""
+    _multiply_gated(x, norm_weight, eps, gate_up, down, activation, _cpu.Epilogue.RESIDUAL, x)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
@@ -139,15 +157,13 @@ def _multiply(
     eps: float,
     epilogue: _cpu.Epilogue,
     out: Tensor,
-    activation: GatedActivation = SILU,
 ) -> None:
+    assert not w.interleaved, "interleaved weights belong to gated MLPs"
     rows, dtype = x.shape[0], _TORCH_DTYPES[w.dtype]
     check(x, dtype, (rows, w.in_features), "x")
     no_norm = _cpu.NormWeight.SAME_DTYPE
     norm_kind = no_norm if norm_weight is None else norm_weight_kind(norm_weight, dtype, w.in_features)
-    gated = epilogue == _cpu.Epilogue.GATED
-    assert w.interleaved == gated, "interleaved weights belong to norm_gate_up, others do not"
-    check(out, out.dtype, (rows, w.out_features // 2 if gated else w.out_features), "out")
+    check(out, out.dtype, (rows, w.out_features), "out")
     _cpu.linear(
         w,
         x.data_ptr(),
@@ -156,7 +172,36 @@ def _multiply(
         norm_kind,
         eps,
         epilogue,
-        native_activation(activation),
         DTYPES[out.dtype],
+        out.data_ptr(),
+    )
+
+
+def _multiply_gated(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    activation: GatedActivation,
+    epilogue: _cpu.Epilogue,
+    out: Tensor,
+) -> None:
+    rows, dtype = x.shape[0], _TORCH_DTYPES[gate_up.dtype]
+    assert gate_up.interleaved
+    assert not down.interleaved
+    assert (down.in_features, down.dtype) == (gate_up.out_features // 2, gate_up.dtype)
+    check(x, dtype, (rows, gate_up.in_features), "x")
+    check(out, dtype, (rows, down.out_features), "out")
+    _cpu.gated_mlp(
+        gate_up,
+        down,
+        x.data_ptr(),
+        rows,
+        norm_weight.data_ptr(),
+        norm_weight_kind(norm_weight, dtype, gate_up.in_features),
+        eps,
+        native_activation(activation),
+        epilogue,
         out.data_ptr(),
     )

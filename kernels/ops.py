@@ -53,7 +53,7 @@ class Ops(Protocol[Packed, Experts, Batch]):
     ) -> Packed:
         """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs.
 
-        `interleave` is for (gate, up) of equal size: `norm_gate_up` needs it and nothing else takes it.
+        `interleave` is for (gate, up) of equal size: a gated MLP needs it and nothing else takes it.
         """
 
     def linear(self, x: Tensor, w: Packed) -> Tensor:
@@ -72,10 +72,30 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
         """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
 
-    def norm_gate_up(
-        self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed, activation: GatedActivation = SILU
+    def gated_mlp(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate_up: Packed,
+        down: Packed,
+        activation: GatedActivation = SILU,
     ) -> Tensor:
-        """Return the activation, [M, N / 2], of gate, up = norm_linear(x [M, K], norm_weight [K], eps, w)."""
+        """Return linear(a, down), [M, N], of the activation a of gate, up = norm_linear(x, norm_weight, eps, gate_up).
+
+        The activation is computed in float32, and rounded to the dtype of x [M, K].
+        """
+
+    def add_gated_mlp(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate_up: Packed,
+        down: Packed,
+        activation: GatedActivation = SILU,
+    ) -> None:
+        """Add the gated MLP of x [M, K] to x in place, as `linear_residual` adds."""
 
     def logits(self, x: Tensor, w: Packed) -> Tensor:
         """Return x [M, K] @ w.T + bias in float32, [M, N]."""

@@ -28,13 +28,14 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "add_experts",
+    "add_gated_mlp",
     "attention",
     "embed",
+    "gated_mlp",
     "linear",
     "linear_residual",
     "logits",
     "name",
-    "norm_gate_up",
     "norm_linear",
     "pack_experts",
     "pack_linear",
@@ -55,7 +56,7 @@ def set_num_threads(n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is for `norm_gate_up`."""
+    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is of a gated MLP."""
 
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
@@ -133,13 +134,28 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
-def norm_gate_up(
-    x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear, activation: GatedActivation = SILU
+def gated_mlp(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    activation: GatedActivation = SILU,
 ) -> Tensor:
-    """Return the activation of gate, up = norm_linear(x, norm_weight, eps, w), [M, N / 2]; rounded once."""
-    assert w.interleaved
-    gate, up = _multiply(rms_norm(x, norm_weight, eps), w).chunk(2, dim=-1)
-    return activate(gate, up, activation).to(x.dtype)
+    """Return linear(a, down), [M, N], of the activation a of gate and up, which is rounded once."""
+    return linear(_gated(x, norm_weight, eps, gate_up, activation), down)
+
+
+def add_gated_mlp(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    activation: GatedActivation = SILU,
+) -> None:
+    """Add the gated MLP of x [M, K] to x in place, rounded once after the sum."""
+    linear_residual(_gated(x, norm_weight, eps, gate_up, activation), down, x)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
@@ -250,6 +266,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpe
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hgqk,khd->qhgd", weights, v.to(wide)).flatten(1, 2).to(q.dtype)
+
+
+def _gated(x: Tensor, norm_weight: Tensor, eps: float, gate_up: PackedLinear, activation: GatedActivation) -> Tensor:
+    assert gate_up.interleaved
+    gate, up = _multiply(rms_norm(x, norm_weight, eps), gate_up).chunk(2, dim=-1)
+    return activate(gate, up, activation).to(x.dtype)
 
 
 def _multiply(x: Tensor, w: PackedLinear) -> Tensor:

@@ -22,13 +22,14 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "add_experts",
+    "add_gated_mlp",
     "attention",
     "embed",
+    "gated_mlp",
     "linear",
     "linear_residual",
     "logits",
     "name",
-    "norm_gate_up",
     "norm_linear",
     "pack_experts",
     "pack_linear",
@@ -65,12 +66,28 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
-def norm_gate_up(
-    x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear, activation: GatedActivation = SILU
+def gated_mlp(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    activation: GatedActivation = SILU,
 ) -> Tensor:
-    """Return the activation of gate, up = norm_linear(x, norm_weight, eps, w), rounded to the dtype, [M, N / 2]."""
-    assert w.interleaved
-    return gated(F.linear(rms_norm(x, norm_weight, eps), w.weight, w.bias), activation)
+    """Return linear(a, down), [M, N], of the activation a of gate and up, each rounded to the dtype."""
+    return linear(_gate_up(x, norm_weight, eps, gate_up, activation), down)
+
+
+def add_gated_mlp(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    activation: GatedActivation = SILU,
+) -> None:
+    """Add the gated MLP of x [M, K] to x in place, as `linear_residual` adds."""
+    linear_residual(_gate_up(x, norm_weight, eps, gate_up, activation), down, x)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
@@ -85,3 +102,8 @@ def logits(x: Tensor, w: PackedLinear) -> Tensor:
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
     """Return rows of table [V, K] for token_ids int32 [T], which may be on the host; an id outside [0, V) is fatal."""
     return F.embedding(token_ids.to(table.device, non_blocking=True), table)
+
+
+def _gate_up(x: Tensor, norm_weight: Tensor, eps: float, gate_up: PackedLinear, activation: GatedActivation) -> Tensor:
+    assert gate_up.interleaved
+    return gated(F.linear(rms_norm(x, norm_weight, eps), gate_up.weight, gate_up.bias), activation)

@@ -18,7 +18,6 @@ class DType(enum.Enum):
 class Epilogue(enum.Enum):
     STORE = 0
     RESIDUAL = 1
-    GATED = 2
 
 class NormWeight(enum.Enum):
     SAME_DTYPE = 0
@@ -53,8 +52,19 @@ def linear(
     norm_kind: NormWeight,
     eps: float,
     epilogue: Epilogue,
-    gated: GatedActivation,
     out_dtype: DType,
+    out: int,
+) -> None: ...
+def gated_mlp(
+    gate_up: PackedLinear,
+    down: PackedLinear,
+    x: int,
+    rows: int,
+    norm_weight: int,
+    norm_kind: NormWeight,
+    eps: float,
+    gated: GatedActivation,
+    epilogue: Epilogue,
     out: int,
 ) -> None: ...
 def rms_norm(x: int, rows: int, k: int, weight: int, kind: NormWeight, eps: float, dtype: DType, out: int) -> None: ...

@@ -17,6 +17,11 @@ struct Tiles {
     static void load(const void* p, int64_t stride) {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
     }
+    // Of what is not read again soon: the first-level cache keeps what it holds.
+    template <int kTile>
+    static void load_passing(const void* p, int64_t stride) {
+        asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
+    }
     template <int kTile>
     static void store(void* p, int64_t stride) {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(kTile) : "memory");

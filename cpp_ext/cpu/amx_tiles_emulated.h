@@ -47,6 +47,10 @@ struct Tiles {
             std::memcpy(state.data[kTile][r], static_cast<const char*>(p) + r * stride, state.bytes_per_row[kTile]);
     }
     template <int kTile>
+    static void load_passing(const void* p, int64_t stride) {
+        load<kTile>(p, stride);
+    }
+    template <int kTile>
     static void store(void* p, int64_t stride) {
         require(state.palette == 1);
         for (int r = 0; r < state.rows[kTile]; ++r)

@@ -5,13 +5,30 @@
 #include <string>
 
 #include "gemm_product.h"
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace swiftkv {
 
 void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optional<RmsNorm> norm, Epilogue epilogue,
-            DType out_dtype, void* out, const GatedActivation& gated) {
-    if (rows > 0) Product(weights, prepare(weights, x, rows, norm), rows, epilogue, out_dtype, out, gated).run();
+            DType out_dtype, void* out) {
+    if (rows > 0) Product(weights, prepare(weights, x, rows, norm), rows, epilogue, out_dtype, out).run();
+}
+
+void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows, RmsNorm norm,
+               const GatedActivation& gated, Epilogue epilogue, void* out) {
+    if (rows == 0) return;
+    thread_local Scratch scratch;
+    const DType dtype = down.dtype();
+    const int64_t row_bytes = down.in_features() * item_size(dtype);
+    char* activated = reinterpret_cast<char*>(scratch.reserve(rows * row_bytes));
+    const bool interleaved = takes_interleaved(down);
+    Product(gate_up, prepare(gate_up, x, rows, norm), rows, Epilogue::kGated, dtype, activated, gated,
+            interleaved ? ResultRows::kInterleaved : ResultRows::kWhole)
+        .run();
+    const Activations between =
+        interleaved ? Activations{activated, row_bytes, true} : prepare(down, activated, rows, std::nullopt);
+    Product(down, between, rows, epilogue, dtype, out).run();
 }
 
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out) {

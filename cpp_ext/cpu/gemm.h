@@ -17,7 +17,12 @@ struct RmsNorm {
 // out[rows, outputs] (+)= epilogue(norm(x[rows, in_features]) @ weights.T + bias). x and norm have the weights' dtype,
 // out has out_dtype. Rows do not influence each other's bits, nor does the number of threads.
 void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optional<RmsNorm> norm, Epilogue epilogue,
-            DType out_dtype, void* out, const GatedActivation& gated = kSilu);
+            DType out_dtype, void* out);
+
+// out[rows, outputs of down] (+)= down(activated gate_up(norm(x[rows, in_features]))), of one dtype, rounded to it in
+// between as well. `out` may be `x`.
+void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows, RmsNorm norm,
+               const GatedActivation& gated, Epilogue epilogue, void* out);
 
 // out[rows, k] = rms_norm(x[rows, k]); see ElementwiseKernels.
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out);

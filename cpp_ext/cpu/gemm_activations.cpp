@@ -80,6 +80,10 @@ int64_t row_grain(int64_t row_elements) {
 RowBlocks::RowBlocks(const GemmKernel& kernel, int64_t num_rows)
     : rows(num_rows), count((num_rows + kernel.max_rows - 1) / kernel.max_rows) {}
 
+bool takes_interleaved(const PackedLinear& weights) {
+    return weights.kernel().interleave_rows && weights.in_features() * item_size(weights.dtype()) % kCacheLine == 0;
+}
+
 Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm) {
     const RowMaker maker(weights, x, norm);
     const int64_t row_bytes = maker.row_bytes();

@@ -28,6 +28,9 @@ struct Activations {
     bool interleaved = false;
 };
 
+// Whether a product may read rows of its inputs that are interleaved without a change.
+bool takes_interleaved(const PackedLinear& weights);
+
 // Returns `x`, or a copy that is normalised, widened to float32 or padded to a multiple of `k_multiple` as required.
 // The copy lasts until the next call of this thread. Normalised rows are interleaved where the kernel reads them faster
 // so: the copy is made anyway, and one for this alone costs more than it gains.

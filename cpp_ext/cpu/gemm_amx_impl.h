@@ -53,13 +53,24 @@ void start(bool first, const char* sums) {
         Tiles::load<kTile>(sums, kSumsBytes);
 }
 
+// Rows that lie line by line are read in their order, and leave the first-level cache to the weights. Others wait there
+// until the rest of their lines is needed.
+template <int kTile, bool kInterleaved>
+void load_rows(const char* a, int64_t a_stride_bytes) {
+    if constexpr (kInterleaved)
+        Tiles::load_passing<kTile>(a, kTileBytes);
+    else
+        Tiles::load<kTile>(a, a_stride_bytes);
+}
+
+template <bool kInterleaved>
 void multiply_upper(const char* a, int64_t a_stride_bytes, int64_t a_step_bytes, const char* panel, int64_t k_steps,
                     bool first, char* sums, swiftkv::Prefetch ahead) {
     start<0>(first, sums);
     start<1>(first, sums + kTileBytes);
     for (int64_t k = 0; k < k_steps; k += kTileRows, a += a_step_bytes, panel += kBlockBytes) {
         fetch(panel, ahead);
-        Tiles::load<4>(a, a_stride_bytes);
+        load_rows<4, kInterleaved>(a, a_stride_bytes);
         Tiles::load<6>(panel, kTileBytes);
         Tiles::dot<0, 4, 6>();
         Tiles::load<7>(panel + kWeightTile, kTileBytes);
@@ -69,6 +80,7 @@ void multiply_upper(const char* a, int64_t a_stride_bytes, int64_t a_step_bytes,
     Tiles::store<1>(sums + kTileBytes, kSumsBytes);
 }
 
+template <bool kInterleaved>
 void multiply_both(const char* a, int64_t a_stride_bytes, int64_t a_step_bytes, const char* panel, int64_t k_steps,
                    bool first, char* sums, swiftkv::Prefetch ahead) {
     char* sums_lower = sums + kTileRows * kSumsBytes;
@@ -78,12 +90,12 @@ void multiply_both(const char* a, int64_t a_stride_bytes, int64_t a_step_bytes, 
     start<3>(first, sums_lower + kTileBytes);
     for (int64_t k = 0; k < k_steps; k += kTileRows, a += a_step_bytes, panel += kBlockBytes) {
         fetch(panel, ahead);
-        Tiles::load<4>(a, a_stride_bytes);
+        load_rows<4, kInterleaved>(a, a_stride_bytes);
         Tiles::load<6>(panel, kTileBytes);
         Tiles::dot<0, 4, 6>();
         Tiles::load<7>(panel + kWeightTile, kTileBytes);
         Tiles::dot<1, 4, 7>();
-        Tiles::load<5>(a + kTileRows * a_stride_bytes, a_stride_bytes);
+        load_rows<5, kInterleaved>(a + kTileRows * a_stride_bytes, a_stride_bytes);
         Tiles::dot<2, 5, 6>();
         Tiles::dot<3, 5, 7>();
     }
@@ -99,13 +111,17 @@ void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel
     const auto* x = static_cast<const char*>(a);
     const auto* weights = static_cast<const char*>(panel);
     auto* out = reinterpret_cast<char*>(sums);
-    const int64_t a_step_bytes = a_stride_bytes == kTileBytes ? rows * kTileBytes : kTileBytes;
-    if (rows <= kTileRows) return multiply_upper(x, a_stride_bytes, a_step_bytes, weights, k_steps, first, out, ahead);
-    multiply_both(x, a_stride_bytes, a_step_bytes, weights, k_steps, first, out, ahead);
+    const bool two = rows > kTileRows;
+    if (a_stride_bytes == kTileBytes) {
+        const auto interleaved = two ? multiply_both<true> : multiply_upper<true>;
+        return interleaved(x, kTileBytes, rows * kTileBytes, weights, k_steps, first, out, ahead);
+    }
+    const auto whole = two ? multiply_both<false> : multiply_upper<false>;
+    whole(x, a_stride_bytes, kTileBytes, weights, k_steps, first, out, ahead);
 }
 
-// A piece of 16 KiB and the rows that pass it share the first-level cache.
-constexpr swiftkv::Blocking kBlocking = {512, 1 << 20, 16 << 10, 4 << 20};
+// A piece of 16 KiB shares the first-level cache with the rows that pass it; from interleaved rows it has 32 KiB of it.
+constexpr swiftkv::Blocking kBlocking = {512, 1 << 20, 16 << 10, 32 << 10, 4 << 20};
 constexpr swiftkv::GemmKernel kKernel = {kPanelWidth, kTileRows, kTileRows, 2,         2 * kTileRows, 2 * kTileRows,
                                          false,       true,      multiply,  kBlocking, release};
 

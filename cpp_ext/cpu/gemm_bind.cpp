@@ -30,10 +30,7 @@ void bind_gemm(nb::module_& m) {
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
 
     nb::enum_<DType>(m, "DType").value("F32", DType::kF32).value("BF16", DType::kBf16).value("F16", DType::kF16);
-    nb::enum_<Epilogue>(m, "Epilogue")
-        .value("STORE", Epilogue::kStore)
-        .value("RESIDUAL", Epilogue::kResidual)
-        .value("GATED", Epilogue::kGated);
+    nb::enum_<Epilogue>(m, "Epilogue").value("STORE", Epilogue::kStore).value("RESIDUAL", Epilogue::kResidual);
     nb::enum_<NormWeight>(m, "NormWeight")
         .value("SAME_DTYPE", NormWeight::kSameDType)
         .value("FLOAT32", NormWeight::kFloat32);
@@ -66,11 +63,20 @@ void bind_gemm(nb::module_& m) {
     m.def(
         "linear",
         [](const PackedLinear& weights, uintptr_t x, int64_t rows, uintptr_t norm_weight, NormWeight norm_kind,
-           float eps, Epilogue epilogue, const GatedActivation& gated, DType out_dtype, uintptr_t out) {
+           float eps, Epilogue epilogue, DType out_dtype, uintptr_t out) {
             linear(weights, at<const void>(x), rows, norm_at(norm_weight, norm_kind, eps), epilogue, out_dtype,
-                   at<void>(out), gated);
+                   at<void>(out));
         },
-        "weights"_a, "x"_a, "rows"_a, "norm_weight"_a, "norm_kind"_a, "eps"_a, "epilogue"_a, "gated"_a, "out_dtype"_a,
+        "weights"_a, "x"_a, "rows"_a, "norm_weight"_a, "norm_kind"_a, "eps"_a, "epilogue"_a, "out_dtype"_a, "out"_a,
+        no_gil);
+    m.def(
+        "gated_mlp",
+        [](const PackedLinear& gate_up, const PackedLinear& down, uintptr_t x, int64_t rows, uintptr_t norm_weight,
+           NormWeight norm_kind, float eps, const GatedActivation& gated, Epilogue epilogue, uintptr_t out) {
+            gated_mlp(gate_up, down, at<const void>(x), rows, {at<const void>(norm_weight), norm_kind, eps}, gated,
+                      epilogue, at<void>(out));
+        },
+        "gate_up"_a, "down"_a, "x"_a, "rows"_a, "norm_weight"_a, "norm_kind"_a, "eps"_a, "gated"_a, "epilogue"_a,
         "out"_a, no_gil);
     m.def(
         "rms_norm",

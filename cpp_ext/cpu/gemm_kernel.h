@@ -14,10 +14,11 @@ struct Prefetch {
 
 // How products of many rows are cut, measured on cores with a second-level cache of 1 to 2 MiB.
 struct Blocking {
-    int64_t max_rows;        // of a tile
-    int64_t resident_bytes;  // of a tile's activations, which stay in the second-level cache while panels pass
-    int64_t piece_bytes;     // of a panel, which passes over all rows of a tile before the next one is touched
-    int64_t bypass_bytes;    // of results, from which on they are written past the caches; 0: never
+    int64_t max_rows;                 // of a tile
+    int64_t resident_bytes;           // of a tile's activations, which stay in the second-level cache while panels pass
+    int64_t piece_bytes;              // of a panel, which passes over all rows of a tile before the next one is touched
+    int64_t interleaved_piece_bytes;  // the same, where the rows are interleaved
+    int64_t bypass_bytes;             // of results, from which on they are written past the caches; 0: never
 };
 
 // The matrix kernel of one instruction set. Weights of N outputs and K inputs are packed in panels of panel_width

@@ -125,7 +125,7 @@ constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
             widen_activations,
             false,
             multiply<Product, kMaxRows, kVectors>,
-            {192, 384 << 10, 256 << 10, 0},
+            {192, 384 << 10, 256 << 10, 256 << 10, 0},
             nullptr};
 }
 

@@ -20,7 +20,12 @@ constexpr int64_t kChunksPerThread = 8;
 constexpr int64_t kStreamedRows = 96;         // with more, arithmetic takes longer than memory
 constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
 constexpr int64_t kStepsAhead = 6 << 10;      // bytes, where a kernel's blocks are steps
-constexpr int64_t kBlocksAhead = 1 << 10;     // bytes
+// Where blocks of weights lie in the order in which they are read, the processor fetches by itself too, and with pieces
+// so small it goes on while the first-level cache serves the other blocks of rows.
+constexpr int64_t kFewBlocks = 3;             // of rows
+constexpr int64_t kFewBlocksPiece = 8 << 10;  // bytes
+constexpr int64_t kFewBlocksAhead = 512;      // bytes
+constexpr int64_t kBlockAhead = 1 << 10;      // bytes, where there is one block of rows
 
 constexpr int64_t kBypassRows = 32;    // of a block
 constexpr int64_t kBypassWidth = 128;  // bytes
@@ -39,7 +44,7 @@ int64_t rows_per_tile(const PackedLinear& weights, Activations activations) {
 }
 
 Product::Product(const PackedLinear& weights, Activations activations, int64_t rows, Epilogue epilogue, DType out_dtype,
-                 void* out, const GatedActivation& gated)
+                 void* out, const GatedActivation& gated, ResultRows result_rows)
     : weights_(weights),
       kernel_(weights.kernel()),
       activations_(activations),
@@ -50,7 +55,8 @@ Product::Product(const PackedLinear& weights, Activations activations, int64_t r
       out_(static_cast<char*>(out)),
       out_item_(item_size(out_dtype)),
       out_stride_(weights.num_outputs() * out_item_),
-      adds_(epilogue == Epilogue::kResidual) {}
+      adds_(epilogue == Epilogue::kResidual),
+      interleaves_(result_rows == ResultRows::kInterleaved) {}
 
 void Product::run() const {
     const Schedule plan = schedule();
@@ -86,14 +92,14 @@ void Product::leave() const {
 }
 
 // With few rows, memory takes the time; a piece passes through the first-level cache, and one block of rows needs no
-// pieces. With many, as many as fit stay in the second-level cache while the panels pass. Blocks of weights lie in the
-// order in which they are read, so that the processor fetches them by itself, and pieces gain nothing for two.
+// pieces. With many, as many as fit stay in the second-level cache while the panels pass.
 Product::Schedule Product::schedule() const {
     const int64_t all = blocks_.count;
-    const int64_t piece = kernel_.blocking.piece_bytes;
+    const Blocking& blocking = kernel_.blocking;
+    const int64_t piece = activations_.interleaved ? blocking.interleaved_piece_bytes : blocking.piece_bytes;
     const Schedule many{rows_per_tile(weights_, activations_) / kernel_.max_rows, piece, piece, line_panels()};
-    if (has_blocks()) return all <= 2 ? Schedule{all, weights_.panel_bytes(), kBlocksAhead} : many;
-    if (all == 1) return {all, weights_.panel_bytes(), kStepsAhead};
+    if (all == 1) return {all, weights_.panel_bytes(), has_blocks() ? kBlockAhead : kStepsAhead};
+    if (has_blocks()) return all <= kFewBlocks ? Schedule{all, kFewBlocksPiece, kFewBlocksAhead} : many;
     if (all == 2) return {all, kStreamedPiece, kStepsAhead};
     if (all == 3) return {all, kStreamedPiece, kStreamedPiece};
     return blocks_.rows <= kStreamedRows ? Schedule{all, kStreamedPiece, 2 * kStreamedPiece} : many;
@@ -106,7 +112,8 @@ int64_t Product::line_panels() const {
     const int64_t width = weights_.panel_outputs() * out_item_;
     const bool large = least > 0 && blocks_.rows * out_stride_ >= least;
     const bool in_lines = reinterpret_cast<uintptr_t>(out_) % kCacheLine == 0 && out_stride_ % kCacheLine == 0;
-    if (!large || adds_ || !in_lines || weights_.num_outputs() % weights_.panel_outputs() != 0) return 0;
+    if (!large || adds_ || interleaves_ || !in_lines || weights_.num_outputs() % weights_.panel_outputs() != 0)
+        return 0;
     if (width % kCacheLine == 0 && width <= kBypassWidth) return 1;
     return 2 * width == kCacheLine && weights_.num_panels() % 2 == 0 ? 2 : 0;
 }
@@ -120,17 +127,17 @@ void Product::run_tile(const Tile& tile, const Schedule& plan) const {
     for (int64_t panel = tile.panel_begin; panel < tile.panel_end; ++panel)
         for (int64_t k = 0; k < weights_.k_steps(); k += piece) {
             const int64_t steps = std::min(piece, weights_.k_steps() - k);
-            const bool complete = k + steps == weights_.k_steps() && panel + 1 == tile.panel_end;
+            const bool complete = k + steps == weights_.k_steps();
             for (int64_t i = 0; i < num_blocks; ++i) {
                 float* first_sums = sums + i * block_sums;
                 multiply(panel, tile.block_begin + i, k, steps, first_sums + (panel - tile.panel_begin) * panel_sums,
                          prefetch(i, num_blocks, plan.ahead_bytes));
-                if (complete && plan.line_panels == 0)
-                    finish(panel, tile.block_begin + i, first_sums);
-                else if (complete)
-                    finish_past_caches(tile, tile.block_begin + i, first_sums, panel_sums);
+                if (complete && plan.line_panels == 0) finish(panel, tile.block_begin + i, first_sums);
             }
         }
+    if (plan.line_panels > 0)
+        for (int64_t i = 0; i < num_blocks; ++i)
+            finish_past_caches(tile, tile.block_begin + i, sums + i * block_sums, panel_sums);
 }
 
 void Product::multiply(int64_t panel, int64_t block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const {
@@ -144,10 +151,10 @@ void Product::multiply(int64_t panel, int64_t block, int64_t k, int64_t steps, f
                      steps, k == 0, sums, ahead);
 }
 
-// With one or two blocks of rows the first fetches for both: it waits for memory anyway. With more, memory would
-// idle while the others multiply, so each fetches a share.
+// With few blocks of rows the first fetches for all: it waits for memory anyway. With more, memory would idle while the
+// others multiply, so each fetches a share.
 Prefetch Product::prefetch(int64_t i, int64_t num_blocks, int64_t bytes) const {
-    if (num_blocks <= 2) return i == 0 ? Prefetch{Prefetch::kAll, bytes} : Prefetch{};
+    if (num_blocks <= (has_blocks() ? kFewBlocks : 2)) return i == 0 ? Prefetch{Prefetch::kAll, bytes} : Prefetch{};
     const int64_t lines = step_bytes_ * kernel_.block_steps / kCacheLine;
     if (has_blocks()) {
         const int64_t begin = i * lines / num_blocks;
@@ -161,7 +168,7 @@ Prefetch Product::prefetch(int64_t i, int64_t num_blocks, int64_t bytes) const {
 }
 
 void Product::finish(int64_t panel, int64_t block, const float* sums) const {
-    finish_in(panel, block, sums, result(panel, block), out_stride_);
+    finish_in(panel, block, sums, result(panel, block), interleaves_ ? kCacheLine : out_stride_);
 }
 
 void Product::finish_past_caches(const Tile& tile, int64_t block, const float* sums, int64_t panel_sums) const {
@@ -184,7 +191,9 @@ void Product::finish_in(int64_t panel, int64_t block, const float* sums, char* o
 }
 
 char* Product::result(int64_t panel, int64_t block) const {
-    return out_ + blocks_.begin(block) * out_stride_ + panel * weights_.panel_outputs() * out_item_;
+    char* rows = out_ + blocks_.begin(block) * out_stride_;
+    const int64_t from = panel * weights_.panel_outputs() * out_item_;
+    return interleaves_ ? rows + from / kCacheLine * blocks_.size(block) * kCacheLine + from % kCacheLine : rows + from;
 }
 
 }  // namespace swiftkv

@@ -17,11 +17,15 @@ struct Tile {
     int64_t block_end;
 };
 
+// How results lie: each row whole, or those of each block of rows line by line, which are interleaved activations of
+// the next product; a line then holds one or more panels.
+enum class ResultRows { kWhole, kInterleaved };
+
 // out[rows, outputs] (+)= epilogue(activations[rows, in_features] @ weights.T + bias), computed in tiles.
 class Product {
   public:
     Product(const PackedLinear& weights, Activations activations, int64_t rows, Epilogue epilogue, DType out_dtype,
-            void* out, const GatedActivation& gated = kSilu);
+            void* out, const GatedActivation& gated = kSilu, ResultRows result_rows = ResultRows::kWhole);
 
     void run() const;  // on all threads
 
@@ -57,7 +61,8 @@ class Product {
     char* out_;
     int64_t out_item_;
     int64_t out_stride_;
-    bool adds_;  // to what `out` holds
+    bool adds_;         // to what `out` holds
+    bool interleaves_;  // the results
 };
 
 }  // namespace swiftkv

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftkv.kernels.experts import Choices, PackedExperts
+from swiftkv.kernels.experts import Choices, GatedActivation, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear
 
 _TWO_PHASES_FROM_BYTES = 1 << 20
@@ -71,11 +71,7 @@ class Ranks:
 
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         """Return the sum of everybody's products, [M, N]; `x` and `w` are this rank's part of the inputs."""
-        product: Tensor = self.ops.linear(x, w)
-        if self.communicator.size > 1:
-            partial, product = product, torch.zeros_like(product)
-            add_all(product, partial, self.communicator)
-        return product
+        return self._sum(self.ops.linear(x, w))
 
     def linear_residual(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
         """Add everybody's products to `residual` [M, N]; `x` and `w` are this rank's part of the inputs."""
@@ -83,6 +79,34 @@ class Ranks:
             self.ops.linear_residual(x, w, residual)
         else:
             add_all(residual, self.ops.linear(x, w), self.communicator)
+
+    def gated_mlp(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        activation: GatedActivation,
+    ) -> Tensor:
+        """Return the sum of everybody's gated MLPs of x [M, K], [M, N]; the weights are this rank's part of them."""
+        return self._sum(self.ops.gated_mlp(x, norm_weight, eps, gate_up, down, activation))
+
+    def add_gated_mlp(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        activation: GatedActivation,
+    ) -> None:
+        """Add everybody's gated MLPs of x [M, K] to x; the weights are this rank's part of them."""
+        layer = norm_weight, eps, gate_up, down, activation
+        if self.communicator.size == 1:
+            self.ops.add_gated_mlp(x, *layer)
+        else:
+            add_all(x, self.ops.gated_mlp(x, *layer), self.communicator)
 
     def add_experts(self, x: Tensor, choices: Choices, experts: PackedExperts, residual: Tensor) -> None:
         """Add everybody's experts to `residual` [T, hidden_size]; `experts` are this rank's parts of all of them."""
@@ -101,6 +125,13 @@ class Ranks:
         if parts is None:
             return torch.empty(len(x), 0, device=x.device)
         return parts.transpose(0, 1).reshape(len(x), -1)[:, : self.vocab_size].contiguous()
+
+    def _sum(self, product: Tensor) -> Tensor:
+        if self.communicator.size == 1:
+            return product
+        total = torch.zeros_like(product)
+        add_all(total, product, self.communicator)
+        return total
 
 
 def add_all(residual: Tensor, partial: Tensor, communicator: Communicator) -> None:

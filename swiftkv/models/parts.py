@@ -45,7 +45,10 @@ class Attention:
         stream.after_attention(place.layer)
         if self.value_scale != 1:
             attended *= self.value_scale
-        _add(self.ranks, attended, self.out, self.post_norm, self.norm_eps, hidden)
+        if self.post_norm is None:
+            self.ranks.linear_residual(attended, self.out, hidden)
+        else:
+            hidden += ops.rms_norm(self.ranks.linear(attended, self.out), self.post_norm, self.norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,15 @@ class GatedMlp:
     post_norm: Tensor | None = None  # [hidden_size], of what is added
 
     def add_to(self, hidden: Tensor) -> None:
-        activated = self.ranks.ops.norm_gate_up(hidden, self.norm, self.norm_eps, self.gate_up, self.activation)
-        _add(self.ranks, activated, self.down, self.post_norm, self.norm_eps, hidden)
+        layer = self.norm, self.norm_eps, self.gate_up, self.down, self.activation
+        if self.post_norm is None:
+            self.ranks.add_gated_mlp(hidden, *layer)
+        else:
+            hidden += self.ranks.ops.rms_norm(self.ranks.gated_mlp(hidden, *layer), self.post_norm, self.norm_eps)
 
     @property
     def tokens_per_expert(self) -> None:
         return None
-
-
-def _add(ranks: Ranks, x: Tensor, w: PackedLinear, norm: Tensor | None, eps: float, hidden: Tensor) -> None:
-    """Add everybody's product of x and w to `hidden`; first normalise it, if there is a norm."""
-    if norm is None:
-        ranks.linear_residual(x, w, hidden)
-    else:
-        hidden += ranks.ops.rms_norm(ranks.linear(x, w), norm, eps)
 
 
 @dataclass(frozen=True, slots=True)

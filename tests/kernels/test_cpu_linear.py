@@ -107,10 +107,18 @@ ACTIVATIONS: dict[str, tuple[GatedActivation, Callable[[Tensor, Tensor], Tensor]
 }
 
 
+def activated(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up: cpu.PackedLinear, activation: GatedActivation = SILU
+) -> Tensor:
+    """What a gated MLP computes between its layers: the second one returns its inputs."""
+    same = cpu.pack_linear([torch.eye(gate_up.out_features // 2, dtype=x.dtype)])
+    return cpu.gated_mlp(x, norm_weight, eps, gate_up, same, activation)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
-def test_norm_gate_up(rows: int, n: int, k: int, dtype: torch.dtype, activation: str) -> None:
+def test_activation_of_gate_and_up(rows: int, n: int, k: int, dtype: torch.dtype, activation: str) -> None:
     poison_scratch(k + 5, dtype)
     x, norm_weight = draw(rows, k, dtype=dtype), draw(k, dtype=dtype)
     gate, up = draw_weight(n, k, dtype), draw_weight(n, k, dtype)
@@ -121,7 +129,21 @@ def test_norm_gate_up(rows: int, n: int, k: int, dtype: torch.dtype, activation:
     u = normal @ up.double().T + up_bias.double()
     assert packed.out_features == 2 * n
     ours, theirs = ACTIVATIONS[activation]
-    assert_close(cpu.norm_gate_up(x, norm_weight, EPS, packed, ours), theirs(g, u), dtype, slack=8, terms=k)
+    assert_close(activated(x, norm_weight, EPS, packed, ours), theirs(g, u), dtype, slack=8, terms=k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
+def test_a_gated_mlp_is_its_two_layers(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, norm_weight = draw(rows, k, dtype=dtype), draw(k, dtype=dtype)
+    gate_up = cpu.pack_linear([draw_weight(n, k, dtype), draw_weight(n, k, dtype)], interleave=True)
+    down = cpu.pack_linear([draw_weight(k, n, dtype)], [draw(k, dtype=dtype)])
+    between = activated(x, norm_weight, EPS, gate_up)
+    assert torch.equal(cpu.gated_mlp(x, norm_weight, EPS, gate_up, down), cpu.linear(between, down))
+    expected = x.clone()
+    cpu.linear_residual(between, down, expected)
+    cpu.add_gated_mlp(x, norm_weight, EPS, gate_up, down)
+    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -178,7 +200,7 @@ def test_a_row_is_the_same_in_every_batch_and_for_every_number_of_threads(k: int
         return [
             cpu.linear(part, packed),
             cpu.norm_linear(part, norm_weight, EPS, packed),
-            cpu.norm_gate_up(part, norm_weight, EPS, gate_up),
+            activated(part, norm_weight, EPS, gate_up),
             cpu.logits(part, packed),
             added,
         ]
@@ -205,7 +227,7 @@ def test_large_results_are_those_of_few_rows(n: int) -> None:
     def run(part: Tensor) -> list[Tensor]:
         return [
             cpu.norm_linear(part, norm_weight, EPS, packed),
-            cpu.norm_gate_up(part, norm_weight, EPS, gate_up),
+            activated(part, norm_weight, EPS, gate_up),
             cpu.logits(part, packed),
         ]
 
@@ -230,7 +252,7 @@ def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
 def test_silu_of_large_gates() -> None:
     gates = torch.tensor([-1e30, -1e4, -90.0, -88.0, -20.0, 0.0, 20.0, 88.0, 90.0, 1e4, 1e30])
     packed = cpu.pack_linear([gates[:, None], torch.ones(11, 1)], interleave=True)
-    got = cpu.norm_gate_up(torch.ones(1, 1), torch.ones(1), 0.0, packed)[0]
+    got = activated(torch.ones(1, 1), torch.ones(1), 0.0, packed)[0]
     assert_close(got, torch.nn.functional.silu(gates.double()), torch.float32)
 
 
