@@ -35,7 +35,7 @@ class RestartConfig(Section):
 
     limit: Annotated[int, Field(ge=0)] = Field(5, description="a number of restarts within the window, at least 0")
     window: Duration = Field(600.0, description=DURATION)
-    backoff: Duration = Field(1.0, description=f"{DURATION}; it doubles with every restart in the window")
+    backoff: Duration = Field(1.0, description=f"{DURATION}; it doubles with every restart in the window, up to 30 s")
 
 
 def _read_switch(value: object) -> object:

@@ -9,7 +9,6 @@ import secrets
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from swiftkv.lease.messages import LendingSpec
 from swiftkv.node_config import NodeConfig
 from swiftkv.processes import how_it_ended
 from swiftkv.progress import ProgressPage
+from swiftkv.restarts import Restarts
 from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
@@ -74,7 +74,7 @@ class EngineSupervisor:
         self._node = node
         self._say = say
         self._step_time_s = step_time_s
-        self._restarts_s: deque[float] = deque()  # when, on the monotonic clock, within the window
+        self._restarts = Restarts(node.restart)
         self._process: Process | None = None
         self._watch: EngineWatch | None = None
         self._life: asyncio.Task[_End] | None = None
@@ -127,7 +127,7 @@ class EngineSupervisor:
 
     async def _recover(self, end: _End) -> None:
         """Wait until the engine, which should not have ended, is to be started again."""
-        delay_s = self._next_delay_s(end)
+        delay_s = self._restarts.next_delay_s(time.monotonic()) if end.can_restart else None
         if delay_s is None:
             await self._stay_down(end)
         else:
@@ -138,7 +138,7 @@ class EngineSupervisor:
         self._client.engine_down(end.how, retry_after_s=max(1.0, delay_s))
         self._say(
             f"{self._config.name}: the engine {end.how}; starting it again in {delay_s:g} s "
-            f"(restart {len(self._restarts_s)} of {self._node.restart.limit} in {self._node.restart.window:g} s)"
+            f"(restart {len(self._restarts)} of {self._node.restart.limit} in {self._node.restart.window:g} s)"
         )
         await asyncio.sleep(delay_s)
 
@@ -148,7 +148,7 @@ class EngineSupervisor:
         self._client.engine_down(end.how, state=EngineState.DOWN)
         self._say(f"{name}: the engine {end.how}; it stays down until you start it: swiftkv models start {name}")
         await self._client.until_wanted()
-        self._restarts_s.clear()
+        self._restarts.forget()
         self._client.engine_down(end.how)
 
     async def put_to_rest(self) -> None:
@@ -294,17 +294,6 @@ class EngineSupervisor:
 
     def _waits_for_others(self) -> bool:
         return any(lender.is_unresponsive for lender in self.lenders)
-
-    def _next_delay_s(self, end: _End) -> float | None:
-        """Return the seconds to wait before the next start, or None if there is none to be."""
-        now_s = time.monotonic()
-        while self._restarts_s and self._restarts_s[0] < now_s - self._node.restart.window:
-            self._restarts_s.popleft()
-        if not end.can_restart or len(self._restarts_s) >= self._node.restart.limit:
-            return None
-        delay_s = self._node.restart.backoff * 2 ** len(self._restarts_s)
-        self._restarts_s.append(now_s)
-        return float(delay_s)
 
 
 def end_of(returncode: int) -> _End:

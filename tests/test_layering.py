@@ -22,7 +22,7 @@ LAYERS = [
     {"fleet"},
     {"host_tiers"},
     {"supervisor", "engine_configs", "devices", "sockets", "admin_key", "state", "learnt"},
-    {"watch"},
+    {"watch", "restarts"},
     {"server"},
     {"engine"},
     {"lending_party"},

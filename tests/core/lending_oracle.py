@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -151,7 +151,8 @@ class LendingEngine:
         self.orphaned: list[dict[int, int]] = [{} for _ in self.setup.borrow]
         self.pins: dict[int, bytes] = {}  # the keys that each keeps
         self.num_pins = 0
-        self.interleaving = random.Random(0)  # of the groups' layers
+        # Layers of several groups come in any order: this picks the group whose next event comes.
+        self.next_group: Callable[[list[Iterator[None]]], Iterator[None]] = random.Random(0).choice
 
     def _note(self, event: str) -> None:
         self.visits.note(states_of(self), event)
@@ -347,8 +348,8 @@ class LendingEngine:
         self._check_tokens(step)
         self._move(plan)
         running = [self._run(step, group) for group in range(len(self.setup.groups))]
-        while running:  # layers of several groups come in any order
-            group = self.interleaving.choice(running)
+        while running:
+            group = self.next_group(running)
             if next(group, self) is self:
                 running.remove(group)
         ids = plan.request_ids[plan.logits_seqs].tolist()

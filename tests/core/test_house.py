@@ -123,16 +123,22 @@ def test_no_boundary_needs_it_so_it_goes_before_everything() -> None:
     assert run(e, 5, prompt(120, 2)) == 116
 
 
-def in_a_move(sizes: tuple[int, int] = (1, 4), num_steps: int = 24) -> Engine:
-    """Return an engine in a step that moves blocks of windows, and admits a prompt that needs the extents.
-
-    Four requests share the extents; when three end, the blocks of the fourth move together.
-    """
+def crowded(sizes: tuple[int, int] = (1, 4), num_steps: int = 24) -> Engine:
+    """Return an engine in which the windows of four requests share extents."""
     e = engine(40, sizes=sizes, max_model_len=140 * sizes[FULL])
     for i in range(4):
         e.add(i, prompt(4, i), max_tokens=60)
     for _ in range(num_steps):
         e.step()
+    return e
+
+
+def begin_move(e: Engine) -> None:
+    """Begin a step that moves blocks of windows, and admits a prompt that needs the extents.
+
+    Three of the four requests end, and the blocks of the fourth move together.
+    """
+    sizes = e.setup.blocks_per_extent
     e.abort(1, 2, 3)
     e.reset_prefix_cache()
     assert extents_of(e)[WINDOW] > 1 + ceil_div(e.scheduler.stats().groups[WINDOW].used + 2, sizes[WINDOW])
@@ -142,6 +148,12 @@ def in_a_move(sizes: tuple[int, int] = (1, 4), num_steps: int = 24) -> Engine:
     assert plan is not None
     assert plan.new_request_ids.tolist() == [9]
     assert len(plan.local_moves) > 0
+
+
+def in_a_move(sizes: tuple[int, int] = (1, 4), num_steps: int = 24) -> Engine:
+    """Return an engine in such a step."""
+    e = crowded(sizes, num_steps)
+    begin_move(e)
     return e
 
 
@@ -182,6 +194,19 @@ def test_a_pin_ends_with_the_step_that_was_to_move_its_blocks() -> None:
     assert pin_id not in e.pins
     e.check()
     e.drain()
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (1, 6), (2, 4)])
+def test_pinned_blocks_move_and_stay_pinned(sizes: tuple[int, int]) -> None:
+    e = crowded(sizes, 22)
+    tokens = list(e.requests[0].tokens)
+    assert e.pin(b"", tokens, max_share=1.0) is not None
+    begin_move(e)
+    e.check()
+    e.commit()
+    e.check()
+    e.drain()
+    assert run(e, 10, tokens) == (len(tokens) - 1) // BLOCK * BLOCK
 
 
 # ---- lending ----

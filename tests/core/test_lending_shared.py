@@ -104,3 +104,28 @@ def test_what_little_is_borrowed_takes_no_extent_to_be_staged_in() -> None:
     e.borrow(0, 1)
     assert not e.schedule()
     assert e.scheduler.stats().groups[0].staging == 2
+
+
+def test_an_extent_changes_hands_when_what_it_held_is_copied() -> None:
+    """A block makes way for the next request, and its extent could go to that request's window in the same step.
+
+    Histories have all that they may have, so they empty extents of their own; windows take what is nobody's. The step
+    writes all layers of the windows before it copies the first layer of a history.
+    """
+    setup = LendingSetup(
+        ((4, 11, 0), (4, 11, 9)), (BorrowSetup(0, 4, 1),), block_size=2, max_model_len=16, blocks_per_extent=(1, 1)
+    )
+    e = LendingEngine(setup, random.Random(0))
+    e.next_group = lambda running: running[-1]
+    e.borrow(0, 4)
+    e.add(1, prompt(1, 1), max_tokens=9)
+    e.add(2, prompt(6, 2), max_tokens=1)
+    assert e.schedule()
+    e.commit()
+    e.abort(1)  # the lowest extents are nobody's
+    e.add(3, prompt(6, 3), max_tokens=1)
+    assert e.schedule()
+    assert len(e.planned[-1].plan.copies(0, "spill", 0)) > 0
+    e.drain()
+    assert converse(e, 4, [*prompt(6, 2), 1]) == 6
+    assert len(e.outputs) == 3

@@ -21,6 +21,8 @@ from swiftkv.storage_options import parse_storage
 FINGERPRINT = b"weights-of-tests"
 BLOCK_BYTES = 5000
 """Not a whole number of anything."""
+TIMEOUT_S = 60.0
+"""Nothing here should take as long."""
 
 
 def key_of(number: int) -> bytes:
@@ -35,7 +37,7 @@ def block_of(key: bytes, num_bytes: int = BLOCK_BYTES) -> bytes:
 
 def soon() -> float:
     """Return a deadline that nothing here should meet."""
-    return time.monotonic() + 60.0
+    return time.monotonic() + TIMEOUT_S
 
 
 def put(backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = BLOCK_BYTES) -> list[Status]:
@@ -91,6 +93,24 @@ def opened(raw: dict[str, object], fingerprint: bytes = FINGERPRINT) -> Iterator
         yield backend
     finally:
         backend.close()
+
+
+class Owner:
+    """The part of an engine that threads wake."""
+
+    def __init__(self) -> None:
+        self._woken = threading.Condition()
+        self.count = 0
+
+    def wake(self) -> None:
+        with self._woken:
+            self.count += 1
+            self._woken.notify_all()
+
+    def wait_for_more(self, count: int) -> int:
+        with self._woken:
+            assert self._woken.wait_for(lambda: self.count > count, TIMEOUT_S)
+            return self.count
 
 
 class MemoryMedium:

@@ -22,11 +22,10 @@ from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
 from swiftkv.tier.storage_thread import StorageThread
 from swiftkv.tier.writer import Writer
-from tests.support.storage import MemoryMedium
+from tests.support.storage import TIMEOUT_S, MemoryMedium, Owner
 
 GROUP = KVGroup((0,), num_kv_heads=1, head_dim=32, dtype="float32", block_size=16)  # blocks of 4 KiB
 KEYS = ObjectKeys([GROUP], "weights", "cpu")
-TIMEOUT_S = 60.0
 
 
 def key(number: int) -> bytes:
@@ -65,24 +64,6 @@ class GatedMedium(MemoryMedium):
 
 def sealed(medium: MemoryMedium) -> StorageBackend:
     return SealedBackend(GuardedMedium(medium, Breaker()), KEYS.fingerprint)
-
-
-class Owner:
-    """The part of an engine that threads wake."""
-
-    def __init__(self) -> None:
-        self._woken = threading.Condition()
-        self.count = 0
-
-    def wake(self) -> None:
-        with self._woken:
-            self.count += 1
-            self._woken.notify_all()
-
-    def wait_for_more(self, count: int) -> int:
-        with self._woken:
-            assert self._woken.wait_for(lambda: self.count > count, TIMEOUT_S)
-            return self.count
 
 
 def write(backend: StorageBackend, *numbers: int) -> None:

@@ -34,17 +34,15 @@ TESTS = {
             "refusal",
             "bindings",
             "house",
-            "storage",
             "lending_storage",
             "storage_states",
             "lending_states",
             "lending_random",
-            "lending_storage",
             "scheduler_states",
         )
     ],
     "lease": ["tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py"],
-    "tier": ["tests/tier/test_rates.py", "tests/engine/test_engine_tier.py"],
+    "tier": ["tests/tier/test_rates.py", "tests/tier/test_loads.py", "tests/engine/test_engine_tier.py"],
 }
 
 
