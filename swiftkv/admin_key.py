@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from swiftkv.errors import ConfigError
-from swiftkv.locks import is_private, remove_if_unlocked
+from swiftkv.locks import hold_lock, is_private, remove_if_unlocked
 from swiftkv.node_config import is_loopback
 
 _SUFFIX = ".key"
@@ -78,8 +78,17 @@ def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
     directory.mkdir(mode=0o700, exist_ok=True)
     if not is_private(os.lstat(directory), stat.S_ISDIR):
         raise PermissionError(0, "it is not a directory that belongs to this user alone")
-    for stale in directory.glob(f"*{_SUFFIX}"):
-        remove_if_unlocked(stale)
+    starting = hold_lock(directory)  # nobody else looks at a stale file of this port while it is replaced
+    try:
+        for stale in directory.glob(f"*{_SUFFIX}"):
+            remove_if_unlocked(stale)
+        return _write_new(directory, port, key)
+    finally:
+        os.close(starting)
+
+
+def _write_new(directory: Path, port: int, key: str) -> tuple[Path, int]:
+    """Raises `OSError`, or `ConfigError` where a node that runs has the file."""
     file = directory / f"{port}{_SUFFIX}"
     lock, name = tempfile.mkstemp(dir=directory)
     try:

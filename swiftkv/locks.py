@@ -28,13 +28,24 @@ def try_lock(path: Path) -> int | None:
     return lock
 
 
+def is_still_at(path: Path, descriptor: int) -> bool:
+    """Whether the path still names what the descriptor is open on: somebody may have removed or replaced it."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     """Whether it is of that kind, belongs to this user, and nobody else may read or change it."""
     return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def remove_if_unlocked(path: Path) -> None:
-    """Remove a file or a directory of this user's, with all that is in it, unless its process still holds the lock."""
+    """Remove a file or a directory of this user's, with all that is in it, unless its process still holds the lock.
+
+    What another process has put in its place meanwhile stays.
+    """
     try:
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # anybody may have put a pipe there
     except OSError:  # another user's, or gone meanwhile
@@ -44,6 +55,8 @@ def remove_if_unlocked(path: Path) -> None:
         if status.st_uid != os.getuid():
             return
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_still_at(path, lock):
+            return
         if stat.S_ISDIR(status.st_mode):
             shutil.rmtree(path, ignore_errors=True)
         else:

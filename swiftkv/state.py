@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from swiftkv.config import Config
 from swiftkv.errors import ConfigError
-from swiftkv.locks import is_private, try_lock
+from swiftkv.locks import is_private, is_still_at, try_lock
 
 
 @contextmanager
@@ -56,19 +57,39 @@ def _place(config: Config) -> Path:
 
 
 def _take(directory: Path) -> int:
-    """Return the descriptor that locks the directory."""
+    """Make the directory if need be, and return the descriptor that locks it."""
+    lock = None
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_private(os.stat(directory), stat.S_ISDIR):
-            raise ConfigError(
-                f"node.state_dir: others than this user may read or change {directory}, where prompts and answers are "
-                f"kept; chmod 700 it, or name a directory in it, which is then made"
-            )
-        lock = try_lock(directory)
+        while lock is None:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                directory.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):
+                lock = _lock(directory)
     except OSError as error:
         raise ConfigError(
             f"node.state_dir: {directory} cannot be used: {error.strerror}; name a directory that this user may write"
         ) from None
+    return lock
+
+
+def _lock(directory: Path) -> int | None:
+    """Return the descriptor that locks the directory.
+
+    A node that just ends may have removed it: then return `None`, or raise `FileNotFoundError`.
+    """
+    status = os.stat(directory)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not is_private(status, stat.S_ISDIR):
+        raise ConfigError(
+            f"node.state_dir: others than this user may read or change {directory}, where prompts and answers are "
+            f"kept; chmod 700 it, or name a directory in it, which is then made"
+        )
+    lock = try_lock(directory)
     if lock is None:
         raise ConfigError(f"node.state_dir: another node has {directory}; give each node its own")
-    return lock
+    if is_still_at(directory, lock):
+        return lock
+    os.close(lock)
+    return None

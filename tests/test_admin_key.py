@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,26 @@ def test_the_file_of_a_node_that_was_killed_is_replaced(runtime: Path) -> None:
     with generated_admin_key(PORT) as (new, _):
         assert find_admin_key(URL) == new != key
     assert not list(runtime.iterdir())
+
+
+def test_nodes_that_start_at_the_same_moment_keep_their_keys(runtime: Path) -> None:
+    """Each removes what killed nodes have left, also at the ports of the others."""
+    ports = [PORT, PORT - 1, PORT - 2]
+    together = threading.Barrier(len(ports))
+    runtime.mkdir(mode=0o700)
+    with ThreadPoolExecutor(len(ports)) as threads:
+        for _ in range(100):
+            for port in ports:
+                (runtime / f"{port}.key").touch(mode=0o600)
+            with ExitStack() as nodes:
+
+                def start(port: int, nodes: ExitStack = nodes) -> str:
+                    together.wait(60)
+                    key, _ = nodes.enter_context(generated_admin_key(port))
+                    return key
+
+                keys = list(threads.map(start, ports))
+                assert [find_admin_key(f"http://localhost:{port}") for port in ports] == keys
 
 
 def test_a_key_that_cannot_be_written_is_a_mistake_with_a_cure() -> None:

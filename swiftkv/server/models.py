@@ -122,6 +122,11 @@ class ModelHandle:
             raise ApiError(400, message, param="model", code="wrong_task")
 
     @property
+    def must_wake(self) -> bool:
+        """Whether a request has to wake the model before it begins, or to hear that this cannot be done."""
+        return self.auto_wake and not self.client.state.is_there
+
+    @property
     def takes_requests(self) -> bool:
         """Whether a request would be served now, or after a wait that it begins."""
         state = self.client.state

@@ -79,14 +79,11 @@ class Sleeper:
         Raises:
             ApiError: 503 if it does not serve.
         """
-        if self._waking is None:
-            self._waking = asyncio.create_task(self._wake(), name=f"wake {self._client.name}")
-            self._waking.add_done_callback(self._woken)
-        await asyncio.shield(self._waking)
+        await self._until_woken()
         self._client.check_available()
 
     async def wake_for_request(self) -> None:
-        """Do as `wake` does, for one of the requests that wait for it.
+        """Do as `wake` does, for one of the requests that wait for it. Somebody may have put it to sleep again by then.
 
         Raises:
             ApiError: 429 if as many wait as the model may have in flight, 503 if it does not serve.
@@ -98,9 +95,17 @@ class Sleeper:
             raise ApiError(429, message, code="queue_full", retry_after_s=client.status.retry_after_s)
         self._num_waiting += 1
         try:
-            await self.wake()
+            await self._until_woken()
         finally:
             self._num_waiting -= 1
+        if not client.status.rests:
+            client.check_available()
+
+    async def _until_woken(self) -> None:
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._wake(), name=f"wake {self._client.name}")
+            self._waking.add_done_callback(self._woken)
+        await asyncio.shield(self._waking)
 
     async def _wake(self) -> None:
         async with self._changing:
@@ -111,7 +116,8 @@ class Sleeper:
             await status.until_not(EngineState.WAKING)
 
     def _woken(self, waking: asyncio.Task[None]) -> None:
-        self._waking = None
+        if self._waking is waking:
+            self._waking = None
 
     async def _empty(self, timeout_s: float, now: bool) -> None:
         """Wait until nothing is in flight, or with `now` see to it. Raises `ApiError` 409 if it takes too long."""

@@ -38,6 +38,7 @@ from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.models import ClientPolicy, ModelTable
 from swiftkv.server.sleep import Sleeper
 from swiftkv.server.storage_changes import StorageChanges
+from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.tier.messages import TierSpec
 
@@ -190,6 +191,20 @@ class Gateway:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + content + sent_ahead)
             yield
+
+    @contextmanager
+    def preparing_nothing(self, name: str) -> Iterator[BoundedThreads]:
+        """Keep both threads that prepare a model's requests busy within the block; yield them."""
+        threads, release = self.models[name].threads, threading.Event()
+        busy = [
+            asyncio.run_coroutine_threadsafe(threads.run(lambda: release.wait(PATIENCE_S)), self.loop) for _ in range(2)
+        ]
+        try:
+            yield threads
+        finally:
+            release.set()
+            for work in busy:
+                work.result(PATIENCE_S)
 
     def openai(self, path: str = "/v1") -> openai.OpenAI:
         return openai.OpenAI(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,12 @@ def test_a_request_wakes_a_model_that_is_asleep(tmp_path: Path, tokenizer: Token
             assert gateway.clients["chat"].state is EngineState.ASLEEP
         assert post(gateway, input="a").status_code == 200
         assert post(gateway, model="code", input="a").status_code == 503
+        with ThreadPoolExecutor(1) as clients:
+            with gateway.preparing_nothing("chat") as threads, gateway.admin() as admin:
+                answer = clients.submit(post, gateway, input="a")
+                wait_for("the request to be prepared", lambda: threads._num_waiting)
+                assert admin.post("/admin/models/chat/sleep").status_code == 200
+            assert answer.result().status_code == 200
     finally:
         stop()
 

@@ -113,6 +113,16 @@ def test_a_request_wakes_a_model_that_wakes_for_requests(gateway: Gateway, level
     assert all(answer.json()["choices"] == before for answer in answers)
 
 
+def test_a_request_that_is_prepared_while_its_model_falls_asleep_wakes_it(own_gateway: Gateway) -> None:
+    with ThreadPoolExecutor(1) as clients:
+        with own_gateway.preparing_nothing("chat") as threads:
+            answer = clients.submit(complete, own_gateway, "chat")
+            wait_for("the request to be prepared", lambda: threads._num_waiting)
+            assert admin(own_gateway, "chat/sleep").json()["state"] == "asleep"
+        assert answer.result().status_code == 200
+    assert state(own_gateway, "chat") is EngineState.READY
+
+
 def test_sleep_waits_for_requests_in_flight_and_gives_up_or_aborts_them(own_gateway: Gateway) -> None:
     with streaming(own_gateway, "code", max_tokens=3000) as events:
         kept = admin(own_gateway, "code/sleep?timeout=50ms")
