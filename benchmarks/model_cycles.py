@@ -12,6 +12,9 @@ After --warm cycles, and at the end, the node's processes and files, `/dev/shm`,
 gateway and the two engines are listed: asked for is that nothing has come that stays. Their private memory is read
 after every cycle; asked for is that it grows by less than --growth-kib in a cycle, from the least of the first half of
 all cycles to the least of the second: a hundred cycles tell, ten do not. The exit status is 1 if a check failed.
+
+`--checkpoint` has models of real size stream, whose tokens are tens of milliseconds apart: pools grow with them, to
+hold the longest sequence of each stream. The model that comes and goes stays small unless `--guest` names another.
 """
 
 from __future__ import annotations
@@ -32,7 +35,20 @@ import httpx
 import numpy as np
 import psutil
 from lending_node import Tokens, ask, model, parser, quantile, say, table, write_report
-from watched_node import DEMO_CHECKPOINTS, GATEWAY, Checks, Usage, WatchedNode, plain_table, problems_at_rest, usage_of
+from watched_node import (
+    DEMO_CHECKPOINTS,
+    GATEWAY,
+    MIB,
+    Checks,
+    Usage,
+    WatchedNode,
+    plain_table,
+    problems_at_rest,
+    usage_of,
+)
+
+from swiftkv.arithmetic import ceil_div
+from swiftkv.models.registry import read_config
 
 VOCAB = (300, 4000)
 STREAMING = ("chat", "code")
@@ -41,6 +57,8 @@ CALM = "calm"
 CHANGES = ("add", "sleep", "wake", "remove")
 _PROMPT_TOKENS = 64
 _GUEST_TOKENS = 4
+_GUEST_MODEL_LEN = 2048
+_BLOCK_SIZE = 16
 _REST_TIMEOUT_S = 30.0
 _SETTLE_S = 0.3
 _TO_COLLECT = 2
@@ -147,7 +165,8 @@ class Cycles:
     async def _change(self, cycle: int) -> None:
         """Let the guest come and go."""
         checkpoint = self._args.guest or DEMO_CHECKPOINTS / "code"
-        section = model(GUEST, checkpoint, "16MiB", threads=1, max_model_len=2048)
+        memory = pool_memory(checkpoint, 16, _GUEST_MODEL_LEN)
+        section = model(GUEST, checkpoint, memory, threads=1, max_model_len=_GUEST_MODEL_LEN)
         level = 1 + cycle % 2
         with self.figures.span(cycle, "add"):
             await self._admin("POST", "models", json=section)
@@ -188,6 +207,12 @@ class Cycles:
             {name: usage.threads for name, usage in usages.items()},
             {name: usage.fds for name, usage in usages.items()},
         )
+
+
+def pool_memory(checkpoint: Path, least_mib: int, num_tokens: int) -> str:
+    """Return a pool that holds `num_tokens`, of `least_mib` at least, as the YAML file has it."""
+    block_bytes = sum(group.block_bytes for group in read_config(checkpoint).kv_groups(_BLOCK_SIZE, "bfloat16"))
+    return f"{max(least_mib, ceil_div(ceil_div(num_tokens, _BLOCK_SIZE) * block_bytes, MIB))}MiB"
 
 
 def growth_kib(values: Sequence[int]) -> float:
@@ -236,6 +261,7 @@ def main() -> None:
     options.add_argument("--warm", type=int, default=10, help="cycles before anything is noted")
     options.add_argument("--checkpoint", type=Path, help="of the models that stream; default: the demo's")
     options.add_argument("--guest", type=Path, help="checkpoint of the model that comes and goes; default: the demo's")
+    options.add_argument("--max-model-len", type=int, default=2048, help="of the models that stream")
     options.add_argument("--threads", type=int, default=1, help="of each model that streams")
     options.add_argument("--streams", type=int, default=1, help="answers at any time, of each model that streams")
     options.add_argument("--stream-tokens", type=int, default=500)
@@ -243,11 +269,13 @@ def main() -> None:
     options.add_argument("--growth-kib", type=float, default=16.0, help="in a cycle, that does not matter")
     options.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     args = options.parse_args()
-    shared: dict[str, Any] = {"threads": args.threads, "max_model_len": 2048}
+    shared: dict[str, Any] = {"threads": args.threads, "max_model_len": args.max_model_len}
     checkpoints = [args.checkpoint or DEMO_CHECKPOINTS / name for name in STREAMING]
+    num_tokens = args.streams * args.max_model_len
+    pools = [pool_memory(checkpoint, least, num_tokens) for checkpoint, least in zip(checkpoints, (8, 16), strict=True)]
     models = [
-        model(STREAMING[0], checkpoints[0], "8MiB", "master", **shared),
-        model(STREAMING[1], checkpoints[1], "16MiB", lending={"budget": "50%"}, **shared),
+        model(STREAMING[0], checkpoints[0], pools[0], "master", **shared),
+        model(STREAMING[1], checkpoints[1], pools[1], lending={"budget": "50%"}, **shared),
     ]
     checks, show = Checks(), table if args.markdown else plain_table
     with WatchedNode("cycles", {}, models) as node:

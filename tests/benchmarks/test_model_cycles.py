@@ -51,3 +51,10 @@ def test_what_has_come_and_gone_is_told(cycles: Any) -> None:
         "open_files": ["chat 60 -> 66"],
     }
     assert not any(cycles.changed(before, before).values())
+
+
+def test_pools_hold_the_longest_sequence_and_are_never_smaller_than_asked(cycles: Any) -> None:
+    chat = cycles.DEMO_CHECKPOINTS / "chat"  # 5 layers, 2 KV heads of 64, keys and values of 2 bytes: 2,560 a token
+    assert cycles.pool_memory(chat, 8, 2048) == "8MiB"
+    assert cycles.pool_memory(chat, 8, 8192) == "20MiB"
+    assert cycles.pool_memory(chat, 8, 8193) == "21MiB"
