@@ -86,13 +86,14 @@ def cache_pin(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Keep the prompt of a recent REQUEST, or any other, as far as a model's pool has it, whatever else comes in."""
-    if (request is None) == (prompt is None) or (prompt is None) != (model is None):
+    body = None
+    if request is not None and prompt is None and model is None:
+        path = admin_path("cache", "requests", request, "pin")
+    elif request is None and prompt is not None and model is not None:
+        path, body = admin_path("cache", model, "pin"), _prompt_in(prompt)
+    else:
         print("swiftkv: name either a request, or a model and a prompt: --model NAME --prompt FILE", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE)
-    if prompt is None:
-        path, body = admin_path("cache", "requests", request, "pin"), None
-    else:
-        path, body = admin_path("cache", model, "pin"), _prompt_in(prompt)
     made = ask_admin("POST", url, f"{path}?ttl={quote(time_to_live, safe='')}", admin_key_env, body)
     print(f"{made['model']} keeps {made['tokens']:,} tokens for {made['seconds_left']:,.0f} s: pin {made['pin']}")
 

@@ -110,8 +110,8 @@ class BlockPool {
     void set_node(BlockId block, NodeId node) { record(block).node = node; }
     int refs(BlockId block) const { return record(block).refs; }
     Worth worth(BlockId block) const { return record(block).worth; }
-    // A cached block that is worth less than before is the first of its new worth to go. `is_seen`: see_next() may leave
-    // it out then.
+    // A cached block that is worth less than before is the first of its new worth to go. `is_seen`: see_next() may
+    // leave it out then.
     void set_worth(BlockId block, Worth worth, bool is_seen = false);
 
     // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
@@ -131,8 +131,8 @@ class BlockPool {
         }
     }
 
-    // Calls see(block) for those of the first `most` of these blocks that it has not seen since they were cached, in the
-    // same order, until it returns false: then it has not seen that block yet.
+    // Calls see(block) for those of the first `most` of these blocks that it has not seen since they were cached, in
+    // the same order, until it returns false: then it has not seen that block yet.
     template <class See>
     void see_next(int most, See&& see) {
         for (int place = kNumPlaces - 1; place >= 0; --place) {
