@@ -2,6 +2,7 @@
 
 - step: schedule() + commit() with 64 running sequences of 2,000 tokens, and with reading the plan's arrays as well
 - wait: a request ends and the next of 100,000 is admitted, by each policy
+- write_back: take_offers() after each such step, beside a pool full of cached blocks
 - match: add_request() + schedule() of a prompt of 128K tokens that a tree of 10^6 blocks holds
 """
 
@@ -147,8 +148,60 @@ def bench_wait(policy: SchedulingPolicy, num_waiting: int = 100_000, num_seqs: i
     print("  schedule, nobody is      ", percentiles(decode_s))
 
 
+def bench_write_back(num_blocks: int, num_seqs: int = 64, length: int = 2000, steps: int = 400) -> None:
+    """Decode, with a prompt now and then that takes the place of others, and write back what goes next."""
+    scheduler = _core.Scheduler(
+        [_core.GroupSpec(1, num_blocks)],
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_seqs + 1,
+        max_num_batched_tokens=num_seqs * length,
+        max_model_len=16_384,
+    )
+    rng = np.random.default_rng(0)
+    next_id = 0
+
+    def add(num_tokens: int, max_tokens: int) -> None:
+        nonlocal next_id
+        prompt = rng.integers(0, 150_000, num_tokens, dtype=np.int32)
+        scheduler.add_request(next_id, prompt, max_tokens, 0, NO_STOP, b"model", False)
+        next_id += 1
+
+    def step() -> None:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
+
+    for _ in range(num_blocks * BLOCK_SIZE // 16_000 + 1):
+        add(16_000, 1)
+    while scheduler.has_work():
+        step()
+    for _ in range(num_seqs):
+        add(length, steps + 16)
+    step()
+    scheduler.set_write_policy("write_back")
+    while len(scheduler.take_offers(1024)[1]):
+        scheduler.end_copying()
+    scheduler.end_copying()
+
+    take_s, num_taken = [], 0
+    for i in range(steps):
+        if i % 8 == 0:
+            add(1000, 1)
+        step()
+        start = time.perf_counter()
+        _, groups, _, _ = scheduler.take_offers(64)
+        scheduler.end_copying()
+        take_s.append(time.perf_counter() - start)
+        num_taken += len(groups)
+    cached = scheduler.stats().groups[0].cached
+    print(f"write_back, {cached} cached blocks, {num_taken} taken in {steps} steps")
+    print("  take_offers              ", percentiles(take_s))
+
+
 if __name__ == "__main__":
     bench_step()
+    for num_blocks in (100_000, 1_000_000):
+        bench_write_back(num_blocks)
     for policy in get_args(SchedulingPolicy):
         bench_wait(policy)
     bench_match()

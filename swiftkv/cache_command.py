@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Model, Url, admin_path, ask_admin
+from swiftkv.admin_client import (
+    DEFAULT_ADMIN_KEY_ENV,
+    DEFAULT_URL,
+    EXIT_USAGE,
+    AdminKeyEnv,
+    Model,
+    Url,
+    admin_path,
+    ask_admin,
+)
 
 cache_app = typer.Typer(help="See what prompts find in the cache, and empty it.", no_args_is_help=True)
 
@@ -62,14 +73,28 @@ def cache_why(
 
 @cache_app.command("pin", epilog="Example: `swiftkv cache pin chatcmpl-7f3a --for 8h`")
 def cache_pin(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The X-Request-Id of its answer.")],
+    request: Annotated[
+        str | None, typer.Argument(metavar="[REQUEST]", help="The X-Request-Id of its answer.", show_default=False)
+    ] = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A prompt instead: JSON with `messages` or `prompt`, or the text itself."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that has the prompt.")] = None,
     time_to_live: Annotated[str, typer.Option("--for", help="How long to keep it, such as 90s, 30m or 24h.")] = "1h",
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
-    """Keep the prompt of a recent REQUEST, as far as its model's pool has it, whatever else comes in meanwhile."""
-    path = f"{admin_path('cache', 'requests', request, 'pin')}?ttl={quote(time_to_live, safe='')}"
-    made = ask_admin("POST", url, path, admin_key_env)
+    """Keep the prompt of a recent REQUEST, or any other, as far as a model's pool has it, whatever else comes in."""
+    body = None
+    if request is not None and prompt is None and model is None:
+        path = admin_path("cache", "requests", request, "pin")
+    elif request is None and prompt is not None and model is not None:
+        path, body = admin_path("cache", model, "pin"), _prompt_in(prompt)
+    else:
+        print("swiftkv: name either a request, or a model and a prompt: --model NAME --prompt FILE", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE)
+    made = ask_admin("POST", url, f"{path}?ttl={quote(time_to_live, safe='')}", admin_key_env, body)
     print(f"{made['model']} keeps {made['tokens']:,} tokens for {made['seconds_left']:,.0f} s: pin {made['pin']}")
 
 
@@ -94,6 +119,20 @@ def cache_clear(
     """Forget every cached block of MODEL that no running request holds. Tiers below the pool keep theirs."""
     cleared = ask_admin("POST", url, admin_path("cache", model, "clear"), admin_key_env)
     print(f"{model} has forgotten {cleared['blocks']:,} cached blocks")
+
+
+def _prompt_in(file: Path) -> dict[str, Any]:
+    """Return what a file asks to pin, as the node takes it: a JSON object as it is, anything else as a text."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"swiftkv: --prompt {file}: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"prompt": text}
 
 
 def _cells(model: dict[str, Any]) -> list[str]:

@@ -39,6 +39,8 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
         for (int worth = 0; worth < kNumWorths; ++worth) {
             const BlockId end = sentinel(place, static_cast<Worth>(worth));
             records_[end].newer = records_[end].older = end;
+            records_[end].list = static_cast<uint8_t>(cached_lists_.size());
+            cached_lists_.push_back({end});
         }
         counts_[i][static_cast<int>(BlockState::kAbsent)] = size;
     }
@@ -128,7 +130,7 @@ void BlockPool::undo_ref(BlockId block) {
     if (before.refs > 1 || state(block) != BlockState::kCached) return;
     unlink(block);
     records_[block].cached_at = before.cached_at;
-    link_before(before.newer, block);
+    link_before(before.newer, block, before.is_seen);
 }
 
 void BlockPool::rest(BlockId block) {
@@ -221,28 +223,58 @@ void BlockPool::link_newest(BlockId block) {
     link_before(sentinel(place(block), records_[block].worth), block);
 }
 
-void BlockPool::link_before(BlockId newer, BlockId block) {
+void BlockPool::link_before(BlockId newer, BlockId block, bool is_seen) {
     const BlockId older = records_[newer].older;
-    records_[block].older = older;
-    records_[block].newer = newer;
+    Record& linked = records_[block];
+    linked.older = older;
+    linked.newer = newer;
     records_[older].newer = block;
     records_[newer].older = block;
+    linked.list = records_[newer].list;
+    linked.is_seen = false;
+    ++list_of(block).size;
+    if (is_seen) mark_seen(list_of(block), block);
 }
 
-void BlockPool::set_worth(BlockId block, Worth worth) {
+// One that is the first of its worth to go comes before those that were seen: if it was not, none of them counts.
+void BlockPool::set_worth(BlockId block, Worth worth, bool is_seen) {
     Record& changed = record(block);
     const Worth before = std::exchange(changed.worth, worth);
     if (changed.state != BlockState::kCached || worth == before) return;
     last_of_oldest_open_ = kNone;
     unlink(block);
     const BlockId end = sentinel(place(block), worth);
-    link_before(worth < before ? records_[end].newer : end, block);
+    const bool goes_first = worth < before;
+    if (goes_first && !is_seen) forget_seen(list_of(end));
+    link_before(goes_first ? records_[end].newer : end, block, goes_first && is_seen);
 }
 
 void BlockPool::unlink(BlockId block) {
     const Record& record = records_[block];
+    CachedList& list = list_of(block);
+    --list.size;
+    list.num_seen -= record.is_seen;
+    if (list.last_seen == block) list.last_seen = record.older;
     records_[record.older].newer = record.newer;
     records_[record.newer].older = record.older;
+}
+
+// The blocks before this one were seen, or it stands in the midst of some that were.
+void BlockPool::mark_seen(CachedList& list, BlockId block) {
+    records_[block].is_seen = true;
+    ++list.num_seen;
+    if (list.last_seen == records_[block].older) list.last_seen = block;
+}
+
+void BlockPool::forget_seen(CachedList& list) {
+    for (; list.num_seen > 0; --list.num_seen) {
+        records_[list.last_seen].is_seen = false;
+        list.last_seen = records_[list.last_seen].older;
+    }
+}
+
+void BlockPool::forget_seen() {
+    for (CachedList& list : cached_lists_) forget_seen(list);
 }
 
 // ---- loading ----

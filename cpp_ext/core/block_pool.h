@@ -1,6 +1,7 @@
 // The blocks of one KV group: who holds them, which are cached, free, lent or borrowed.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <span>
@@ -109,8 +110,9 @@ class BlockPool {
     void set_node(BlockId block, NodeId node) { record(block).node = node; }
     int refs(BlockId block) const { return record(block).refs; }
     Worth worth(BlockId block) const { return record(block).worth; }
-    // A cached block that is worth less than before is the first of its new worth to go.
-    void set_worth(BlockId block, Worth worth);
+    // A cached block that is worth less than before is the first of its new worth to go. `is_seen`: see_next() may
+    // leave it out then.
+    void set_worth(BlockId block, Worth worth, bool is_seen = false);
 
     // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
@@ -128,6 +130,25 @@ class BlockPool {
             }
         }
     }
+
+    // Calls see(block) for those of the first `most` of these blocks that it has not seen since they were cached, in
+    // the same order, until it returns false: then it has not seen that block yet.
+    template <class See>
+    void see_next(int most, See&& see) {
+        for (int place = kNumPlaces - 1; place >= 0; --place) {
+            for (int worth = 0; worth < kNumWorths && most > 0; ++worth) {
+                CachedList& list = list_of(sentinel(static_cast<Place>(place), static_cast<Worth>(worth)));
+                while (list.num_seen < std::min(most, list.size)) {
+                    const BlockId block = records_[list.last_seen].newer;
+                    if (!see(block)) return;
+                    mark_seen(list, block);
+                }
+                most -= list.size;
+            }
+        }
+    }
+    // Lets see_next() begin anew.
+    void forget_seen();
 
     // ---- a house: local extents that groups share ----
     // The extent is this group's from now on, and all of its blocks are free. Some of them must be taken before the
@@ -216,9 +237,16 @@ class BlockPool {
         BlockId newer = kNone, older = kNone;  // neighbours in the list of cached blocks
         BlockState state = BlockState::kAbsent;
         Worth worth = Worth::kNone;
+        uint8_t list = 0;        // of cached blocks, that it is in or was last
+        bool is_seen = false;    // by see_next(), while it is or was last in that list
         uint32_t cached_at = 0;  // the pool's clock when it was cached last
         int64_t busy_until = 0;  // a step, counted from 1, that may read or write it: until that settles, a block
                                  // without holders is in flight
+    };
+    // The cached blocks of one place and one worth, circular. Those that see_next() has seen are the first ones.
+    struct CachedList {
+        BlockId last_seen;  // the sentinel: none is
+        int size = 0, num_seen = 0;
     };
     struct LendLink {
         Link link;
@@ -266,8 +294,11 @@ class BlockPool {
         return last_of_oldest_open_ != kNone && house_extent(local) == house_extent(last_of_oldest_open_);
     }
     void link_newest(BlockId block);
-    void link_before(BlockId newer, BlockId block);
+    void link_before(BlockId newer, BlockId block, bool is_seen = false);
     void unlink(BlockId block);
+    CachedList& list_of(BlockId linked) { return cached_lists_[records_[linked].list]; }
+    void mark_seen(CachedList& list, BlockId block);
+    void forget_seen(CachedList& list);
     BlockId sentinel(Place place, Worth worth) const {
         return num_ids() + static_cast<int>(place) * kNumWorths + static_cast<int>(worth);
     }
@@ -290,6 +321,7 @@ class BlockPool {
     std::array<BlockId, kNumPlaces> ends_;  // one past the last block of each place
     int num_ids_;
     std::vector<Record> records_;  // the last are the sentinels of the circular lists of cached blocks
+    std::vector<CachedList> cached_lists_;
     std::vector<FreeSet> free_;
     std::array<std::array<int, kNumBlockStates>, kNumPlaces> counts_{};
     std::vector<BlockId> busy_;

@@ -62,12 +62,21 @@ void BlockPool::check_cached_lists() const {
         int listed = 0;
         for (int worth = 0; worth < kNumWorths; ++worth) {
             const BlockId end = sentinel(where, static_cast<Worth>(worth));
+            const CachedList& list = cached_lists_[records_[end].list];
+            const int before = listed;
+            int num_seen = 0;
+            BlockId last_seen = end;
             for (BlockId b = records_[end].newer; b != end; b = records_[b].newer) {
                 check_that(state(b) == BlockState::kCached && place(b) == where, "the list holds cached blocks");
                 check_that(static_cast<int>(records_[b].worth) == worth, "a list holds blocks of one worth");
                 check_that(records_[records_[b].newer].older == b, "the list of cached blocks is linked both ways");
                 check_that(++listed <= num_ids(), "the list of cached blocks ends");
+                if (!records_[b].is_seen) continue;
+                check_that(++num_seen == listed - before, "what was seen of a list comes first");
+                last_seen = b;
             }
+            check_that(list.size == listed - before && list.num_seen == num_seen && list.last_seen == last_seen,
+                       "a list knows its size, and what was seen of it");
         }
         check_that(listed == num_cached(where), "every cached block is in the list");
     }

@@ -69,7 +69,8 @@ void KvCache::set_worths(std::span<const NodeId> nodes) {
         for (int g = 0; g < num_groups(); ++g) {
             const BlockId block = index_.block(node, g);
             if (groups_[g].spec.window == 0 || block == kNone) continue;
-            groups_[g].pool.set_worth(block, boundaries_.worth(node, g));
+            const Worth worth = boundaries_.worth(node, g);
+            groups_[g].pool.set_worth(block, worth, worth == Worth::kNone || offers_.is_marked(node, g));
         }
     }
 }

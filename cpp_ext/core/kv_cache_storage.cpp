@@ -21,6 +21,7 @@ constexpr int kNumPartsOfPool = 4;
 
 void KvCache::set_write_policy(WritePolicy policy) {
     offers_.set_policy(policy);
+    for (Group& group : groups_) group.pool.forget_seen();
     if (policy == WritePolicy::kWriteThrough) offer_all();
 }
 
@@ -41,12 +42,12 @@ void KvCache::offer_all() {
 }
 
 // Offers the blocks that are evicted next, until `max_blocks` wait: so many that a part of the pool can be taken at
-// once, and nothing is lost that is nowhere else.
+// once, and nothing is lost that is nowhere else. Each of them once: while a block stays cached, nothing more can be
+// offered with it later than when it is looked at.
 void KvCache::offer_next_to_go(int max_blocks) {
     for (int g = 0; g < num_groups(); ++g) {
-        int left = num_near_eviction(g);
-        groups_[g].pool.for_each_cached([&](BlockId block) {
-            if (left-- <= 0 || offers_.num_waiting() >= max_blocks) return false;
+        groups_[g].pool.see_next(num_near_eviction(g), [&](BlockId block) {
+            if (offers_.num_waiting() >= max_blocks) return false;
             offer_what_goes_with(g, groups_[g].pool.node(block));
             return true;
         });

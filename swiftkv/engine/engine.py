@@ -49,6 +49,7 @@ from swiftkv.engine.messages import (
     AddRequest,
     Admitted,
     AttachStorage,
+    CacheCall,
     CacheCommand,
     CacheReport,
     DetachStorage,
@@ -56,6 +57,8 @@ from swiftkv.engine.messages import (
     EngineStats,
     FromEngine,
     Pin,
+    PinPrompt,
+    PinView,
     RequestError,
     Shutdown,
     Sleep,
@@ -324,9 +327,7 @@ class Engine:
             )
             self._send(RequestError(request_id, 503, message))
 
-    def _handle(
-        self, message: AddRequest | Abort | CacheCommand | Pin | Unpin | Sleep | Wake | AttachStorage | DetachStorage
-    ) -> None:
+    def _handle(self, message: AddRequest | Abort | CacheCall | Sleep | Wake | AttachStorage | DetachStorage) -> None:
         self._stats_changed = True
         match message:
             case AddRequest():
@@ -341,9 +342,9 @@ class Engine:
                 explanations = self._cache_records.explain(message.explain)
                 self._send(CacheReport(message.call, explanations, cleared))
             case Pin(call=call, request_ids=request_ids, ttl_s=ttl_s):
-                made = self._pins.pin(request_ids, ttl_s, time.monotonic())
-                self._send_stats()
-                self._send(CacheReport(call, why_not=made) if isinstance(made, str) else CacheReport(call, pin=made))
+                self._answer_pin(call, self._pins.pin_request(request_ids, ttl_s, time.monotonic()))
+            case PinPrompt():
+                self._answer_pin(message.call, self._pins.pin_prompt(message, time.monotonic()))
             case Unpin(call=call, pin_id=pin_id):
                 is_done = self._pins.unpin(pin_id)
                 self._send_stats()
@@ -359,6 +360,10 @@ class Engine:
                 self._tier.attach(message)
             case DetachStorage():
                 self._tier.detach(message)
+
+    def _answer_pin(self, call: int, made: PinView | str) -> None:
+        self._send_stats()
+        self._send(CacheReport(call, why_not=made) if isinstance(made, str) else CacheReport(call, pin=made))
 
     def _clear_cache(self) -> int:
         """Forget every block that no running request holds, and return how many there were."""

@@ -230,11 +230,23 @@ class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
     ttl_s: float
 
 
+class PinPrompt(msgspec.Struct, tag="pin_prompt", array_like=True, frozen=True):
+    """Keep in the pool what is there of a prompt; answered by `CacheReport`."""
+
+    call: int
+    prompt: bytes  # int32 token ids
+    cache_salt: str
+    ttl_s: float
+
+
 class Unpin(msgspec.Struct, tag="unpin", array_like=True, frozen=True):
     """End a pin; answered by `CacheReport`."""
 
     call: int
     pin_id: int
+
+
+CacheCall = CacheCommand | Pin | PinPrompt | Unpin
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
@@ -413,7 +425,7 @@ class Explanation(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=True):
-    """Answers `CacheCommand`, `Pin` and `Unpin`."""
+    """Answers a `CacheCall`."""
 
     call: int
     explanations: list[Explanation] = []  # of the requests that are remembered
@@ -447,5 +459,5 @@ def unpack_prompt_logprobs(parts: list[bytes]) -> Iterator[TokenLogprobs]:
         yield from _unpack.decode(part)
 
 
-ToEngine = AddRequest | Abort | CacheCommand | Pin | Unpin | Sleep | Wake | AttachStorage | DetachStorage | Shutdown
+ToEngine = AddRequest | Abort | CacheCall | Sleep | Wake | AttachStorage | DetachStorage | Shutdown
 FromEngine = Ready | StepOutput | CacheReport | RequestError | Slept | Woken | StorageChanged

@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftkv._core import Scheduler
+import numpy as np
+
+from swiftkv._core import Scheduler, block_keys
 from swiftkv.engine.cache_records import CacheRecords
-from swiftkv.engine.messages import PinView
+from swiftkv.engine.messages import PinPrompt, PinView
 
 MAX_PINS = 256
 
@@ -21,7 +23,7 @@ class _Pin:
 
 
 class Pins:
-    """Pins the prompts of requests that began of late, within the model's share of the pool.
+    """Pins prompts, within the model's share of the pool: those of requests that began of late, and others by name.
 
     One that was lost is shown until its time is over.
     """
@@ -34,18 +36,28 @@ class Pins:
         self._pins: OrderedDict[int, _Pin] = OrderedDict()
         self._num_pinned = 0
 
-    def pin(self, request_ids: Sequence[int], ttl_s: float, now_s: float) -> PinView | str:
+    def pin_request(self, request_ids: Sequence[int], ttl_s: float, now_s: float) -> PinView | str:
         """Pin the prompt of the first of these requests that is remembered; return why not if it cannot be done."""
-        self.before_step(now_s)
-        known = next((number for number in request_ids if self._records.keys_of(number) is not None), None)
-        if known is None:
+        known = (keys for number in request_ids if (keys := self._records.keys_of(number)) is not None)
+        keys = next(known, None)
+        if keys is None:
             return "the engine does not remember the request; it knows its last thousand"
+        return self._pin(keys, ttl_s, now_s)
+
+    def pin_prompt(self, message: PinPrompt, now_s: float) -> PinView | str:
+        """Pin what is here of a prompt; return why not if it cannot be done."""
+        token_ids = np.frombuffer(message.prompt, np.int32)
+        keys = block_keys(message.cache_salt.encode(), token_ids, self._block_size)
+        return self._pin(keys, message.ttl_s, now_s)
+
+    def _pin(self, keys: bytes, ttl_s: float, now_s: float) -> PinView | str:
+        self.before_step(now_s)
         if len(self._pins) == MAX_PINS:
             return f"there are {MAX_PINS} pins, which is the most; unpin one"
         pin_id = self._num_pinned + 1
-        length, share, is_kept = self._scheduler.pin(pin_id, self._records.keys_of(known) or b"", self._max_share)
+        length, share, is_kept = self._scheduler.pin(pin_id, keys, self._max_share)
         if length == 0:
-            return "none of the request's prompt lies in the model's own pool now; ask for it again first"
+            return "none of the prompt lies in the model's own pool now, as whole blocks; send a request with it first"
         if not is_kept:
             return (
                 f"pins would take {share:.0%} of the pool, and kv_cache.max_pinned is {self._max_share:.0%}; "

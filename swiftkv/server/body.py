@@ -24,6 +24,7 @@ from swiftkv.server.protocol import (
     CompletionBody,
     DetokenizeBody,
     ModelSection,
+    PinBody,
     StorageSection,
     TokenizeBody,
     explain_invalid,
@@ -40,7 +41,7 @@ _SMALL_BYTES = 8 << 10
 _MAX_ERRORS = 16
 _BODIES: tuple[type[Body], ...] = (
     CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody, BudgetBody,
-    BatchBody, ModelSection, StorageSection, EmbeddingBody, ScoreBody, RerankBody,
+    BatchBody, ModelSection, StorageSection, PinBody, EmbeddingBody, ScoreBody, RerankBody,
 )  # fmt: skip
 
 

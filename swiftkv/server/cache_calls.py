@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from swiftkv.engine.messages import CacheCommand, CacheReport, Pin, Unpin
+import numpy as np
+
+from swiftkv.engine.messages import CacheCall, CacheCommand, CacheReport, Pin, PinPrompt, Unpin
 from swiftkv.server.errors import ApiError
 
 _PATIENCE_S = 60.0
@@ -16,7 +18,7 @@ _MAX_REMEMBERED = 4096
 class CacheCalls:
     """The calls to one engine that wait for an answer, and the ids that its latest requests have in the engine."""
 
-    def __init__(self, send: Callable[[CacheCommand | Pin | Unpin], bool], refusal: Callable[[], ApiError]) -> None:
+    def __init__(self, send: Callable[[CacheCall], bool], refusal: Callable[[], ApiError]) -> None:
         """`send` says whether the engine could be told; `refusal` makes the error for when it could not."""
         self._send = send
         self._refusal = refusal
@@ -57,6 +59,15 @@ class CacheCalls:
         in_engine = self._remembered.get(request_id)
         return None if in_engine is None else await self._ask(lambda call: Pin(call, list(in_engine), ttl_s))
 
+    async def pin_prompt(self, token_ids: Sequence[int], cache_salt: str, ttl_s: float) -> CacheReport:
+        """Have the engine keep what it has of a prompt.
+
+        Raises:
+            ApiError: 503 if the engine is down or does not answer.
+        """
+        prompt = np.array(token_ids, np.int32).tobytes()
+        return await self._ask(lambda call: PinPrompt(call, prompt, cache_salt, ttl_s))
+
     async def unpin(self, pin_id: int) -> CacheReport:
         """Have the engine end a pin.
 
@@ -76,7 +87,7 @@ class CacheCalls:
             if not waiting.done():
                 waiting.set_exception(self._refusal())
 
-    async def _ask(self, message: Callable[[int], CacheCommand | Pin | Unpin]) -> CacheReport:
+    async def _ask(self, message: Callable[[int], CacheCall]) -> CacheReport:
         self._next_call += 1
         call = self._next_call
         if not self._send(message(call)):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
-from swiftkv.engine.messages import CacheStop, EngineStats, Explanation
+from swiftkv.engine.messages import CacheReport, CacheStop, EngineStats, Explanation
+from swiftkv.server.body import body_document, parsed
 from swiftkv.server.cache_views import (
     CacheCleared,
     CacheOverview,
@@ -20,7 +21,8 @@ from swiftkv.server.cache_views import (
 from swiftkv.server.errors import ApiError
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
-from swiftkv.server.routes import documented
+from swiftkv.server.protocol import PinBody
+from swiftkv.server.routes import BODY_ERRORS, documented, in_threads, prompt_ids
 from swiftkv.server.streaming import json_response
 from swiftkv.units import parse_duration
 
@@ -78,11 +80,23 @@ def cache_router(models: ModelTable) -> APIRouter:
             report = await model.client.cache.pin(request_id, parse_duration(ttl))
             if report is None:
                 continue
-            if report.pin is None:
-                raise ApiError(409, f"model '{model.name}': {report.why_not}", code="not_pinned")
-            made = report.pin
-            return json_response(PinChange(model.name, made.pin_id, "pinned", made.num_tokens, made.left_s))
+            return json_response(_pinned(model.name, report))
         raise _unknown(request_id)
+
+    @router.post(
+        "/{model}/pin",
+        responses=documented("PinChange", *BODY_ERRORS, 409, 503),
+        openapi_extra=body_document(PinBody),
+    )
+    async def pin_prompt(
+        request: Request, model: Name, body: Annotated[PinBody, parsed(PinBody)], ttl: TimeToLive = "1h"
+    ) -> Response:
+        """Keep what the model's pool has of a prompt or of a chat, until it is unpinned or its time is over."""
+        handle = models.pick(model, body.model)
+        handle.client.check_available()
+        token_ids = await in_threads(request, handle, lambda: prompt_ids(handle, body))
+        report = await handle.client.cache.pin_prompt(token_ids, body.cache_salt or "", parse_duration(ttl))
+        return json_response(_pinned(handle.name, report))
 
     @router.delete("/{model}/pins/{pin_id}", responses=documented("PinChange", 400, 404, 503))
     async def unpin(model: Name, pin_id: PinId) -> Response:
@@ -95,6 +109,12 @@ def cache_router(models: ModelTable) -> APIRouter:
         return json_response(PinChange(model, int(pin_id), "unpinned", None, None))
 
     return router
+
+
+def _pinned(model: str, report: CacheReport) -> PinChange:
+    if report.pin is None:
+        raise ApiError(409, f"model '{model}': {report.why_not}", code="not_pinned")
+    return PinChange(model, report.pin.pin_id, "pinned", report.pin.num_tokens, report.pin.left_s)
 
 
 def _unknown(request_id: str) -> ApiError:

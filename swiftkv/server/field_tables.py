@@ -47,6 +47,7 @@ from swiftkv.server.protocol import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    PinBody,
     SamplingFields,
     StreamOptions,
     TextPart,
@@ -123,6 +124,7 @@ _SECTIONS: tuple[tuple[str, type[Body], *tuple[type[Body], ...]], ...] = (
     ("`POST /detokenize`", DetokenizeBody),
     ("`POST /v1/batches`", BatchBody),
     ("`PATCH /admin/lending/{worker}`", BudgetBody),
+    ("`POST /admin/cache/{model}/pin`", PinBody),
 )
 """Heading, body, and the bodies whose fields other sections have."""
 

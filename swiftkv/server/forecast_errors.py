@@ -35,4 +35,7 @@ class ForecastErrors:
         rows = self._rows[: self._num_noted]
         octaves = np.abs(rows[:, 0] - math.log2(num_left)) + np.abs(rows[:, 1] - math.log2(foretold_s))
         ratios = rows[octaves < _ALIKE_OCTAVES, 2]
-        return float(np.quantile(ratios, _PART)) if len(ratios) >= _LEAST_ALIKE else 1.0
+        if len(ratios) < _LEAST_ALIKE:
+            return 1.0
+        rank = math.ceil(_PART * len(ratios)) - 1
+        return float(np.partition(ratios, rank)[rank])

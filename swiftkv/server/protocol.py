@@ -40,6 +40,7 @@ LogitBias = Annotated[
     BeforeValidator(AtMost(LIMITS.logit_bias)),
 ]
 Metadata = Annotated[dict[Label, Label], Field(max_length=LIMITS.metadata), BeforeValidator(AtMost(LIMITS.metadata))]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 CacheRetention = Literal["in_memory", "24h"]
 RETENTION = "With `24h` and storage the prompt is stored when the request ends, whatever `write_policy` waits for"
 
@@ -66,7 +67,7 @@ class SamplingFields(ModelBody):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     stream: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     return_cached_tokens_details: bool | None = Field(
         None, description="`usage` says where the KV of cached tokens lay"
@@ -248,13 +249,24 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     thinking_token_budget: Annotated[None, Unsupported()] = None
 
 
-class TokenizeBody(ModelBody, TemplateFields, ToolFields):
-    """vLLM's ``/tokenize``: a prompt, or messages and the tools beside them."""
+class PromptBody(ModelBody, TemplateFields, ToolFields):
+    """A prompt, or messages and the tools beside them."""
 
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="`true` not beside `messages`")
+
+
+class TokenizeBody(PromptBody):
+    """vLLM's ``/tokenize``."""
+
     return_token_strs: bool | None = None
+
+
+class PinBody(PromptBody):
+    """A prompt that is to stay in the pool."""
+
+    cache_salt: CacheSalt | None = None
 
 
 class DetokenizeBody(ModelBody):

@@ -18,7 +18,7 @@ from swiftkv.server.messages_api.objects import TokenCount
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.prepare import AnswerMaker, begin, check, conversation, prepare, wanted_targets
 from swiftkv.server.price import check_detokenize, check_tokenize, max_tokenize_chars
-from swiftkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from swiftkv.server.protocol import ChatBody, CompletionBody, DetokenizeBody, PromptBody, TokenizeBody
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.responses import Detokenized, ModelList, Tokenized
 from swiftkv.server.responses_api.answer import ResponsesAnswer
@@ -132,7 +132,7 @@ def openai_router(models: ModelTable) -> APIRouter:
         model = pick(request, body.model)
         chat = body.chat
         with fields_named(messages_names):
-            ids = await _in_threads(request, model, lambda: _chat_ids(model, chat))
+            ids = await in_threads(request, model, lambda: _chat_ids(model, chat))
         return json_response(TokenCount(len(ids)))
 
     @router.post(
@@ -140,9 +140,7 @@ def openai_router(models: ModelTable) -> APIRouter:
     )
     async def tokenize(request: Request, body: Annotated[TokenizeBody, parsed(TokenizeBody)]) -> Response:
         model = pick(request, body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either field 'prompt' or field 'messages'", param="prompt")
-        return await _in_threads(request, model, lambda: json_response(_tokenized(model, body)))
+        return await in_threads(request, model, lambda: json_response(_tokenized(model, body)))
 
     @router.post(
         "/detokenize", responses=documented("Detokenized", *BODY_ERRORS), openapi_extra=body_document(DetokenizeBody)
@@ -150,7 +148,7 @@ def openai_router(models: ModelTable) -> APIRouter:
     async def detokenize(request: Request, body: Annotated[DetokenizeBody, parsed(DetokenizeBody)]) -> Response:
         model = pick(request, body.model)
         check_detokenize(len(body.tokens), model.max_model_len)
-        return await _in_threads(request, model, lambda: json_response(_detokenized(model, body)))
+        return await in_threads(request, model, lambda: json_response(_detokenized(model, body)))
 
     return router
 
@@ -169,7 +167,7 @@ async def wake_if_asked(request: Request, model: ModelHandle) -> None:
         await unless_gone(request, model.sleeper.wake_for_request())
 
 
-async def _in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
+async def in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
     """Do `work` in the model's threads, unless the client hangs up before it has begun."""
     return await unless_gone(request, model.threads.run(work, request.state.num_body_bytes))
 
@@ -197,14 +195,20 @@ async def _generate(
 
 
 def _tokenized(model: ModelHandle, body: TokenizeBody) -> Tokenized:
-    token_ids = _tokenize(model, body)
+    token_ids = prompt_ids(model, body)
     strings = model.tokenizer.token_strings(token_ids) if body.return_token_strs else None
     return Tokenized(len(token_ids), model.max_model_len, token_ids, strings)
 
 
-def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
-    if body.messages is None:
-        assert body.prompt is not None
+def prompt_ids(model: ModelHandle, body: PromptBody) -> list[int]:
+    """Return the token ids of a prompt that is not generated from: it may be longer than the model takes.
+
+    Raises:
+        ApiError: 400 for a field that does not fit the others, or a prompt that is far too long.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either field 'prompt' or field 'messages'", param="prompt")
+    if body.prompt is not None:
         check_tokenize(len(body.prompt), model.max_model_len, "prompt")
         return model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if body.chat_template is not None:
@@ -215,7 +219,7 @@ def _tokenize(model: ModelHandle, body: TokenizeBody) -> list[int]:
     return _chat_ids(model, body)
 
 
-def _chat_ids(model: ModelHandle, body: TokenizeBody | ChatBody) -> list[int]:
+def _chat_ids(model: ModelHandle, body: PromptBody | ChatBody) -> list[int]:
     """Return the token ids of a chat that is not generated from: it may be longer than the model takes."""
     assert body.messages is not None
     shown = conversation(body.messages)

@@ -6,9 +6,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from swiftkv.engine.messages import CacheReport, Pin, PinView, Unpin
+from swiftkv.engine.messages import CacheReport, Pin, PinPrompt, PinView, Unpin
 from swiftkv.engine.runner import ModelRunner
 from tests.engine.engine_process import EngineClient
 from tests.engine.engine_thread import EngineThread
@@ -38,7 +39,7 @@ def engine(checkpoint: Path) -> Iterator[EngineThread[ModelRunner]]:
         yield client
 
 
-def ask(engine: EngineClient, message: Pin | Unpin) -> CacheReport:
+def ask(engine: EngineClient, message: Pin | PinPrompt | Unpin) -> CacheReport:
     engine.send(message)
     while not isinstance(report := engine.receive(), CacheReport):
         engine.take(report)
@@ -87,6 +88,22 @@ def test_a_pin_beyond_the_share_of_the_pool_is_refused(engine: EngineThread[Mode
         "pins would take 75% of the pool, and kv_cache.max_pinned is 50%; unpin something, or raise it"
     )
     assert "does not remember" in str(ask(engine, Pin(900, [900], HOUR_S)).why_not)
+
+
+def test_of_a_prompt_that_nobody_names_a_request_of_stays_what_the_pool_has(
+    engine: EngineThread[ModelRunner],
+) -> None:
+    ran(engine, prompt(200, 1))
+    longer = np.array([*prompt(200, 1), *prompt(100, 2)], np.int32).tobytes()
+    assert ask(engine, PinPrompt(1, longer, "another salt", HOUR_S)).why_not == (
+        "none of the prompt lies in the model's own pool now, as whole blocks; send a request with it first"
+    )
+    kept = ask(engine, PinPrompt(2, longer, "", HOUR_S)).pin
+    assert kept is not None
+    assert kept.num_tokens == 192
+    for seed in range(3, 6):
+        ran(engine, prompt(400, seed))
+    assert cached(engine, prompt(200, 1)) == 192
 
 
 def test_a_pin_ends_when_its_time_is_over(engine: EngineThread[ModelRunner]) -> None:

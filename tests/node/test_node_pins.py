@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -65,6 +67,30 @@ def test_a_pinned_prompt_stays_in_the_pool_until_it_is_unpinned(node: NodeProces
     fill(node, 6, 7, 8)
     assert ask(node, kept)[1] == 0
     assert "pin" not in steer(node, "show")
+
+
+def test_a_chat_that_nobody_has_pinned_by_its_request_stays(node: NodeProcess, tmp_path: Path) -> None:
+    """The node renders and tokenizes it as it did when it was asked for."""
+    body = {"messages": [{"role": "system", "content": "be kind " * 30}, {"role": "user", "content": "hello"}]}
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps(body))
+    before = CliRunner().invoke(app, ["cache", "pin", "--model", "chat", "--prompt", str(file), "--url", node.url])
+    assert before.exit_code == 1
+    assert "none of the prompt lies in the model's own pool now" in before.stderr
+    num_tokens = chat(node, body)[0]
+    made = steer(node, "pin", "--model", "chat", "--prompt", str(file))
+    num_kept = num_tokens // BLOCK * BLOCK
+    assert made == f"chat keeps {num_kept} tokens for 3,600 s: pin 1\n"
+    fill(node, 3, 4, 5)
+    assert chat(node, body)[1] == (num_tokens - 1) // BLOCK * BLOCK
+
+
+def chat(node: NodeProcess, body: dict[str, Any]) -> tuple[int, int]:
+    """Return how long a chat is, and how much of it was cached."""
+    answer = httpx.post(f"{node.url}/v1/chat/completions", json={**body, "max_tokens": 2}, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_a_pin_names_a_request_that_the_node_remembers(node: NodeProcess) -> None:

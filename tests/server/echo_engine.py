@@ -34,6 +34,7 @@ from swiftkv.engine.messages import (
     EngineStats,
     Explanation,
     Pin,
+    PinPrompt,
     PinView,
     Ready,
     RequestError,
@@ -132,7 +133,10 @@ class EchoEngine:
                 if message.clear:
                     self.seen.clear()
             case Pin(call=call, request_ids=[request_id, *_]):
-                self.pin(call, request_id, message.ttl_s)
+                self.pin(call, self.explanations[request_id].prompt_tokens, message.ttl_s)
+            case PinPrompt(call=call, prompt=prompt, cache_salt=cache_salt):
+                token_ids = np.frombuffer(prompt, np.int32).tolist()
+                self.pin(call, self.cached(cache_salt, token_ids), message.ttl_s)
             case Unpin(call=call, pin_id=pin_id):
                 known = [pin for pin in self.pins if pin.pin_id == pin_id]
                 self.pins = [pin for pin in self.pins if pin.pin_id != pin_id]
@@ -146,9 +150,9 @@ class EchoEngine:
                 return False
         return True
 
-    def pin(self, call: int, request_id: int, ttl_s: float) -> None:
+    def pin(self, call: int, num_tokens: int, ttl_s: float) -> None:
         """Keep a prompt of two blocks or more, and no second one."""
-        num_tokens = self.explanations[request_id].prompt_tokens // BLOCK_SIZE * BLOCK_SIZE
+        num_tokens = num_tokens // BLOCK_SIZE * BLOCK_SIZE
         if num_tokens < 2 * BLOCK_SIZE or self.pins:
             self.send(CacheReport(call, why_not="there is no room"))
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import httpx
@@ -94,6 +95,61 @@ def test_show(own_gateway: Gateway) -> None:
     for model in overview["models"]:
         assert model["blocks"].keys() == {"free", "used", "cached"}
         assert model["hit_tokens_total"].keys() == {"local", "peer", "host", "storage"}
+
+
+def test_a_prompt_in_a_file_is_pinned(own_gateway: Gateway, tmp_path: Path) -> None:
+    text, chat, other = tmp_path / "prompt.txt", tmp_path / "chat.json", tmp_path / "other.json"
+    text.write_text("a word and " * 40)
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "say it " * 40}], "cache_salt": "mine"}))
+    other.write_text(json.dumps({"prompt": "never asked for " * 40}))
+    with own_gateway.admin() as http:
+        http.post("/v1/completions", json={"model": "code", "prompt": text.read_text(), "max_tokens": 1})
+        http.post("/v1/chat/completions", json={"model": "code", "max_tokens": 1, **json.loads(chat.read_text())})
+        counted = [
+            http.post("/tokenize", json={"model": "code", **body}).json()["count"]
+            for body in ({"prompt": text.read_text()}, {"messages": json.loads(chat.read_text())["messages"]})
+        ]
+    for file, count in zip((text, chat), counted, strict=True):
+        made = run(own_gateway, "pin", "--model", "code", "--prompt", str(file), "--for", "2h")
+        assert made.stdout == f"code keeps {(count - 1) // 16 * 16} tokens for 7,200 s: pin 1\n", made.stderr
+        assert run(own_gateway, "unpin", "code", "1").exit_code == 0
+    refused = run(own_gateway, "pin", "--model", "code", "--prompt", str(other))
+    assert refused.exit_code == 1
+    assert "model 'code': there is no room" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "give either field 'prompt' or field 'messages'"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "give either field 'prompt'"),
+        ({"prompt": "a", "temperature": 1}, "temperature"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "model": "chat"}, "this is the path of model 'code', not of 'chat'"),
+    ],
+)
+def test_a_prompt_to_pin_that_is_none_is_refused(own_gateway: Gateway, body: dict[str, object], field: str) -> None:
+    with own_gateway.admin() as http:
+        answer = http.post("/admin/cache/code/pin", json=body)
+    assert answer.status_code in (400, 404)
+    assert field in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("one", "--prompt", "file", "--model", "code"), ("one", "--model", "code"), ("--prompt", "file")],
+    ids=["neither", "both", "a model for nothing", "no model"],
+)
+def test_a_pin_of_two_things_or_none(own_gateway: Gateway, arguments: tuple[str, ...]) -> None:
+    refused = run(own_gateway, "pin", *arguments)
+    assert refused.exit_code == 2
+    assert "name either a request, or a model and a prompt" in refused.stderr
+
+
+def test_a_file_that_cannot_be_read(own_gateway: Gateway, tmp_path: Path) -> None:
+    refused = run(own_gateway, "pin", "--model", "code", "--prompt", str(tmp_path / "none"))
+    assert refused.exit_code == 2
+    assert "No such file" in refused.stderr
 
 
 def test_a_prompt_is_pinned_shown_and_unpinned(own_gateway: Gateway) -> None:

@@ -325,8 +325,26 @@ MUTANTS = [
     one(
         "what is worth less than before is the last to go",
         POOL,
-        "worth < before ? records_[end].newer : end",
-        "end",
+        "link_before(goes_first ? records_[end].newer : end,",
+        "link_before(end,",
+    ),
+    one(
+        "what is offered is not looked at again when it is the first to go",
+        POOL,
+        "if (goes_first && !is_seen) forget_seen(list_of(end));",
+        "",
+    ),
+    one(
+        "what was seen is seen for good",
+        POOL,
+        "linked.is_seen = false;",
+        "",
+    ),
+    one(
+        "what is put back where it stood is seen again",
+        POOL,
+        "link_before(before.newer, block, before.is_seen);",
+        "link_before(before.newer, block);",
     ),
     one(
         "a chunk does not shrink",
