@@ -119,6 +119,27 @@ def test_nothing_is_loaded_into_blocks_that_a_step_still_copies_from() -> None:
     e.drain()
 
 
+def test_a_back_that_goes_to_a_lender_is_computed() -> None:
+    """Another prompt takes its blocks before the request comes to it, and nobody has counted room to stage them in."""
+    e = borrowing()
+    run(e, 1, prompt(17))
+    e.reset_prefix_cache()
+    e.add_held(2, prompt(17), 2)
+    e.meet(2, 2)
+    assert e.schedule()
+    e.read(e.transfers[0], 2)
+    e.add(3, prompt(12, 3), 2)
+    assert e.schedule()
+    assert e.planned[-1].plan.request_ids.tolist() == [3]
+    assert len(e.planned[-1].plan.copies(0, "spill", 0)) > 0
+    e.commit()
+    e.commit()
+    assert e.schedule()
+    plan = e.planned[-1].plan
+    assert sorted(zip(plan.request_ids.tolist(), np.diff(plan.query_starts).tolist(), strict=True)) == [(2, 9), (3, 1)]
+    e.drain()
+
+
 class LendingWithStorage(Lending):
     """All that happens to an engine that lends and borrows, and all that storage does beside it."""
 

@@ -468,6 +468,32 @@ def test_who_computes_its_front_takes_no_more_blocks_than_it_needs() -> None:
     assert e.scheduler.stats().num_preemptions_total == 0
 
 
+def test_a_back_leaves_room_for_its_front() -> None:
+    """Eight blocks are free: as many as the prompt needs of them, and none for the next token of who runs."""
+    e = stored(prompt(33), Setup(((1, 13, 0),), BLOCK, 4, 64, 48))
+    e.add(3, prompt(20, 3), 8)
+    e.step()
+    assert e.scheduler.stats().groups[0].free == 8
+    assert e.begin_load(2, first=3) is None
+    e.abort(3)
+    assert e.begin_load(2, first=3) is not None
+    e.drain()
+
+
+def test_who_computes_its_front_begins_when_there_is_room_for_what_comes_behind_its_back() -> None:
+    """Storage has three blocks in the middle of the prompt: two lie before them, and four behind."""
+    e = stored(prompt(33), Setup(((1, 13, 0),), BLOCK, 4, 64, 48))
+    e.add(3, prompt(20, 3), 8)
+    e.step()
+    assert e.meet(2, 2, max_blocks=5) is not None
+    assert e.scheduler.stats().groups[0].free == 5
+    plan = e.schedule()
+    assert plan is not None
+    assert plan.request_ids.tolist() == [3]
+    e.drain()
+    assert e.scheduler.stats().num_preemptions_total == 0
+
+
 def test_who_has_passed_its_back_computes_on() -> None:
     """The blocks that it has passed are storage's until that lets go of them."""
     e, transfer = meeting(prompt(33), 4)
