@@ -166,9 +166,10 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "group"
     with ThreadPoolExecutor(2) as threads:
         one, two = threads.map(join, [path, path], [0, 1])
-        list(threads.map(lambda group: group.begin(0.5), (one, two)))
+        list(threads.map(lambda group: group.begin(TIMEOUT_S), (one, two)))
         together = threads.map(lambda group: group.all_gather(torch.tensor([group.rank])).tolist(), (one, two))
         assert list(together) == [[[0], [1]]] * 2
+        list(threads.map(lambda group: group.begin(0.5), (one, two)))
         with pytest.raises(EngineError, match="does not answer"):
             one.all_gather(torch.zeros(1))
         with pytest.raises(EngineError):  # a rank that comes too late notices at once

@@ -67,7 +67,7 @@ def lending_node(transport: str, watchdog: str, checkpoints: dict[str, Path], di
 def node(
     defects: Path, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LendingNode]:
-    with lending_node("shm", "3s", checkpoints, tmp_path_factory.mktemp("liveness")) as node:
+    with lending_node("shm", "6s", checkpoints, tmp_path_factory.mktemp("liveness")) as node:
         yield node
 
 

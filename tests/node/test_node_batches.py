@@ -70,6 +70,7 @@ def test_every_line_is_answered_once_whatever_ends_the_node(
 ) -> None:
     temporary, state = short_temporary_directory(), tmp_path / "deep" / "state"
     setup, requests = config(checkpoint, state, "chat"), bodies(40, 60, "chat")
+    requests[-1]["max_tokens"] = 3000  # the batch outlasts the question how far it is
     with NodeProcess(setup, tmp_path, temporary) as node:
         assert stat.S_IMODE(state.stat().st_mode) == 0o700
         with client_of(node) as client:

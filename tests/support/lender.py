@@ -71,7 +71,7 @@ def main() -> None:
         pools.append(pool_of(int(sys.argv[1])))
         published = publish_pool(path, pools[-1])
         if sys.argv[2]:
-            serve_p2p(pools[-1], published, connect_timeout_s=60)
+            serve_p2p(pools[-1], published, connect_timeout_s=600)
     sys.stdin.read()
 
 

@@ -104,6 +104,16 @@ class NodeProcess:
             if match := re.search(pattern, line):
                 return match
 
+    def wait_errors(self) -> str:
+        """Wait until it has ended, and return its standard error, which `stderr` has made a pipe.
+
+        Its standard output has a reader already, which `communicate` would disturb.
+        """
+        assert self.process.stderr is not None
+        errors: str = self.process.stderr.read()
+        self.process.wait(DEADLINE_S)
+        return errors
+
     def admin_headers(self) -> dict[str, str]:
         """The header that opens `/admin`."""
         return {"Authorization": f"Bearer {find_admin_key(self.url)}"}
