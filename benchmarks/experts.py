@@ -29,7 +29,7 @@ from torch import Tensor
 
 from swiftkv import _cpu
 from swiftkv.kernels import cpu
-from swiftkv.kernels.cpu_tensors import DTYPES, native_activation
+from swiftkv.kernels.cpu_tensors import native_activation
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, Router
 
 DISTINCT = 96  # experts of `products`: more than caches hold
@@ -114,9 +114,7 @@ class Products:
         shape, expert = layer.shape, layer.expert
         self.gate_up = [cpu.pack_linear([expert.gate, expert.up], interleave=True) for _ in range(DISTINCT)]
         self.down = [cpu.pack_linear([expert.down]) for _ in range(DISTINCT)]
-        self.dtype = DTYPES[shape.dtype]
         self.rows = layer.hidden.repeat(shape.top_k, 1)
-        self.activated = self.rows.new_empty(shape.rows, shape.inner)
         self.outputs = torch.empty_like(self.rows)
         self.turn = 0
 
@@ -128,23 +126,19 @@ class Products:
             self.turn += 1
 
     def _multiply(self, index: int, begin: int, count: int) -> None:
-        rows, activated, outputs = (x[begin : begin + count] for x in (self.rows, self.activated, self.outputs))
-        for weights, x, epilogue, out in (
-            (self.gate_up[index], rows, _cpu.Epilogue.GATED, activated),
-            (self.down[index], activated, _cpu.Epilogue.STORE, outputs),
-        ):
-            _cpu.linear(
-                weights,
-                x.data_ptr(),
-                count,
-                0,
-                _cpu.NormWeight.SAME_DTYPE,
-                0.0,
-                epilogue,
-                native_activation(SILU),
-                self.dtype,
-                out.data_ptr(),
-            )
+        rows, outputs = (x[begin : begin + count] for x in (self.rows, self.outputs))
+        _cpu.gated_mlp(
+            self.gate_up[index],
+            self.down[index],
+            rows.data_ptr(),
+            count,
+            0,
+            _cpu.NormWeight.SAME_DTYPE,
+            0.0,
+            native_activation(SILU),
+            _cpu.Epilogue.STORE,
+            outputs.data_ptr(),
+        )
 
 
 def measure(runs: dict[str, Callable[[], object]], clock: Clock, rounds: int) -> dict[str, list[float]]:

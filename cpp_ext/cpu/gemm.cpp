@@ -15,8 +15,8 @@ void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optio
     if (rows > 0) Product(weights, prepare(weights, x, rows, norm), rows, epilogue, out_dtype, out).run();
 }
 
-void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows, RmsNorm norm,
-               const GatedActivation& gated, Epilogue epilogue, void* out) {
+void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows,
+               std::optional<RmsNorm> norm, const GatedActivation& gated, Epilogue epilogue, void* out) {
     if (rows == 0) return;
     thread_local Scratch scratch;
     const DType dtype = down.dtype();

@@ -21,8 +21,8 @@ void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optio
 
 // out[rows, outputs of down] (+)= down(activated gate_up(norm(x[rows, in_features]))), of one dtype, rounded to it in
 // between as well. `out` may be `x`.
-void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows, RmsNorm norm,
-               const GatedActivation& gated, Epilogue epilogue, void* out);
+void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows,
+               std::optional<RmsNorm> norm, const GatedActivation& gated, Epilogue epilogue, void* out);
 
 // out[rows, k] = rms_norm(x[rows, k]); see ElementwiseKernels.
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out);

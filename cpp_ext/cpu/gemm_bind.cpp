@@ -73,8 +73,8 @@ void bind_gemm(nb::module_& m) {
         "gated_mlp",
         [](const PackedLinear& gate_up, const PackedLinear& down, uintptr_t x, int64_t rows, uintptr_t norm_weight,
            NormWeight norm_kind, float eps, const GatedActivation& gated, Epilogue epilogue, uintptr_t out) {
-            gated_mlp(gate_up, down, at<const void>(x), rows, {at<const void>(norm_weight), norm_kind, eps}, gated,
-                      epilogue, at<void>(out));
+            gated_mlp(gate_up, down, at<const void>(x), rows, norm_at(norm_weight, norm_kind, eps), gated, epilogue,
+                      at<void>(out));
         },
         "gate_up"_a, "down"_a, "x"_a, "rows"_a, "norm_weight"_a, "norm_kind"_a, "eps"_a, "gated"_a, "epilogue"_a,
         "out"_a, no_gil);
