@@ -110,7 +110,7 @@ ACTIVATIONS: dict[str, tuple[GatedActivation, Callable[[Tensor, Tensor], Tensor]
 def activated(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: cpu.PackedLinear, activation: GatedActivation = SILU
 ) -> Tensor:
-    """What a gated MLP computes between its layers: the second one returns its inputs."""
+    """Return what a gated MLP computes between its layers: the second one returns its inputs here."""
     same = cpu.pack_linear([torch.eye(gate_up.out_features // 2, dtype=x.dtype)])
     return cpu.gated_mlp(x, norm_weight, eps, gate_up, same, activation)
 
