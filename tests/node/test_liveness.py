@@ -181,12 +181,12 @@ def test_an_engine_that_does_not_load_in_time_is_ended(checkpoint: Path, tmp_pat
 
 
 DEFECT = """
-from swiftkv import cli, supervisor
+from swiftkv import cli, restarts
 
-def fail(self, end):
+def fail(self, now_s):
     raise RuntimeError("a defect")
 
-supervisor.EngineSupervisor._next_delay_s = fail
+restarts.Restarts.next_delay_s = fail
 cli.app()
 """
 
