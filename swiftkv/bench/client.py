@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,13 +82,22 @@ async def send(client: httpx.AsyncClient, target: Target, prompt: Prompt | Messa
     return answer
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yields the lines of a stream of events; `aiter_lines` would also end one at a U+2028 within a text."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
 async def _read_stream(response: httpx.Response, answer: Answer) -> None:
     last_s = answer.start_s
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
+    async for line in _lines(response):
+        if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             return
         event = json.loads(data)
         now_s = time.perf_counter()

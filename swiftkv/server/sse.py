@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import Struct
 
-_encoder = msgspec.json.Encoder()
+from swiftkv.server.json_lines import json_line
 
 
 class NamedEvent(Struct):
@@ -18,11 +17,9 @@ class NamedEvent(Struct):
 
 def plain_events(events: Sequence[Struct]) -> bytes:
     """Return events of which only the data is written, as OpenAI's completions have them."""
-    return b"".join(b"data: " + _encoder.encode(event) + b"\n\n" for event in events)
+    return b"".join(b"data: " + json_line(event) + b"\n\n" for event in events)
 
 
 def named_events(events: Sequence[NamedEvent]) -> bytes:
     """Return events with their names, as OpenAI's responses and Anthropic's messages have them."""
-    return b"".join(
-        b"event: " + event.type.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n" for event in events
-    )
+    return b"".join(b"event: " + event.type.encode() + b"\ndata: " + json_line(event) + b"\n\n" for event in events)

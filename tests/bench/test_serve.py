@@ -33,6 +33,9 @@ VLLM_KEYS = set(
     "mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms".split()
 )
 
+TEXT = "x\u2028 "
+"""What a token says; the character in it ends a line for `str.splitlines`."""
+
 
 @dataclass
 class Server:
@@ -80,7 +83,7 @@ class Server:
             yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for i in range(num_out):
             await asyncio.sleep(0)
-            choice = {"delta": {"content": "x "}} if is_chat else {"text": "x ", "token_ids": [7]}
+            choice = {"delta": {"content": TEXT}} if is_chat else {"text": TEXT, "token_ids": [7]}
             yield event({"choices": [choice | {"finish_reason": "length" if i == num_out - 1 else None}]})
         self.running -= 1
         usage = {"prompt_tokens": num_in, "completion_tokens": num_out, "prompt_tokens_details": {"cached_tokens": 1}}
@@ -89,7 +92,7 @@ class Server:
 
 
 def event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def test_result_has_vllms_keys_and_the_servers_counts(
     assert (result["failed"], result["errors"]) == (0, [""] * 12)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 60)
     assert result["total_cached_tokens"] == 12
-    assert result["generated_texts"] == ["x x x x x "] * 12
+    assert result["generated_texts"] == [TEXT * 5] * 12
     assert server.most_running <= 3
     assert result["max_concurrent_requests"] <= 3
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
@@ -171,7 +174,7 @@ def test_chat_turns_carry_what_was_said(server: Server) -> None:
     assert len(server.bodies) == 6
     longest = max(server.bodies, key=lambda body: len(body["messages"]))["messages"]
     assert [message["role"] for message in longest] == ["user", "assistant", "user", "assistant", "user"]
-    assert longest[1]["content"] == "x x "
+    assert longest[1]["content"] == TEXT * 2
 
 
 def test_completion_turns_carry_the_token_ids(server: Server) -> None:

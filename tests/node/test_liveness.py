@@ -79,6 +79,10 @@ def wait_until_restarted(node: NodeProcess, model: str, dead: psutil.Process) ->
     wait_for("the restart", is_back)
 
 
+def is_at_rest(view: dict[str, Any]) -> bool:
+    return bool(view["state"] == "ready" and view["in_flight"] == 0)
+
+
 def why_not_ready(node: NodeProcess) -> str | None:
     answer = httpx.get(f"{node.url}/ready", timeout=DEADLINE_S)
     return None if answer.status_code == 200 else str(answer.json()["error"]["message"])
@@ -110,8 +114,8 @@ def test_an_engine_that_stops_with_work_is_ended_and_started_again(node: NodePro
 
 
 def test_a_stopped_engine_without_work_is_shown_and_left_alone(node: NodeProcess) -> None:
+    wait_for("it to be at rest", lambda: is_at_rest(node.engine_views()["other"]))
     engine = node.engines()["other"]
-    wait_for("it to be at rest", lambda: node.engine_views()["other"]["in_flight"] == 0)
     with stopped(engine):
         wait_for("more than the watchdog", lambda: node.engine_views()["other"]["progress_age_s"] > 1.5 * WATCHDOG_S)
         assert node.ready() == {"steady": "ready", "other": "stopped"}

@@ -9,6 +9,7 @@ import msgspec
 from swiftkv.server.batches.objects import LineError, LineFailure, LineResponse, LineResult, new_id
 from swiftkv.server.body import parse_body
 from swiftkv.server.errors import ApiError
+from swiftkv.server.json_lines import json_line
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import ChatBody, CompletionBody
 
@@ -24,8 +25,6 @@ UNFINISHED = {
     "cancelled": LineFailure("batch_cancelled", "This request was not executed because the batch was cancelled."),
 }
 """The failure of lines that have no result when their batch enters a status."""
-
-_encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def parse_line(text: bytes) -> ChatBody | CompletionBody:
 
 def answered(custom_id: str, answer: msgspec.Struct) -> bytes:
     """Return the line of an output file."""
-    return _result(custom_id, LineResponse(200, new_id("req_"), msgspec.Raw(_encode(answer))), None)
+    return _result(custom_id, LineResponse(200, new_id("req_"), msgspec.Raw(json_line(answer))), None)
 
 
 def refused(custom_id: str, error: ApiError) -> bytes:
@@ -124,4 +123,4 @@ def unfinished(custom_id: str, status: str) -> bytes:
 
 
 def _result(custom_id: str, response: LineResponse | None, failure: LineFailure | None) -> bytes:
-    return _encode(LineResult(new_id("batch_req_"), custom_id, response, failure))
+    return json_line(LineResult(new_id("batch_req_"), custom_id, response, failure))
