@@ -1,6 +1,8 @@
 #pragma once
 
 // The step before attention: RMSNorm of the heads, rotary embedding, KV write. Include after a simd_*.h.
+#include <algorithm>
+
 #include "attention_element.h"
 
 namespace swiftkv {
@@ -14,6 +16,7 @@ struct RopeWrite {
     static constexpr int kPack = E::kPack;
     // Vectors are read and written whole: buffers have room for one more.
     static constexpr int kPadded = kMaxHeadDim + kWidth;
+    static constexpr int kHeadsAtOnce = 16;
 
     struct Rotation {
         float cos[kPadded], sin[kPadded];
@@ -51,40 +54,63 @@ struct RopeWrite {
         }
     };
 
+    // One over the root mean square of each head. Each is a long chain of operations that depend on each other, so
+    // those of many heads are found before the first is used: a processor then works on several at a time.
+    static void find_scales(const Elem* heads, int num_heads, const Norm& norm, int n, float* scales) {
+        for (int head = 0; head < num_heads; ++head) {
+            V squares = Simd::zero();
+            for (int i = 0; i < n; i += kWidth) {
+                const V x = E::load(heads + head * n + i);
+                squares = Simd::fma(x, x, squares);
+            }
+            scales[head] = 1.0f / __builtin_sqrtf(Simd::sum(squares) / static_cast<float>(n) + norm.eps);
+        }
+    }
+
     // Normalises as transformers does: in float32, rounded unless the weight is float32, times the weight, rounded.
-    static void normalise(float* x, const Norm& norm, int n) {
-        V squares = Simd::zero();
-        for (int i = 0; i < n; i += kWidth) squares = Simd::fma(Simd::load(x + i), Simd::load(x + i), squares);
-        const V scale = Simd::set1(1.0f / __builtin_sqrtf(Simd::sum(squares) / static_cast<float>(n) + norm.eps));
+    static void normalise(const Elem* head, float head_scale, const Norm& norm, int n, float* x) {
+        const V scale = Simd::set1(head_scale);
         for (int i = 0; i < n; i += kWidth) {
-            const V wide = Simd::mul(Simd::load(x + i), scale);
+            const V wide = Simd::mul(E::load(head + i), scale);
             const V normal = norm.kind == NormWeight::kFloat32 ? wide : E::round(wide);
             Simd::store(x + i, E::round(Simd::mul(Simd::load(norm.weight + i), normal)));
         }
     }
 
-    // Rotates as transformers does, which rounds each product and the sum: y = x cos + rotate_half(x) sin.
-    static void rotate(const float* x, const Rotation& rotation, int n, float* y) {
+    // Rotates as transformers does, which rounds each product and the sum: y = x cos + rotate_half(x) sin. Writes whole
+    // vectors, so where half of what is rotated is none, y has room for one more.
+    static void rotate(const float* x, const Rotation& rotation, int n, Elem* y) {
         const int half = rotation.half;
         for (int i = 0; i < half; i += kWidth) {
             const V a = Simd::load(x + i), b = Simd::load(x + half + i);
             const V left = E::round(Simd::mul(a, Simd::load(rotation.cos + i)));
-            Simd::store(y + i, E::round(Simd::sub(left, E::round(Simd::mul(b, Simd::load(rotation.sin + i))))));
+            E::store(y + i, Simd::sub(left, E::round(Simd::mul(b, Simd::load(rotation.sin + i)))));
         }
         for (int i = 0; i < half; i += kWidth) {
             const V a = Simd::load(x + i), b = Simd::load(x + half + i);
             const V left = E::round(Simd::mul(b, Simd::load(rotation.cos + i)));
-            Simd::store(y + half + i, E::round(Simd::add(left, E::round(Simd::mul(a, Simd::load(rotation.sin + i))))));
+            E::store(y + half + i, Simd::add(left, E::round(Simd::mul(a, Simd::load(rotation.sin + i)))));
         }
-        for (int i = 2 * half; i < n; i += kWidth) Simd::store(y + i, Simd::load(x + i));
+        for (int i = 2 * half; i < n; i += kWidth) E::store(y + i, Simd::load(x + i));
     }
 
-    static void prepare_head(Elem* head, const Rotation& rotation, const Norm* norm, int n) {
-        alignas(64) float x[kPadded], y[kPadded];
-        widen(head, n, x);
-        if (norm != nullptr) normalise(x, *norm, n);
-        rotate(x, rotation, n, y);
-        for (int i = 0; i < n; i += kWidth) E::store(head + i, Simd::load(y + i));
+    // Heads that follow each other in a row, all with one norm, or with none where it is null.
+    static void prepare_heads(Elem* heads, int num_heads, const Rotation& rotation, const Norm* norm, int n) {
+        const bool whole_vectors = rotation.half % kWidth == 0;
+        float scales[kHeadsAtOnce];
+        alignas(64) float x[kPadded];
+        alignas(64) Elem y[kPadded];
+        for (int head = 0; head < num_heads; ++head, heads += n) {
+            const int in_group = head % kHeadsAtOnce;
+            if (norm == nullptr) {
+                widen(heads, n, x);
+            } else {
+                if (in_group == 0) find_scales(heads, std::min(kHeadsAtOnce, num_heads - head), *norm, n, scales);
+                normalise(heads, scales[in_group], *norm, n, x);
+            }
+            rotate(x, rotation, n, whole_vectors ? heads : y);
+            if (!whole_vectors) __builtin_memcpy(heads, y, n * sizeof(Elem));
+        }
     }
 
     // [num_tokens][head_dim] -> [head_dim / kPack][block_size][kPack]
@@ -123,10 +149,9 @@ struct RopeWrite {
         for (int t = 0; t < task.num_tokens; ++t) {
             const Rotation rotation(rope.cos_sin + int64_t{task.positions[t]} * rope.rotary_dim, rope.rotary_dim);
             Elem* row = rows + t * row_stride;
-            for (int head = 0; head < spec.num_heads; ++head)
-                prepare_head(row + head * n, rotation, rope.q_norm != nullptr ? &q_norm : nullptr, n);
-            for (int head = spec.num_heads; head < spec.num_heads + spec.num_kv_heads; ++head)
-                prepare_head(row + head * n, rotation, rope.k_norm != nullptr ? &k_norm : nullptr, n);
+            prepare_heads(row, spec.num_heads, rotation, rope.q_norm != nullptr ? &q_norm : nullptr, n);
+            prepare_heads(row + spec.num_heads * n, spec.num_kv_heads, rotation,
+                          rope.k_norm != nullptr ? &k_norm : nullptr, n);
         }
         auto* block = reinterpret_cast<Elem*>(task.layer_block);
         const int v_dim = spec.v_head_dim;
