@@ -175,11 +175,11 @@ class DecodeGraphs(Generic[Inputs]):
         self._device = device
         self._num_entries = num_entries
         self._variants: dict[int, _Variant[Inputs]] = {}  # by number of stream buffers
-        self._memory: Any = None  # that graphs share: one is replayed after the other
+        self._memory: Any = None  # shared by all graphs, of which only one is replayed at a time
         self._stream: torch.cuda.Stream | None = None  # for capturing: libraries keep memory for each that they see
         self.hits_total = 0
         self.misses_total = 0  # decode steps that no graph held
-        self.nbytes = 0  # of device memory that the graphs keep
+        self.nbytes = 0  # device memory that the graphs keep
 
     def sizes(self, num_buffers: int = 0) -> list[int]:
         """Batch sizes of steps that stream through so many buffers, ascending; 0: of those that copy nothing."""

@@ -34,7 +34,7 @@ class Request:
     namespace: bytes  # prompts share cached prefixes only within one, in the engine and in storage
     priority: int
     target_ttft_s: float | None = None  # as its client wants it
-    pooled_token_ids: list[int] = field(default_factory=list)  # of a pooled request: the tokens whose logits it wants
+    pooled_token_ids: list[int] = field(default_factory=list)  # the tokens whose logits a pooled request wants
     is_traced: bool = False
     flow: int = 0
     flow_weight: float = 1.0

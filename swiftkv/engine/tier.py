@@ -266,7 +266,7 @@ class OpenStorage:
     """Host memory and storage that can be used, and the names that an engine's blocks have there."""
 
     spec: TierSpec
-    name: str  # of the last backend
+    name: str  # the name of the last backend
     levels: Levels
     keys: ObjectKeys
 

@@ -51,7 +51,7 @@ def _dynamic(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
 def _llama3(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
     """Slow dimensions interpolated, fast ones kept, a ramp between."""
     inv_freq = _default(rope, rotary_dim, positions)
-    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)  # of a dimension in the original context
+    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)  # in the original context
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(inv_freq / rope.factor, inv_freq, keep.clamp(0, 1))
 

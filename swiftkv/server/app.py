@@ -114,7 +114,7 @@ def create_model_app(
 
 
 def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> FastAPI:
-    app = FastAPI(title="swiftkv", version=__version__, openapi_url=None)  # of `ApiDocument`
+    app = FastAPI(title="swiftkv", version=__version__, openapi_url=None)  # `ApiDocument` serves it
     app.state.body_threads = body_threads()
     app.state.turns = settings.limits.turns
     install_error_handlers(app)

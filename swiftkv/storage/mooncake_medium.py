@@ -39,7 +39,7 @@ _INVALID_PARAMS, _TRANSFER_FAIL = -600, -800
 _EXISTS_ALREADY = -705
 _NO_ROOM = frozenset({-101, -200, -1700})  # no segment, no memory left in any, beyond a tenant's quota
 _NOT_THERE = frozenset({-702, -703, -704, -710, -712})  # unknown, being written, or gone from where it lay
-_NO_ANSWER = frozenset({-900, -901})  # of the master
+_NO_ANSWER = frozenset({-900, -901})  # Mooncake's codes where its master does not answer
 _TOO_LATE = frozenset({-707, -901})  # the lease ended before the transfer did; the master did not answer
 _WRONG_BYTES = -801
 

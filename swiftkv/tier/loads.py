@@ -53,7 +53,7 @@ class _Wait:
     asked: Search | Load
     is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
     span: _Span | None = None  # None: not decided
-    unread: dict[Target, None] = field(default_factory=dict)  # of the load, in order
+    unread: dict[Target, None] = field(default_factory=dict)  # the targets of the load that are not read yet, in order
     is_met: bool = False  # the request computes its front
 
     @property
@@ -114,7 +114,7 @@ class Loads:
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, _Expected] = {}  # by request
-        self._reading_bytes = 0  # of loads that have not ended
+        self._reading_bytes = 0  # all bytes of loads that have not ended
         self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than there was
         self.failures: Counter[Status] = Counter()
         self.hit_tokens: Counter[str] = Counter()  # by tier

@@ -352,8 +352,8 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
     if isinstance(body.input, str):
         yield ChatMessage.model_construct(role="user", content=body.input)
         return
-    answer: ChatMessage | None = None  # what follows may be calls that belong to it
-    thought: str | None = None  # of the message that follows
+    answer: ChatMessage | None = None  # the message that calls which follow belong to
+    thought: str | None = None  # the reasoning of the message that follows
     for item in body.input:
         if isinstance(item, HostedItem):
             continue
