@@ -143,7 +143,7 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # one thread, so steps stay in order
 
     def __bool__(self) -> bool:
-        """Whether any request is held to a grammar."""
+        """Return whether any request is held to a grammar."""
         return bool(self._held)
 
     def hold(self, request: Request) -> bool:

@@ -221,7 +221,7 @@ class _Followers:
             watcher.start()
 
     def tell(self, order: Order) -> None:
-        """Raises `EngineError` if a rank takes no orders."""
+        """Send an order to every rank. Raises `EngineError` if one takes none."""
         message = self._encoder.encode(order)
         try:
             for socket in self._sockets:

@@ -55,7 +55,7 @@ class StepCopies(Protocol):
     def has_copies(self) -> bool: ...
 
     def copies(self, group: int, kind: CopyKind, buffer: int) -> Int64Array:
-        """Runs [R, 5] as in `transport.base.Runs`; `buffer` is 0 where nothing is staged. Valid as long as the plan."""
+        """Return runs [R, 5] of `transport.base.Runs`, valid as long as the plan. Unstaged ones are of buffer 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class _Keys(HFConfig, kw_only=True):
     sliding_window_size: int | None = None  # some published files have sliding_window twice
 
     def slides(self, layer: int) -> bool:
-        """Whether a layer has a window, by the family's habit."""
+        """Return whether a layer has a window, by the family's habit."""
         raise NotImplementedError
 
     def with_window_rope(self) -> Self:

@@ -284,7 +284,7 @@ class ResponsesBody(SamplingFields):
     _num_echoed_bytes: int = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
-        """Translate, where a large body is parsed: in a thread."""
+        """Translate the request to a chat here, since large bodies are parsed in a thread."""
         self._request_tools = RequestTools(self.tools or ())
         self._chat = _chat(self, self._request_tools)
         asked_tools = [tool.model_dump(exclude_none=True) for tool in self._request_tools.shown]
