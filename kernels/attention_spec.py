@@ -22,12 +22,12 @@ class AttentionSpec:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # the size of a query and of a key
     block_size: int  # tokens per block
     scale: float  # multiplies query · key
     window: int = 0  # tokens a query looks back on, itself included; 0: all of them
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
-    v_head_dim: int | None = None  # of values and results; None: that of keys
+    v_head_dim: int | None = None  # the size of a value and of a result; None: head_dim
 
     @property
     def value_head_dim(self) -> int:

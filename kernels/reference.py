@@ -254,7 +254,7 @@ def attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """q [queries, num_heads, head_dim], k and v [keys, num_kv_heads, dim], visible [queries, keys]."""
+    """Attend from q [queries, num_heads, head_dim] to k, v [keys, num_kv_heads, dim] where visible [queries, keys]."""
     wide = _accumulator(q.dtype)
     grouped = q.to(wide).view(len(q), k.shape[1], -1, q.shape[2])  # heads that share one kv head are neighbours
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * spec.scale
@@ -280,7 +280,7 @@ def _multiply(x: Tensor, w: PackedLinear) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim], cos and sin [T, half]; dimension i < half is turned with dimension i + half."""
+    """Rotate x [T, heads, head_dim] by cos and sin [T, half]: dimension i < half turns with dimension i + half."""
     half = cos.shape[-1]
     first, second, rest = x.to(cos.dtype).tensor_split([half, 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -288,7 +288,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [T, heads, dim] of q, k and v."""
+    """Return views [T, heads, dim] of q, k and v."""
     q, k, v = torch.split(qkv, list(spec.qkv_sizes), dim=1)
     dims = spec.head_dim, spec.head_dim, spec.value_head_dim
     q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in zip((q, k, v), dims, strict=True))

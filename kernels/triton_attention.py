@@ -26,7 +26,7 @@ from swiftkv.kernels.triton_schedule import AttentionBatch, Tiling, decode_buffe
 
 __all__ = ["AttentionBatch", "attention", "decode_buffers", "prepare_batch"]
 
-_SPLITS = 16  # that are added up at a time
+_SPLITS = 16  # splits that are added up at a time
 
 
 def attention(
@@ -157,7 +157,7 @@ def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
         "maxnreg": tiling.max_registers,
-        "enable_fp_fusion": True,  # which Triton 3.10 no longer does unasked
+        "enable_fp_fusion": True,  # Triton 3.10 no longer fuses unless it is told to
     }
 
 

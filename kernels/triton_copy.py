@@ -32,7 +32,7 @@ from the first byte of our pool, and how far apart the local addresses of two la
 _WORDS_PER_VECTOR = VECTOR_BYTES // 4
 _MAX_TILE_BYTES = 32 << 10
 _BYTES_PER_THREAD = 64  # four loads in flight
-_WARPS_PER_SM = 48  # of 64, so that registers do not limit it
+_WARPS_PER_SM = 48  # a multiprocessor takes 64, but their registers would limit the copy
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -230,7 +230,7 @@ def _rope_write_kv(
     VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,  # of one program
+    HEADS: tl.constexpr,  # heads of one program
     HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr,  # 0: all dimensions are turned
 ) -> None:

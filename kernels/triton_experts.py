@@ -17,7 +17,7 @@ from swiftkv.kernels.experts import Choices, GatedActivation
 from swiftkv.kernels.reference_experts import PackedExperts
 from swiftkv.kernels.triton_elementwise import gated_activation
 
-_ROWS = 64  # of a tile: the least that the matrix units of an H100 take at full speed, and one tile for decoding too
+_ROWS = 64  # rows of a tile: the fewest that an H100's matrix units take at full speed, and one tile for decoding too
 _COLUMNS = 64
 _INNER = 64
 _COMBINED_TILE = 1024

@@ -29,10 +29,10 @@ _Int32Array = npt.NDArray[np.int32]
 
 _ALIGNMENT = 4  # of the arrays within their one buffer, in int32: 16 bytes, as Triton's fastest loads want
 _DECODE_PROGRAMS_PER_SM = 3  # with 64 KiB of keys and values in flight each; more would be slower
-_ROUNDS = 4  # of decoding where not all programs run at once: short ones leave no long tail
-_MIN_SPLIT_TILES = 2  # of keys: below this a split's result costs more to combine than it saves
-_MIN_PART_TILES = 4  # of keys, of a tile of queries: its result is as many bytes as a tile of keys and values
-_PART_ROUNDS = 2  # of parts: prompts of different lengths then end at about the same time
+_ROUNDS = 4  # rounds of decoding where not all programs run at once: short ones leave no long tail
+_MIN_SPLIT_TILES = 2  # tiles of keys: a shorter split costs more to combine than it saves
+_MIN_PART_TILES = 4  # tiles of keys: a part's result is as many bytes as one tile of keys and values
+_PART_ROUNDS = 2  # rounds of parts: prompts of different lengths then end at about the same time
 
 MAX_DECODE_TOKENS = 8
 """New tokens of a sequence up to which each is computed as a sequence of its own. Not measured on a GPU yet."""
@@ -42,7 +42,7 @@ MAX_DECODE_TOKENS = 8
 class Tiling:
     """The tile sizes of one kernel, and the options that it is compiled with."""
 
-    rows: int  # of queries times heads that share a kv head
+    rows: int  # queries times the heads that share a kv head
     keys: int
     num_warps: int
     num_stages: int
@@ -69,8 +69,8 @@ class AttentionBatch:
     block_table: Tensor  # [number of entries]
     prefill: Tiling
     decode: Tiling
-    num_parts: int  # of the tiles whose keys are in parts, together
-    max_splits: int  # of one sequence: more than 1 means that results have to be combined
+    num_parts: int  # all parts of tiles whose keys are divided
+    max_splits: int  # the most of one sequence: with more than 1, results have to be combined
 
 
 TILE_FIELDS = 9
@@ -284,7 +284,7 @@ def _tiles(
         length += max(1, length // 16)
     tile, rank = np.repeat(np.arange(len(span)), parts), _ranges(parts)
     is_part = parts > 1
-    numbers = np.where(is_part, parts, 0).cumsum() - np.where(is_part, parts, 0)  # of each tile's first part
+    numbers = np.where(is_part, parts, 0).cumsum() - np.where(is_part, parts, 0)  # the number of each tile's first part
     fields = (
         of[tile],
         first_row[tile],

@@ -1,6 +1,6 @@
 """Block pool, prefix index and scheduler (C++). Token ids are int32, request ids uint64; arrays are one-dimensional.
 
-A stub of more than 400 lines, for a module has one stub.
+It has more than 400 lines because a module has only one stub.
 """
 
 from typing import Final, Literal
@@ -22,10 +22,10 @@ PRIORITIES_PER_CLASS: Final[int]
 """The distance between the priorities of one class and the next; class 1 has those around 0."""
 
 def blake3(data: bytes) -> bytes:
-    """BLAKE3 of `data`: 32 bytes."""
+    """Return the BLAKE3 hash of `data`: 32 bytes."""
 
 def block_keys(namespace: bytes, token_ids: Int32Array, block_size: int) -> bytes:
-    """Keys of all full blocks of `token_ids`, 32 bytes each, concatenated.
+    """Return the keys of all full blocks of `token_ids`, 32 bytes each, concatenated.
 
     The key of a block is BLAKE3 of its tokens (little-endian int32), keyed with the key of the block before it; the
     first is keyed with BLAKE3 of `namespace`. Raises ValueError if `block_size` is not positive.
@@ -362,7 +362,7 @@ class Scheduler:
         """
 
     def abort(self, request_ids: UInt64Array) -> None:
-        """Forgets requests at once, at any time; unknown ids are ignored."""
+        """Forget requests at once, at any time; unknown ids are ignored."""
 
     def set_draft(self, request_id: int, token_ids: Int32Array) -> None:
         """Guess the tokens that follow those of a request, in place of any guess before.
@@ -397,10 +397,10 @@ class Scheduler:
         """
 
     def starved(self, now_s: float, max_wait_s: float) -> list[int]:
-        """Return requests that have waited longer for room that would not be there even if they were alone."""
+        """Return the requests that have waited too long for room that they would not have even if they ran alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
-        """Takes up to that many extents out of the pool; cached blocks in them are forgotten, used ones stay.
+        """Take up to that many extents out of the pool; cached blocks in them are forgotten, used ones stay.
 
         Raises ValueError if `max_extents` is negative.
         """
@@ -412,7 +412,7 @@ class Scheduler:
         """Return the demand of each KV group; its peaks start anew."""
 
     def is_short(self) -> bool:
-        """Whether requests want more than there is while something is lent."""
+        """Return whether requests want more than there is while something is lent."""
 
     def borrow(self, link: int, extents: Int32Array) -> None:
         """Let blocks lie in these extents from now on."""
@@ -441,8 +441,8 @@ class Scheduler:
 
         Sliding-window groups offer the tails of boundaries that are kept, and nothing else. With `write_through` all
         that is here already is offered, too, what was used last first; `never` takes every offer back. `write_back`
-        offers nothing before `take_offers` asks: then the blocks without which a quarter of a group's blocks would not
-        be free or stored, in the order of eviction.
+        offers nothing before `take_offers` asks: then it offers blocks in the order of eviction, as many as must be
+        stored for a quarter of each group's blocks to be free or stored.
         """
 
     def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int32Array, Int64Array]:
@@ -490,9 +490,9 @@ class Scheduler:
     def begin_load(
         self, request_id: int, num_blocks: int, first: int = 0
     ) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
-        """Take blocks for what a waiting request's blocks from `first` to `num_blocks` lack, forgetting others that are
-        cached. There is room for what it lacks before `first`.
+        """Take blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here.
 
+        Other cached blocks are forgotten for them. Room is left for those before `first`, which are computed.
         Return for each the index of its key, its group, its number, and the offset of its bytes in the pool; nothing if
         there is no room, or nothing to load, or while a step in progress copies blocks. Requests that would find these
         blocks wait for them.
@@ -502,13 +502,13 @@ class Scheduler:
     def can_meet(self) -> bool:
         """Whether the front of a prompt can be computed while storage loads its back.
 
-        Not with windows, of which only a tail is loaded, nor where a prompt is computed as a whole.
+        It cannot with windows, of which storage has only a tail, nor where a prompt is computed as a whole.
         """
     def meet(self, request_id: int, num_blocks: int) -> None:
-        """Let a waiting request go while storage loads its back, up to block `num_blocks`, from the last block on.
+        """Let a waiting request begin while storage loads its back: the blocks before `num_blocks`, the last one first.
 
-        It computes its front, and goes on behind its back once it comes to a block from which on all are here. Raises
-        ValueError if the request has not so many keys. Unknown ids are ignored.
+        The request computes its front, and skips the rest of the back as soon as all of that has been loaded. Raises
+        ValueError if the request has fewer keys. Unknown ids are ignored.
         """
 
     def num_planned_blocks(self, request_id: int) -> int:
@@ -567,7 +567,7 @@ class Scheduler:
         """Predict steps as another scheduler did. Raises ValueError as `StepTime.remembered` does."""
 
     def check_invariants(self) -> None:
-        """Raises RuntimeError, naming the invariant that does not hold. Slow: for tests."""
+        """Raise RuntimeError, naming the invariant that does not hold. Slow: for tests."""
 
     def reset_prefix_cache(self) -> None:
-        """Frees every cached block that no running request holds."""
+        """Free every cached block that no running request holds."""

@@ -92,7 +92,7 @@ def route(router: Router, logits: int, num_tokens: int, select_bias: int, expert
 class PackedExperts:
     def __init__(self, hidden_size: int, inner_size: int, dtype: DType, gated: GatedActivation) -> None: ...
     def append(self, gate: int, up: int, down: int, gate_bias: int, up_bias: int, down_bias: int) -> None:
-        """Addresses of weights, and of float32 biases or 0."""
+        """Append one expert, by the addresses of its weights, and of its float32 biases or 0."""
     def __len__(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
@@ -107,7 +107,7 @@ def add_experts(
     tokens_per_expert: int,
     residual: int,
 ) -> None:
-    """Raises `IndexError` for an expert that does not exist; then nothing was done."""
+    """Add the chosen experts' outputs. Raises `IndexError`, having done nothing, for an expert that does not exist."""
 
 class AttentionSpec:
     def __init__(
@@ -151,7 +151,7 @@ def rope_write_kv(
 def attention(
     spec: AttentionSpec, batch: AttentionBatch, qkv: int, pool: int, layer: int, sinks: int, out: int
 ) -> None:
-    """`sinks`: address of float32 [num_heads], or 0."""
+    """Write attention to `out`; `sinks` is the address of float32 [num_heads], or 0."""
 
 SHARE_TABLE_BYTES: int
 SHARE_ACCOUNTS: int
@@ -163,11 +163,11 @@ ASK_ALONE_NS: int
 LONGEST_WAIT_NS: int
 
 class Shares:
-    """The accounts of engines that share cores, in a table of its own and in anybody's time: see `shares.h`."""
+    """The accounts of engines that share cores, in a table of its own and on the caller's clock: see `shares.h`."""
 
     def __init__(self, num_cores: int) -> None: ...
     def open(self, slot: int, threads: int, weight: float, max_share: float) -> None:
-        """Raises `ValueError` for a share that makes no sense."""
+        """Open an engine's account. Raises `ValueError` for a share that makes no sense."""
     def begin(self, slot: int, now_ns: int) -> None: ...
     def end(self, slot: int) -> None: ...
     def charge(self, slot: int, core_ns: int) -> None: ...

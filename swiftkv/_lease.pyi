@@ -40,7 +40,7 @@ class LenderLedger:
         """
 
     def on_return(self, extents: Int32Array, epochs: UInt32Array) -> Int32Array:
-        """Returns the extents that came home by this."""
+        """Take extents home, and return those that were lent until now."""
 
     def peer_died(self) -> Int32Array:
         """End all leases. Return the extents that came home by this; their epochs go on."""
@@ -63,13 +63,13 @@ class BorrowerLedger:
     def recalled(self) -> int:
         """The number of extents that are recalled and not yet given back."""
     def on_offer(self, extents: Int32Array, epochs: UInt32Array) -> tuple[Int32Array, Int32Array, UInt32Array]:
-        """Returns the extents that are held from now on, and the (extents, epochs) to accept: those and repetitions.
+        """Return the extents that are held from now on, and the (extents, epochs) to accept: those and repetitions.
 
         Raises ValueError if an extent that is borrowed is offered at a later epoch: no lender may do that.
         """
 
     def on_recall(self, extents: Int32Array, epochs: UInt32Array) -> tuple[Int32Array, Int32Array, UInt32Array]:
-        """Returns the extents to drain, then to give back, and the (extents, epochs) to return at once.
+        """Return the extents to drain, then to give back, and the (extents, epochs) to return at once.
 
         Raises ValueError if an extent that is borrowed is recalled at a later epoch: no lender may do that.
         """

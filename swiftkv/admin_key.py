@@ -74,7 +74,7 @@ def _write(port: int, key: str) -> tuple[Path, int]:
 
 
 def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
-    """Raises `OSError`."""
+    """Return what `_write` does, for one directory. Raises `OSError`, or `ConfigError` as `_write_new` does."""
     directory.mkdir(mode=0o700, exist_ok=True)
     if not is_private(os.lstat(directory), stat.S_ISDIR):
         raise PermissionError(0, "it is not a directory that belongs to this user alone")
@@ -88,7 +88,7 @@ def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
 
 
 def _write_new(directory: Path, port: int, key: str) -> tuple[Path, int]:
-    """Raises `OSError`, or `ConfigError` where a node that runs has the file."""
+    """Write and lock the file. Raises `OSError`, or `ConfigError` if a running node has it."""
     file = directory / f"{port}{_SUFFIX}"
     lock, name = tempfile.mkstemp(dir=directory)
     try:

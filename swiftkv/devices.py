@@ -8,7 +8,7 @@ from swiftkv.transport.topology import OLDEST_CAPABILITY, Topology, read_topolog
 
 
 def check_devices(config: Config) -> None:
-    """Raises `ConfigError` for a device that is not there, or that this installation cannot use."""
+    """Raise `ConfigError` for a device that is not there, or that this installation cannot use."""
     if all(model.device == "cpu" for model in config.models):
         return
     import torch  # a node of CPU models does without

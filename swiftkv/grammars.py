@@ -16,8 +16,8 @@ GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms
-    step_lexer_fuel=100_000,  # of one mask: about 7 ms
-    step_max_items=50_000,  # of one mask: about 3 ms
+    step_lexer_fuel=100_000,  # the work for one mask: about 7 ms
+    step_max_items=50_000,  # the work for one mask: about 3 ms
     max_lexer_states=20_000,  # one or two KB each
     max_grammar_size=200_000,
     verbose_errors=False,

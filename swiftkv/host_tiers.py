@@ -20,7 +20,7 @@ _LARGEST_PART = 0.8
 
 
 def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
-    """Raises `ConfigError` if the tiers want more than 80 % of what weights and pools leave of the memory.
+    """Raise `ConfigError` if the tiers want more than 80 % of what weights and pools leave of the memory.
 
     Nothing is measured: engines that start together would each count the other's.
     """

@@ -57,7 +57,7 @@ class LearntStepTimes:
 
 
 def is_sound(step_time_s: list[float]) -> bool:
-    """Whether these can be the seconds of a step's terms."""
+    """Return whether these can be the seconds of a step's terms."""
     if len(step_time_s) != len(STEP_TIME_TERMS):
         return False
     try:

@@ -29,7 +29,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def is_still_at(path: Path, descriptor: int) -> bool:
-    """Whether the path still names what the descriptor is open on: somebody may have removed or replaced it."""
+    """Return whether the path still names the file of this descriptor: it may have been removed or replaced."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def is_still_at(path: Path, descriptor: int) -> bool:
 
 
 def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Whether it is of that kind, belongs to this user, and nobody else may read or change it."""
+    """Return whether it is of that kind, belongs to this user, and nobody else may read or change it."""
     return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 

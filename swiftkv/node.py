@@ -249,7 +249,7 @@ class Node:
         self._tasks.start(self._fleet.keep_learning(), "what engines have learnt")
         prefer_latency()
         gc.collect()
-        gc.freeze()  # what was imported stays; a collection that walks it all would hold up every stream
+        gc.freeze()  # imports stay for good; a collection that walks them all would hold up every SSE response
         self._say_where()
 
     async def _start_engine(self, member: Member, started_s: float) -> None:

@@ -39,7 +39,7 @@ class RestartConfig(Section):
 
 
 def _read_switch(value: object) -> object:
-    """PyYAML reads on and off as booleans unless they are quoted."""
+    """Return a boolean for `on` and `off`; PyYAML does so itself unless they are quoted."""
     return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
@@ -154,7 +154,7 @@ class NodeConfig(Section):
         return tenants
 
     def check_access(self) -> None:
-        """Raises `ConfigError` if the keys are not right, or if others can reach the node and it has none."""
+        """Raise `ConfigError` if the keys are not right, or if others can reach the node and it has none."""
         self.admin_key()
         if not self.key_variables and not self.is_loopback and not self.allow_unauthenticated:
             raise ConfigError(
@@ -179,7 +179,7 @@ class NodeConfig(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means this machine, and nobody else can reach it there."""
+    """Return whether a host name or address means this machine, and nobody else can reach it there."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -36,7 +36,7 @@ class Ports:
         self._metrics = metrics
         self._lending = lending
         self._tasks = tasks
-        self._tables: dict[str, ModelTable] = {}  # of models that have a port
+        self._tables: dict[str, ModelTable] = {}  # by model that has a port
         self._serving: dict[str, tuple[_HttpServer, asyncio.Task[None]]] = {}  # by model, the node's under ""
 
     def serve_node(self, listening: socket.socket, table: ModelTable, changes: ModelChanges) -> None:

@@ -105,7 +105,7 @@ class EngineSupervisor:
         """Start the engine again whenever it ends, until the node stops."""
         while True:
             assert self._life is not None
-            await asyncio.wait({self._life})  # which cancelling this does not cancel
+            await asyncio.wait({self._life})  # cancelling this wait does not cancel the task
             end = self._life.result()
             if self._client.status.is_draining:
                 self._client.engine_down(end.how, state=EngineState.DOWN)

@@ -18,7 +18,7 @@ _INTERVAL_S = 1.0
 _PING_INTERVAL_S = 10.0
 _NOTICEABLE_S = 5.0
 _SLOW_S = 10.0
-_BUSY = 0.2  # of a processor
+_BUSY = 0.2  # part of a processor
 _TIMES_THE_LONGEST = 3.0  # a round of the step loop may take so many times as long as any before it
 
 

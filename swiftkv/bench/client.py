@@ -64,7 +64,7 @@ def request_body(target: Target, prompt: Prompt | Messages, output_len: int | No
 
 
 async def send(client: httpx.AsyncClient, target: Target, prompt: Prompt | Messages, output_len: int | None) -> Answer:
-    """Sends one request and reads its answer to the end. What goes wrong is in the answer's `error`."""
+    """Send one request and read its answer to the end. What goes wrong is in the answer's `error`."""
     answer = Answer(start_s=time.perf_counter())
     try:
         async with client.stream(
@@ -83,7 +83,7 @@ async def send(client: httpx.AsyncClient, target: Target, prompt: Prompt | Messa
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yields the lines of a stream of events; `aiter_lines` would also end one at a U+2028 within a text."""
+    """Yield the lines of a stream of events; `aiter_lines` would also end one at a U+2028 within a text."""
     rest = b""
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Asks, prints the table, saves the JSON if told to, and returns it."""
+    """Send the requests, print the table, save the JSON if told to, and return it."""
     metrics, percentiles = parse_metrics(args.percentile_metrics), parse_percentiles(args.metric_percentiles)
     goodput_ms = parse_goodput(args.goodput)
     if not (args.request_rate > 0 and args.burstiness > 0 and args.num_prompts > 0):

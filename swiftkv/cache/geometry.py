@@ -43,12 +43,12 @@ class KVGroup:
 
     layers: tuple[int, ...]
     num_kv_heads: int
-    head_dim: int  # of keys
+    head_dim: int  # the size of a key
     dtype: str  # a key of DTYPE_BYTES
     block_size: int  # tokens per block
     kind: KVKind = "full"
     window: int = 0  # tokens a layer looks back on if it is of kind window
-    v_head_dim: int | None = None  # of values; None: that of keys
+    v_head_dim: int | None = None  # the size of a value; None: head_dim
 
     def __post_init__(self) -> None:
         assert self.layers

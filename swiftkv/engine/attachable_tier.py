@@ -43,12 +43,12 @@ class AttachableTier(Tier):
         self._scheduler = scheduler
         self._groups = [region.group for region in runner.pool.regions]
         self._tier = Tier()
-        self._change_id: int | None = None  # of the change in progress
+        self._change_id: int | None = None  # the id of the change in progress
         self._opening: _Work[OpenStorage] | None = None
         self._leaving: StorageTier | None = None
         self._patience_ends_s = 0.0  # monotonic: when storage is closed though a call has not come back from it
         self._closing: _Work[None] | None = None
-        self._past: TierStats | None = None  # of storage that is gone
+        self._past: TierStats | None = None  # the totals of storage that is gone
         self._answers: list[StorageChanged] = []
         if config.storage is not None:
             self._tier = self._tier_of(self._opener(config.storage)())

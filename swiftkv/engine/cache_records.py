@@ -17,9 +17,9 @@ from swiftkv.tier.keys import BLOCK_KEY_BYTES
 from swiftkv.tier.messages import LoadStop
 
 _MAX_RECORDS = 1024
-_MAX_KEY_BYTES = 32 << 20  # of all prompts that are remembered: a million blocks
+_MAX_KEY_BYTES = 32 << 20  # the keys of all remembered prompts: a million blocks
 _MAX_BEGINNINGS = 4096
-_MAX_NAMESPACES = 8  # of one beginning
+_MAX_NAMESPACES = 8  # namespaces remembered for one beginning
 
 
 class CacheRecords:
@@ -31,7 +31,7 @@ class CacheRecords:
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._records: OrderedDict[int, Explanation] = OrderedDict()  # by request
         self._beginnings: OrderedDict[bytes, set[bytes]] = OrderedDict()  # namespaces by hash of a first block
-        self._keys: OrderedDict[int, bytes] = OrderedDict()  # of the blocks of prompts, by request
+        self._keys: OrderedDict[int, bytes] = OrderedDict()  # the keys of a prompt's blocks, by request
         self._num_key_bytes = 0
 
     def admitted(self, request: Request, cached_tokens: int, tier_outcome: LoadStop | None) -> None:

@@ -49,7 +49,7 @@ class DecodeModel(Protocol[Inputs]):
     """A model whose decode step can be captured: it runs over tensors that stay where they are."""
 
     def inputs(self, num_tokens: int, num_entries: int, num_tables: int) -> Inputs:
-        """Tensors for any decode step of at most `num_tokens` tokens, with `num_entries` blocks in all; no step yet.
+        """Return tensors for any decode step of at most `num_tokens` tokens and `num_entries` blocks, still empty.
 
         `num_tables`: block tables of the step, for layers take them in turn (`StepArrays.stream_tables`).
         """
@@ -58,7 +58,7 @@ class DecodeModel(Protocol[Inputs]):
         """Write a decode step. Rows beyond its tokens write no KV. The host does not wait."""
 
     def run(self, inputs: Inputs, stream: KVStream) -> Tensor:
-        """Hidden states [num_tokens, hidden_size]; the same kernels whatever the tensors hold."""
+        """Return hidden states [num_tokens, hidden_size]. The same kernels run whatever the tensors hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def fill_token_ids(step: StepArrays, token_ids: Tensor) -> None:
 
 
 def graph_sizes(max_num_seqs: int, max_graphs: int = 64) -> list[int]:
-    """Batch sizes to capture, ascending: 1, 2, 4, then in steps of 8, of 16 from 256 on, and `max_num_seqs` itself.
+    """Return the batch sizes to capture: 1, 2, 4, then in steps of 8, of 16 from 256 on, and `max_num_seqs` itself.
 
     If these are more than `max_graphs`, every second one of the larger sizes goes, until they are not.
     """
@@ -175,14 +175,14 @@ class DecodeGraphs(Generic[Inputs]):
         self._device = device
         self._num_entries = num_entries
         self._variants: dict[int, _Variant[Inputs]] = {}  # by number of stream buffers
-        self._memory: Any = None  # that graphs share: one is replayed after the other
+        self._memory: Any = None  # shared by all graphs, of which only one is replayed at a time
         self._stream: torch.cuda.Stream | None = None  # for capturing: libraries keep memory for each that they see
         self.hits_total = 0
         self.misses_total = 0  # decode steps that no graph held
-        self.nbytes = 0  # of device memory that the graphs keep
+        self.nbytes = 0  # device memory that the graphs keep
 
     def sizes(self, num_buffers: int = 0) -> list[int]:
-        """Batch sizes of steps that stream through so many buffers, ascending; 0: of those that copy nothing."""
+        """Return the ascending batch sizes of steps that stream through so many buffers; 0: that copy nothing."""
         return self._variants[num_buffers].sizes if num_buffers in self._variants else []
 
     def capture(self, sizes: Sequence[int], memory_limit_bytes: int, stream: GraphStream | None = None) -> None:
@@ -209,7 +209,7 @@ class DecodeGraphs(Generic[Inputs]):
         variant.sizes = sorted(variant.by_size)
 
     def run(self, plan: EngineStep) -> Tensor | None:
-        """Hidden states [T, hidden_size] of a decode step, valid until the next; None: run it eagerly.
+        """Return hidden states [T, hidden_size] of a decode step, valid until the next; None: run it eagerly.
 
         Its copies then are in the books of the layer stream. Raises `TransferError` if they name what is not there.
         """

@@ -39,7 +39,7 @@ def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_
     """
 
     def steps() -> None:
-        counts = token_counts(config.max_num_seqs, vocab_size, device)  # which the first penalty allocates
+        counts = token_counts(config.max_num_seqs, vocab_size, device)  # the first penalty allocates them
         run_largest_step(config, model, device)
         run_long_step(config, model, device)
         del counts
@@ -133,7 +133,7 @@ def capture_streaming(
     if config.lending is None or not isinstance(transport, PeerTransport) or transport.io_backend != "kernel":
         return
     sizes = graph_sizes(config.max_num_seqs, MAX_STREAMING_GRAPHS)
-    for num_buffers in range(config.lending.stream_buffers, 0, -1):  # of two, one is used where room is short
+    for num_buffers in range(config.lending.stream_buffers, 0, -1):  # with one where there is no room for two
         stream = GraphStream(layer_stream, transport.mappings, num_buffers, max_programs=transport.max_programs)
         graphs.capture(sizes, GRAPH_BYTES, stream)
         num_graphs, gib = len(graphs.sizes(num_buffers)), graphs.nbytes / 2**30

@@ -152,12 +152,12 @@ class Engine:
         wake = self._lending.wake  # out of `_wait`: for news of any kind
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=wake)
         self._weights = SleepingWeights(runner, wake)
-        self._launched: deque[_Launched] = deque()  # and not finished, the oldest first
+        self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._tracer = StepTracer()
         self._requests: dict[int, Request] = {}
-        self._admitted: dict[int, Admitted] = {}  # what the gateway was told of them last
+        self._admitted: dict[int, Admitted] = {}  # the last that the gateway was told, by request
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
@@ -250,7 +250,7 @@ class Engine:
         while len(self._launched) > keep:
             step = self._launched.popleft()
             step.fence.wait()  # sampled or not: after the commit, others may write to blocks that the step reads
-            exposed_s = 0.0  # for which the model waited for copies
+            exposed_s = 0.0  # the time that the model waited for copies
             if self._runner.layer_stream is not None and step.plan.has_copies:
                 exposed_s = self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
@@ -451,13 +451,13 @@ class Engine:
         reasons = result.finish_reasons
         for request_id in result.request_ids[reasons != FINISH_RUNNING].tolist():
             self._offer_prompt(request_id)
-        is_answer = reasons < FINISH_ABORTED  # of these tokens clients hear
+        is_answer = reasons < FINISH_ABORTED  # clients get these tokens
         rows = np.flatnonzero(is_answer)
         if self._grammars:
             rows = rows[~np.isin(result.request_ids[rows], self._follow_grammars(result, rows))]
         pooled = pooled_by_request(sampled, result.request_ids, rows)
         if pooled:
-            rows = rows[:0]  # what was "sampled" stands for the end of the request, and is no token
+            rows = rows[:0]  # a pooled request samples no token: its row only marks its end
         self._statistics.count_step(plan.num_prompt_tokens_in_step, len(rows))
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()

@@ -70,7 +70,7 @@ class GrammarCompiler:
         while (grammar := self._wanted.get()) is not None:
             try:
                 matcher = new_matcher(self._tokenizer, grammar)
-                matcher.compute_bitmask()  # what copies of it begin with need not be found out by each of them
+                matcher.compute_bitmask()  # copies of the matcher begin with this mask, and need not compute it again
                 outcome: LLMatcher | ValueError = matcher
             except ValueError as error:
                 outcome = error

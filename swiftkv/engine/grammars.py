@@ -140,10 +140,10 @@ class Grammars:
         # On the CPU the model has the processors.
         self._num_threads = 1 if config.device == "cpu" else min(config.threads, _MAX_THREADS)
         self._executor: LLExecutor | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # which does one step after the other
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # one thread, so steps stay in order
 
     def __bool__(self) -> bool:
-        """Whether any request is held to a grammar."""
+        """Return whether any request is held to a grammar."""
         return bool(self._held)
 
     def hold(self, request: Request) -> bool:

@@ -153,7 +153,7 @@ def _continues(row: _Row, following: _Row) -> bool:
 
 def _rows(taken: Taken, block_size: int) -> Iterator[_Row]:
     """Yield the core's events, by group and place, and otherwise in their order."""
-    numbers = np.cumsum(taken.texts != _NO_TEXT) - 1  # of the texts
+    numbers = np.cumsum(taken.texts != _NO_TEXT) - 1  # the index of each row's text
     for i in np.lexsort((taken.places, taken.groups)).tolist():
         has_text = taken.texts[i] != _NO_TEXT
         begin = int(numbers[i]) * block_size
@@ -257,7 +257,7 @@ class ZmqKVEvents(KVEvents):
     def _send_again(self, replayer: zmq.Socket[bytes]) -> None:
         frames = replayer.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != len(_END):
-            return  # of a stranger
+            return  # a stranger's request
         sender, _, start = frames
         for number, payload in self._sent:
             if number >= start:

@@ -57,7 +57,7 @@ class PromptLogprobs:
         self._waiting: dict[int, tuple[Request, list[TokenLogprobs]]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any request is still waiting for its own."""
+        """Return whether any request still waits for its prompt logprobs."""
         return bool(self._waiting)
 
     def add(self, request: Request) -> None:

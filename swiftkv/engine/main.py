@@ -87,7 +87,7 @@ def serve(config: EngineConfig) -> int:
         with torch.inference_mode():
             try:
                 engine = Engine(config, runner, requests, outputs, context)
-            except _LOAD_ERRORS as error:  # of storage, or of an address
+            except _LOAD_ERRORS as error:  # storage failed, or an address
                 return _load_failed(config, error)
             _watch_compilations(runner)
             outputs.send(msgspec.msgpack.encode(ready))

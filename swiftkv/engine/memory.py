@@ -21,7 +21,7 @@ GRAPH_BYTES = 1 << 30
 RUNTIME_BYTES = 1 << 30
 """Set aside for what torch's allocator does not count: CUDA's context, kernels, and the libraries' workspaces."""
 
-_LATER_BYTES = 256 << 20  # of those, what comes after the largest step: the driver's copies of CUDA graphs
+_LATER_BYTES = 256 << 20  # those that come after the largest step: the driver's copies of CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ HIT_TIERS = ("local", "peer", "host", "storage")
 POOLED_TOKEN = 0
 """The token that the scheduler is told of for a pooled request, which samples none: its stop token, so it ends."""
 
-_DEADLINES_PER_WATCHDOG = 4  # so many lenders may keep one step waiting, one after the other, and it still goes on
+_DEADLINES_PER_WATCHDOG = 4  # so many silent lenders, one after the other, may delay a step before the watchdog ends it
 
 EXIT_LOAD_FAILED = 3
 """Exit code of an engine whose model cannot be loaded: starting it again would not help."""
@@ -74,10 +74,10 @@ class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ShareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine's account in the node's `ShareTable`, and its `compute` section."""
 
-    table_fd: int  # that the process inherits
+    table_fd: int  # the process inherits it
     account: int
     weight: int
-    max_share: float  # of all cores, up to 1
+    max_share: float  # the most of all cores, up to 1
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,12 +87,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str  # directory in Hugging Face format
     requests_address: str  # ipc://…: the gateway binds PUSH here, the engine connects PULL
     outputs_address: str  # ipc://…: the gateway binds PULL here, the engine connects PUSH
-    memory: PoolMemory  # of the pool
+    memory: PoolMemory  # the size of the pool
     max_model_len: int
     task: Task = "generate"  # else every request is a pooled one
     device: str = "cpu"  # cuda:N for rank 0 means cuda:N+1 for rank 1
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    threads: int = 1  # of each rank
+    threads: int = 1  # threads of each rank
     block_size: int = 16
     retention_interval: int | None = None  # tokens, as `kv_cache.retention_interval`
     max_num_seqs: int = 64
@@ -102,9 +102,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_tpot_s: float | None = None  # the most that a step with decodes should take, prompts included
     long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; longer ones are long
     max_num_partial_prefills: int | None = None  # prompts that are computed in part at once
-    max_long_partial_prefills: int = 1  # of them, long ones
+    max_long_partial_prefills: int = 1  # the most long ones among them
     enable_prefix_caching: bool = True
-    max_pinned_share: float = 0.25  # of the pool
+    max_pinned_share: float = 0.25  # the most of the pool
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
@@ -113,10 +113,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     storage: TierSpec | None = None  # None: what the pool forgets is gone
     kv_events: KVEventsSpec | None = None  # None: nobody is told what the prefix cache has
     tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
-    rank: int = 0  # which of them this process is; the gateway knows only rank 0
+    rank: int = 0  # the number of this process among them; the gateway knows only rank 0
     watchdog_s: float = 120.0  # an engine that makes no progress for so long is ended; what waits in a step ends before
-    ranks_directory: str = ""  # that rank 0 may make, of mode 0700: where ranks find each other
-    step_time_s: list[float] = []  # of each of STEP_TIME_TERMS, as an engine before it learnt; empty: nobody knows
+    ranks_directory: str = ""  # where ranks find each other; rank 0 makes it, with mode 0700
+    step_time_s: list[float] = []  # the costs of STEP_TIME_TERMS as an earlier engine learnt them; empty: not known
     incarnation: int = 0  # random, told in `Ready`: which start of this engine the process is
     share: ShareSpec | None = None  # None: the operating system alone divides the cores
     progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none
@@ -160,7 +160,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    grammar: str | None = None  # that holds the answer, in the form of `grammars.library_form`; not with `ignore_eos`
+    grammar: str | None = None  # the grammar of the answer, as `grammars.library_form` writes it; not with `ignore_eos`
     reasoning: ReasoningMarks | None = None  # before what the grammar holds; None: it holds from the first token
 
 
@@ -182,7 +182,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     target_ttft_s: float | None = None  # when its first token is due; None: the model's
     pooling: Pooling | None = None  # None: it wants tokens
     is_traced: bool = False  # its steps are to be told of
-    flow: int = 0  # whose share of the engine it takes
+    flow: int = 0  # the share of the engine that the request takes from
     flow_weight: float = 1.0
     is_to_last: bool = False  # its prompt goes to storage, if there is any, whatever the write policy waits for
 
@@ -217,7 +217,7 @@ class DetachStorage(msgspec.Struct, tag="detach_storage", array_like=True, froze
 class CacheCommand(msgspec.Struct, tag="cache", array_like=True, frozen=True):
     """Ask what became of prompts in the cache, and have it emptied; answered by `CacheReport`."""
 
-    call: int  # which the answer repeats
+    call: int  # a number that the answer repeats
     explain: list[int] = []  # requests
     clear: bool = False  # forget every cached block that no running request holds
 
@@ -260,17 +260,17 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     pid: int
     max_model_len: int
     vocab_size: int
-    num_blocks: int  # in which whole sequences lie
+    num_blocks: int  # blocks for whole sequences
     pool_bytes: int
     block_size: int
     eos_token_ids: list[int]
-    incarnation: int  # of `EngineConfig`
+    incarnation: int  # the one of `EngineConfig`
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Log-probabilities at one position, of the model's raw distribution (before temperature and penalties)."""
 
-    logprob: float  # of the token that stands there
+    logprob: float  # the log-probability of the token that stands there
     rank: int  # 1: the likeliest
     top_ids: list[int]  # the k likeliest, in falling order
     top_logprobs: list[float]
@@ -285,8 +285,8 @@ that a decode looks back on, row and copied block, and whatever it does: the coe
 class ComputeStats(msgspec.Struct, array_like=True, frozen=True):
     """The core time of an engine that takes turns with others."""
 
-    core_s_total: float  # that its process has taken
-    waited_s_total: float  # that its steps have waited for turns
+    core_s_total: float  # core time that its process has used
+    waited_s_total: float  # time that its steps have waited for turns
 
 
 class PinView(msgspec.Struct, array_like=True, frozen=True):
@@ -305,7 +305,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
-    num_used_blocks: int  # of running requests, shared prefixes once
+    num_used_blocks: int  # held by running requests; shared prefixes count once
     num_cached_blocks: int  # reusable, given up when others need them
     num_preemptions_total: int
     prefix_query_tokens_total: int
@@ -313,23 +313,23 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     steps_total: int
     prompt_tokens_total: int  # computed, not taken from the cache
     generation_tokens_total: int
-    prefix_hit_tokens_peer_total: int = 0  # of `prefix_hit_tokens_total`, those that were found in borrowed blocks
+    prefix_hit_tokens_peer_total: int = 0  # the part of `prefix_hit_tokens_total` found in borrowed blocks
     window_missed_tokens_total: int = 0  # behind those, known, but without the sliding-window KV before their end
     kv_tokens_local: int = 0  # tokens whose KV, in use or cached, lies in the engine's own pool
-    kv_tokens_peer: int = 0  # and in borrowed blocks
-    layer_stream_load: Histogram | None = None  # once per step that streams: time that copies to and from lenders took,
-    layer_stream_store: Histogram | None = None
-    layer_stream_exposed: Histogram | None = None  # and the part of both that no computing hid
+    kv_tokens_peer: int = 0  # the same in borrowed blocks
+    layer_stream_load: Histogram | None = None  # once per step that streams: time that copies from lenders took
+    layer_stream_store: Histogram | None = None  # the same of copies to lenders
+    layer_stream_exposed: Histogram | None = None  # the part of both that no computing hid
     cuda_graph_hits_total: int | None = None  # decode steps that a CUDA graph held; None: there are no graphs
-    cuda_graph_misses_total: int | None = None  # and those that ran eagerly
-    step_time_error_ratio: float = 0.0  # of predicted step times, of late: mean of |predicted - measured| / measured
+    cuda_graph_misses_total: int | None = None  # decode steps that ran eagerly
+    step_time_error_ratio: float = 0.0  # the recent mean of |predicted - measured| / measured step time
     prefill_tokens_per_s: float | None = None  # expected of prompts beside what runs now; None: not known yet
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
     compute: ComputeStats | None = None  # None: the engine takes no turns
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
     tier: TierStats | None = None  # None: no storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
-    num_displaced_total: list[int] = []  # of `num_preemptions_total`, those for a higher tier, by service tier
+    num_displaced_total: list[int] = []  # the part of `num_preemptions_total` for a higher tier, by service tier
     pins: list[PinView] = []
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
@@ -353,7 +353,7 @@ class Admitted(msgspec.Struct, array_like=True, frozen=True):
 
     request_id: int
     cached_tokens: int
-    elsewhere: dict[str, int] = {}  # of them by tier, those whose KV lay outside of the engine's own pool
+    elsewhere: dict[str, int] = {}  # tokens by tier whose KV lay outside of the engine's own pool
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `cached_tokens` by where the KV lay, for all of HIT_TIERS."""
@@ -367,7 +367,7 @@ class StepTrace(msgspec.Struct, array_like=True, frozen=True):
     began_ns: int
     ended_ns: int
     num_prompt_tokens: int  # computed in this step; 0: it only decoded
-    exposed_s: float  # that computing waited for copies from and to lenders
+    exposed_s: float  # time that computing waited for copies from and to lenders
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -381,24 +381,24 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     token_ids: bytes  # int32
     finish_reasons: bytes  # uint8
     admitted: list[Admitted] = []
-    logprobs: dict[int, list[TokenLogprobs]] | None = None  # of each token, by request id, for those that asked
+    logprobs: dict[int, list[TokenLogprobs]] | None = None  # for each token, by id of the requests that asked
     prompt_logprobs: dict[int, list[bytes]] | None = None  # with the first token: see `pack_prompt_logprobs`
     stats: EngineStats | None = None
     messages_taken: int = 0  # from the gateway, since the engine started: what it sent beyond that still waits
     pooled: dict[int, bytes] | None = None  # float32, by id of a pooled request, which ends with it
-    traces: list[StepTrace] | None = None  # of the step, of requests that are traced
+    traces: list[StepTrace] | None = None  # the step's part in every traced request
 
 
 class Slept(msgspec.Struct, tag="slept", array_like=True, frozen=True):
     """Answers `Sleep`: the weights are given up."""
 
-    incarnation: int  # of `EngineConfig`
+    incarnation: int  # the one of `EngineConfig`
 
 
 class Woken(msgspec.Struct, tag="woken", array_like=True, frozen=True):
     """Answers `Wake`: the weights are there."""
 
-    incarnation: int  # of `EngineConfig`
+    incarnation: int  # the one of `EngineConfig`
 
 
 class StorageChanged(msgspec.Struct, tag="storage_changed", array_like=True, frozen=True):
@@ -428,9 +428,9 @@ class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=Tr
     """Answers a `CacheCall`."""
 
     call: int
-    explanations: list[Explanation] = []  # of the requests that are remembered
+    explanations: list[Explanation] = []  # one for each request that is remembered
     cleared_blocks: int = 0
-    pin: PinView | None = None  # that was made
+    pin: PinView | None = None  # the pin that was made
     why_not: str | None = None  # nothing was pinned, or unpinned
 
 

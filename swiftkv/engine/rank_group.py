@@ -22,7 +22,7 @@ from swiftkv.errors import EngineError
 from swiftkv.transport.rendezvous import gloo_group, is_proof, new_secret, open_store, proof
 
 _CONNECT_TIMEOUT_S = 300.0  # ranks start together, on a machine that may be busy
-_LOAD_TIMEOUT_S = 3600.0  # who started the engine has a limit of its own
+_LOAD_TIMEOUT_S = 3600.0  # long: the node that starts the engine limits the load itself
 _SECRET_KEY = "secret"
 
 

@@ -43,7 +43,7 @@ EXIT_GAVE_UP = 4
 """Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
 
 _STOP_TIMEOUT_S = 5.0
-_DEADLINES_PER_WATCHDOG = 2  # so that rank 0 can say which rank it was before it is itself taken for hung
+_DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself taken for hung
 _GIVE_UPS_PER_WATCHDOG = 8  # the followers that live have so long to notice what rank 0 noticed
 
 
@@ -208,7 +208,7 @@ class _Followers:
         self._directory = Path(config.ranks_directory)
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder()
-        shutil.rmtree(self._directory, ignore_errors=True)  # of an engine that was killed
+        shutil.rmtree(self._directory, ignore_errors=True)  # it may be left from an engine that was killed
         self._directory.mkdir(mode=0o700)
         ranks = range(1, config.tensor_parallel_size)
         self._sockets = [_bind(context, _address(config, rank), _deadline_s(config)) for rank in ranks]
@@ -221,7 +221,7 @@ class _Followers:
             watcher.start()
 
     def tell(self, order: Order) -> None:
-        """Raises `EngineError` if a rank takes no orders."""
+        """Send an order to every rank. Raises `EngineError` if one takes none."""
         message = self._encoder.encode(order)
         try:
             for socket in self._sockets:

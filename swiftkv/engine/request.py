@@ -34,7 +34,7 @@ class Request:
     namespace: bytes  # prompts share cached prefixes only within one, in the engine and in storage
     priority: int
     target_ttft_s: float | None = None  # as its client wants it
-    pooled_token_ids: list[int] = field(default_factory=list)  # of a pooled request: the tokens whose logits it wants
+    pooled_token_ids: list[int] = field(default_factory=list)  # the tokens whose logits a pooled request wants
     is_traced: bool = False
     flow: int = 0
     flow_weight: float = 1.0
@@ -90,7 +90,7 @@ class Request:
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `ValueError`. Written so that NaN fails the comparisons, and what the sampler keeps in float32 fits it."""
+    """Raise `ValueError` for a parameter out of range: NaN is, and so is a number that float32 cannot hold."""
     bias = params.logit_bias or {}
     rules = {
         "max_tokens must be at least 1 and fit 32 bits": 1 <= params.max_tokens <= _INT32_MAX,
@@ -119,7 +119,7 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_pooling(message: AddRequest, task: Task, vocab_size: int) -> None:
-    """Raises `ValueError` for a request that is not of the model's task."""
+    """Raise `ValueError` for a request that is not of the model's task."""
     pooling, sampling = message.pooling, message.sampling
     if (pooling is None) != (task == "generate"):
         raise ValueError(f"this is no request for a model whose task is {task}")

@@ -215,7 +215,7 @@ class ModelRunner:
             blocks[place].copy_(blocks[block])
 
     def fence(self) -> Fence:
-        """Mark all that was asked for so far, to wait for it."""
+        """Return a fence to wait for everything that was launched so far."""
         return Fence(self.device)
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:

@@ -267,7 +267,7 @@ class Sampler:
         slots: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
-        """Draws for a few rows [R, vocab], each at its uniform number; `largest [R]` of each row is finite."""
+        """Draw a token for each of a few rows [R, vocab] by its uniform number; `largest [R]` of each row is finite."""
         row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
         num_blocks = ceil_div(self._vocab_size, _BLOCK)
         weights = logits.new_full((len(logits), num_blocks * _BLOCK), -math.inf)
@@ -329,7 +329,7 @@ def _invert_distribution(weights: torch.Tensor, uniform: torch.Tensor) -> torch.
 
 
 def _first_above(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index [R, 1] of the first of the rising `sums [R, N]` above `target [R, 1]`; rounding may not pass the last."""
+    """Return the index [R, 1] of the first of the rising `sums [R, N]` above `target [R, 1]`, at most the last."""
     index = torch.searchsorted(sums, target, right=True)
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
     return torch.minimum(index, last)

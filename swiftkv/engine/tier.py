@@ -220,7 +220,7 @@ class StorageTier(Tier):
         self._scheduler.set_write_policy("never")
 
     def _may_write(self) -> bool:
-        """Whether no load is in the way, or nobody waits for one any more."""
+        """Return whether no load is in the way, or nobody waits for one any more."""
         return self._is_leaving or not self._loads.is_reading
 
     def _store(self) -> int:
@@ -266,7 +266,7 @@ class OpenStorage:
     """Host memory and storage that can be used, and the names that an engine's blocks have there."""
 
     spec: TierSpec
-    name: str  # of the last backend
+    name: str  # the name of the last backend
     levels: Levels
     keys: ObjectKeys
 

@@ -16,7 +16,7 @@ class StepTracer:
         self._prompt_tokens: dict[int, int] = {}  # by request id
 
     def __bool__(self) -> bool:
-        """Whether any request is traced."""
+        """Return whether any request is traced."""
         return bool(self._prompt_tokens)
 
     def add(self, request: Request) -> None:

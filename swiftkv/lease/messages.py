@@ -62,7 +62,7 @@ class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rendezvous: str  # a directory of mode 0700 that all engines of the node share
     max_wait_s: float  # a request that needs more than is lent waits this long
     io_backend: Literal["kernel", "direct"] = "kernel"  # how the transport `peer` copies
-    max_programs: int = 32  # that its kernels copy with at once, each up to 16 warps
+    max_programs: int = 32  # programs with which kernels copy at once, each up to 16 warps
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -200,7 +200,7 @@ class GroupBlocks(msgspec.Struct, frozen=True):
     borrowed_cached: int
     borrowed_in_flight: int
     staging_layer_blocks: int
-    pinned: int = 0  # of those in use, the ones that pins hold
+    pinned: int = 0  # the part of `used` that pins hold
 
 
 class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=True):

@@ -55,18 +55,18 @@ class StepCopies(Protocol):
     def has_copies(self) -> bool: ...
 
     def copies(self, group: int, kind: CopyKind, buffer: int) -> Int64Array:
-        """Runs [R, 5] as in `transport.base.Runs`; `buffer` is 0 where nothing is staged. Valid as long as the plan."""
+        """Return runs [R, 5] of `transport.base.Runs`, valid as long as the plan. Unstaged ones are of buffer 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTimings:
     """The times and bytes of the copies of one step, or of several, added up."""
 
-    num_steps: int = 0  # that copied anything
+    num_steps: int = 0  # steps that copied anything
     load_s: float = 0.0  # copying from peers
     store_s: float = 0.0  # copying to peers: stores and spills
     exposed_load_s: float = 0.0  # computing waited for KV to come
-    exposed_store_s: float = 0.0  # and for KV to leave: its buffer, or the end of the step
+    exposed_store_s: float = 0.0  # time that computing waited for KV to leave: for a buffer, or at the end of the step
     load_bytes: int = 0
     store_bytes: int = 0
     spill_bytes: int = 0
@@ -145,10 +145,10 @@ class LayerStream:
     def __init__(self, transport: Transport, groups: Sequence[KVGroup]) -> None:
         """`groups` are all the KV groups of the model, in the order of its pool."""
         self.groups = tuple(groups)
-        self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # of single steps; whoever reads it may clear it
+        self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # single steps; the reader may clear it
         self._transport = transport
         self._journal = _Journal(transport)
-        self._launched: deque[LaunchedStep] = deque()  # and not in the books, the oldest first
+        self._launched: deque[LaunchedStep] = deque()  # not in the books yet, the oldest first
 
     @contextmanager
     def step(self, plan: StepCopies) -> Iterator[KVStream]:
@@ -232,7 +232,7 @@ class _Step:
         self._transport = transport
         self._journal = journal
         self._waited: list[tuple[Ticket, float]] = []  # by the host
-        self._places: dict[int, tuple[GroupCopies, int]] = {}  # of a layer: its group, and its index in there
+        self._places: dict[int, tuple[GroupCopies, int]] = {}  # by layer: its group, and its index in the group
         self._amounts = StreamTimings(num_steps=1)
         for number, group in enumerate(groups):
             copies = GroupCopies.from_plan(plan, number, group)

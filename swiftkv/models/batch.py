@@ -15,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def fill_in_sampled(token_ids: Tensor, last_token_ids: Tensor) -> Tensor:
-    """int32 [T]: `token_ids` with `last_token_ids[slot]` wherever there is `~slot`."""
+    """Return int32 [T]: `token_ids` with `last_token_ids[slot]` wherever there is `~slot`."""
     return torch.where(token_ids < 0, last_token_ids.index_select(0, (~token_ids).clamp(min=0)), token_ids)
 
 
@@ -62,7 +62,7 @@ class ModelInput:
 
     @classmethod
     def from_plan(cls, plan: StepArrays) -> ModelInput:
-        """Views of the plan's arrays, no copies: valid as long as they are."""
+        """Return views of the plan's arrays, valid as long as these are."""
         return cls(
             token_ids=torch.from_numpy(plan.token_ids),
             positions=torch.from_numpy(plan.positions),

@@ -57,12 +57,12 @@ class AttentionKind:
     layers: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # the size of a query and of a key
     rope: RopeConfig
     window: int = 0  # tokens a query looks back on, itself included; 0: all of them
     scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
-    v_head_dim: int | None = None  # of values; None: that of keys
+    v_head_dim: int | None = None  # the size of a value; None: head_dim
     sinks: str | None = None  # the tensor of each head's score for one more key, whose value is zero; None: no such key
     value_scale: float = 1.0  # multiplies what is attended to: the cache has values as they are
 
@@ -114,7 +114,7 @@ class DecoderConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     norm_offset: float | None = None  # norms multiply by it + weight in float32; None: by the weight, in its dtype
-    activation: GatedActivation = SILU  # of MLPs and experts
+    activation: GatedActivation = SILU  # used by MLPs and experts
     embedding_scale: float = 1.0
     has_head: bool = True  # else its last norm is its end: an embedding model
     logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: as they are

@@ -14,7 +14,7 @@ from swiftkv.models.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LENGTH_BYTES = 8  # of a header, before it
+_LENGTH_BYTES = 8  # the length of the header, which comes before it
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
 
 
@@ -52,7 +52,7 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
         if weight.packed is not None and weight.packed.name in shapes:
             wanted, shape = weight.packed.name, weight.packed.shape
         stored = wanted.removeprefix("model.") if is_bare else wanted
-        if f"{stored}_blocks" in shapes:  # of MXFP4, whose shapes differ
+        if f"{stored}_blocks" in shapes:  # an MXFP4 tensor, whose shape differs
             continue
         if stored not in shapes:
             raise CheckpointError(f"{directory}: tensor {wanted} is in no *.safetensors file")

@@ -26,7 +26,7 @@ from swiftkv.models.weights import RankSlices, Weight
 class GemmaConfig(DecoderConfig):
     """The shape of a Gemma."""
 
-    prefix: str  # of tensors in checkpoints that have other models, too
+    prefix: str  # the tensors' prefix in checkpoints that hold other models, too
 
 
 class _Keys(HFConfig, kw_only=True):
@@ -42,7 +42,7 @@ class _Keys(HFConfig, kw_only=True):
     sliding_window_size: int | None = None  # some published files have sliding_window twice
 
     def slides(self, layer: int) -> bool:
-        """Whether a layer has a window, by the family's habit."""
+        """Return whether a layer has a window, by the family's habit."""
         raise NotImplementedError
 
     def with_window_rope(self) -> Self:
@@ -92,7 +92,7 @@ _KEYS: dict[str, type[_Keys]] = {
 }
 _MLP_NORM, _MLP_POST_NORM = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 _QK_NORM = frozenset({"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
-_NESTED = frozenset({"Gemma3ForConditionalGeneration"})  # of which the text model is served, and images are not
+_NESTED = frozenset({"Gemma3ForConditionalGeneration"})  # only their text model is served: no images
 
 
 class GemmaDecoder(LayeredDecoder):

@@ -100,7 +100,7 @@ class Packer:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
-    norm_offset: float | None  # of the model's `DecoderConfig`
+    norm_offset: float | None  # see `DecoderConfig`
 
     def linear(self, *modules: str, interleave: bool = False) -> PackedLinear:
         """Pack modules of the checkpoint, with the biases that are declared, as one linear layer."""

@@ -30,7 +30,7 @@ class Attention:
     out: PackedLinear  # num_heads * v_head_dim -> hidden_size
     post_norm: Tensor | None = None  # [hidden_size], of what is added
     sinks: Tensor | None = None  # float32 [num_heads]
-    value_scale: float = 1.0  # of what is attended to: the cache has values as they are
+    value_scale: float = 1.0  # scales the attended values: the cache has values as they are
 
     def add_to(self, hidden: Tensor, kv: StepKV) -> None:
         ops, place, stream = self.ranks.ops, self.place, kv.stream

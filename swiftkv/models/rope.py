@@ -12,7 +12,7 @@ from swiftkv.models.config import RopeConfig, RopeType
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
-    """float32 `[max_len, rotary_dim]`: the first half of a row cosines, the second sines, scaled by yarn's factor.
+    """Return float32 `[max_len, rotary_dim]`: half a row of cosines, then half a row of sines, scaled by yarn's factor.
 
     Dimension `i` of a head is turned together with dimension `i + rotary_dim / 2`; those from `rotary_dim` on are not.
 
@@ -41,7 +41,7 @@ def _linear(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
-    """NTK scaling: the base grows with the sequence, so that the slowest dimension is interpolated by its length."""
+    """Scale as NTK: the base grows with the sequence, so that the slowest dimension is interpolated by its length."""
     lengths = (positions + 1).clamp(min=rope.max_position_embeddings)
     growth = rope.factor * lengths / rope.max_position_embeddings - (rope.factor - 1)
     theta = rope.theta * growth ** (rotary_dim / (rotary_dim - 2))
@@ -49,9 +49,9 @@ def _dynamic(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
-    """Slow dimensions interpolated, fast ones kept, a ramp between."""
+    """Interpolate slow dimensions and keep fast ones, with a ramp between."""
     inv_freq = _default(rope, rotary_dim, positions)
-    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)  # of a dimension in the original context
+    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)  # in the original context
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(inv_freq / rope.factor, inv_freq, keep.clamp(0, 1))
 

@@ -37,7 +37,7 @@ class ShardedRows:
     name: str
     shape: tuple[int, int]
     num_shards: int
-    rows: slice  # of a shard
+    rows: slice  # the rows of a shard
 
     def of(self, packed: Tensor) -> Tensor:
         """Return the weight: the rows of one shard after those of another; a copy if there are several."""

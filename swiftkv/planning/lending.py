@@ -24,7 +24,7 @@ class LendingPair:
     borrower: SizedPlan
     borrower_group: int
     share: Fraction
-    extent: Extent  # whose lender blocks are extents that the lender's groups share, if they do
+    extent: Extent  # if the lender's groups share extents, it consists of those
     num_extents: int
 
     @property

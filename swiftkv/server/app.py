@@ -114,7 +114,7 @@ def create_model_app(
 
 
 def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> FastAPI:
-    app = FastAPI(title="swiftkv", version=__version__, openapi_url=None)  # of `ApiDocument`
+    app = FastAPI(title="swiftkv", version=__version__, openapi_url=None)  # `ApiDocument` serves it
     app.state.body_threads = body_threads()
     app.state.turns = settings.limits.turns
     install_error_handlers(app)
@@ -207,7 +207,7 @@ def _status_router(
 
     @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
     async def scrape(request: Request) -> Response:
-        """Metrics for Prometheus. Those that name tenants are for requests with the key of `/admin`."""
+        """Return metrics for Prometheus. Those that name tenants are for requests with the key of `/admin`."""
         only = _asked_for(request)
         models.only(only)
         names_tenants = has_bearer_key(request.headers, settings.admin_key)
@@ -229,7 +229,7 @@ def _describe(name: str, engine: EngineView) -> str:
 
 
 def _named_model(name: Annotated[str, Path(description="Name of the model")]) -> None:
-    """Puts the path parameter into the OpenAPI document; the routes read it from the path."""
+    """Put the path parameter into the OpenAPI document; the routes read it from the path."""
 
 
 __all__ = [

@@ -86,7 +86,7 @@ class Child:
                 raise ChildEndedError(ended) from None
 
     async def _exchange(self, message: bytes) -> bytes:
-        """Raises `IncompleteReadError` or `ConnectionError` if the process ends."""
+        """Return the process's answer. Raises `IncompleteReadError` or `ConnectionError` if the process ends."""
         process = self._process or await self._start_process()
         assert process.stdin is not None
         assert process.stdout is not None

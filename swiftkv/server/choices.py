@@ -170,10 +170,7 @@ class Choice:
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
-        """With stop strings, so that no token after the one that completes a stop string is counted.
-
-        With reasoning too: a token ends it.
-        """
+        """Take tokens singly, so that none behind the end of a stop string counts; reasoning, too, ends at a token."""
         for position, token in enumerate(output.token_ids):
             self.num_tokens += 1
             delta.token_ids.append(token)
@@ -305,7 +302,7 @@ def chat_logprobs(names: TokenNames, token_ids: Sequence[int], logprobs: Sequenc
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], packed: list[bytes]) -> PromptLogprobs:
-    """vLLM's shape: one entry per prompt token, the first of which is ``None``."""
+    """Return logprobs in vLLM's shape: one entry per prompt token, the first of which is `None`."""
     result: PromptLogprobs = [None]
     for token_id, entry in zip(prompt_ids[1:], unpack_prompt_logprobs(packed), strict=True):
         ranked = zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)

@@ -155,7 +155,7 @@ class EngineClient:
         return self.engine
 
     def check_available(self) -> None:
-        """Raises `ApiError` 503 unless the engine takes requests."""
+        """Raise `ApiError` 503 unless the engine takes requests."""
         if not self.state.is_there:
             raise self.status.refusal(self.name)
 

@@ -20,7 +20,7 @@ class EngineState(StrEnum):
     NOT_RESPONDING = "not responding"
     STOPPED = "stopped"  # by a signal or a debugger
     RESTARTING = "restarting"
-    DOWN = "down"  # and not started again
+    DOWN = "down"  # down for good: it is not started again
     SLEEPING = "going to sleep"  # ends its requests
     ASLEEP = "asleep"  # without weights, and perhaps without a process
     WAKING = "waking up"

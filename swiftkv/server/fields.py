@@ -76,7 +76,7 @@ def told_by(key: str, tags: Mapping[str, str], *, default: str = "") -> Discrimi
     """
 
     def tag(value: Any) -> str | None:
-        if isinstance(value, Body):  # that is to be written
+        if isinstance(value, Body):  # the model that is to be written
             return tags.get(getattr(value, key) or default)
         text = (value.get(key) or default) if isinstance(value, dict) else None
         return tags.get(text) if isinstance(text, str) else None

@@ -20,7 +20,7 @@ class FinishedRequest:
     e2e_s: float
     queue_s: float | None
     first_token_s: float | None
-    arrived_s: float  # of `time.perf_counter`; the times above count from it
-    chunks: Sequence[StepTrace] = ()  # of its prompt, if it was traced
-    tenant: str | None = None  # whose key it had, where there are tenants
-    decode_exposed_s: float = 0.0  # that its other steps waited for copies, likewise
+    arrived_s: float  # on the clock of `time.perf_counter`; the times above count from it
+    chunks: Sequence[StepTrace] = ()  # the chunks of its prompt, if it was traced
+    tenant: str | None = None  # the tenant whose key it had, where there are tenants
+    decode_exposed_s: float = 0.0  # time that its other steps waited for copies, if it was traced

@@ -99,8 +99,8 @@ class _Pace:
 
     token_s: float
     pair_s: float
-    overhead_s: float  # of a step, whatever there is of prompts in it
-    spare_s: float  # of a step, for prompts
+    overhead_s: float  # time of a step beside its work on prompts
+    spare_s: float  # time of a step that is left for prompts
     budget: int  # tokens of prompts in a step
 
     @property
@@ -128,7 +128,7 @@ class EngineForecast:
         self._errors = ForecastErrors()
         self._foretold: dict[int, tuple[int, float, float]] = {}  # of those without a token: left, seconds, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
-        self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # of sequences without a token; unused ones are zero
+        self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # sequences without a token; unused rows are zero
         self._unused = list(range(_FIRST_ROWS))
         self._row_of: dict[int, int] = {}
         self._begun: dict[int, None] = {}  # those of them that have been admitted, in order
@@ -138,7 +138,7 @@ class EngineForecast:
         self._num_added = 0
         self._advanced_s = 0.0
         self._last_step_s = 0.0
-        self._step_s = 0.0  # of late, with answers
+        self._step_s = 0.0  # the recent time of steps with answers
         self._answer_tokens = _USUAL_ANSWER_TOKENS
 
     def learn(self, step_time_s: Sequence[float]) -> None:
@@ -218,7 +218,7 @@ class EngineForecast:
         work_s = pace.work_s(rows[:, _LEFT], rows[:, _PAIRS])
         steps = pace.steps(rows[:, _LEFT], work_s)
         service_s = work_s + steps * pace.overhead_s
-        part = 1 - np.minimum(rows[:, _DONE_S] / np.maximum(service_s, 1e-9), 1)  # of it that is left
+        part = 1 - np.minimum(rows[:, _DONE_S] / np.maximum(service_s, 1e-9), 1)  # the part that is left
         before = self._before(prompt, rows[:, _LEFT] * part, service_s * part, now_s, pace.step_s)
         ahead = before > 0
         behind = part * (1 - before)

@@ -71,7 +71,7 @@ class HarmonySections(Sections):
 
     def __init__(self, tokens: HarmonyTokens) -> None:
         self._marks = tokens.marks
-        self._header: str | None = ""  # of the message that begins; `None` within its text
+        self._header: str | None = ""  # the header of the message that begins; `None` within its text
         self._part: Literal["reasoning", "answer", "call"] = "answer"
         self._has_marks = False
 

@@ -101,11 +101,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reading_head = False
         self._section_ended = False  # a head or a message, within the bytes that are being parsed
         self._num_fields = 0
-        self._field_bytes = 0  # of the request line and whole fields, or of whole trailers
-        self._raw_bytes = 0  # of this head, or of what is not content in this body, as far as it can be told
-        self._content_bytes = 0  # of the body, in the bytes that are being parsed
+        self._field_bytes = 0  # in the request line and whole fields, or in whole trailers
+        self._raw_bytes = 0  # in this head, or in this body beside its content, as far as it can be told
+        self._content_bytes = 0  # content of the body in the bytes that are being parsed
         self._num_chunks = 0
-        self._window_bytes = 0  # of the body, since its window began
+        self._window_bytes = 0  # content of the body since its window began
 
     # The connection
 

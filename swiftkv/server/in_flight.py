@@ -9,7 +9,7 @@ from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.metrics import ModelMetrics
 
-_MAX_CHUNKS = 512  # of one prompt that are kept to be shown
+_MAX_CHUNKS = 512  # the most of one prompt that are kept to be shown
 
 
 @dataclass(slots=True)

@@ -76,13 +76,13 @@ class CoordinatorClient:
         self._context.term()
 
     async def set_budget(self, budget_bytes: int, dry_run: bool) -> BudgetSet:
-        """Answered when what is recalled is home. Raises `ApiError` 503 if that takes too long."""
+        """Set the budget; return when all recalled extents are home. Raises `ApiError` 503 if that takes too long."""
         answer = await self._ask(lambda request_id: SetBudget(request_id, budget_bytes, dry_run), _RECALL_TIMEOUT_S)
         assert isinstance(answer, BudgetSet)
         return answer
 
     async def show(self, with_extents: bool, timeout_s: float = _SHOW_TIMEOUT_S) -> LendingState:
-        """Raises `ApiError` 503 if no answer comes in time."""
+        """Return the state of the engine's leases. Raises `ApiError` 503 if no answer comes in time."""
         answer = await self._ask(lambda request_id: ShowLending(request_id, with_extents), timeout_s)
         assert isinstance(answer, LendingState)
         return answer
@@ -190,7 +190,10 @@ class NodeLending:
         )
 
     async def pool(self, name: str) -> PoolView:
-        """Raises `ApiError`: 404 for no such model, 409 for one that has no part in lending, 503 for no answer."""
+        """Return a model's pool, extent by extent.
+
+        Raises `ApiError`: 404 for no such model, 409 for one that has no part in lending, 503 for no answer.
+        """
         member = self._member(name)
         if member.coordinator is None:
             raise ApiError(409, f"model '{name}' {member.why_not_lend}", param="model", code="cannot_lend")

@@ -23,7 +23,7 @@ UPLOAD_PATH = "/v1/files"
 
 
 def is_open(path: str) -> bool:
-    """Whether `path`, of the node or of one of its models, asks for no key."""
+    """Return whether `path`, of the node or of one of its models, asks for no key."""
     return without_model(path) in OPEN_PATHS
 
 

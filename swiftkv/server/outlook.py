@@ -141,9 +141,7 @@ class Outlook:
             self._foretold = message.request_id, forecast.ttft_s
 
     def check_queue(self) -> None:
-        """Raises:
-        ApiError: 429 if too many prompt tokens wait.
-        """
+        """Raise `ApiError` 429 if too many prompt tokens wait."""
         if self.queued.is_full:
             num_tokens, most = self.queued.num_tokens, self.queued.max_tokens
             raise self.busy("max_num_queued_tokens", f"has {num_tokens} prompt tokens waiting, of {most}")

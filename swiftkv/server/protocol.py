@@ -31,7 +31,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.token_ids)]
 StopString = Annotated[str, Field(min_length=1, max_length=LIMITS.stop_chars)]
 StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=LIMITS.stops)]
-Switch = Literal["true", "false"]  # of a query, where pydantic would take 1, yes and t as well
+Switch = Literal["true", "false"]  # values in a query, where pydantic would take 1, yes and t as well
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
 LogitBias = Annotated[
@@ -324,7 +324,7 @@ class BatchBody(Body):
 
 _PARAMETERS = frozenset({"dry_run", "after", "limit", "order", "purpose", "file_id", "batch_id"})
 
-_SHOWN_CHARS = 128  # of a name that a client chose
+_SHOWN_CHARS = 128  # the most of a name that a client chose
 
 
 def explain_invalid(errors: Sequence[Any]) -> ApiError:

@@ -126,7 +126,7 @@ class TagSections(Sections):
         self._end_text = end_text
         self._is_reasoning = bool(begins)
         self._may_begin = begins is not False  # with the next token
-        self._spaces = ""  # of the reasoning, which nobody is told of unless more follows
+        self._spaces = ""  # spaces of the reasoning that are sent only if more follows
         self._is_blank = True  # the part so far is white space, which is left out
         self._trims = bool(begins)  # the answer follows reasoning
 

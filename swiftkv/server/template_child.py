@@ -17,14 +17,14 @@ from swiftkv.server.child import ChildLimits, serve
 from swiftkv.server.templates import Rendered, TemplateSource
 
 _LIMITS = ChildLimits(memory_bytes=512 << 20, stack_bytes=8 << 20, cpu_s=2)
-_SHOWN_CHARS = 512  # of an error that may quote a message
+_SHOWN_CHARS = 512  # the most of an error, which may quote a message
 
 
 def begin() -> Callable[[bytes], bytes]:
     """Return the function that renders a `TemplateSource`; it takes one as MessagePack and returns a `Rendered`."""
     from transformers.utils import chat_template_utils
 
-    render_template: Any = chat_template_utils.render_jinja_template  # which is annotated as something else
+    render_template: Any = chat_template_utils.render_jinja_template  # transformers annotates it as something else
     decoder = msgspec.msgpack.Decoder(TemplateSource)
 
     def render(message: bytes) -> bytes:

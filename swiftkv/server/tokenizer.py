@@ -24,7 +24,7 @@ from swiftkv.server.templates import TemplateSource
 from swiftkv.server.templating import Templating
 from swiftkv.server.truncation import Truncation
 
-_SHOWN_CHARS = 512  # of an error that may quote a message
+_SHOWN_CHARS = 512  # the most of an error, which may quote a message
 # A code point that stands for no character, and so in no special token.
 _MARK = "\ufdd0"
 _PROBE = [

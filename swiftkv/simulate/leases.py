@@ -24,7 +24,7 @@ from swiftkv.lease.wire import Route
 from swiftkv.lending_party import open_party
 from swiftkv.transport.base import PeerHandle
 
-_ATTACH_TIMEOUT_S = 10.0  # of real time
+_ATTACH_TIMEOUT_S = 10.0  # in real time
 
 
 class Clock:

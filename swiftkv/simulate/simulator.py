@@ -191,7 +191,7 @@ class EngineRun:
         self._num_refused = len(arrivals) - len(accepted)
         self._waiting = deque(enumerate(accepted))
         self._let_in: list[tuple[int, Arrival]] = []
-        self._plan: StepPlan | None = None  # of the step in progress
+        self._plan: StepPlan | None = None  # the step in progress
         self._arrival_s = np.array([arrival.time_s for arrival in accepted])
         self._first_token_s = np.full(len(accepted), np.nan)
         self._end_s = np.full(len(accepted), np.nan)

@@ -47,7 +47,7 @@ class Breaker:
         return self._open_until_s is not None
 
     def would_admit(self) -> bool:
-        """Whether `admit` would let a call pass now."""
+        """Return whether `admit` would let a call pass now."""
         with self._lock:
             return self._would_admit()
 

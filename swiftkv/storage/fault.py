@@ -72,7 +72,7 @@ class FaultMedium:
         self._inner.close()
 
     def _hit_call(self) -> None:
-        """Raises `OSError` for a call that fails, and for one that hung."""
+        """Delay a call, or raise `OSError`, as the options have it for some calls at random."""
         options = self._options
         with self._lock:
             drawn = self._random.random()

@@ -39,7 +39,7 @@ _INVALID_PARAMS, _TRANSFER_FAIL = -600, -800
 _EXISTS_ALREADY = -705
 _NO_ROOM = frozenset({-101, -200, -1700})  # no segment, no memory left in any, beyond a tenant's quota
 _NOT_THERE = frozenset({-702, -703, -704, -710, -712})  # unknown, being written, or gone from where it lay
-_NO_ANSWER = frozenset({-900, -901})  # of the master
+_NO_ANSWER = frozenset({-900, -901})  # Mooncake's codes where its master does not answer
 _TOO_LATE = frozenset({-707, -901})  # the lease ended before the transfer did; the master did not answer
 _WRONG_BYTES = -801
 
@@ -246,7 +246,7 @@ class MooncakeMedium:
         return self._options.prefix + key.hex()
 
     def _warn_if_full(self) -> None:
-        """Try the store with one small object."""
+        """Store one small object, and log a warning if the store does not take it."""
         name, part = f"{self._options.prefix}probe-{secrets.token_hex(8)}", memoryview(secrets.token_bytes(64))
         with self._call() as slab:
             [place] = self._places([(part, part[:0])], slab)
@@ -342,7 +342,7 @@ def _join(options: MooncakeOptions) -> MooncakeDistributedStore:
 
 
 def _check_master(options: MooncakeOptions) -> None:
-    """Raises `ConfigError` at once where nobody listens; the client would try for minutes."""
+    """Raise `ConfigError` at once where nobody listens; the client would try for minutes."""
     try:
         _reach_master(options)
     except OSError as error:
@@ -353,7 +353,7 @@ def _check_master(options: MooncakeOptions) -> None:
 
 
 def _reach_master(options: MooncakeOptions) -> None:
-    """Raises `OSError` where nobody listens. Where masters are elected, only the client knows which one to ask."""
+    """Raise `OSError` where nobody listens. Of elected masters only the client knows which one to ask: none is."""
     if "://" not in options.master_server_address:
         host, _, port = options.master_server_address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), options.timeout).close()
@@ -365,7 +365,7 @@ def _address(view: memoryview) -> int:
 
 
 def _is_there(answer: int) -> bool:
-    """Raises `OSError` where the master did not say."""
+    """Return whether the master knows an object. Raises `OSError` if it did not say."""
     if answer >= 0 or answer in _NOT_THERE:
         return answer > 0
     raise TimeoutError(_failure("exists", answer)) if answer in _TOO_LATE else OSError(_failure("exists", answer))

@@ -136,7 +136,7 @@ def _connect(options: RedisOptions) -> Redis:
 
 
 def _check_server(server: dict[str, Any], memory: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a server that is too old, or that would grow without end or refuse what is new."""
+    """Raise `ConfigError` for a server that is too old, or that would grow without end or refuse what is new."""
     version = str(server["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ConfigError(f"url: this Redis is {version}; blocks need 6.2 or later")

@@ -47,7 +47,7 @@ class Target:
     """One block that is read, and where its bytes go."""
 
     wanted: Wanted
-    index: int  # of the block in its prompt
+    index: int  # the block's number in its prompt
     block: int  # as the core numbers it
     into: memoryview
 
@@ -70,7 +70,7 @@ class PartRead:
     load: Load
     targets: Sequence[Target]
     statuses: Sequence[Status | None]
-    tiers: Sequence[str]  # that the targets which were read came from, in their order
+    tiers: Sequence[str]  # the tier of each target that was read, in their order
     is_last: bool
     took_s: float
 

@@ -53,7 +53,7 @@ class _Wait:
     asked: Search | Load
     is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
     span: _Span | None = None  # None: not decided
-    unread: dict[Target, None] = field(default_factory=dict)  # of the load, in order
+    unread: dict[Target, None] = field(default_factory=dict)  # the targets of the load that are not read yet, in order
     is_met: bool = False  # the request computes its front
 
     @property
@@ -114,7 +114,7 @@ class Loads:
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, _Expected] = {}  # by request
-        self._reading_bytes = 0  # of loads that have not ended
+        self._reading_bytes = 0  # all bytes of loads that have not ended
         self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than there was
         self.failures: Counter[Status] = Counter()
         self.hit_tokens: Counter[str] = Counter()  # by tier
@@ -217,13 +217,13 @@ class Loads:
         return spec.prefetch_timeout_base_s + spec.prefetch_timeout_per_ki_token_s * num_tokens / 1024
 
     def _is_nobody_before(self) -> bool:
-        """Whether the engine would go on with a request that is held, having nobody else to serve first."""
+        """Return whether a held request is the next to run: the engine has nobody else to serve first."""
         stats = self._scheduler.stats()
         num_held = sum(not wait.is_met for wait in self._waits.values())
         return stats.num_waiting == num_held and stats.num_running < self._max_num_seqs
 
     def _is_passed(self, wait: _Wait) -> bool:
-        """Whether a request has computed all that is still to be read of its back, which is read from its end."""
+        """Return whether a request has computed all blocks of its back that are still to be read, last one first."""
         return next(iter(wait.unread)).index < self._scheduler.num_planned_blocks(wait.request_id)
 
     def _found(self, search: Search) -> None:

@@ -26,7 +26,7 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_threshold: int = 256  # tokens: fewer are computed
     prefetch_timeout_base_s: float = 1.0
     prefetch_timeout_per_ki_token_s: float = 0.25
-    queue_bytes: int = 64 << 20  # of blocks on their way down, in host memory
+    queue_bytes: int = 64 << 20  # host memory for blocks on their way down
 
     @property
     def close_patience_s(self) -> float:
@@ -62,7 +62,7 @@ class TierStats(msgspec.Struct, array_like=True, frozen=True):
     is_degraded: bool = False  # one of them failed or was slow too often, and is left alone for a while
     hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
     loads_total: int = 0  # prompts for which something was read
-    loads_late_total: int = 0  # of them, those that were not waited for to the end
+    loads_late_total: int = 0  # loads that were not waited for to the end
     loads_declined_total: int = 0  # prompts that storage had, where computing was expected to be as fast
     loaded_blocks_total: int = 0
     loaded_bytes_total: int = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from swiftkv.arithmetic import ceil_div
 
-_DECAY = 0.8  # of what was measured before, with each new measurement
+_DECAY = 0.8  # the weight of earlier measurements with each new one
 _TRIAL_INTERVAL_S = 30.0
 _LATENESS = 1.1
 """A load may take so many times as long as expected before the request that computes meanwhile has to wait for it."""

@@ -22,7 +22,7 @@ class StorageThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises `RuntimeError` if a defect ended the thread."""
+        """Raise `RuntimeError` if a defect ended the thread."""
         if self._has_failed:
             raise RuntimeError(f"the thread '{self._thread.name}' has ended; its traceback is on standard error")
 

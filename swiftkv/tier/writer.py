@@ -26,7 +26,7 @@ class _Copy:
 
     block_key: bytes
     group: int
-    row: int  # of the memory
+    row: int  # its row of the memory
     num_bytes: int
 
 

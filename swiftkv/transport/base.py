@@ -57,7 +57,7 @@ class PeerHandle:
     """The place of a lender's pool. Valid for one attachment of two engine processes."""
 
     pid: int
-    fd: int  # of that process: the pool's memory
+    fd: int  # the pool's memory, as a descriptor of that process
     device: int  # `st_dev` and `st_ino` of that memory: a process that took the pid of another has a different one
     inode: int
     nbytes: int

@@ -62,7 +62,7 @@ class _Job:
     to_peer: Runs | None
     from_peer: Runs | None
     layer: int
-    fence: Fence  # what was computed before the job is in the pool once the device is here
+    fence: Fence  # once the device passes it, what was computed before the job is in the pool
 
 
 class P2pTransport:
@@ -107,7 +107,7 @@ class P2pTransport:
         self._wait_for(self._last_submitted)
         self._peer_nbytes.pop(link, None)
         connection = self._connections.pop(link, None)
-        if connection is not None:  # whose end the lender waits for, and the last job may still refer to it
+        if connection is not None:  # the lender waits for its end, and the last job may still refer to it
             connection.cut()
 
     def lender_pool(self, link: int) -> None:
@@ -250,7 +250,7 @@ class P2pServer(threading.Thread):
         del connection
         atexit.register(self.stop)  # a thread that comes back from gloo after the interpreter has gone would abort
         self._serve(self._connection)
-        self._connection = None  # which takes gloo a while
+        self._connection = None  # closing it takes gloo a while
         atexit.unregister(self.stop)
 
     def stop(self) -> None:

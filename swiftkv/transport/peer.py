@@ -108,7 +108,7 @@ class PeerTransport:
         self._lists.clear()  # the link may be attached to another pool
         try:
             close_ipc_handle(mapping.address, self._device)
-        except CudaRuntimeError as error:  # of a lender that died: the mapping is gone either way
+        except CudaRuntimeError as error:  # the lender died: its mapping is gone either way
             log.warning("link %d: %s", link, error)
 
     def lender_pool(self, link: int) -> None:

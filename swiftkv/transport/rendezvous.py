@@ -43,7 +43,7 @@ def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """Connect as `rank` of `size` through `store`: a gloo group over the loopback interface, of no default group.
+    """Return a gloo group over the loopback interface, as `rank` of `size` through `store`; no default group is made.
 
     `timeout_s` bounds how long it connects, and how long a collective waits. Raises `RuntimeError` if nobody comes.
     """

@@ -53,7 +53,7 @@ class TransportChoice(NamedTuple):
 
     kind: TransportKind
     reason: str
-    max_programs: int = LINK_PROGRAMS  # that copy at once where kernels do: those of `peer`
+    max_programs: int = LINK_PROGRAMS  # programs that copy at once where kernels copy: with `peer`
 
 
 def choose_transport(lender_device: str, borrower_device: str, topology: Topology) -> TransportChoice:

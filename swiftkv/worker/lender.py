@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from swiftkv._lease import Int32Array
 
 _HEARTBEAT_S = 1.0
-_QUIET_S = 0.1  # that the driver may take to stop what a dead process launched on a GPU; nobody has measured it
+_QUIET_S = 0.1  # time for the driver to stop what a dead process launched on a GPU; nobody has measured it
 _LONGEST_INTERVAL_S = 1.0
 _INTERVALS_PER_WINDOW = 20
 _END_POLL_S = 0.02

@@ -34,7 +34,7 @@ VLLM_KEYS = set(
 )
 
 TEXT = "x\u2028 "
-"""What a token says; the character in it ends a line for `str.splitlines`."""
+"""The text of every token; the character in it ends a line for `str.splitlines`."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ class Storage:
 
     @classmethod
     async def open(cls, directory: Path, limits: StorageLimits) -> Storage:
-        """Raises `ConfigError` if what is in the directory cannot be read or written."""
+        """Open what a directory keeps. Raises `ConfigError` if that cannot be read or written."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         loop = asyncio.get_running_loop()
         try:

@@ -107,7 +107,7 @@ class Store:
         return file
 
     def file(self, file_id: str) -> StoredFile:
-        """Raises `ApiError` 404 if there is none."""
+        """Return a file. Raises `ApiError` 404 if there is none."""
         files = self._files("WHERE id = ?", (file_id,))
         if not files:
             raise ApiError(404, f"no file '{file_id}'", param="file_id", code="file_not_found")
@@ -146,7 +146,7 @@ class Store:
     # Batches
 
     def add_batch(self, batch: OfflineBatch) -> OfflineBatch:
-        """Raises `ApiError` if the input file is not there, or is no upload for batches."""
+        """Enter a batch. Raises `ApiError` if its input file is not there, or is no upload for batches."""
         if self.file(batch.input_file_id).purpose != UPLOAD_PURPOSE:
             message = f"file '{batch.input_file_id}' was not uploaded with purpose '{UPLOAD_PURPOSE}'"
             raise ApiError(400, message, param="input_file_id")
@@ -156,7 +156,7 @@ class Store:
         return batch
 
     def batch(self, batch_id: str) -> OfflineBatch:
-        """Raises `ApiError` 404 if there is none."""
+        """Return a batch. Raises `ApiError` 404 if there is none."""
         return self._numbered_batch(batch_id)[1]
 
     def batches(self, after: str | None, limit: int) -> OfflineBatchList:
@@ -170,7 +170,7 @@ class Store:
         return self._batches(_not_ended())
 
     def cancel(self, batch_id: str) -> OfflineBatch:
-        """Raises `ApiError` 409 if the batch has come to its end otherwise."""
+        """Begin to cancel a batch, unless that was done. Raises `ApiError` 409 if it has ended in another way."""
         number, batch = self._numbered_batch(batch_id)
         if batch.status in ("cancelling", "cancelled"):
             return batch

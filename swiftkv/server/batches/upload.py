@@ -68,7 +68,7 @@ async def receive_upload(request: Request, storage: Storage) -> StoredFile:
 
 
 def _refuse_other_origins(request: Request) -> None:
-    """Raises `ApiError` 403 for a form that a web page of another site sends: browsers let it, without asking first."""
+    """Raise `ApiError` 403 for a form from a web page of another site: a browser sends it without asking us first."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
         raise ApiError(403, "files are not taken from web pages of other sites", code="origin_not_allowed")

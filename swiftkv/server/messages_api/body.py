@@ -306,7 +306,7 @@ class CountTokensBody(ModelBody):
     _chat: ChatBody = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
-        """Translate, where a large body is parsed: in a thread."""
+        """Translate the request to a chat here, since large bodies are parsed in a thread."""
         self._chat = MessagesChat.model_construct(**self._chat_fields())
 
     @property

@@ -89,7 +89,7 @@ class ResponsesAnswer(PassageAnswer):
                 kind = "response.reasoning_text.delta"
                 return [self._event(ReasoningDelta, kind, self._item_id(passage), passage.index, 0, text)]
             case Grown(CallPassage() as passage, _) if self._asked.tool_called(passage.name).is_custom:
-                return []  # what grows is the JSON around the input
+                return []  # the JSON around the input grows, not the input
             case Grown(passage, text):
                 kind = "response.function_call_arguments.delta"
                 return [self._event(ArgumentsDelta, kind, self._item_id(passage), passage.index, text)]

@@ -284,7 +284,7 @@ class ResponsesBody(SamplingFields):
     _num_echoed_bytes: int = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
-        """Translate, where a large body is parsed: in a thread."""
+        """Translate the request to a chat here, since large bodies are parsed in a thread."""
         self._request_tools = RequestTools(self.tools or ())
         self._chat = _chat(self, self._request_tools)
         asked_tools = [tool.model_dump(exclude_none=True) for tool in self._request_tools.shown]
@@ -352,8 +352,8 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
     if isinstance(body.input, str):
         yield ChatMessage.model_construct(role="user", content=body.input)
         return
-    answer: ChatMessage | None = None  # what follows may be calls that belong to it
-    thought: str | None = None  # of the message that follows
+    answer: ChatMessage | None = None  # the message that calls which follow belong to
+    thought: str | None = None  # the reasoning of the message that follows
     for item in body.input:
         if isinstance(item, HostedItem):
             continue

@@ -134,8 +134,8 @@ class TaggedParser(SteppedParser):
 
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
-        self._spaces = ""  # which nobody is told of when a call follows them
-        self._is_behind_call = False  # and has said nothing since
+        self._spaces = ""  # sent only if no call follows them
+        self._is_behind_call = False  # a call has ended, and no text has followed
 
     def _say(self, text: str, events: list[ToolEvent]) -> None:
         """Tell of text, but hold back white space at its end."""

@@ -60,11 +60,11 @@ class JsonCall:
         self.is_broken = False
         self.is_begun = False
         self._taken: list[str] = []
-        self._wanted = "{"  # what comes next: {, key, :, value, or "," for what follows a value
+        self._wanted = "{"  # the next token: {, key, :, value, or "," where more follows a value
         self._key = ""
         self._value = JsonValue()
         self._value_text: list[str] = []
-        self._early_arguments = ""  # that came before the name
+        self._early_arguments = ""  # arguments that came before the name
 
     @property
     def text(self) -> str:

@@ -32,7 +32,7 @@ class MistralParser(SteppedParser):
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
         self._is_text = not must_call
-        self._call: JsonCall | None = None  # of a list
+        self._call: JsonCall | None = None  # a call within a list
         self._arguments: JsonValue | None = None  # behind a name
 
     def finish(self) -> list[ToolEvent]:

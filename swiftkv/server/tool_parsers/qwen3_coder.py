@@ -40,10 +40,10 @@ class Qwen3CoderParser(TaggedParser):
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
         self._parameters = {function.name: arguments_of(function.parameters) for function in functions}
-        self._known: dict[str, Argument] = {}  # of the call in progress
-        self._head = ""  # of a call without a name so far
-        self._name = ""  # of the call in progress
-        self._key: str | None = None  # of the argument in progress
+        self._known: dict[str, Argument] = {}  # the arguments that the called function knows
+        self._head = ""  # the text of a call without a name so far
+        self._name = ""  # the name in the call in progress
+        self._key: str | None = None  # the key of the argument in progress
         self._value = ""
         self._num_arguments = 0
         self._is_closed = False  # the call in progress: only its last tag may follow
