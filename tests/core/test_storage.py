@@ -440,6 +440,15 @@ def test_a_front_is_computed_while_its_back_is_loaded(num_read: int) -> None:
     e.drain()
 
 
+def test_a_front_that_ends_within_a_block_lets_that_block_go_when_it_comes_to_its_back() -> None:
+    e, transfer = meeting(prompt(33), 3, Setup(((1, 16, 0),), BLOCK, 4, 6, 48))
+    assert [chunk(e) for _ in range(3)] == [(0, 6), (6, 12), (12, 18)]
+    e.read(transfer, 5)
+    assert chunk(e) == (32, 33)
+    assert e.num_met == 1
+    e.drain()
+
+
 def test_a_front_leaves_more_to_storage_that_was_faster() -> None:
     """Storage reads eight blocks while two are computed: of the ten that are left three are computed, not five."""
     e = stored(prompt(81), LARGE)
