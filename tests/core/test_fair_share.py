@@ -128,13 +128,14 @@ def test_two_flows_that_both_wait_get_alike(
     assert len(sharing.finished) == len(requests)
 
 
+@pytest.mark.parametrize("answers", [(3, 3), (12, 1)], ids=["answers alike", "long and short answers"])
 @pytest.mark.parametrize(("weights", "part"), [([1.0, 1.0], 1 / 2), ([3.0, 1.0], 3 / 4), ([1.0, 4.0], 1 / 5)])
-def test_flows_that_always_wait_get_their_parts(weights: list[float], part: float) -> None:
+def test_flows_that_always_wait_get_their_parts(weights: list[float], part: float, answers: tuple[int, int]) -> None:
     sharing = Sharing(64, weights)
     for _ in range(400):
         for flow, length in ((0, 20), (1, 30)):
             while len(sharing.flows[flow].waiting) < 5:
-                sharing.add(flow, length, 3)
+                sharing.add(flow, length, answers[flow])
         sharing.step()
     tokens = [flow.served * flow.weight for flow in sharing.flows]
     assert tokens[0] / sum(tokens) == pytest.approx(part, abs=0.02)
@@ -164,11 +165,14 @@ def test_who_comes_now_and_then_does_not_wait_behind_a_flood(policy: SchedulingP
 def test_a_prompt_in_part_of_who_is_past_its_share_goes_on_behind_others(
     policy: SchedulingPolicy, slack: int, data: st.DataObject
 ) -> None:
-    """Another flow's prompt is computed from the next step on, and has all tokens of each until it is done."""
+    """Another flow's prompt is computed from the next step on, and has all tokens of each until it is done.
+
+    More than one token is left of the prompt in part: the last one counts as that of an answer.
+    """
     sharing = Sharing(slack, [1.0, 1.0], policy)
     long = data.draw(st.integers(3 * slack, 15 * slack), "tokens of the prompt in part")
     sharing.add(0, long, 1)
-    for _ in range(data.draw(st.integers(1, -(-long // slack) - 1), "steps before")):
+    for _ in range(data.draw(st.integers(1, (long - 2) // slack), "steps before")):
         sharing.step()
     length = data.draw(st.integers(1, min(long, CREDIT * slack) - slack), "tokens of the other's prompt")
     request_id = sharing.add(1, length, 1)
@@ -195,6 +199,22 @@ def test_who_was_idle_for_long_gets_no_more_than_its_credit_ahead() -> None:
     assert all(flow.waiting for flow in sharing.flows)
     ahead = sharing.flows[1].served - (sharing.flows[0].served - before)
     assert CREDIT * 16 / 2 <= ahead <= CREDIT * 16 + 2 * (16 + 12 + ANSWER * 16)
+
+
+def test_flows_that_come_one_after_the_other_begin_alike() -> None:
+    """Each has its credit, and none counts from where another begins with its own."""
+    sharing = Sharing(16, [1.0] * 5)
+    for _ in range(100):
+        sharing.add(0, 12, 4)
+    for _ in range(50):
+        sharing.step()
+    for flow in (1, 2, 3, 4):
+        for _ in range(20):
+            sharing.add(flow, 12, 4)
+    for _ in range(20):
+        sharing.step()
+    served = [flow.served for flow in sharing.flows[1:]]
+    assert max(served) - min(served) <= 16 + 12 + ANSWER * 4 * MAX_NUM_SEQS
 
 
 def test_priority_comes_before_shares() -> None:
