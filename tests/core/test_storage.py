@@ -145,6 +145,14 @@ def test_what_is_evicted_next_is_written_back_once() -> None:
     assert e.scheduler.num_dropped_offers() == 0
 
 
+def test_what_goes_with_a_block_that_is_evicted_is_written_back_with_it() -> None:
+    """A node without one of its full-attention blocks loses all of them, however much room the other group has."""
+    e = StorageEngine(Setup(((1, 16, 0), (1, 64, 0)), BLOCK, 4, 64, 48), "write_back")
+    run(e, 1, prompt(33))
+    run(e, 2, prompt(25, 1))
+    assert list(e.storage) == [(key, group) for key in keys_of(prompt(33), 7, 6) for group in (0, 1)]
+
+
 def test_what_was_found_again_is_not_written_back() -> None:
     """A part of the prompt that came first is the last to be evicted now."""
     e = StorageEngine(DENSE, "write_back")
@@ -575,6 +583,18 @@ def test_who_is_preempted_finds_its_back_when_it_begins_again() -> None:
     e.read(transfer, 6)
     e.drain()
     assert e.finished[2].reason == 2
+
+
+def test_who_begins_again_computes_towards_no_back() -> None:
+    """Its first step fails while storage reads; what is here when a prompt begins counts, for it as for others."""
+    e, transfer = meeting(prompt(33), 3)
+    assert e.schedule() is not None
+    e.abandon()
+    e.backs.clear()
+    assert chunk(e) == (0, 33)
+    e.read(transfer, 5)
+    e.drain()
+    assert e.num_met == 0
 
 
 @pytest.mark.parametrize(
