@@ -141,15 +141,17 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
                            : partials_of(tile, head) + (slice.partition_begin - tile.partition_begin) * partial_floats,
         };
     };
+    const int64_t num_tasks = static_cast<int64_t>(work.size()) * num_kv_heads;
     const auto attend = [&](int64_t begin, int64_t end, int) {
-        AttendTask task = task_at(begin);
         for (int64_t i = begin; i < end; ++i) {
-            const AttendTask next = i + 1 < end ? task_at(i + 1) : task;
-            kernel.attend(spec, task, next, thread_scratch(kernel.scratch_bytes(spec, task.num_queries)));
-            task = next;
+            const AttendTask task = task_at(i);
+            // Where threads are equally fast, each takes every num_threads()-th piece of the work.
+            const int64_t following = i + 1 < end ? i + 1 : begin + (end - begin) * num_threads();
+            const AttendTask next = task_at(std::min(following, num_tasks - 1));
+            kernel.attend(spec, task, following < num_tasks ? &next : nullptr,
+                          thread_scratch(kernel.scratch_bytes(spec, task.num_queries)));
         }
     };
-    const int64_t num_tasks = static_cast<int64_t>(work.size()) * num_kv_heads;
     const int64_t grain = std::clamp<int64_t>(num_tasks / (kTasksPerThread * num_threads()), 1, num_kv_heads);
     parallel_for(num_tasks, attend, grain);
 

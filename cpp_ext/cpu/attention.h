@@ -115,8 +115,8 @@ struct RopeTask {
 struct AttentionKernels {
     int rows_per_task;  // queries times query heads per KV head that share a pass over the keys
     int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
-    // `next` is the thread's following task, or the same one: its first keys are fetched ahead.
-    void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask& next, std::byte* scratch);
+    // `next` is a task that the thread may have to do after this one, or null: its first keys are fetched ahead.
+    void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask* next, std::byte* scratch);
     void (*merge)(const AttentionSpec&, const MergeTask&);  // overwrites the partials
     void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&);
 };

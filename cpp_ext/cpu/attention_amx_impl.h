@@ -15,7 +15,7 @@ namespace {
 struct TileProducts {
     using Element = BFloat16Dot;
     using Elem = uint16_t;
-    using Keys = PartitionKeys<Element>;
+    using Keys = PartitionKeys<Element, kPartitionGroups>;
     static constexpr int kTileRows = 16;
     static constexpr int kTileBytes = 64;
     static constexpr int kStep = 32;  // summed elements
@@ -42,11 +42,54 @@ struct TileProducts {
         ~Registers() { Tiles::release(); }
     };
 
+    // Fetches the keys and values that follow a partition's into the second-level cache, a few lines before each
+    // product of its blocks: many at once would keep the tiles' own loads waiting. One block of rows has too few
+    // products to hide it, and then the processor's own prefetching is as good.
+    class Fetcher {
+      public:
+        void begin(const AttentionSpec& spec, const Keys& keys, int num_blocks) {
+            next_k_ = keys.k + keys.end_group();
+            next_v_ = keys.v + keys.end_group();
+            k_stride_ = int64_t{spec.block_size} * 2;
+            k_lines_ = spec.head_dim / 2;
+            v_lines_ = kGroupTokens * spec.v_head_dim / kStep;
+            num_left_ = num_blocks > 1 ? 2 * keys.num_ahead : 0;
+            lines_left_ = 0;
+            const int num_steps = (keys.end - keys.begin + kStep - 1) / kStep;
+            const int num_products = num_blocks * num_steps * (spec.head_dim + spec.v_head_dim) / kStep;
+            lines_at_once_ = (keys.num_ahead * (k_lines_ + v_lines_) + num_products - 1) / num_products;
+        }
+        void operator()() {
+            if (lines_left_ == 0 && !next_piece()) return;
+            const int count = smaller(lines_at_once_, lines_left_);
+            for (int i = 0; i < count; ++i, line_ += stride_) __builtin_prefetch(line_, 0, 2);
+            lines_left_ -= count;
+        }
+
+      private:
+        bool next_piece() {
+            if (num_left_ == 0) return false;
+            const bool is_k = num_left_-- % 2 == 0;
+            line_ = is_k ? *next_k_++ : *next_v_++;
+            stride_ = is_k ? k_stride_ : kStep;
+            lines_left_ = is_k ? k_lines_ : v_lines_;
+            return true;
+        }
+
+        const Elem* const* next_k_;
+        const Elem* const* next_v_;
+        int64_t k_stride_, stride_;
+        int k_lines_, v_lines_, lines_left_, lines_at_once_;
+        int num_left_;  // pieces: the keys or the values of a group
+        const Elem* line_;
+    };
+
     struct Scratch {
         Elem* q;         // [padded_rows, padded_dim]
         Elem* k_tails;   // [kPartitionGroups][kTileElements], if head_dim ends in half a step; zeros fill it
         Elem* v_staged;  // [kPartitionSteps][kStep / 2][v_dim][2]
         const Elem** v;  // [kPartitionSteps], in the pool or in v_staged
+        Fetcher fetcher;
 
         Scratch(Arena& arena, const AttentionSpec& spec, int rows) {
             q = arena.take<Elem>(int64_t{padded_rows(rows)} * padded_dim(spec));
@@ -66,7 +109,8 @@ struct TileProducts {
     }
 
     // Brings what cannot be loaded as whole tiles from where it lies into scratch.
-    static void stage(const AttentionSpec& spec, const Keys& keys, Scratch& scratch) {
+    static void stage(const AttentionSpec& spec, const Keys& keys, int num_blocks, Scratch& scratch) {
+        scratch.fetcher.begin(spec, keys, num_blocks);
         for (int step = keys.begin / kStep; step * kStep < keys.end; ++step) {
             const int group = 2 * step;
             const bool whole = keys.has_group(group) && (step + 1) * kStep <= keys.end;
@@ -86,14 +130,13 @@ struct TileProducts {
 
     // scores[r, t] = q[r] . k[t] for a block of rows and the keys of a partition that it sees.
     template <typename Meanwhile>
-    static void score(const AttentionSpec& spec, const Scratch& scratch, const Keys& keys, const RowBlock& block,
+    static void score(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
                       float* scores, Meanwhile&& meanwhile) {
         const Elem* q = scratch.q + int64_t{block.begin} * padded_dim(spec);
         for (int key = block.key_begin; key < block.key_end; key += kStep) {
             // Where one of a step's two groups is not in the table, the other's scores fill its place, to be masked.
             const int first = keys.nearest_group(key / kGroupTokens);
             const int second = keys.nearest_group(key / kGroupTokens + 1);
-            if (block.begin == 0) fetch_keys(spec, keys, key / kGroupTokens + kGroupsAhead - 2);
             if (block.end - block.begin > kTileRows)
                 score_step<true>(spec, scratch, q, keys, first, second, scores + key);
             else
@@ -104,7 +147,7 @@ struct TileProducts {
 
     // out[r] = sum(weights[r, t] v[t]) for a block of rows, over the keys of a partition that it sees.
     template <typename Meanwhile>
-    static void accumulate(const AttentionSpec& spec, const Scratch& scratch, const Keys&, const RowBlock& block,
+    static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys&, const RowBlock& block,
                            const Elem* weights, float* out, Meanwhile&& meanwhile) {
         if (block.key_begin == block.key_end) return;
         const bool two_rows = block.end - block.begin > kTileRows;
@@ -144,12 +187,6 @@ struct TileProducts {
         __builtin_memset(to + pairs * kStep, 0, pairs * kTileBytes);
     }
 
-    static void fetch_keys(const AttentionSpec& spec, const Keys& keys, int group) {
-        for (int ahead = group; ahead < smaller(group + 2, keys.end_group() + kGroupsAhead); ++ahead)
-            for (int pair = 0; pair < spec.head_dim / 2; ++pair)
-                __builtin_prefetch(keys.k[ahead] + int64_t{pair} * spec.block_size * 2, 0, 2);
-    }
-
     // Sums are in tiles 0 to 3 (rows, then columns), rows in 4 and 5, columns in 6 and 7.
     template <bool kTwoRows, bool kTwoColumns>
     static void zero_sums() {
@@ -160,8 +197,9 @@ struct TileProducts {
     }
 
     template <bool kTwoRows, bool kTwoColumns>
-    static void multiply(const Elem* rows, int64_t row_bytes, const Elem* columns, const Elem* more_columns,
-                         int64_t column_bytes) {
+    static void multiply(Fetcher& fetcher, const Elem* rows, int64_t row_bytes, const Elem* columns,
+                         const Elem* more_columns, int64_t column_bytes) {
+        fetcher();
         Tiles::load<4>(rows, row_bytes);
         Tiles::load<6>(columns, column_bytes);
         Tiles::dot<0, 4, 6>();
@@ -186,29 +224,29 @@ struct TileProducts {
     }
 
     template <bool kTwoRows>
-    static void score_step(const AttentionSpec& spec, const Scratch& scratch, const Elem* q, const Keys& keys,
-                           int first, int second, float* scores) {
+    static void score_step(const AttentionSpec& spec, Scratch& scratch, const Elem* q, const Keys& keys, int first,
+                           int second, float* scores) {
         const int64_t q_bytes = padded_dim(spec) * static_cast<int64_t>(sizeof(Elem));
         zero_sums<kTwoRows, true>();
         int d = 0;
         for (; d + kStep <= spec.head_dim; d += kStep) {
             const int64_t offset = int64_t{d} * spec.block_size;
-            multiply<kTwoRows, true>(q + d, q_bytes, keys.k[first] + offset, keys.k[second] + offset,
+            multiply<kTwoRows, true>(scratch.fetcher, q + d, q_bytes, keys.k[first] + offset, keys.k[second] + offset,
                                      int64_t{spec.block_size} * 2 * sizeof(Elem));
         }
         if (d < spec.head_dim)
-            multiply<kTwoRows, true>(q + d, q_bytes, scratch.k_tails + first * kTileElements,
+            multiply<kTwoRows, true>(scratch.fetcher, q + d, q_bytes, scratch.k_tails + first * kTileElements,
                                      scratch.k_tails + second * kTileElements, kTileBytes);
         store_sums<kTwoRows, true>(scores, kRowStride);
     }
 
     template <bool kTwoRows, bool kTwoColumns, typename Meanwhile>
-    static void accumulate_columns(const AttentionSpec& spec, const Scratch& scratch, const RowBlock& block,
+    static void accumulate_columns(const AttentionSpec& spec, Scratch& scratch, const RowBlock& block,
                                    const Elem* weights, int d, float* sums, Meanwhile&& meanwhile) {
         zero_sums<kTwoRows, kTwoColumns>();
         for (int step = block.key_begin / kStep; step < block.key_end / kStep; ++step) {
             const Elem* columns = scratch.v[step] + d * 2;
-            multiply<kTwoRows, kTwoColumns>(weights + step * kStep, kRowStride * sizeof(Elem), columns,
+            multiply<kTwoRows, kTwoColumns>(scratch.fetcher, weights + step * kStep, kRowStride * sizeof(Elem), columns,
                                             columns + kTileRows * 2, spec.v_head_dim * 2 * sizeof(Elem));
             if (step % kStepsPerSlice == kStepsPerSlice - 1) meanwhile();
         }

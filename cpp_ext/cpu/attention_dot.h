@@ -13,7 +13,6 @@ struct DotProducts {
     using V = Simd::V;
     using Elem = typename E::Elem;
     using Packed = typename E::Packed;
-    using Keys = PartitionKeys<E>;
     static constexpr int kWidth = Simd::kLanes;
     static constexpr int kPack = E::kPack;
     static constexpr int kVectorsPerGroup = kGroupTokens / kWidth;
@@ -21,6 +20,7 @@ struct DotProducts {
     static constexpr int kMaxRows = 6;
     static constexpr int kMaxVectors = kWidth == 16 ? 4 : 2;
     static constexpr int kMaxGroups = kMaxVectors / kVectorsPerGroup;
+    using Keys = PartitionKeys<E, kMaxGroups>;
     // A constant, so that one register addresses the queries of all rows; and not a power of two, as with kRowStride.
     static constexpr int kQueryStride = kMaxHeadDim + 32;
     static constexpr int kKeyAlignment = kGroupTokens;
@@ -50,7 +50,7 @@ struct DotProducts {
         }
     }
 
-    static void stage(const AttentionSpec&, const Keys&, Scratch&) {}
+    static void stage(const AttentionSpec&, const Keys&, int, Scratch&) {}
 
     // scores[r, t] = q[r] . k[t] for a block of rows and the keys of a partition that it sees.
     template <typename Meanwhile>

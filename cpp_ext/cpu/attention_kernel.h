@@ -77,11 +77,11 @@ struct Attention {
     // Attends to the keys of one partition; the result goes to scratch.part. Blocks of rows pass through scores,
     // weights and sums; while one block's scores are weighed, products of those before and after it are under way.
     static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
-                                 const AttendTask& next_task, Scratch& scratch) {
+                                 const AttendTask* next_task, Scratch& scratch) {
         const int rows = task.num_queries * spec.group_size(), per_block = Products::block_rows(rows);
         const int num_blocks = (rows + per_block - 1) / per_block;
-        const PartitionKeys<E> keys(spec, task, partition, next_task);
-        Products::stage(spec, keys, scratch.products);
+        const typename Products::Keys keys(spec, task, partition, next_task);
+        Products::stage(spec, keys, num_blocks, scratch.products);
         const auto block_at = [&](int i) {
             return row_block(spec, task, partition, i * per_block, smaller((i + 1) * per_block, rows));
         };
@@ -126,7 +126,7 @@ struct Attention {
         b = was;
     }
 
-    static void attend(const AttentionSpec& spec, const AttendTask& task, const AttendTask& next_task,
+    static void attend(const AttentionSpec& spec, const AttendTask& task, const AttendTask* next_task,
                        std::byte* memory) {
         const int rows = task.num_queries * spec.group_size();
         Arena arena(memory);

@@ -10,7 +10,6 @@ constexpr int kPartitionGroups = kPartitionTokens / kGroupTokens;
 // Of scores and of weights, in elements: whole cache lines, and an odd number of pairs of them, so that the same key of
 // many rows lies in different sets of the first-level cache.
 constexpr int kRowStride = kPartitionTokens + 32;
-constexpr int kGroupsAhead = 4;  // that are fetched while one is used
 
 // Hands out aligned pieces of a thread's scratch; run with nullptr it only measures.
 class Arena {
@@ -45,31 +44,30 @@ const Elem* query_row(const AttentionSpec& spec, const AttendTask& task, int row
 }
 
 // The keys of one partition that some query of the task sees, [begin, end) counted from the partition's first, and
-// where they lie, group by group. Entries past the last group are those of the task's next partition, or of the
-// thread's next task, to be fetched ahead.
-template <typename E>
+// where they lie, group by group. Behind the last group come num_ahead groups that may be used next, of the task's next
+// partition or of the thread's next task, to be fetched ahead; entries up to kGroupsAhead can be read, too.
+template <typename E, int kGroupsAhead>
 struct PartitionKeys {
     using Elem = typename E::Elem;
 
-    int begin, end;
+    int begin, end, num_ahead;
     const Elem* k[kPartitionGroups + kGroupsAhead];
     const Elem* v[kPartitionGroups + kGroupsAhead];
 
-    PartitionKeys(const AttentionSpec& spec, const AttendTask& task, int partition, const AttendTask& next_task) {
+    PartitionKeys(const AttentionSpec& spec, const AttendTask& task, int partition, const AttendTask* next_task) {
         const int start = partition * kPartitionTokens;
         begin = larger(visible_begin(spec, task) - start, 0);
         end = smaller(visible_end(task) - start, kPartitionTokens);
         // Only visible groups are looked up: the others are not in the table, or in blocks already freed.
         for (int group = first_group(); group < end_group(); ++group)
             find(spec, task, start + group * kGroupTokens, group);
-        const bool last = partition + 1 == task.partition_end;
-        const AttendTask& next = last ? next_task : task;
-        const int next_start = last ? larger(visible_begin(spec, next), next.partition_begin * kPartitionTokens)
-                                    : start + kPartitionTokens;
-        for (int ahead = 0; ahead < kGroupsAhead; ++ahead) {
-            const int position = next_start / kGroupTokens * kGroupTokens + ahead * kGroupTokens;
-            find(spec, next, smaller(position, visible_end(next) - 1), end_group() + ahead);
-        }
+        if (partition + 1 < task.partition_end)
+            find_ahead(spec, task, start + kPartitionTokens);
+        else if (next_task != nullptr)
+            find_ahead(spec, *next_task,
+                       larger(visible_begin(spec, *next_task), next_task->partition_begin * kPartitionTokens));
+        else
+            find_ahead(spec, task, visible_end(task) - 1);
     }
 
     int first_group() const { return begin / kGroupTokens; }
@@ -78,6 +76,13 @@ struct PartitionKeys {
     int nearest_group(int group) const { return smaller(larger(group, first_group()), end_group() - 1); }
 
   private:
+    void find_ahead(const AttentionSpec& spec, const AttendTask& next, int next_begin) {
+        const int first = next_begin / kGroupTokens * kGroupTokens, last = visible_end(next) - 1;
+        num_ahead = smaller((last - first) / kGroupTokens + 1, kGroupsAhead);
+        for (int ahead = 0; ahead < kGroupsAhead; ++ahead)
+            find(spec, next, smaller(first + ahead * kGroupTokens, last), end_group() + ahead);
+    }
+
     void find(const AttentionSpec& spec, const AttendTask& task, int position, int group) {
         const auto* block = reinterpret_cast<const Elem*>(task.kv.layer_block(task.table[position / spec.block_size]));
         const int64_t in_block = position % spec.block_size / kGroupTokens * kGroupTokens;
