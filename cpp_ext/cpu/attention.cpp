@@ -63,14 +63,27 @@ std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBat
     return tiles;
 }
 
-// Decides which tiles are cut and returns the floats their partial results need.
+// Whether threads that each take the longest task left end together, within a tenth, as far as the tiles with a cost
+// above `long_cost` decide it. `tiles` are sorted, the longest first; each is a task for every KV head.
+bool divides_evenly(const std::vector<QueryTile>& tiles, int num_kv_heads, int64_t long_cost, int64_t total_cost) {
+    std::vector<int64_t> busy(num_threads());
+    for (const auto& tile : tiles) {
+        if (tile.cost <= long_cost) break;
+        for (int head = 0; head < num_kv_heads; ++head) *std::min_element(busy.begin(), busy.end()) += tile.cost;
+    }
+    return *std::max_element(busy.begin(), busy.end()) * num_threads() <= total_cost + total_cost / 10;
+}
+
+// Decides which tiles are cut and returns the floats their partial results need. Cutting costs a pass over the partial
+// results, a sixth of the time of 64 queries at 2,048 keys, so it is for tiles that would leave threads waiting.
 int64_t place_partials(const AttentionSpec& spec, std::vector<QueryTile>& tiles) {
     int64_t total_cost = 0;
     for (const auto& tile : tiles) total_cost += tile.cost * spec.num_kv_heads;
     const int64_t cut_above = total_cost / (int64_t{kTasksPerThread} * num_threads());
+    if (divides_evenly(tiles, spec.num_kv_heads, cut_above, total_cost)) return 0;
     int64_t floats = 0;
     for (auto& tile : tiles) {
-        if (num_threads() == 1 || tile.cost <= cut_above || tile.num_partitions() == 1) continue;
+        if (tile.cost <= cut_above || tile.num_partitions() == 1) continue;
         tile.partial_offset = floats;
         floats += int64_t{tile.num_partitions()} * tile.num_queries * spec.num_heads * (spec.v_head_dim + 2);
     }
