@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -84,25 +85,28 @@ Row find_row(const std::vector<WeightRows>& sources, int64_t index, int64_t row_
     return {nullptr, 0.0f};
 }
 
-// Writes the blocks of a panel from its rows, in turns that stay in the first-level cache.
+// Writes the blocks of a panel from its rows, so many steps of k at a time that both stay in the first-level cache.
 template <typename Unit>
 void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps, const GemmKernel& kernel,
                Unit* panel) {
-    constexpr int64_t kBlock = 16;
-    const int64_t block_width = kernel.block_width;
-    const int64_t block_steps = kernel.block_steps;
+    constexpr int64_t kTurn = 16;
     const auto width = static_cast<int64_t>(rows.size());
-    constexpr auto kUnit = static_cast<int64_t>(sizeof(Unit));
-    for (int64_t k0 = 0; k0 < k_steps; k0 += kBlock) {
+    std::array<int64_t, kTurn> places;  // of the steps of this turn, in units from a column's first one
+    std::array<Unit, kTurn> units;
+    for (int64_t k0 = 0; k0 < k_steps; k0 += kTurn) {
+        const int64_t turn = std::min(kTurn, k_steps - k0);
+        for (int64_t i = 0; i < turn; ++i)
+            places[i] = (k0 + i) / kernel.block_steps * kernel.block_steps * width +
+                        (k0 + i) % kernel.block_steps * kernel.block_width;
+        const int64_t begin = k0 * static_cast<int64_t>(sizeof(Unit));
+        const int64_t num_bytes = std::clamp<int64_t>(row_bytes - begin, 0, sizeof(units));
         for (int64_t column = 0; column < width; ++column) {
             const char* row = rows[column].data;
-            Unit* out = panel + column / block_width * block_steps * block_width + column % block_width;
-            for (int64_t k = k0; k < std::min(k0 + kBlock, k_steps); ++k) {
-                Unit unit = 0;
-                if (row != nullptr && k * kUnit < row_bytes)
-                    std::memcpy(&unit, row + k * kUnit, std::min(kUnit, row_bytes - k * kUnit));
-                out[k / block_steps * block_steps * width + k % block_steps * block_width] = unit;
-            }
+            if (row == nullptr || num_bytes < static_cast<int64_t>(sizeof(units))) units.fill(0);
+            if (row != nullptr) std::memcpy(units.data(), row + begin, num_bytes);
+            Unit* out = panel + column / kernel.block_width * kernel.block_steps * kernel.block_width +
+                        column % kernel.block_width;
+            for (int64_t i = 0; i < turn; ++i) out[places[i]] = units[i];
         }
     }
 }

@@ -308,9 +308,10 @@ def test_wrong_arguments_are_refused() -> None:
 
 def in_subprocess(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"SWIFTKV_CPU_ISA": isa}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.timeout(900)  # all of this file, with two threads that may have to share one core with others
 @pytest.mark.parametrize("isa", [*ISAS[: ISAS.index(_cpu.isa())], "amx_emulated"])
 def test_other_instruction_sets(isa: str) -> None:
     """All of the above on what an older CPU would run, and on a software model of the tiles that few CPUs have."""
