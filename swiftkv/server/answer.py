@@ -177,7 +177,7 @@ class Answer(ABC):
         return self.prompts[index // self.n]
 
     def _is_first(self, index: int) -> bool:
-        """Return whether a choice is heard of for the first time."""
+        """Return whether nothing was sent of a choice yet, and note that something is now."""
         first = index not in self._started
         self._started.add(index)
         return first

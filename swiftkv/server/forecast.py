@@ -1,8 +1,8 @@
 """How soon an engine would begin to answer, from what its gateway sees of it.
 
-A gateway knows which prompts wait, which are being computed, and how many answers go on; the engine tells how long a
-step takes for each of what it computes. From these follows, when a prompt arrives, about when its first token comes.
-`swiftkv simulate` asks the same code. One file of 400 lines: a forecast is one sum, read from top to bottom.
+A gateway knows which prompts wait, which are being computed, and how many answers go on; the engine tells how much each
+token and row adds to the time of a step. So when a prompt arrives, the gateway can tell about when its first token
+comes. `swiftkv simulate` uses the same code. It is one file of 400 lines because a forecast is one sum.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ForecastLimits:
     step_limit_s: float | None = None
     """The longest step beside answers: `target_tpot`."""
     due_s: float = 10.0
-    """When the first token is due of requests that do not say, for `deadline`."""
+    """The seconds until the first token of a request without a target is due, for `deadline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Forecast:
     """The prospects of a prompt, in seconds from now.
 
     Attributes:
-        ttft_s: Until its first token, if those who come later are as those of late.
-        cautious_ttft_s: The same with an allowance for how far off forecasts of such prompts were of late.
-        alone_ttft_s: The same if nothing else waited.
+        ttft_s: Until its first token, if as many prompts overtake it as of late.
+        cautious_ttft_s: `ttft_s`, times the error that recent forecasts for similar prompts had.
+        alone_ttft_s: `ttft_s` if nothing else waited.
         tpot_s: The least time for each further token: of a step with the answers that go on, and with its own.
         answer_s: How long an answer usually goes on.
     """
@@ -105,7 +105,7 @@ class _Pace:
 
     @property
     def step_s(self) -> float:
-        """How long a step takes that is full."""
+        """The time of a full step."""
         return self.overhead_s + min(self.spare_s, self.budget * self.token_s)
 
     def work_s(self, left: Floats, pairs: Floats) -> Floats:
@@ -117,7 +117,7 @@ class _Pace:
 
 
 class EngineForecast:
-    """Follows the sequences of one engine, and foretells when those that arrive begin. Times are of one clock."""
+    """Follows the sequences of one engine, and forecasts when those that arrive begin. Times are of one clock."""
 
     def __init__(self, limits: ForecastLimits | None = None) -> None:
         self._limits = limits or ForecastLimits()
@@ -126,7 +126,7 @@ class EngineForecast:
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
         self._errors = ForecastErrors()
-        self._foretold: dict[int, tuple[int, float, float]] = {}  # of those without a token: left, seconds, arrival
+        self._foretold: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # sequences without a token; unused rows are zero
         self._unused = list(range(_FIRST_ROWS))
@@ -147,7 +147,7 @@ class EngineForecast:
             self._costs = tuple(step_time_s)
 
     def forget_costs(self) -> None:
-        """Foretell nothing until `learn` is called."""
+        """Make no forecasts until `learn` is called."""
         self._costs = ()
 
     # ---- sequences come and go ----
@@ -229,7 +229,7 @@ class EngineForecast:
         part *= share * before
         end = float(steps[ahead] @ part[ahead]) + own_steps
         whole = math.ceil(end - 1e-9)
-        # A prompt has its token when its last step ends, with what others have in that.
+        # A prompt has its token when its last step ends, and that step computes tokens of other prompts, too.
         steps_behind, behind_s = float(steps @ behind), float(work_s @ behind)
         beside_s = behind_s * min(1.0, (whole - end) / steps_behind) if steps_behind else 0.0
         ahead_s = float(work_s[ahead] @ part[ahead])
