@@ -230,9 +230,9 @@ class CompletionAnswer(Answer):
             super()._count(batch)
 
     def _ready(self, batch: Sequence[Delta]) -> list[Delta]:
-        """Return what can be told now: a choice that echoes logprobs of its prompt waits for the one that brings them.
+        """Return the deltas that can be sent now.
 
-        That is the first choice of the prompt.
+        Where the logprobs of a prompt are echoed, its first choice brings them, and the others wait for that one.
         """
         if not (self._echo and self._logprobs):
             return list(batch)

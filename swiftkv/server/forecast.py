@@ -142,7 +142,7 @@ class EngineForecast:
         self._answer_tokens = _USUAL_ANSWER_TOKENS
 
     def learn(self, step_time_s: Sequence[float]) -> None:
-        """Take over how long steps take, in the order of STEP_TIME_TERMS; nothing, while the engine does not know."""
+        """Take over the coefficients of STEP_TIME_TERMS; ignore an empty sequence: the engine does not know them."""
         if step_time_s:
             self._costs = tuple(step_time_s)
 
@@ -153,7 +153,7 @@ class EngineForecast:
     # ---- sequences come and go ----
 
     def add(self, request_id: int, prompt: NewPrompt, now_s: float, foretold_s: float | None = None) -> None:
-        """Note that a sequence has come; `foretold_s` is its `Forecast.ttft_s`, if somebody asked."""
+        """Note that a sequence has come; `foretold_s` is its `Forecast.ttft_s`, if one was made."""
         if foretold_s is not None:
             self._foretold[request_id] = prompt.num_left, foretold_s, now_s
         if not self._unused:
@@ -246,7 +246,7 @@ class EngineForecast:
     def _share(self, prompt: NewPrompt, ahead: Bools, service_s: Floats, own_s: float) -> Floats:
         """Return the part of each sequence ahead of a prompt that is computed before it, [rows]; 1 for the others.
 
-        While a flow gets what is ahead of it and its own, each other flow gets as much by its weight.
+        While a flow computes its own prompts up to this one, each other flow gets as much time by its weight.
         """
         rows, share = self._rows, np.ones(len(self._rows))
         is_own: Bools = rows[:, _FLOW] == prompt.flow
@@ -302,7 +302,7 @@ class EngineForecast:
         return step_s + num_answers * (token_s + row_s) + (self._context + context) * context_s
 
     def _rest_of_step_s(self, now_s: float) -> float:
-        """Return the seconds left of a step with answers alone, which the engine is in the midst of."""
+        """Return the seconds until the step in progress ends, if it has answers alone."""
         if self._begun or not self._answers:
             return 0.0
         return max(0.0, self._decodes_s() - (now_s - self._last_step_s))
@@ -325,7 +325,7 @@ class EngineForecast:
         return (math.floor(prompt.priority / PRIORITIES_PER_CLASS + 0.5) + 0.5) * PRIORITIES_PER_CLASS
 
     def _room_s(self, prompt: NewPrompt, num_ahead: int, tokens_ahead: float) -> float:
-        """Return when answers will have ended that leave a slot, and memory, for who comes after those ahead.
+        """Return when enough answers will have ended to leave a slot, and memory, for a prompt behind those ahead.
 
         Those of lower classes need not end: they give way.
         """
@@ -345,7 +345,7 @@ class EngineForecast:
         return part * self._answer_tokens * max(self._step_s, self._decodes_s())
 
     def _overtaking_part(self, prompt: NewPrompt, pace: _Pace, wait_s: float, now_s: float) -> float:
-        """Return the part of a wait of `wait_s` that goes to prompts that come later, if these go on as of late."""
+        """Return the part of a wait of `wait_s` that later prompts will take, if as many come as of late."""
         latest = self._latest[: self._num_added]
         policy = self._limits.policy
         if policy == "fcfs" or len(latest) < 2:
@@ -394,5 +394,5 @@ class EngineForecast:
 
 
 def _pairs(num_tokens: int, num_left: int) -> float:
-    """Return the pairs of a token that is computed and one that it looks back on, of a prompt's last tokens."""
+    """Return how many pairs of a token and one before it attention computes for the last `num_left` tokens."""
     return num_left * (num_tokens - 0.5 * num_left)

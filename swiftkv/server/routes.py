@@ -154,7 +154,7 @@ def openai_router(models: ModelTable) -> APIRouter:
 
 
 def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
-    """Return the model under its policy for the request's sender; the request's record notes both."""
+    """Return the model with its policy for the request's sender; note both in the request's record."""
     record: RequestRecord = request.state.record
     sender = sender_of(request)
     record.model, record.tenant = model.name, sender.name

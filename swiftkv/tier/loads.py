@@ -55,7 +55,7 @@ class _Wait:
     is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
     span: _Span | None = None  # None: not decided
     unread: dict[Target, None] = field(default_factory=dict)  # the targets of the load that are not read yet, in order
-    is_met: bool = False  # the request computes its front
+    computes_front: bool = False  # it has begun, with the front of its prompt, while the back is loaded
 
     @property
     def load(self) -> Load | None:
@@ -163,11 +163,11 @@ class Loads:
         now_s = time.monotonic()
         is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._is_nobody_before()
         for wait in list(self._waits.values()):
-            if now_s >= wait.deadline_s or (is_alone and not wait.is_met):
+            if now_s >= wait.deadline_s or (is_alone and not wait.computes_front):
                 self.num_late += wait.load is not None
                 self.why_less[wait.request_id] = "late"
                 self._give_up(wait)
-            elif wait.is_met:
+            elif wait.computes_front:
                 if self._is_passed(wait):
                     self.num_late += wait.request_id in self._expected  # it came to its back before storage did
                     self._give_up(wait)
@@ -220,7 +220,7 @@ class Loads:
     def _is_nobody_before(self) -> bool:
         """Return whether a held request is the next to run: the engine has nobody else to serve first."""
         stats = self._scheduler.stats()
-        num_held = sum(not wait.is_met for wait in self._waits.values())
+        num_held = sum(not wait.computes_front for wait in self._waits.values())
         return stats.num_waiting == num_held and stats.num_running < self._max_num_seqs
 
     def _is_passed(self, wait: _Wait) -> bool:
@@ -270,7 +270,7 @@ class Loads:
         self.num_loads += 1
         self._loader.submit(load)
         if wait.span.is_back:
-            wait.is_met = True
+            wait.computes_front = True
             self.why_less[wait.request_id] = "declined"
             self._scheduler.meet(wait.request_id, length)
 
