@@ -29,8 +29,8 @@ struct GroupCopies {
     std::vector<CopyRuns> stores;  // per stream buffer, to peers, once the layer's KV is written
 };
 
-// A request has computed the front of its prompt, and goes on behind its back, which storage has loaded meanwhile:
-// blocks `first` to `end`.
+// A request has computed the front of its prompt, and skips the rest, blocks `first` to `end`, which storage has loaded
+// meanwhile.
 struct Meeting {
     RequestId id;
     int first, end;
@@ -59,8 +59,8 @@ struct StepPlan {
     std::vector<int32_t> new_borrowed_starts;      // [A+1] rows of the next that belong to each
     std::vector<int32_t> new_borrowed_blocks;      // numbers of a prompt's blocks that were found in borrowed memory
     std::vector<double> new_arrivals_s;            // [A] when they arrived
-    std::vector<RequestId> met_request_ids;        // [M] of meetings
-    std::vector<int32_t> met_blocks;               // [M, 2] first and end
+    std::vector<RequestId> met_request_ids;        // [M] the requests of meetings
+    std::vector<int32_t> met_blocks;               // [M, 2] their first and end
     std::vector<RequestId> preempted_request_ids;  // [P]
     int num_stream_buffers = 0;                    // 0: nothing is streamed in this step
     std::vector<GroupCopies> copies;               // per group

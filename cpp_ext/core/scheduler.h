@@ -111,17 +111,17 @@ class Scheduler {
     // more than `max_blocks`, and than the local pool can hold. Throws std::invalid_argument if `is_stored` has another
     // size than look_up() said.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
-    // Takes blocks for what is not here of a waiting request's blocks `first` to `num_blocks`; with room left for those
-    // before. None: there is no room, or a step in progress copies blocks.
+    // Takes blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here, and leaves room
+    // for those before. Returns none if there is no room, or a step in progress copies blocks.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
     // Whether the front of a prompt can be computed while its back is loading: not with windows, of which only a tail
     // is loaded, nor where a prompt is computed as a whole.
     bool can_meet() const { return limits_.enable_chunked_prefill && !cache_.has_windows(); }
-    // Lets the waiting request go: it computes its front while storage loads its back, up to block `num_blocks`, from
-    // the last block on, and goes on behind that once it comes to what is here. Throws std::invalid_argument if the
-    // request has fewer keys.
+    // Lets the waiting request begin: it computes its front while storage loads its back, the blocks before
+    // `num_blocks`, the last one first. It skips the rest of the back as soon as all of that is here. Throws
+    // std::invalid_argument if the request has fewer keys.
     void meet(RequestId id, int num_blocks);
-    // How many of a request's blocks are computed, by steps in progress too.
+    // How many of a request's blocks are computed, or are being computed by steps in progress.
     int num_planned_blocks(RequestId id) const;
     // These throw std::invalid_argument unless the blocks are loading.
     void forget_loading(std::span<const LoadedBlock> blocks);
@@ -197,7 +197,7 @@ class Scheduler {
     PlanWriter writer_;
     std::deque<Step> open_;          // in progress, the oldest first
     bool must_commit_ = false;       // before anything else is planned
-    std::vector<Meeting> meetings_;  // that no plan has told of
+    std::vector<Meeting> meetings_;  // those that no plan has named yet
     bool is_copying_ = false;        // the bytes of what take_offers() named last
 
     int64_t prefix_matches_total_ = 0;

@@ -105,9 +105,9 @@ inline int extents_for(const GroupSpec& spec, int num_blocks) {
     return num_blocks == 0 ? 0 : ceil_div(num_blocks, spec.blocks_per_extent) + (spec.blocks_per_extent > 1);
 }
 
-// The extents of a pool that groups share in which a group stages the blocks that it borrows: whole ones, of at most
-// `most`. They stage everything that it borrows, but they take no more room than that makes up for. Windows, which are
-// short, are not staged: what is borrowed of them moves to the pool when it is used.
+// How many extents of a shared pool stage the blocks that a group borrows: enough for all of them, but at most `most`,
+// and no more than have room for as many blocks as are borrowed. Windows are short and are not staged: a borrowed block
+// of a window moves to the pool when it is used.
 inline int staging_extents(const GroupSpec& spec, int num_borrowed, int most) {
     if (spec.window > 0) return 0;
     const int size = spec.blocks_per_extent;
