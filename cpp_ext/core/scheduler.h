@@ -30,7 +30,8 @@ namespace swiftkv {
 // between requests may come and go, and so may extents.
 //
 // A step may be planned while the one before it is in progress, with tokens that are not known yet (xLLM, section 4.1).
-// Such a plan is a bet on how that step ends: a request that it ends was computed in vain, and its row does not count.
+// Such a plan assumes that no request ends in that step: if one does, it was computed in vain, and its row does not
+// count.
 class Scheduler {
   public:
     // Throws std::invalid_argument, also if one sequence of max_model_len tokens fits neither the pools nor what they
@@ -55,12 +56,12 @@ class Scheduler {
     // nullptr if nothing can run, or nothing before the step in progress is committed; of those there are at most two.
     // `now_s`: any clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
-    // Makes the oldest step in progress history. `sampled`: one token per row of its plan's logits_rows; below 0: none.
-    // `duration_s`: how long the device was busy with it, or 0 if nobody knows.
+    // Ends the oldest step in progress. `sampled`: one token per row of its plan's logits_rows; below 0: none.
+    // `duration_s`: how long the device was busy with it; 0 if that is not known.
     StepResult commit(std::span<const TokenId> sampled, double duration_s);
     // Gives up the only step in progress, whose copies failed. What it computed does not count.
     void abandon();
-    // Requests that have waited longer than `max_wait_s` for room that is not there even if they were alone.
+    // Returns requests that have waited longer than `max_wait_s` for room that they would not have even if alone.
     std::vector<RequestId> starved(double now_s, double max_wait_s) const;
 
     // ---- of a lender ----
@@ -195,10 +196,10 @@ class Scheduler {
     Policy policy_;
     Refusal refusal_;
     PlanWriter writer_;
-    std::deque<Step> open_;          // in progress, the oldest first
-    bool must_commit_ = false;       // before anything else is planned
+    std::deque<Step> open_;          // the steps in progress, the oldest first
+    bool must_commit_ = false;       // nothing is planned before a commit
     std::vector<Meeting> meetings_;  // those that no plan has named yet
-    bool is_copying_ = false;        // the bytes of what take_offers() named last
+    bool is_copying_ = false;        // the blocks that take_offers() named last are being copied
 
     int64_t prefix_matches_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;

@@ -1,4 +1,4 @@
-// The few words that every file of the core uses.
+// The types that every file of the core uses.
 #pragma once
 
 #include <algorithm>
@@ -67,7 +67,7 @@ struct GroupSpec {
     int num_blocks;
     int window;                     // in tokens, the query's own included; 0: full attention
     int64_t layer_block_bytes = 0;  // for the offsets of copies; 0 where nothing is borrowed
-    int64_t base_offset_bytes = 0;  // of the group's first block in the pool
+    int64_t base_offset_bytes = 0;  // the offset of the group's first block in the pool
     // The group's blocks in an extent of the pool that groups share: each may have every extent. 0: the group has its
     // blocks to itself.
     int blocks_per_extent = 0;
@@ -90,8 +90,8 @@ struct GroupStats {
     int elsewhere;  // in extents of other groups, or of none
     int total;
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
-    int staging_layer_blocks;  // that borrowed blocks can be staged in
-    int pinned = 0;            // of those in use, the ones that pins hold
+    int staging_layer_blocks;  // the layer blocks in which borrowed blocks can be staged
+    int pinned = 0;            // the used blocks that pins hold
 };
 
 // Divides a >= 0 by b > 0, without a sum that overflows.

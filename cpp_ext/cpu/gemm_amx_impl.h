@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileBytes = 64;  // a row of a tile
 constexpr int kWeightTile = kTileRows * kTileBytes;
 constexpr int kPanelWidth = 32;
 constexpr int kBlockBytes = 2 * kWeightTile;  // 16 pairs of k for each half of the panel, one after the other
