@@ -26,13 +26,13 @@ AdminKeyEnv = Annotated[
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 EXIT_USAGE = 2
-"""The user's mistake: a line on stderr says what to change, and nothing was started."""
+"""The exit code for a user's mistake: a line on stderr says what to change, and nothing was started."""
 _TIMEOUT_S = 90.0
 
 
 @contextmanager
 def mistakes_of_a_file() -> Iterator[None]:
-    """Turn a `ConfigError`, of a file whose content is for the node, into a line on stderr and exit code 2."""
+    """Turn a `ConfigError` about a file that is sent to the node into a line on stderr and exit code 2."""
     try:
         yield
     except ConfigError as error:
@@ -46,7 +46,7 @@ def admin_key(url: str, admin_key_env: str) -> str | None:
 
 
 def admin_path(*parts: str) -> str:
-    """Return the path below `/admin` that consists of these names, whatever characters they have."""
+    """Join names to a path below `/admin`, whatever characters they have."""
     return "/".join(quote(part, safe="") for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""`swiftkv cache`: see what the caches of a running node hold, ask why a request found no more there, empty one."""
+"""`swiftkv cache`: see what the caches of a running node hold, why prompts found no more, pin prompts, empty one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swiftkv.admin_client import (
     ask_admin,
 )
 
-cache_app = typer.Typer(help="See what prompts find in the cache, and empty it.", no_args_is_help=True)
+cache_app = typer.Typer(help="See what prompts find in the cache, pin prompts, and empty it.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="For machines: what the node answers.")]
 
@@ -52,7 +52,7 @@ def cache_show(
 
 @cache_app.command("why", epilog="Example: `swiftkv cache why chatcmpl-7f3a`")
 def cache_why(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The X-Request-Id of its answer.")],
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The request's X-Request-Id.")],
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     as_json: AsJson = False,
@@ -74,18 +74,18 @@ def cache_why(
 @cache_app.command("pin", epilog="Example: `swiftkv cache pin chatcmpl-7f3a --for 8h`")
 def cache_pin(
     request: Annotated[
-        str | None, typer.Argument(metavar="[REQUEST]", help="The X-Request-Id of its answer.", show_default=False)
+        str | None, typer.Argument(metavar="[REQUEST]", help="The request's X-Request-Id.", show_default=False)
     ] = None,
     prompt: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A prompt instead: JSON with `messages` or `prompt`, or the text itself."),
+        typer.Option(metavar="FILE", help="Keep this prompt: JSON with `messages` or `prompt`, or the text itself."),
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that has the prompt.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that keeps the prompt of FILE.")] = None,
     time_to_live: Annotated[str, typer.Option("--for", help="How long to keep it, such as 90s, 30m or 24h.")] = "1h",
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
-    """Keep the prompt of a recent REQUEST, or any other, as far as a model's pool has it, whatever else comes in."""
+    """Keep the blocks that a model's pool has of a prompt: that of a recent REQUEST, or one in a file."""
     body = None
     if request is not None and prompt is None and model is None:
         path = admin_path("cache", "requests", request, "pin")
@@ -101,11 +101,13 @@ def cache_pin(
 @cache_app.command("unpin", epilog="Example: `swiftkv cache unpin chat 3`")
 def cache_unpin(
     model: Model,
-    pin: Annotated[int, typer.Argument(metavar="PIN", min=0, help="Its number, as `swiftkv cache show` has it.")],
+    pin: Annotated[
+        int, typer.Argument(metavar="PIN", min=0, help="The pin's number, which `swiftkv cache show` lists.")
+    ],
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
-    """End a PIN of MODEL: its blocks are cached like others from then on."""
+    """End a PIN of MODEL. Its blocks stay cached until others need their room."""
     ask_admin("DELETE", url, admin_path("cache", model, "pins", str(pin)), admin_key_env)
     print(f"{model} has ended pin {pin}")
 
@@ -122,7 +124,7 @@ def cache_clear(
 
 
 def _prompt_in(file: Path) -> dict[str, Any]:
-    """Return what a file asks to pin, as the node takes it: a JSON object as it is, anything else as a text."""
+    """Return the prompt in a file as the node takes it: a JSON object as it is, anything else as a text."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

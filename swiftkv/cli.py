@@ -143,49 +143,48 @@ def simulate(
         list[str],
         typer.Option(
             metavar="[NAME=]FILE",
-            help="JSON lines as Mooncake's traces, or CSV as Azure's. With NAME=, once for each model that has "
-            "requests, all models run together.",
+            help="Requests as JSON lines like Mooncake's, or CSV like Azure's. FILE: every model serves all of them, "
+            "alone. NAME=FILE, once for each model that has requests: all models run together.",
         ),
     ],
     step_time: Annotated[
         str,
         typer.Option(metavar="URL|FILE", help="Where the times of steps come from: a running node, or a file."),
     ] = DEFAULT_URL,
-    model: Annotated[list[str] | None, typer.Option(help="Only this model; may be given several times.")] = None,
-    rate: Annotated[float, typer.Option(min=0.001, help="2: requests come twice as fast as in the trace.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Take only so many, from the start of the trace.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Simulate only this model; may be repeated.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="How many times as fast as in the trace requests come.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Take only so many requests, the trace's first.")] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help="Replay with so many clients: each sends its next request when it has an answer."),
+        typer.Option(min=1, help="How many clients send the requests, each its next one when it has an answer."),
     ] = None,
-    policy: Annotated[SchedulingPolicy | None, typer.Option(help="In place of the file's scheduling_policy.")] = None,
-    seed: Annotated[int, typer.Option(help="Spreads requests that the trace has in one instant.")] = 0,
+    policy: Annotated[SchedulingPolicy | None, typer.Option(help="Replace the file's scheduling_policy.")] = None,
+    seed: Annotated[int, typer.Option(help="Spread requests of one instant by this random seed.")] = 0,
     target_ttft: Annotated[
         float | None, typer.Option(help="Show how many requests have a first token within so many seconds.")
     ] = None,
     target_tpot: Annotated[
         float | None, typer.Option(help="Show how many requests need at most so many seconds per token.")
     ] = None,
-    save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps here, as JSON.")] = None,
+    save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps to this file, as JSON.")] = None,
     no_lending: Annotated[
         bool, typer.Option("--no-lending", help="Lend and borrow nothing, whatever the file says.")
     ] = False,
     cores: Annotated[
-        int | None, typer.Option(min=1, help="Cores that models on the CPU share; this machine's if not given.")
+        int | None, typer.Option(min=1, help="How many cores models on the CPU share; this machine's if not given.")
     ] = None,
     copy_rate: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes a second of copied KV, such as 6GiB, if the step times do not know."),
+        typer.Option(metavar="SIZE", help="Bytes of KV copied a second, such as 6GiB, in place of the times' own."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw what was lent and how long requests waited here, with NAME=FILE.")
+        Path | None, typer.Option(help="With NAME=FILE, draw what was lent and how long requests waited, to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
 ) -> None:
     """Serve traces with the models of CONFIG in virtual time: the real scheduler and cache, predicted step times.
 
-    With one FILE each model serves the whole trace, alone. With NAME=FILE the models run together: they lend to each
-    other and share the cores.
+    Models that run together lend to each other and share the cores.
     """
     with _mistakes_as_lines():
         from swiftkv.config import load_config
@@ -243,7 +242,7 @@ app.command(epilog="Examples: `swiftkv page`, `swiftkv page --open`")(page)
 
 @app.command(epilog="Example: `swiftkv doctor`")
 def doctor() -> None:
-    """Look at this machine: what would slow a node down, or stop it, and what to do about it."""
+    """Look for what would slow a node down on this machine, or stop it, and say what to do about it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -293,7 +292,7 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
 
 
 def _describe_loading(loading: dict[str, Any]) -> str:
-    """Return how far an engine is with its weights, and when it is expected to have them."""
+    """Return how much of its weights an engine has loaded, and when it is expected to have them all."""
     from swiftkv.units import format_size
 
     so_far = f"{format_size(loading['loaded_bytes'])} of {format_size(loading['total_bytes'])} of weights loaded"
@@ -309,8 +308,10 @@ def _format_age(seconds: float) -> str:
 
 @checkpoint_app.command("make", epilog="Example: `swiftkv checkpoint make --arch qwen3 --size tiny /tmp/tiny-qwen3`")
 def checkpoint_make(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; must be empty or not exist.")],
-    arch: Annotated[Architecture, typer.Option(help="Architecture.")] = "qwen3",
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The model's directory; it must be empty or not exist.")
+    ],
+    arch: Annotated[Architecture, typer.Option(help="The model's architecture.")] = "qwen3",
     size: Annotated[Size, typer.Option(help="tiny is for tests; small has the shape of Qwen3-0.6B.")] = "tiny",
 ) -> None:
     """Make a random-weight model in Hugging Face format, with a tokenizer and a chat template."""

@@ -15,8 +15,8 @@ from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv
 def top(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view, of --interval seconds, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="The seconds between two views.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view, after --interval seconds, and end.")] = False,
 ) -> None:
     """Watch a running node: its requests, waits, pools and lending, until Ctrl-C."""
     from rich.console import Console
@@ -41,7 +41,7 @@ def top(
 def page(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
-    show: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser, too.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in this machine's browser, too.")] = False,
 ) -> None:
     """Print the address of a running node's page, with the admin key in it. Keep it to yourself."""
     ask_admin("GET", url, "overview", admin_key_env)  # a node that is not there, or a wrong key, is told here

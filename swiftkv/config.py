@@ -1,6 +1,6 @@
-"""The YAML file as frozen, validated types. Every mistake is one line that names its key and what would be right.
+"""The YAML file as frozen, validated types. Each mistake is one line that names its key and what to write there.
 
-The sections are `node_config.py` and `model_config.py`; here is what holds between them, and how a file is read.
+The sections are in `node_config.py` and `model_config.py`. Here are the rules that span them, and the reading of files.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def lending_show(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /admin/lending answers.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show what every model of a running node lends and borrows."""
     overview = ask_admin("GET", url, "lending", admin_key_env)
@@ -59,7 +59,7 @@ def lending_show(
     "`swiftkv lending set code 0`",
 )
 def lending_set(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Name of the model that lends.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The name of the model that lends.")],
     budget: Annotated[str, typer.Argument(metavar="BUDGET", help="The most it lends: 128MiB, 50% of its pool, or 0.")],
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,

@@ -1,6 +1,6 @@
 """One engine's part in leases: the side that lends, the side that borrows, and the coordinator of both.
 
-Engines, simulations and tests differ in how a pool is published and reached, and in the wire; all else is made here.
+Engines, simulations and tests publish and reach pools, and connect, each in their own way. Everything else is here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def open_party(
     peer_pools: PeerPools,
     wake_engine: Callable[[], None],
 ) -> LendingParty:
-    """Make the roles that `spec` names; for the others see `Lender` and `Borrower`.
+    """Make the roles that `spec` names. The other arguments are those of `Lender` and `Borrower`.
 
     `wake_engine` is called when the engine has something to do for lending, and when the coordinator ends.
     """

@@ -117,7 +117,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _larger_blocks_on_gpus(cls, value: object) -> object:
-        """Let the tensor memory accelerator fetch keys, 64 of a block at once, unless the file says otherwise."""
+        """Give models on GPUs blocks of 64 tokens: so many keys the tensor memory accelerator fetches at once."""
         if not isinstance(value, dict) or not str(value.get("device", "cpu")).startswith("cuda"):
             return value
         kv_cache = value.get("kv_cache", {})
@@ -125,16 +125,16 @@ class ModelConfig(Section):
 
     @property
     def step_limit_s(self) -> float | None:
-        """The longest step beside answers: `target_tpot`, or what is usual where the file does not say.
+        """The most seconds of a step with answers: `target_tpot`, or where the file names none, the device's default.
 
-        On the CPU a full step of prompts takes seconds, and no answer goes on meanwhile; on a GPU, milliseconds.
+        On the CPU a full step of prompts takes seconds, in which no answer goes on; on a GPU it takes milliseconds.
         """
         is_usual = self.device == "cpu" and "target_tpot" not in self.model_fields_set
         return _CPU_STEP_LIMIT_S if is_usual else self.target_tpot
 
     @property
     def due_s(self) -> float:
-        """When the first token is due of requests that do not say, for `scheduling_policy: deadline`."""
+        """The seconds until the first token of a request without a target is due, for `scheduling_policy: deadline`."""
         return self.target_ttft or _DUE_S
 
     @property

@@ -52,7 +52,7 @@ _EXAMPLES: dict[Task, tuple[str, str]] = {
     "embed": ("embeddings", '"input": "Hello"'),
     "score": ("rerank", '"query": "Hello", "documents": ["Good morning"]'),
 }
-"""For a model of each task, a route and a body without the model, to paste."""
+"""The route and the body, without the model, of the request that the node shows for a model of each task."""
 _RESERVED_FILES = 256  # for all that is not a client's connection
 
 
@@ -124,11 +124,11 @@ def _admin_key(config: Config, listening: socket.socket) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True, slots=True)
 class NodeKeys:
-    """The keys of the models' routes and of `/admin`. Without `api` and `tenants`, by their keys, everybody gets in."""
+    """The keys of the models' routes and of `/admin`. With neither `api` nor `tenants`, everybody gets in."""
 
     api: str | None = field(repr=False)
     admin: str = field(repr=False)
-    tenants: dict[str, TenantConfig] = field(repr=False)
+    tenants: dict[str, TenantConfig] = field(repr=False)  # by key
 
 
 class Node:
@@ -165,10 +165,10 @@ class Node:
         self._metrics.watch(limits)
         if trace_sink is not None:
             self._metrics.registry.register(trace_sink)
-        kept = state if config.node.state_dir is not None else None  # a directory that nobody named goes when empty
+        kept = state if config.node.state_dir is not None else None  # else it goes when it is empty
         self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=say, state=kept)
         self._tasks = Tasks()
-        self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: what keeps its engine running
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: the task that keeps its engine running
         self._ports: Ports | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -343,11 +343,10 @@ class Node:
 
 
 def _run_without_triton() -> None:
-    """Keep Triton out: the gateway runs no kernels, and to import it takes a second and 80 MB, and brings complaints
-    of leaks at exit."""
+    """Keep libraries from importing Triton, which takes a second and 80 MB: the gateway runs no kernels."""
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
 def say(text: str) -> None:
-    """Tell something to whoever started the node: one of the few lines on standard output."""
+    """Print one of the node's few lines on standard output."""
     print(text)

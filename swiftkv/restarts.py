@@ -7,14 +7,14 @@ from collections import deque
 from swiftkv.node_config import RestartConfig
 
 _MAX_DELAY_S = 30.0
-_MAX_DOUBLINGS = 60  # more of them reach the longest delay too, and make numbers that a float cannot hold
+_MAX_DOUBLINGS = 60  # enough for any backoff to reach the longest delay; many more would overflow a float
 
 
 class Restarts:
     """The restarts of one engine within the window.
 
-    The delay doubles with each of them, up to half a minute: then an engine whose fault has passed serves soon, however
-    often it died before. A `backoff` that is longer than that is the delay of all.
+    The delay doubles with each restart, up to half a minute, so that an engine serves soon after its fault has passed.
+    A longer `backoff` is not doubled.
     """
 
     def __init__(self, config: RestartConfig) -> None:
@@ -35,5 +35,5 @@ class Restarts:
         return min(doubled_s, max(self._config.backoff, _MAX_DELAY_S))
 
     def forget(self) -> None:
-        """Begin anew, as with an engine that never died."""
+        """Begin anew, as for an engine that never died."""
         self._times_s.clear()

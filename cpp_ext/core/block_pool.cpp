@@ -236,7 +236,8 @@ void BlockPool::link_before(BlockId newer, BlockId block, bool is_seen) {
     if (is_seen) mark_seen(list_of(block), block);
 }
 
-// One that is the first of its worth to go comes before those that were seen: if it was not, none of them counts.
+// A block that becomes the first of its list stands before those that were seen. If it was not seen, none counts as
+// seen.
 void BlockPool::set_worth(BlockId block, Worth worth, bool is_seen) {
     Record& changed = record(block);
     const Worth before = std::exchange(changed.worth, worth);
@@ -259,7 +260,7 @@ void BlockPool::unlink(BlockId block) {
     records_[record.newer].older = record.older;
 }
 
-// The blocks before this one were seen, or it stands in the midst of some that were.
+// Marks a block as seen. It stands behind those that were seen, or between them.
 void BlockPool::mark_seen(CachedList& list, BlockId block) {
     records_[block].is_seen = true;
     ++list.num_seen;
@@ -301,7 +302,7 @@ BlockId BlockPool::start_staging() {
 }
 
 void BlockPool::start_staging(BlockId free) {
-    ensure(state(free) == BlockState::kFree, "what stages others is free");
+    ensure(state(free) == BlockState::kFree, "a block that begins to stage others is free");
     move_to(free, BlockState::kStaging);
     ++num_room_changes_;
 }

@@ -110,8 +110,8 @@ class BlockPool {
     void set_node(BlockId block, NodeId node) { record(block).node = node; }
     int refs(BlockId block) const { return record(block).refs; }
     Worth worth(BlockId block) const { return record(block).worth; }
-    // A cached block that is worth less than before is the first of its new worth to go. `is_seen`: see_next() may
-    // leave it out then.
+    // A cached block that is worth less than before is the first of its new worth to be evicted. With `is_seen`
+    // see_next() may leave it out.
     void set_worth(BlockId block, Worth worth, bool is_seen = false);
 
     // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
@@ -131,8 +131,8 @@ class BlockPool {
         }
     }
 
-    // Calls see(block) for those of the first `most` of these blocks that it has not seen since they were cached, in
-    // the same order, until it returns false: then it has not seen that block yet.
+    // Calls see(block) for the first `most` of these blocks in the same order, without those that it has seen since
+    // they were cached. Ends when see() returns false: that block does not count as seen.
     template <class See>
     void see_next(int most, See&& see) {
         for (int place = kNumPlaces - 1; place >= 0; --place) {
@@ -160,10 +160,10 @@ class BlockPool {
         const HouseExtent& held = house_extents_[extent];
         return held.is_held && held.num_pinned == 0 && held.num_kept == 0;
     }
-    // The step that is being planned reads the block's bytes while its layers run, whoever has the block by then: until
-    // it settles, the extent is the group's.
+    // Keeps the extent with the group until the step that is being planned settles: the step reads the block's bytes
+    // while its layers run, whoever has the block by then.
     void keep_extent_of(BlockId local);
-    // The used blocks of an extent that nothing else keeps from others; 0 if something else does.
+    // The used blocks of an extent, if only they keep it from other groups; else 0.
     int num_used_alone(ExtentId extent) const;
     // The oldest open extent is the one whose last cached block is evicted before the last of any other. Returns that
     // block; kNone if no extent is open.
@@ -237,15 +237,15 @@ class BlockPool {
         BlockId newer = kNone, older = kNone;  // neighbours in the list of cached blocks
         BlockState state = BlockState::kAbsent;
         Worth worth = Worth::kNone;
-        uint8_t list = 0;        // of cached blocks, that it is in or was last
+        uint8_t list = 0;        // the list of cached blocks that it is in, or was in last
         bool is_seen = false;    // by see_next(), while it is or was last in that list
         uint32_t cached_at = 0;  // the pool's clock when it was cached last
         int64_t busy_until = 0;  // a step, counted from 1, that may read or write it: until that settles, a block
                                  // without holders is in flight
     };
-    // The cached blocks of one place and one worth, circular. Those that see_next() has seen are the first ones.
+    // The cached blocks of one place and one worth, in a circular list. The first ones have been seen by see_next().
     struct CachedList {
-        BlockId last_seen;  // the sentinel: none is
+        BlockId last_seen;  // the sentinel if none was seen
         int size = 0, num_seen = 0;
     };
     struct LendLink {
@@ -256,7 +256,7 @@ class BlockPool {
     };
     struct HouseExtent {
         int num_pinned = 0, num_cached = 0;  // blocks that are neither absent nor free nor cached; cached ones
-        int num_kept = 0;  // blocks that steps in progress read, although they may be anybody's in the group
+        int num_kept = 0;                    // how often keep_extent_of() was called for steps that have not settled
         bool is_held = false;
     };
     struct KeptExtent {

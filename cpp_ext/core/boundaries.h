@@ -12,7 +12,7 @@
 
 namespace swiftkv {
 
-// A boundary is the end of a prefix, named by its last node. A sliding-window group needs a tail of blocks below it,
+// A boundary is the end of a prefix, named by its last node. A sliding-window group needs a tail of blocks before it,
 // and keeps one block more: then the prefix that is a block shorter can be used as well. A boundary lasts as long as
 // all of its tails, and where there is full attention as long as all nodes of its prefix.
 class Boundaries {
@@ -24,10 +24,10 @@ class Boundaries {
     int max_span() const { return max_span_; }
     // Whether the way to a boundary behind this node is known.
     bool knows_path(NodeId node) const { return paths_.has(node); }
-    // The node lies on the way to a boundary, behind `before`, whose own way is known; kNone: it is the first.
+    // Notes that a node lies on the way to a boundary, behind `before`, whose own way is known; kNone: it is the first.
     void extend_path(NodeId node, NodeId before) { paths_.add(node, before); }
-    // Keeps the boundary behind `nodes`, the last node first, and at most max_span() of them. Where there is full
-    // attention the way to it is known. One that is kept already becomes worth the more of both.
+    // Keeps the boundary behind `nodes`, the last node first, and at most max_span() of them. With full attention,
+    // the way to it must be known. A boundary that is kept already gets the higher of both worths.
     void keep(std::span<const NodeId> nodes, Worth worth);
     // The node has lost its block of a group. Boundaries that needed it are no more: returns their nodes.
     std::vector<NodeId> lose(NodeId node, int group);

@@ -1,4 +1,4 @@
-// When blocks were evicted last: for whoever asks why a prompt found less than it might have.
+// When blocks were evicted last, to explain why a prompt found less than it might have.
 #pragma once
 
 #include <chrono>

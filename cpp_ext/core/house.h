@@ -10,20 +10,20 @@
 
 namespace swiftkv {
 
-// An extent is one group's at a time, or nobody's. Each group is a borrower in its own house, without messages: it
-// takes an extent when it needs blocks, and the extent is nobody's again as soon as all of its blocks are free. What is
-// lent to peers is lent in the name of the first group, whose it is until it comes home.
+// Each extent has one group as its owner at a time, or none. A group takes an extent when it needs blocks, and gives it
+// back as soon as all of its blocks are free. An extent that is lent to a peer belongs to the first group until it
+// comes home.
 class House {
   public:
     explicit House(int num_extents);
 
     int num_extents() const { return static_cast<int>(owners_.size()); }
     int num_free() const { return free_.count(); }
-    // kNone: nobody's.
+    // kNone: it has no owner.
     int owner(ExtentId extent) const { return owners_[extent]; }
-    // Returns the lowest extent that is nobody's, the group's from now on; there must be one.
+    // Gives the group the lowest extent without an owner, and returns it; there must be one.
     ExtentId take(int group);
-    // An extent that is nobody's is the group's from now on.
+    // Gives the group this extent, which has no owner.
     void take(int group, ExtentId extent);
     void give_back(int group, ExtentId extent);
     // The clock by which groups compare when their blocks were used; it may wrap.

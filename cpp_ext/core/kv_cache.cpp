@@ -195,7 +195,7 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
             ensure(block != kNone, "there are as many blocks as were counted");
             entries[old_size + i] = entry_of(g, block);
         };
-        // Borrowed ones first: moving cached blocks out of the local pool would take them.
+        // Borrowed blocks come first: cached blocks that move out of the local pool would take them.
         const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
         for (int i = num_local; i < needed; ++i) put(i, take_below(g, Place::kLocal));
         for (int i = 0; i < num_local; ++i) put(i, take_local(g));
@@ -203,7 +203,7 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare
     return true;
 }
 
-// A local block is free afterwards, unless none is free or cached.
+// Frees a local block; false if none is free or cached.
 bool KvCache::make_local_room(int g) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) > 0) return true;
@@ -218,7 +218,7 @@ BlockId KvCache::take_local(int g) {
     return make_local_room(g) ? groups_[g].pool.take(Place::kLocal) : kNone;
 }
 
-// A free block in the place nearest to `where`; else that of what was used least recently further down.
+// Returns a free block in the place nearest to `where`, or else evicts the least recently used block further down.
 BlockId KvCache::take_below(int g, Place where) {
     BlockPool& pool = groups_[g].pool;
     if (pool.available_below(where) == 0) return kNone;
@@ -289,7 +289,7 @@ void KvCache::promote_while(BlockTable& table, int g, int& max_blocks, MayGoOn&&
 
 void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     if (!can_borrow()) return;
-    // Blocks that cannot be staged come first: room was counted for them, wherever that is.
+    // Blocks that cannot be staged come first: the room that was counted for them may lie in any group.
     for (int g = 0; house_ && g < num_groups(); ++g)
         promote_while(table, g, max_blocks, [&] { return overdraft(g) > 0; });
     for (int g = 0; g < num_groups(); ++g) promote_while(table, g, max_blocks, [&] { return may_promote(g, spare); });
@@ -321,7 +321,7 @@ std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
         --wanted[g];
         blocks.push_back(groups_[g].pool.start_loading());
         groups_[g].pool.set_node(blocks[g], node);
-        // Somebody is going to want it, or it would not be loaded.
+        // A request is going to want it, or it would not be loaded.
         if (groups_[g].spec.window > 0) groups_[g].pool.set_worth(blocks[g], Worth::kKept);
         point_to(node, g, blocks[g]);
     }

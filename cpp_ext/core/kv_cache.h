@@ -1,5 +1,5 @@
 // The KV blocks of one engine: a pool per KV group, the prefix index over them, and the tables of the running requests.
-// One file of more than 400 lines, for it is one class: what moves a block in one of its parts is seen by all others.
+// The file has more than 400 lines because it is one class: all of its parts see every block that one of them moves.
 #pragma once
 
 #include <memory>
@@ -73,8 +73,9 @@ struct ResidentBlock {
     Place place;
 };
 
-// The back of a prefix, which storage loads from its last block on: the first block from which all are here to its end,
-// and the first from which all are here or loading. The length of the prefix: not even its last block is.
+// The back of a prefix, which storage loads from its last block on. `here` is the first block from which on all blocks
+// are here, `coming` the first from which on all are here or loading; the length of the prefix if its last block is
+// not.
 struct Back {
     int here, coming;
 };
@@ -96,15 +97,15 @@ struct Gain {
     int local = 0, staged = 0;
 };
 
-// Blocks that are about to be taken, per group.
+// The blocks that are about to be taken, per group.
 struct Portions {
-    std::vector<int> local, staged;  // in the pool, and further down
-    std::vector<int> wanted;         // in the pool, with those that must stay available beside them
+    std::vector<int> local, staged;  // taken in the pool, and further down
+    std::vector<int> wanted;         // `local`, and the local blocks that must stay available beside them
 };
 
 class KvCache {
   public:
-    // `num_reserved_extents`: of those that groups share, which are never used to stage what is borrowed.
+    // `num_reserved_extents`: how many of the extents that groups share never stage borrowed blocks.
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
             const std::vector<Link>& borrow_links, int num_reserved_extents = 0);
 
@@ -128,9 +129,9 @@ class KvCache {
     int count_known(std::span<const BlockKey> keys, int before) const;
     // Whether any block is loading.
     bool has_loading() const;
-    // Whether such a prefix has blocks that are loading: who wants it waits until they are there.
+    // Whether such a prefix has blocks that are loading: a request that wants it waits until they are there.
     bool is_loading(std::span<const BlockKey> keys) const;
-    // Returns the numbers of a table's blocks of which some group's is borrowed, rising.
+    // Returns the ascending numbers of a table's blocks that are borrowed in some group.
     std::vector<int32_t> borrowed_blocks(const BlockTable& table) const;
     // Adds blocks so that tokens up to `chunk_end` can be written, in full-attention groups up to `prompt_end`, and
     // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before
@@ -177,7 +178,7 @@ class KvCache {
     // Lets go of the blocks behind the first `num_tokens` tokens: what was written there does not count.
     void trim(BlockTable& table, int num_tokens);
     void release(BlockTable& table);
-    // Undoes acquire_prefix() for a request that finds no room: to be looked at is not to be used.
+    // Undoes acquire_prefix() for a request that finds no room: its blocks do not count as used now.
     void put_back(BlockTable& table);
     // release() while steps may still use the blocks: nothing else happens to them before these settle.
     void retire(BlockTable& table);
@@ -202,7 +203,7 @@ class KvCache {
             if (counts[g] > most_of_one_sequence(g)) return false;
         return true;
     }
-    // The group's local blocks that are not lent; of groups that share extents those that it could have.
+    // The group's local blocks that are not lent; where groups share extents, those that it could have.
     int num_home_blocks(int group) const;
     // Returns how many of the extents that groups share are not lent.
     int num_home_extents() const { return num_home_blocks(0) / groups_[0].spec.blocks_per_extent; }
@@ -242,9 +243,9 @@ class KvCache {
 
     // ---- storage ----
     void set_write_policy(WritePolicy policy);
-    // Up to so many blocks that are to be written to storage.
+    // Returns up to so many blocks that are to be written to storage.
     std::vector<StoredBlock> take_offers(int max_blocks);
-    // Offers what is here of a prefix, whenever the policy would do that.
+    // Offers the blocks of a prefix that are here, without waiting as the policy does.
     void offer_prefix(std::span<const BlockKey> keys);
     const Offers& offers() const { return offers_; }
     // Whether each key has a block here: [keys][groups].
@@ -260,8 +261,7 @@ class KvCache {
     // The back of the prefix `keys` behind its first `num_before` blocks, of which only local blocks count. There are
     // no windows: of these a prefix has only a tail.
     Back find_back(std::span<const BlockKey> keys, int num_before) const;
-    // Gives a table the blocks of `keys` behind those that it has committed, all of which are here, in place of its
-    // own.
+    // Replaces the blocks of a table that it has not committed by those of `keys`, all of which are here.
     void take_back(BlockTable& table, std::span<const BlockKey> keys);
     // Throws std::invalid_argument unless these blocks are loading, each named once.
     void check_loading(std::span<const LoadedBlock> blocks) const;
@@ -270,7 +270,7 @@ class KvCache {
     // The bytes of blocks that were loading have come, or never will.
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
 
-    // Since when a block is gone that was evicted; none if it was not, or longer ago than is remembered.
+    // The seconds since a block was evicted; none if it was not, or longer ago than is remembered.
     std::optional<double> evicted_age_s(const BlockKey& key) const { return evictions_.age_s(key); }
 
     // ---- events ----
@@ -304,8 +304,8 @@ class KvCache {
         BlockPool pool;
         std::vector<int> borrow_links;             // the engine's numbers of the pool's links
         std::vector<BlockId> staging = {};         // the blocks of the layer-stream cache
-        int num_fresh = 0;                         // of them, at the end: still being copied from in this step
-        int64_t num_unfreshed = 0;                 // of them, ever: copied from no more
+        int num_fresh = 0;                         // the last of them, which this step still copies from
+        int64_t num_unfreshed = 0;                 // how many ever ceased to be fresh
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed

@@ -18,15 +18,15 @@ std::vector<int> KvCache::missing_blocks(const BlockTable& table, int chunk_end,
     return needed;
 }
 
-// The local blocks that a group wants of which `staged` of `needed` ones lie further down; those that can be staged
-// besides need not stay available here.
+// The local blocks that a group wants if `staged` of the `needed` ones lie further down. Of the `spare` ones, those
+// that could be staged need not stay available here.
 int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) const {
     const int over = overdraft(g, gain);
     if (needed == 0 && over == 0) return 0;
     return needed - staged + over + std::max(0, spare - (available_staged(g, gain) - staged));
 }
 
-// The least that groups want of the pool: as many blocks as possible lie further down.
+// The fewest local blocks that groups want: as many as possible lie further down.
 std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
     std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
     for (int g = 0; g < num_groups(); ++g)
@@ -34,7 +34,7 @@ std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, 
     return wanted;
 }
 
-// Puts as many blocks into the pool as it has room for, if there is room for all.
+// Divides the needed blocks: as many as the pool has room for are local, the others are staged.
 Portions KvCache::portions(std::span<const int> needed, int spare) const {
     Portions found{{needed.begin(), needed.end()}, std::vector<int>(needed.size(), 0), {}};
     for (int g = 0; g < num_groups(); ++g) found.wanted.push_back(wanted_of(g, needed[g], spare, 0, {}));
@@ -56,7 +56,7 @@ Portions KvCache::portions(std::span<const int> needed, int spare) const {
     return found;
 }
 
-// Takes what lies further down first, because cached blocks that leave the pool take it, too.
+// Takes the blocks further down first, because cached blocks that leave the pool would take them.
 void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, int spare) {
     Portions taken = portions(needed, spare);
     const auto put = [&](int g, BlockId block) {
@@ -102,7 +102,7 @@ int KvCache::spare_extents(std::span<const int> wanted, bool is_compacted) const
     return can_borrow() ? std::min(extents, spare_for_histories(wanted, is_compacted)) : extents;
 }
 
-// Whether there is what is wanted without evicting anything.
+// Whether free blocks and extents without an owner are as many as are wanted, so that nothing is evicted.
 bool KvCache::has_free_extents(std::span<const int> wanted) const {
     int extents = house_->num_free();
     for (int g = 0; g < num_groups(); ++g) {
@@ -113,8 +113,8 @@ bool KvCache::has_free_extents(std::span<const int> wanted) const {
     return extents >= 0 && (!can_borrow() || spare_for_histories(wanted, false) >= 0);
 }
 
-// Whether one cached block is evicted before another of whichever group. A full-attention block is as good as a tail:
-// whatever was used least recently goes first, and with it what it made worth something.
+// Whether one cached block is evicted before another of whichever group. A full-attention block is worth as much as a
+// tail: the least recently used of them goes first, and with it the blocks that are worth nothing without it.
 bool KvCache::goes_before(int g, BlockId cached, int other_group, BlockId other) const {
     const auto rank = [&](int group, BlockId block) {
         return groups_[group].spec.window == 0 ? Worth::kKept : groups_[group].pool.worth(block);
@@ -123,8 +123,8 @@ bool KvCache::goes_before(int g, BlockId cached, int other_group, BlockId other)
     return static_cast<int32_t>(groups_[g].pool.cached_at(cached) - groups_[other_group].pool.cached_at(other)) < 0;
 }
 
-// Another group that can give up an extent and have what it wants: that whose extent loses least, newest block compared
-// with newest. kNone: there is none.
+// Returns another group that can give up an extent and still has the blocks that it wants; kNone if there is none. Of
+// several it is the one whose newest block in that extent would be evicted first.
 int KvCache::cheapest_donor(int g, std::span<const int> wanted) const {
     int cheapest = kNone;
     BlockId last_of_cheapest = kNone;
@@ -158,9 +158,8 @@ void KvCache::enter_missing(std::span<const int> needed, std::span<const int> wa
     }
 }
 
-// A local block of the group is free afterwards, of those that are counted as wanted, unless one of its own must go for
-// that: returns this one. An extent that another group lacks stays away from one that can do with what it evicts of its
-// own.
+// Frees one of the wanted local blocks, or returns the block of the group that must go for it. A group that can evict a
+// block of its own takes no extent that another group lacks.
 BlockId KvCache::find_free(int g, std::span<const int> wanted) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) > 0) return kNone;
@@ -175,8 +174,8 @@ BlockId KvCache::find_free(int g, std::span<const int> wanted) {
     return kNone;
 }
 
-// Takes an extent if no block is free: the block that was evicted may have been the last of one of ours, which then has
-// gone back to the house.
+// Takes an extent if no block is free: the evicted block may have been the last one in its extent, which then went back
+// to the house.
 void KvCache::enter_if_full(int g) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) == 0) pool.enter(house_->take(g));
@@ -188,7 +187,7 @@ void KvCache::free_one(int g, std::span<const int> wanted) {
     enter_if_full(g);
 }
 
-// A local block is free afterwards, unless none could be. Others have what they need.
+// Frees a local block, unless that is impossible; false then. Other groups keep the blocks that they need.
 bool KvCache::make_room_in_house(int g) {
     std::vector<int> wanted, needed(groups_.size(), 0);
     for (int h = 0; h < num_groups(); ++h) wanted.push_back(overdraft(h));
@@ -201,7 +200,7 @@ bool KvCache::make_room_in_house(int g) {
     return true;
 }
 
-// Whether a borrowed block in use may come to the pool although it could stay: others keep their extents.
+// Whether a borrowed block in use may be promoted, which must not take extents from other groups.
 bool KvCache::may_promote(int g, int spare) const {
     const BlockPool& pool = groups_[g].pool;
     const int free = house_ && may_grow(g) ? house_->num_free() * pool.house_extent_blocks() : 0;
@@ -224,8 +223,8 @@ void KvCache::empty(int g, ExtentId extent) {
 
 // ---- lending ----
 
-// Returns the block that is evicted last of all that is cached in extents which follow each other; kNone if nothing is
-// cached there, nullopt if something there is neither cached nor free.
+// Returns the block that is evicted last among the cached ones of consecutive extents; kNone if none is cached there,
+// nullopt if a block there is neither cached nor free.
 std::optional<KvCache::Cached> KvCache::last_to_go(ExtentId first, int num_extents) const {
     Cached last{kNone, kNone};
     for (ExtentId extent = first; extent < first + num_extents; ++extent) {
@@ -242,8 +241,8 @@ std::optional<KvCache::Cached> KvCache::last_to_go(ExtentId first, int num_exten
     return last;
 }
 
-// Returns up to `max_extents` of a link that could be lent: such as are nobody's, highest first, then if `or_cached`
-// such as hold nothing but free and cached blocks of whichever group, in the order in which these are evicted.
+// Returns up to `max_extents` of a link that could be lent: those without an owner, highest first, then if `or_cached`
+// those that hold only free and cached blocks, of whichever group, in the order in which these are evicted.
 std::vector<int> KvCache::lendable_of_house(int lend_link, int max_extents, bool or_cached) const {
     const auto [g, link] = lend_links_[lend_link];
     const BlockPool& pool = groups_[g].pool;
@@ -264,7 +263,7 @@ std::vector<int> KvCache::lendable_of_house(int lend_link, int max_extents, bool
     return found;
 }
 
-// The extents of these blocks, which nothing pins, are the group's afterwards, and empty.
+// Gives the extents of these blocks, which nothing pins, to the group, and empties them.
 void KvCache::claim(int g, BlockId first, int num_blocks) {
     const int size = groups_[g].pool.house_extent_blocks();
     for (ExtentId extent = first / size; extent < (first + num_blocks) / size; ++extent) {
@@ -278,7 +277,7 @@ void KvCache::claim(int g, BlockId first, int num_blocks) {
 
 bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                       std::span<BlockTable* const> tables) {
-    // A copy that waits for its layer must find what it copies, and nothing moves to where it will write.
+    // A copy that waits for its layer must find its source and its target untouched.
     if (!house_ || has_copies()) return false;
     const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
     if (spare_extents(wanted, true) < 0 || spare_extents(wanted, false) >= 0) return false;
@@ -290,8 +289,8 @@ bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, in
     return true;
 }
 
-// The extent with the fewest used blocks, of a group that has more blocks to give up than its open extents hold. Blocks
-// that are in flight, loading, staging or just moved stay where they are. kNone: there is none.
+// Returns the extent with the fewest used blocks, of a group that could give up more blocks than its open extents hold;
+// kNone if there is none. Blocks that are in flight, loading, staging or just moved must stay where they are.
 std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted) const {
     std::pair<int, ExtentId> found{kNone, kNone};
     int fewest = INT_MAX;
@@ -310,8 +309,8 @@ std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted)
     return found;
 }
 
-// Moves the used blocks of an extent to other extents that used blocks keep, where there is room for
-// as many as extent_to_compact() has seen, and empties it.
+// Moves the used blocks of an extent to other extents that hold used blocks, and empties it. extent_to_compact() has
+// seen that there is room for them.
 void KvCache::move_out(int g, ExtentId extent, std::span<BlockTable* const> tables) {
     BlockPool& pool = groups_[g].pool;
     const BlockId first = extent * pool.house_extent_blocks();

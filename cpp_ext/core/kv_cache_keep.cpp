@@ -43,7 +43,7 @@ void KvCache::keep_boundary(std::span<const BlockKey> keys, int length, Worth wo
     offer_tail(nodes, keys.first(length));
 }
 
-// Shows the boundaries the way to the end of a prefix, as far as they do not know it yet; false: a part of it is gone.
+// Tells the boundaries the nodes on the way to the end of a prefix that they do not know; false if some are gone.
 bool KvCache::find_path(std::span<const BlockKey> keys) {
     if (!has_full_attention_) return true;
     std::vector<NodeId> unknown;  // last one first

@@ -114,7 +114,7 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
     return true;
 }
 
-// Finds out where the used blocks of recalled extents go: as many as fit to the pool. Returns none if there is no room
+// Decides where the used blocks of recalled extents go: as many as fit go to the pool. Returns none if there is no room
 // for all.
 std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<BlockId>> used) const {
     Portions room;

@@ -1,4 +1,6 @@
-// The part of the cache that stages what is borrowed: the layer-stream cache, and the room that it leaves to others.
+// The part of the cache that stages borrowed blocks: the layer-stream cache, and the room that it leaves to others.
+//
+// A *history* is the blocks of a sequence in the groups of full attention, which grow with it; its windows do not.
 #include <algorithm>
 #include <climits>
 #include <utility>
@@ -12,7 +14,7 @@ namespace swiftkv {
 // ---- layer-stream cache ----
 
 int KvCache::num_home_blocks(int g) const {
-    // Groups that share extents lend in the name of the first, and all of them lack what is lent.
+    // Where groups share extents, the first one lends for all of them, and a lent extent is missing in each.
     const Group& lender = groups_[house_ ? 0 : g];
     const int num_home = lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);
     return house_ ? num_home / lender.spec.blocks_per_extent * groups_[g].spec.blocks_per_extent : num_home;
@@ -28,7 +30,7 @@ int KvCache::most_of_one_sequence(int g) const {
 int KvCache::staging_target(int g) const {
     const BlockPool& pool = groups_[g].pool;
     if (house_) {
-        // Used blocks that are staged stay so, although fewer are held by now.
+        // Used blocks that are staged stay staged, even if fewer blocks are borrowed now.
         const int size = pool.house_extent_blocks();
         const int used = ceil_div(pool.count_staged(BlockState::kUsed), size * groups_[g].spec.num_layers);
         return std::max(staging_extents_of(g), std::min(used, static_cast<int>(groups_[g].staging.size()) / size)) *
@@ -41,7 +43,7 @@ int KvCache::staging_target(int g) const {
 void KvCache::shrink_staging() {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
-        // `target` layer blocks stage all blocks that are held. Those that are leaving move, and are not staged.
+        // Blocks in recalled extents are moved away and not staged, so `target` counts the others only.
         const int target = staging_target(g);
         while (static_cast<int>(group.staging.size()) > target) {
             group.pool.stop_staging(group.staging.back());
@@ -58,12 +60,12 @@ void KvCache::grow_staging() {
             if (!(house_ ? stage_extent(g) : stage_block(g))) break;
 }
 
-// Adds a block to what stages blocks of the group; false: there is no room.
+// Adds a block to the group's part of the layer-stream cache; false: there is no room.
 bool KvCache::stage_block(int g) {
     Group& group = groups_[g];
     const size_t num_spills = group.spills.size();
     if (!make_local_room(g)) return false;
-    // Its layer blocks serve all layers, so they must not be written before the last layer is spilled.
+    // The layer blocks of the new one serve all layers, so it must not be used before its last layer is spilled.
     if (group.spills.size() > num_spills) ++group.num_fresh;
     const BlockId block = group.pool.start_staging();
     ensure(block != kNone, "there is room where room was made");
@@ -88,13 +90,13 @@ int32_t KvCache::staging_layer_block(int g, int index) const {
     const Group& group = groups_[g];
     const int num_layers = group.spec.num_layers;
     const auto at = static_cast<size_t>(index / num_layers);
-    ensure(at < group.staging.size(), "what is staged in is of the layer-stream cache");
+    ensure(at < group.staging.size(), "a block is staged in the layer-stream cache");
     return group.staging[at] * num_layers + index % num_layers;
 }
 
 // ---- extents that groups share ----
 
-// Extents stage the blocks of one group, as a whole: layer blocks of several groups in one would keep it from all.
+// A whole extent stages blocks of one group: with layer blocks of several groups in it, no group could have it.
 int KvCache::staging_extents_of(int group) const {
     int left = std::max(0, num_home_extents() - num_reserved_extents_);
     for (int g = 0; g < group; ++g) left -= staging_extents(spec(g), groups_[g].pool.num_held(), left);
@@ -122,7 +124,7 @@ bool KvCache::can_stage_more(int g) const {
     return false;
 }
 
-// Takes extents that windows should have from groups of full attention, as far as nothing pins them.
+// Takes the extents that are kept for windows from histories, as far as nothing pins them.
 void KvCache::make_reserve() {
     while (num_left_for_histories() < 0) {
         int oldest = kNone;
@@ -137,14 +139,14 @@ void KvCache::make_reserve() {
     }
 }
 
-// Adds an extent to what stages blocks of the group; false: each has something in it that must stay.
+// Adds an extent to the group's part of the layer-stream cache; false: every extent has a block that must stay.
 bool KvCache::stage_extent(int g) {
     Group& group = groups_[g];
     const size_t num_spills = group.spills.size();
     const ExtentId extent = empty_for_staging(g);
     if (extent == kNone) return false;
     const int size = group.pool.house_extent_blocks();
-    // The layer-stream cache is used from its front, so blocks behind those that are still copied from wait with them.
+    // The layer-stream cache is used from its front, so no block can be used before those in front of it.
     if (group.spills.size() > num_spills || group.num_fresh > 0) group.num_fresh += size;
     for (BlockId b = extent * size; b < (extent + 1) * size; ++b) {
         group.pool.start_staging(b);
@@ -153,8 +155,9 @@ bool KvCache::stage_extent(int g) {
     return true;
 }
 
-// Returns an extent of the group whose blocks are all free: one that was nobody's, or that which is worth least. What
-// it held goes further down if it was the group's, for whom no layer is written there before it is copied.
+// Returns an extent of the group whose blocks are all free: one that belonged to no group, or the one that is worth
+// least. If that was the group's own, its blocks go further down, since no layer of the group is written there before
+// it is copied.
 ExtentId KvCache::empty_for_staging(int g) {
     BlockPool& pool = groups_[g].pool;
     if (house_->num_free() == 0 || !may_grow(g)) {
@@ -177,7 +180,7 @@ ExtentId KvCache::empty_for_staging(int g) {
     return extent;
 }
 
-// The same of those that groups of full attention may have; more than enough if they lack none.
+// As spare_extents(), for the extents that histories may have; more than enough if they lack none.
 int KvCache::spare_for_histories(std::span<const int> wanted, bool is_compacted) const {
     int extents = num_left_for_histories(), missing = 0;
     for (int g = 0; g < num_groups(); ++g) {
@@ -190,8 +193,8 @@ int KvCache::spare_for_histories(std::span<const int> wanted, bool is_compacted)
     return missing == 0 ? INT_MAX : extents - missing;
 }
 
-// How many extents groups of full attention may have more. While something is borrowed, the windows of one sequence
-// have room that no history takes: else a sequence whose histories lie here, and not with lenders, could not go on.
+// The extents that histories may still take. While anything is borrowed, room for the windows of one sequence is kept
+// from them: otherwise a sequence whose history lies here, and not with lenders, could not go on.
 int KvCache::num_left_for_histories() const {
     int left = num_home_extents() - (borrows() ? num_reserved_extents_ : 0);
     for (int g = 0; g < num_groups(); ++g) {
@@ -211,14 +214,14 @@ bool KvCache::may_grow(int g) const {
     return !can_borrow() || groups_[g].spec.window > 0 || num_left_for_histories() > 0;
 }
 
-// The extents of nobody that the group may have.
+// The extents without an owner that the group may have.
 int KvCache::num_extents_to_take(int g) const {
     const int num_free = house_->num_free();
     if (!can_borrow() || groups_[g].spec.window > 0) return num_free;
     return std::clamp(num_left_for_histories(), 0, num_free);
 }
 
-// Whether the group may have an extent that is another's.
+// Whether the group may have an extent of another one.
 bool KvCache::may_take_from(int g, int other) const {
     return g == other || groups_[other].spec.window == 0 || may_grow(g);
 }

@@ -12,7 +12,7 @@
 namespace swiftkv {
 namespace {
 
-// Write-back keeps one part of so many of a group's blocks free or stored.
+// Write-back keeps one in so many of a group's blocks free or stored.
 constexpr int kNumPartsOfPool = 4;
 
 }  // namespace
@@ -25,8 +25,8 @@ void KvCache::set_write_policy(WritePolicy policy) {
     if (policy == WritePolicy::kWriteThrough) offer_all();
 }
 
-// Offers what is here, for storage that comes late or goes soon. What was used last comes first, and so a prefix from
-// its begin.
+// Offers all blocks that are here, for storage that comes late or goes soon. Blocks that were used last come first, and
+// so the beginning of a prefix does.
 void KvCache::offer_all() {
     for (int g = 0; g < num_groups(); ++g) {
         std::vector<NodeId> nodes;
@@ -42,8 +42,8 @@ void KvCache::offer_all() {
 }
 
 // Offers the blocks that are evicted next, until `max_blocks` wait: so many that a part of the pool can be taken at
-// once, and nothing is lost that is nowhere else. Each of them once: while a block stays cached, nothing more can be
-// offered with it later than when it is looked at.
+// once without losing a block that is nowhere else. It looks at a block once for as long as that stays cached, since
+// nothing else becomes worth offering with it later.
 void KvCache::offer_next_to_go(int max_blocks) {
     for (int g = 0; g < num_groups(); ++g) {
         groups_[g].pool.see_next(num_near_eviction(g), [&](BlockId block) {
@@ -54,7 +54,7 @@ void KvCache::offer_next_to_go(int max_blocks) {
     }
 }
 
-// How many of a group's cached blocks go when a part of its blocks is taken at once. Below 0: none, by far.
+// How many of a group's cached blocks are evicted when a part of its blocks is taken at once; none below 0.
 int KvCache::num_near_eviction(int g) const {
     const BlockPool& pool = groups_[g].pool;
     int num_free = pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal);
@@ -62,8 +62,8 @@ int KvCache::num_near_eviction(int g) const {
     return (num_home_blocks(g) + pool.num_held()) / kNumPartsOfPool - num_free;
 }
 
-// Offers what evict() forgets together with a node's block of a group, and the whole of the tails that have a part in
-// the node: they are worth nothing without it.
+// Offers the blocks that evict() forgets together with a node's block of a group, and all of the tails that the node is
+// part of: they are worth nothing without it.
 void KvCache::offer_what_goes_with(int g, NodeId node) {
     bool is_new = false;
     for (int h = 0; h < num_groups(); ++h)
@@ -74,12 +74,12 @@ void KvCache::offer_what_goes_with(int g, NodeId node) {
             if (groups_[h].spec.window > 0) offer(h, beside);
 }
 
-// False: storage has the block or was offered it, or it is not worth storing.
+// Offers a block; false if storage has it or was offered it, or it is not worth storing.
 bool KvCache::offer(int g, NodeId node) {
     return is_worth_storing(g, index_.block(node, g)) && offers_.add(node, g, index_.key(node));
 }
 
-// Blocks of windows are worth it only where a boundary keeps them. `block` may be kNone: there is none.
+// Whether a block is worth storing: a block of a window only if a boundary keeps it. kNone, for no block, is not.
 bool KvCache::is_worth_storing(int g, BlockId block) const {
     if (block == kNone || !can_store(g, block)) return false;
     return groups_[g].spec.window == 0 || groups_[g].pool.worth(block) != Worth::kNone;
@@ -96,7 +96,7 @@ void KvCache::offer_committed(NodeId node, const BlockKey& key) {
         if (groups_[g].spec.window == 0) offers_.add(node, g, key);
 }
 
-// `nodes`: those below the boundary, the last one first. One block more than the tail goes along: a prompt that ends
+// `nodes`: those before the boundary, the last one first. One block more than the tail is offered: a prompt that ends
 // with the boundary can use the prefix that is a block shorter.
 void KvCache::offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys) {
     if (offers_.policy() != WritePolicy::kWriteThrough) return;
@@ -204,8 +204,8 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
     return length;
 }
 
-// Blocks of the prefix that are here are held meanwhile, so that they make no room for those that are not, and are the
-// last to go afterwards.
+// Blocks of the prefix that are here are held meanwhile, so that they are not evicted for those that are not, and are
+// evicted last afterwards.
 std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, int spare, bool may_evict) {
     const int length = static_cast<int>(keys.size());
     std::vector<LoadingBlock> loading;

@@ -31,7 +31,7 @@ class Offers {
     // kNever forgets what was offered and stored: storage that comes later is another one.
     void set_policy(WritePolicy policy);
     WritePolicy policy() const { return policy_; }
-    // Offers a block of a node; false: that was done before, or storage has it.
+    // Offers a block of a node; false if that was done before, or storage has the block.
     bool add(NodeId node, int group, const BlockKey& key);
     // Storage has the block.
     void mark_stored(NodeId node, int group);

@@ -7,8 +7,8 @@
 
 namespace swiftkv {
 
-// A forest. A node is part of it only while all nodes before it in its prefix are: what lies behind a node that goes
-// leaves with it. So over its life a node costs constant time for each time that it is added.
+// A forest of nodes. A node is part of it only while all nodes before it in its prefix are: cut() takes out everything
+// behind a node, too. So each add() is paid for by one removal at most, in constant time.
 class Paths {
   public:
     bool has(NodeId node) const { return node < static_cast<NodeId>(places_.size()) && places_[node].is_on_path; }
@@ -16,7 +16,7 @@ class Paths {
     void add(NodeId node, NodeId before);
     // Takes out a node, if it is there, and all that lie behind it; returns them.
     std::vector<NodeId> cut(NodeId node);
-    // Whether `node` lies right behind `before`.
+    // Whether `node` comes right after `before`.
     bool follows(NodeId node, NodeId before) const { return has(node) && places_[node].before == before; }
 
     // Calls visit(node) for every node.

@@ -29,8 +29,8 @@ struct GroupCopies {
     std::vector<CopyRuns> stores;  // per stream buffer, to peers, once the layer's KV is written
 };
 
-// A request has computed the front of its prompt, and goes on behind its back, which storage has loaded meanwhile:
-// blocks `first` to `end`.
+// A request has computed the front of its prompt, and skips the rest, blocks `first` to `end`, which storage has loaded
+// meanwhile.
 struct Meeting {
     RequestId id;
     int first, end;
@@ -55,12 +55,12 @@ struct StepPlan {
     int num_prompt_tokens = 0;
     StepWork work;
     std::vector<RequestId> new_request_ids;        // [A] admitted for the first time
-    std::vector<int32_t> new_cached_tokens;        // [A] of them, prompt tokens found in the cache
+    std::vector<int32_t> new_cached_tokens;        // [A] their prompt tokens that were found in the cache
     std::vector<int32_t> new_borrowed_starts;      // [A+1] rows of the next that belong to each
     std::vector<int32_t> new_borrowed_blocks;      // numbers of a prompt's blocks that were found in borrowed memory
     std::vector<double> new_arrivals_s;            // [A] when they arrived
-    std::vector<RequestId> met_request_ids;        // [M] of meetings
-    std::vector<int32_t> met_blocks;               // [M, 2] first and end
+    std::vector<RequestId> met_request_ids;        // [M] the requests of meetings
+    std::vector<int32_t> met_blocks;               // [M, 2] their first and end
     std::vector<RequestId> preempted_request_ids;  // [P]
     int num_stream_buffers = 0;                    // 0: nothing is streamed in this step
     std::vector<GroupCopies> copies;               // per group
@@ -91,13 +91,13 @@ struct StepResult {
 struct SchedulerStats {
     int num_running, num_waiting;
     int64_t num_preemptions_total;
-    CountByClass num_displaced_total;  // of them, for the sake of a higher class
+    CountByClass num_displaced_total;  // the preemptions for the sake of a higher class
     int64_t prefix_matches_total;      // how often a prompt was looked up in the prefix cache
     int64_t prefix_query_tokens_total, prefix_hit_tokens_total;
-    int64_t borrowed_hit_tokens_total;   // of the hits, those that lay in borrowed blocks
-    int64_t window_missed_tokens_total;  // behind the hits, those that were known, but the tail of their end was not
+    int64_t borrowed_hit_tokens_total;   // the hits that lay in borrowed blocks
+    int64_t window_missed_tokens_total;  // tokens behind the hits that were known, without the tail of their end
     double step_s_total;                 // the seconds that committed steps took
-    double step_time_error_ratio;        // of predictions, as in StepTime
+    double step_time_error_ratio;        // the error of predictions, as in StepTime
     std::optional<double> prefill_tokens_per_s;  // as in Policy
     std::vector<GroupStats> groups;
 };
@@ -105,9 +105,9 @@ struct SchedulerStats {
 // What requests want of one KV group's local pool, in blocks: what a lender decides by.
 struct GroupDemand {
     int total_peak;  // the largest `total_now` since it was last asked for
-    int longest;     // of one request, since it was last asked for
-    int total_now;   // running and waiting requests, each to the end of its prompt and a little further
-    int shortfall;   // of it, what neither the pool nor what it has borrowed can hold
+    int longest;     // the most that one request wanted since it was last asked for
+    int total_now;   // what running and waiting requests want, each to the end of its prompt and a little further
+    int shortfall;   // the part of it that neither the pool nor borrowed memory can hold
 };
 
 }  // namespace swiftkv

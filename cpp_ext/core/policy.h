@@ -39,8 +39,8 @@ class Policy {
     bool could_hold(const Request& request) const;
     // Whether the request needs a step of its own: its prompt is not split, and longer than the budget of a step.
     bool is_oversized(const Request& request) const;
-    // Whether the waiting request may begin beside prompts that are computed in part: those of lower classes hold up
-    // nobody.
+    // Whether the waiting request may begin beside prompts that are computed in part. Those of lower classes do not
+    // count.
     bool may_begin(const Request& request, Running running) const;
 
     // ---- who must leave ----

@@ -30,7 +30,8 @@ namespace swiftkv {
 // between requests may come and go, and so may extents.
 //
 // A step may be planned while the one before it is in progress, with tokens that are not known yet (xLLM, section 4.1).
-// Such a plan is a bet on how that step ends: a request that it ends was computed in vain, and its row does not count.
+// Such a plan assumes that no request ends in that step: if one does, it was computed in vain, and its row does not
+// count.
 class Scheduler {
   public:
     // Throws std::invalid_argument, also if one sequence of max_model_len tokens fits neither the pools nor what they
@@ -55,12 +56,12 @@ class Scheduler {
     // nullptr if nothing can run, or nothing before the step in progress is committed; of those there are at most two.
     // `now_s`: any clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
-    // Makes the oldest step in progress history. `sampled`: one token per row of its plan's logits_rows; below 0: none.
-    // `duration_s`: how long the device was busy with it, or 0 if nobody knows.
+    // Ends the oldest step in progress. `sampled`: one token per row of its plan's logits_rows; below 0: none.
+    // `duration_s`: how long the device was busy with it; 0 if that is not known.
     StepResult commit(std::span<const TokenId> sampled, double duration_s);
     // Gives up the only step in progress, whose copies failed. What it computed does not count.
     void abandon();
-    // Requests that have waited longer than `max_wait_s` for room that is not there even if they were alone.
+    // Returns requests that have waited longer than `max_wait_s` for room that they would not have even if alone.
     std::vector<RequestId> starved(double now_s, double max_wait_s) const;
 
     // ---- of a lender ----
@@ -111,17 +112,17 @@ class Scheduler {
     // more than `max_blocks`, and than the local pool can hold. Throws std::invalid_argument if `is_stored` has another
     // size than look_up() said.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
-    // Takes blocks for what is not here of a waiting request's blocks `first` to `num_blocks`; with room left for those
-    // before. None: there is no room, or a step in progress copies blocks.
+    // Takes blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here, and leaves room
+    // for those before. Returns none if there is no room, or a step in progress copies blocks.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
     // Whether the front of a prompt can be computed while its back is loading: not with windows, of which only a tail
     // is loaded, nor where a prompt is computed as a whole.
     bool can_meet() const { return limits_.enable_chunked_prefill && !cache_.has_windows(); }
-    // Lets the waiting request go: it computes its front while storage loads its back, up to block `num_blocks`, from
-    // the last block on, and goes on behind that once it comes to what is here. Throws std::invalid_argument if the
-    // request has fewer keys.
+    // Lets the waiting request begin: it computes its front while storage loads its back, the blocks before
+    // `num_blocks`, the last one first. It skips the rest of the back as soon as all of that is here. Throws
+    // std::invalid_argument if the request has fewer keys.
     void meet(RequestId id, int num_blocks);
-    // How many of a request's blocks are computed, by steps in progress too.
+    // How many of a request's blocks are computed, or are being computed by steps in progress.
     int num_planned_blocks(RequestId id) const;
     // These throw std::invalid_argument unless the blocks are loading.
     void forget_loading(std::span<const LoadedBlock> blocks);
@@ -195,10 +196,10 @@ class Scheduler {
     Policy policy_;
     Refusal refusal_;
     PlanWriter writer_;
-    std::deque<Step> open_;          // in progress, the oldest first
-    bool must_commit_ = false;       // before anything else is planned
-    std::vector<Meeting> meetings_;  // that no plan has told of
-    bool is_copying_ = false;        // the bytes of what take_offers() named last
+    std::deque<Step> open_;          // the steps in progress, the oldest first
+    bool must_commit_ = false;       // nothing is planned before a commit
+    std::vector<Meeting> meetings_;  // those that no plan has named yet
+    bool is_copying_ = false;        // the blocks that take_offers() named last are being copied
 
     int64_t prefix_matches_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;

@@ -107,7 +107,7 @@ int64_t extents_with_lending(const std::vector<GroupSpec>& groups, const Schedul
     return num_needed;
 }
 
-// Groups that share extents all do.
+// Throws unless all groups share extents, or none does.
 void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
                  const std::vector<Link>& borrow_links) {
     const GroupSpec& first = groups[0];

@@ -37,7 +37,7 @@ struct SchedulerLimits {
     // The extents that it needs for them where groups share extents; one more than would hold them, where there is a
     // part of another.
     int extents_for_one_sequence(const GroupSpec& spec) const;
-    // The extents that the windows of one sequence need of a pool that groups share: nothing is staged in these.
+    // How many extents of a shared pool the windows of one sequence need. Nothing is staged in these.
     int64_t extents_for_windows(const std::vector<GroupSpec>& groups) const;
     // The most blocks that one sequence holds, for which no chunk need shrink.
     int most_blocks_of_one_sequence(const GroupSpec& spec) const;

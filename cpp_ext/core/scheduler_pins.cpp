@@ -25,8 +25,8 @@ std::vector<PinId> Scheduler::take_lost_pins() {
     return pins_.take_lost();
 }
 
-// A request could run if it were alone, and nobody else runs or loads: pins are in its way, or what it would find in
-// the prefix cache.
+// Called when a request could run if it were alone, and no other runs or loads: then pins are in its way, or blocks
+// that it would find in the prefix cache.
 void Scheduler::clear_the_way(StepBuilder& step) {
     if (roster_.num_running() > 0 || !open_.empty() || cache_.has_loading()) return;
     while (step.is_empty() && step.has_refused() && pins_.give_way()) {

@@ -281,15 +281,15 @@ bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
 
 // ---- the front of a prompt is computed while storage loads its back ----
 
-// The most tokens that the next chunk of a prompt may have. While storage loads its back, chunks end where that begins.
-// If it is not here by then, the request goes on with half of what lies before the part that is, a block at least, or
-// less if storage was faster than the request: so the two meet, whichever is late. 0: the back is here, and the request
-// goes on behind it once no step in progress has it.
+// Returns the most tokens that the next chunk of a prompt may have. While storage loads the back, chunks end where that
+// begins. If blocks are still missing then, the request computes half of them, at least one and fewer if storage was
+// faster: so the two meet, whichever is late. 0: all of the back is here, and the request skips it as soon as no step
+// in progress computes the request.
 int StepBuilder::longest_chunk(Request& r) {
     if (r.back_end == 0) return r.num_remaining();
     const int next = r.num_planned() / cache_.block_size();
     const Back back = cache_.find_back(std::span(r.keys).first(r.back_end), next);
-    if (back.coming == r.back_end) {  // what it waited for was not read, or has gone again
+    if (back.coming == r.back_end) {  // the back was not read, or has gone again
         r.back_end = 0;
         return r.num_remaining();
     }
@@ -302,9 +302,9 @@ int StepBuilder::longest_chunk(Request& r) {
     return end * cache_.block_size() - r.num_planned();
 }
 
-// Returns how many of the blocks from `next` to `here` the request computes: its share, by how many it has computed and
-// storage has loaded so far. It is half at most, for a block counts as loaded only when its last part is here, and a
-// small chunk takes longer than its share.
+// Returns how many of the missing blocks, `next` to `here`, the request computes: as large a share as it has had of the
+// blocks that it has computed and storage has loaded so far. It is half at most, for a block counts as loaded only when
+// its last part is here, and a small chunk takes longer per token.
 int StepBuilder::blocks_to_meet(const Request& r, int next, int here) const {
     const int64_t computed = r.was_admitted ? next - r.num_cached / cache_.block_size() : 0;
     const int64_t both = computed + r.back_end - here + 2;
@@ -319,13 +319,13 @@ void StepBuilder::meet(Request& r) {
     r.num_computed = end * cache_.block_size();
 }
 
-// The tokens for which a request that computes the next `num_tokens` has blocks of full-attention groups: all that it
-// has, but while storage loads the back of its prompt, no block for what it may not have to compute.
+// Returns for how many tokens a request that computes the next `num_tokens` needs blocks of full-attention groups: for
+// all that it has; but while storage loads its back, only for those that it is certain to compute.
 int StepBuilder::table_end(const Request& r, int num_tokens) const {
     return r.back_end > 0 ? r.num_planned() + num_tokens : r.num_tokens();
 }
 
-// The blocks that a request whose back is loading will want then, but for those that are loading for it.
+// Returns how many more blocks a request will need after the next `num_tokens`, without those that are loading for it.
 int StepBuilder::blocks_behind_front(const Request& r, int num_tokens) const {
     if (r.back_end == 0) return 0;
     const int block_size = cache_.block_size();

@@ -50,8 +50,9 @@ class StepBuilder {
     // displaces running requests of lower classes, if that helps; who is displaced is not admitted again in the same
     // step.
     void admit_waiting();
-    // The same for requests that find nothing in the prefix cache: where groups share extents, the blocks of a match
-    // may lie in those that another group lacks, and then the request computes them again rather than waits for ever.
+    // Admits waiting requests as if the prefix cache had nothing of them. Where groups share extents, the blocks of a
+    // match may occupy extents that another group lacks: then the request computes them again, or it would wait
+    // forever.
     void admit_unmatched();
 
     // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
@@ -69,7 +70,7 @@ class StepBuilder {
     std::vector<StepRow>& rows() { return rows_; }
     // Requests that this step runs for the first time.
     std::span<Request* const> admitted() const { return admitted_; }
-    // Backs of prompts that storage has loaded, and that the requests have come to.
+    // The requests of this step that skip a part of their prompts which storage has loaded.
     const std::vector<Meeting>& meetings() const { return meetings_; }
 
   private:

@@ -1,4 +1,4 @@
-// The few words that every file of the core uses.
+// The types that every file of the core uses.
 #pragma once
 
 #include <algorithm>
@@ -67,7 +67,7 @@ struct GroupSpec {
     int num_blocks;
     int window;                     // in tokens, the query's own included; 0: full attention
     int64_t layer_block_bytes = 0;  // for the offsets of copies; 0 where nothing is borrowed
-    int64_t base_offset_bytes = 0;  // of the group's first block in the pool
+    int64_t base_offset_bytes = 0;  // the offset of the group's first block in the pool
     // The group's blocks in an extent of the pool that groups share: each may have every extent. 0: the group has its
     // blocks to itself.
     int blocks_per_extent = 0;
@@ -90,8 +90,8 @@ struct GroupStats {
     int elsewhere;  // in extents of other groups, or of none
     int total;
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
-    int staging_layer_blocks;  // that borrowed blocks can be staged in
-    int pinned = 0;            // of those in use, the ones that pins hold
+    int staging_layer_blocks;  // the layer blocks in which borrowed blocks can be staged
+    int pinned = 0;            // the used blocks that pins hold
 };
 
 // Divides a >= 0 by b > 0, without a sum that overflows.
@@ -105,9 +105,9 @@ inline int extents_for(const GroupSpec& spec, int num_blocks) {
     return num_blocks == 0 ? 0 : ceil_div(num_blocks, spec.blocks_per_extent) + (spec.blocks_per_extent > 1);
 }
 
-// The extents of a pool that groups share in which a group stages the blocks that it borrows: whole ones, of at most
-// `most`. They stage everything that it borrows, but they take no more room than that makes up for. Windows, which are
-// short, are not staged: what is borrowed of them moves to the pool when it is used.
+// How many extents of a shared pool stage the blocks that a group borrows: enough for all of them, but at most `most`,
+// and no more than have room for as many blocks as are borrowed. Windows are short and are not staged: a borrowed block
+// of a window moves to the pool when it is used.
 inline int staging_extents(const GroupSpec& spec, int num_borrowed, int most) {
     if (spec.window > 0) return 0;
     const int size = spec.blocks_per_extent;

@@ -50,9 +50,9 @@ class WaitingQueue {
     size_t size() const { return size_; }
     int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // only while somebody waits
     bool contains(Request& request) const;
-    // Looks up again what the prefix cache has of the requests that may be next: the first ones of the lanes with the
-    // first priority, a few dozen at most. Moves them to where they belong. Does nothing where the order does not ask
-    // for lengths.
+    // Looks up again what the prefix cache has of the requests that may be next, and moves them to where they belong.
+    // These are the first of each lane with the first priority, a few dozen at most. Does nothing where the order does
+    // not compare lengths.
     void refresh();
     Cursor in_order(double now_s) const { return Cursor(*this, now_s); }
     // All of them, lane by lane.

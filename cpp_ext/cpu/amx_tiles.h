@@ -17,7 +17,7 @@ struct Tiles {
     static void load(const void* p, int64_t stride) {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
     }
-    // Of what is not read again soon: the first-level cache keeps what it holds.
+    // For data that is not read again soon, which must not push other data out of the first-level cache.
     template <int kTile>
     static void load_passing(const void* p, int64_t stride) {
         asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");

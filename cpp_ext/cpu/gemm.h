@@ -19,8 +19,8 @@ struct RmsNorm {
 void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optional<RmsNorm> norm, Epilogue epilogue,
             DType out_dtype, void* out);
 
-// out[rows, outputs of down] (+)= down(activated gate_up(norm(x[rows, in_features]))), of one dtype, rounded to it in
-// between as well. `out` may be `x`.
+// out[rows, outputs of down] (+)= down(activation(gate_up(norm(x[rows, in_features])))). All of one dtype, to which the
+// activation is rounded, too. `out` may be `x`.
 void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows,
                std::optional<RmsNorm> norm, const GatedActivation& gated, Epilogue epilogue, void* out);
 

@@ -28,12 +28,12 @@ struct Activations {
     bool interleaved = false;
 };
 
-// Whether a product may read rows of its inputs that are interleaved without a change.
+// Whether a product reads interleaved rows as they are.
 bool takes_interleaved(const PackedLinear& weights);
 
 // Returns `x`, or a copy that is normalised, widened to float32 or padded to a multiple of `k_multiple` as required.
-// The copy lasts until the next call of this thread. Normalised rows are interleaved where the kernel reads them faster
-// so: the copy is made anyway, and one for this alone costs more than it gains.
+// The copy lasts until the next call of this thread. Normalised rows, which are copied anyway, are interleaved where
+// the kernel then reads them faster; a copy only for that would cost more than it gains.
 Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm);
 
 }  // namespace swiftkv

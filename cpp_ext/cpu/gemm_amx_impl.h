@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileBytes = 64;  // a row of a tile
 constexpr int kWeightTile = kTileRows * kTileBytes;
 constexpr int kPanelWidth = 32;
 constexpr int kBlockBytes = 2 * kWeightTile;  // 16 pairs of k for each half of the panel, one after the other
@@ -38,7 +38,7 @@ void release() {
     configured_rows = 0;
 }
 
-// Into the second-level cache: tiles that wait for memory hold up those that do not.
+// Fetches into the second-level cache, because tiles that wait for memory hold up those that do not.
 void fetch(const char* block, swiftkv::Prefetch ahead) {
     const int lines = ahead.lines == swiftkv::Prefetch::kAll ? kBlockBytes / kTileBytes : ahead.lines;
     const char* line = block + ahead.bytes;
@@ -53,8 +53,8 @@ void start(bool first, const char* sums) {
         Tiles::load<kTile>(sums, kSumsBytes);
 }
 
-// Rows that lie line by line are read in their order, and leave the first-level cache to the weights. Others wait there
-// until the rest of their lines is needed.
+// Interleaved rows are read in their order, once, and leave the first-level cache to the weights. Other rows must stay
+// there until the rest of their lines is needed.
 template <int kTile, bool kInterleaved>
 void load_rows(const char* a, int64_t a_stride_bytes) {
     if constexpr (kInterleaved)

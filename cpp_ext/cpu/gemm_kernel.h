@@ -7,18 +7,18 @@ namespace swiftkv {
 
 // The memory that a kernel prefetches on its way through a panel: so many lines, `bytes` past each block of weights.
 struct Prefetch {
-    static constexpr int kAll = -1;  // as many as a block has
+    static constexpr int kAll = -1;  // all lines of a block
     int lines = 0;                   // up to two where a block is one step of k
     int64_t bytes = 0;
 };
 
 // How products of many rows are cut, measured on cores with a second-level cache of 1 to 2 MiB.
 struct Blocking {
-    int64_t max_rows;                 // of a tile
-    int64_t resident_bytes;           // of a tile's activations, which stay in the second-level cache while panels pass
-    int64_t piece_bytes;              // of a panel, which passes over all rows of a tile before the next one is touched
+    int64_t max_rows;                 // rows of a tile
+    int64_t resident_bytes;           // a tile's activations, which stay in the second-level cache while panels pass
+    int64_t piece_bytes;              // a part of a panel that all rows of a tile use before the next is touched
     int64_t interleaved_piece_bytes;  // the same, where the rows are interleaved
-    int64_t bypass_bytes;             // of results, from which on they are written past the caches; 0: never
+    int64_t bypass_bytes;             // results of at least this size are written past the caches; 0: never
 };
 
 // The matrix kernel of one instruction set. Weights of N outputs and K inputs are packed in panels of panel_width
@@ -29,7 +29,7 @@ struct GemmKernel {
     int block_width;
     int block_steps;
     int k_step;
-    int k_multiple;          // of inputs in the panels and in the activations; activations are padded with zeros
+    int k_multiple;          // inputs are padded to a multiple of it, in panels and (with zeros) in activations
     int max_rows;            // rows that one call of `multiply` takes
     bool widen_activations;  // activations come as float32 whatever the dtype of the weights
     bool interleave_rows;  // rows that lie line by line, [K / elements of a cache line][rows][a line], are read faster

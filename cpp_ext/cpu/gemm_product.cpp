@@ -10,10 +10,10 @@ namespace swiftkv {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kMinRows = 64;  // of a tile, where there are many
+constexpr int64_t kMinRows = 64;  // the fewest of a tile, where there are many
 constexpr int64_t kMaxRows = 512;
-constexpr int64_t kMaxWidth = 64;  // of a panel
-// Long runs of panels, yet a late thread can be helped: with two, a row's product lost a tenth to it.
+constexpr int64_t kMaxWidth = 64;  // the widest panel
+// Runs of panels are long, but short enough to help a late thread: with two, a row's product lost a tenth to it.
 constexpr int64_t kChunksPerThread = 8;
 
 // Measured sizes, for a first-level cache of 32 to 48 KiB, a second-level cache of 1 to 2 MiB.
@@ -22,12 +22,12 @@ constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
 constexpr int64_t kStepsAhead = 6 << 10;      // bytes, where a kernel's blocks are steps
 // Where blocks of weights lie in the order in which they are read, the processor fetches by itself too, and with pieces
 // so small it goes on while the first-level cache serves the other blocks of rows.
-constexpr int64_t kFewBlocks = 3;             // of rows
+constexpr int64_t kFewBlocks = 3;             // blocks of rows
 constexpr int64_t kFewBlocksPiece = 8 << 10;  // bytes
 constexpr int64_t kFewBlocksAhead = 512;      // bytes
 constexpr int64_t kBlockAhead = 1 << 10;      // bytes, where there is one block of rows
 
-constexpr int64_t kBypassRows = 32;    // of a block
+constexpr int64_t kBypassRows = 32;    // rows of a block
 constexpr int64_t kBypassWidth = 128;  // bytes
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -85,7 +85,7 @@ void Product::run_panels(int64_t begin, int64_t end) const {
     leave();
 }
 
-// Results that went past the caches are seen by other threads from here on.
+// Lets other threads see the results that were written past the caches.
 void Product::leave() const {
     _mm_sfence();
     if (kernel_.release != nullptr) kernel_.release();

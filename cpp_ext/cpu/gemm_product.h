@@ -17,7 +17,7 @@ struct Tile {
     int64_t block_end;
 };
 
-// How results lie: each row whole, or those of each block of rows line by line, which are interleaved activations of
+// The layout of results: each row whole, or those of each block of rows line by line, as interleaved activations of
 // the next product; a line then holds one or more panels.
 enum class ResultRows { kWhole, kInterleaved };
 
@@ -36,7 +36,7 @@ class Product {
         int64_t tile_blocks;
         int64_t piece_bytes;      // of a panel, which all rows use before the next piece is touched
         int64_t ahead_bytes;      // fetched meanwhile
-        int64_t line_panels = 0;  // whose results are written past the caches together; 0: none are
+        int64_t line_panels = 0;  // how many panels' results are written past the caches together; 0: none are
     };
 
     bool has_blocks() const { return kernel_.block_steps > 1; }
@@ -61,8 +61,8 @@ class Product {
     char* out_;
     int64_t out_item_;
     int64_t out_stride_;
-    bool adds_;         // to what `out` holds
-    bool interleaves_;  // the results
+    bool adds_;         // results are added to what `out` holds
+    bool interleaves_;  // results are interleaved
 };
 
 }  // namespace swiftkv

@@ -23,8 +23,8 @@ constexpr int64_t kAbsentNs = 100'000'000;  // an engine that was not seen for s
 constexpr int64_t kForgottenNs = 10'000'000'000;   // and need not be looked at any more
 constexpr int64_t kAskAgainNs = kAbsentNs / 4;     // an engine that waits is seen so often
 constexpr int64_t kLongestWaitNs = 1'000'000'000;  // then it computes for a turn whatever its account says
-// An engine that computes asks whether it may go on so often: where others share, or it has a cap; and where it is
-// alone.
+// An engine that computes asks at these intervals whether it may go on: the first where others compute, too, or its
+// share has a cap, the second where it is alone.
 constexpr int64_t kAskContendedNs = 1'000'000;
 constexpr int64_t kAskAloneNs = 4'000'000;
 

@@ -39,28 +39,28 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000)
     add("--endpoint", help="default: /v1/completions, or /v1/chat/completions for openai-chat")
     add("--model", help="default: the first one that the server lists")
-    add("--served-model-name", help="what the server calls it, where --model names the tokenizer")
+    add("--served-model-name", help="the model's name on the server, where --model names the tokenizer")
     add("--tokenizer", help="directory or hub id; default: where the server says its model is")
-    add("--skip-tokenizer-init", action="store_true", help="random ids below --vocab-size instead")
+    add("--skip-tokenizer-init", action="store_true", help="send random token ids below --vocab-size in place of texts")
     add("--vocab-size", type=int, default=4096, help="with --skip-tokenizer-init")
     add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="OPENAI_API_KEY is sent where it is set")
-    add("--ready-check-timeout-sec", type=float, default=0, help="wait so long for a first answer; 0: do not")
+    add("--ready-check-timeout-sec", type=float, default=0, help="seconds to wait for a first answer; 0: do not wait")
 
     add = parser.add_argument_group("load").add_argument
     add("--num-prompts", type=int, default=1000, help="prompts, or conversations")
     add("--request-rate", type=float, default=math.inf, help="prompts a second; inf: all at once")
     add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
     add("--max-concurrency", type=int, help="requests in flight at most")
-    add("--num-warmups", type=int, default=0, help="requests that are sent before, and not counted")
-    add("--seed", type=int, default=0, help="of prompts and of the times at which they are sent")
+    add("--num-warmups", type=int, default=0, help="requests that are sent before the others, and not counted")
+    add("--seed", type=int, default=0, help="the random seed of prompts and of the times at which they are sent")
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
     add = parser.add_argument_group("dataset").add_argument
     names = ["random", "prefix_repetition", "multi_turn", "sharegpt", "custom"]
     add("--dataset-name", choices=names, default="random")
-    add("--dataset-path", help="ShareGPT's JSON, or JSONL with a prompt a line for custom")
-    add("--input-len", type=int, help="for any dataset that has one")
-    add("--output-len", type=int, help="for any dataset")
+    add("--dataset-path", help="a file: ShareGPT's JSON, or for custom JSONL with one prompt a line")
+    add("--input-len", type=int, help="tokens of a prompt, for any dataset that sets one")
+    add("--output-len", type=int, help="tokens of an answer, for any dataset")
     add("--random-input-len", type=int, default=1024)
     add("--random-output-len", type=int, default=128)
     add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, up and down")
@@ -76,26 +76,26 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sharegpt-output-len", type=int, help="default: as long as the recorded answer")
     add("--custom-output-len", type=int, default=256, help="-1: the line's output_tokens")
     add("--skip-chat-template", action="store_true", help="send custom prompts as they are")
-    add("--disable-shuffle", action="store_true", help="custom prompts in the order of the file")
+    add("--disable-shuffle", action="store_true", help="send custom prompts in the order of the file")
 
     add = parser.add_argument_group("sampling").add_argument
     for name in SAMPLING:
         add(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
-    add("--ignore-eos", action="store_true", help="always on for random and multi_turn")
-    add("--logprobs", type=int, help="asked for with every token")
-    add("--extra-body", type=json.loads, metavar="JSON", help="more fields for every request")
+    add("--ignore-eos", action="store_true", help="fill the output length; always on for random and multi_turn")
+    add("--logprobs", type=int, help="how many log-probabilities to ask for with every token")
+    add("--extra-body", type=json.loads, metavar="JSON", help="fields to add to every request")
 
     add = parser.add_argument_group("result").add_argument
     add("--percentile-metrics", default="ttft,tpot,itl", help=f"of {','.join(report.METRICS)}")
     add("--metric-percentiles", default="99", help="such as 50,90,99")
-    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="such as ttft:500 tpot:50 e2el:2000")
+    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits such as ttft:500 tpot:50 e2el:2000")
     add("--save-result", action="store_true", help="write the figures as JSON")
-    add("--save-detailed", action="store_true", help="with each request's times, text and error")
+    add("--save-detailed", action="store_true", help="write each request's times, text and error, too")
     add("--append-result", action="store_true", help="add the figures to the end of a file that may exist")
-    add("--result-dir", help="default: where the command runs")
-    add("--result-filename", help="default: made of label, rate, model and time")
-    add("--label", help="default: the backend")
-    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="more keys of the JSON")
+    add("--result-dir", help="where to write the figures; default: the current directory")
+    add("--result-filename", help="the file's name; default: made of label, rate, model and time")
+    add("--label", help="the first part of the file's name; default: the backend")
+    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="keys to add to the JSON")
     return parser
 
 

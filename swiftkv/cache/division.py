@@ -53,7 +53,7 @@ class OwnRegions:
         return sequence_blocks(group_blocks, self.groups)
 
     def borrowing_parts(self, group_blocks: Sequence[int]) -> tuple[Fraction, ...]:
-        """Return the part of what is lent to the model that each group gets: its part of the pool."""
+        """Return each group's part of the memory that is lent to the model: the same as its part of the pool."""
         pool_bytes = self.pool_bytes(group_blocks)
         return tuple(
             Fraction(count * group.block_bytes, pool_bytes)
@@ -61,7 +61,7 @@ class OwnRegions:
         )
 
     def split(self, group_blocks: Sequence[int], borrowed: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return `(N_LSC, N_RC)` of each group of a pool while it borrows so many blocks of each (Eqs. 4 and 5)."""
+        """Return `(N_LSC, N_RC)` of each group while it borrows so many blocks (Eqs. 4 and 5)."""
         return tuple(
             split_pool(count * group.num_layers, [blocks], group.num_layers)
             for count, blocks, group in zip(group_blocks, borrowed, self.groups, strict=True)
@@ -80,7 +80,10 @@ class SharedExtents:
     splits_prompts: bool
 
     def bounds_sequences(self, group_blocks: Sequence[int]) -> bool:
-        """Tell whether a sequence may be too long: not where prompts are split, and windows, which fit, are all."""
+        """Return whether a sequence may be too long for the pool.
+
+        None is if prompts are split and all groups have windows, for windows fit.
+        """
         if not self.splits_prompts or any(group.kind != "window" for group in self.groups):
             return True
         return self._extents_for(max(group.tail_blocks + 2 for group in self.groups)) > self._num_extents(group_blocks)
@@ -113,9 +116,9 @@ class SharedExtents:
         return self._extents_for(blocks_for_tokens(num_tokens, self.groups[0].block_size)) * self.extent_bytes
 
     def borrowing_parts(self, group_blocks: Sequence[int]) -> tuple[Fraction, ...]:
-        """Return the part of what is lent to the model that each group gets: little for windows beside histories.
+        """Return each group's part of the memory that is lent to the model: little for windows, which are short.
 
-        `group_blocks` does not matter: no group has a part of the pool.
+        `group_blocks` is not needed: no group has a fixed part of the pool.
         """
         of_windows = [group.kind == "window" for group in self.groups]
         both = any(of_windows) and not all(of_windows)

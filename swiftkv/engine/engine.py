@@ -3,18 +3,22 @@
 It is one file of more than 400 lines, so that the life of a step is read from top to bottom: `Engine.step`, `_launch`,
 `_finish_steps`, `_publish`.
 
-A plan (`StepPlan`) has the arrays of a step. One entry for each of its requests: `request_ids`, `row_slots`,
-`context_lens`, `query_starts`. One for each token to compute: `token_ids`, `positions`. One for each token to sample:
-`logits_rows`, the computed token that it follows, and `logits_seqs`, its request's place in the plan. A *slot* is the
-row of the sampler's state that a request has while it runs. Beside these a plan names the requests that are admitted
-in it (`new_*`), that gave up their blocks for others (`preempted_request_ids`), and that now skip what storage has
-loaded of their prompts (`met_*`).
+A plan (`StepPlan`) has the arrays of a step:
 
-What the scheduler made of the sampled tokens is a `StepResult`. One entry for each of them, in the plan's order:
-`request_ids`, `token_ids`, `finish_reasons`. With a reason below FINISH_ABORTED the client gets the token. Others do
-not count: the request was aborted, what it needed was lost (FINISH_DROPPED, it is computed again), the logits were not
-finite (FINISH_BROKEN), or a token before it was wrong or the last (FINISH_REJECTED). One entry for each request of the
-plan: `counts`, whether what the step computed for it is kept.
+- for each request `request_ids`, `row_slots`, `context_lens` and `query_starts`. A *slot* is the row of the sampler's
+  state that a request has while it runs;
+- for each token to compute `token_ids` and `positions`;
+- for each token to sample `logits_rows`, the computed token that it follows, and `logits_seqs`, its request's place in
+  the plan.
+
+It also names the requests that are admitted in it (`new_*`), that gave up their blocks for others
+(`preempted_request_ids`), and that now skip the part of their prompts that storage has loaded (`met_*`).
+
+`Scheduler.commit` returns a `StepResult`. For each sampled token, in the plan's order, it has `request_ids`,
+`token_ids` and `finish_reasons`. The client gets a token whose reason is below FINISH_ABORTED. Others do not count: the
+request was aborted, or blocks that it needed were lost (FINISH_DROPPED, it is computed again), or the logits were not
+finite (FINISH_BROKEN), or an earlier token of the step was wrong or the last (FINISH_REJECTED). For each request of the
+plan, `counts` says whether what the step computed for it is kept.
 """
 
 from __future__ import annotations
@@ -89,11 +93,11 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_STEP = 256
 MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
-"""When so many bytes of messages have been read, the next step comes before the rest."""
+"""Messages beyond so many bytes are read after the next step."""
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
-_IDLE_POLL_MS = 1000  # each time, the supervisor sees that an engine at rest lives
+_IDLE_POLL_MS = 1000  # by these polls the supervisor sees that an engine at rest lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class Engine:
     log-probabilities, or ends.
 
     With asynchronous scheduling a step is launched before the one before it is finished (xLLM Technical Report, section
-    4.1). So the device always has something to do; but that a request has ended is noticed one step late, when its next
+    4.1). So the device always has something to do; but the end of a request is noticed one step late, when its next
     token has been computed in vain.
     """
 
@@ -149,7 +153,7 @@ class Engine:
             if config.task == "generate"
             else Pooler(config.max_num_seqs)
         )
-        wake = self._lending.wake  # out of `_wait`: for news of any kind
+        wake = self._lending.wake  # ends `_wait`, whatever the news is
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=wake)
         self._weights = SleepingWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
@@ -168,7 +172,7 @@ class Engine:
         self._stats_changed = True
 
     def run(self) -> None:
-        """Serve until `Shutdown`. What goes wrong here is a defect and ends the process: nothing is swallowed."""
+        """Serve until `Shutdown`. An exception here is a defect and ends the process: none is swallowed."""
         try:
             self._serve()
         finally:
@@ -183,8 +187,8 @@ class Engine:
             PROGRESS.works()
             if not busy and (self._stats_changed or self._tier.has_news()):
                 self._send_stats()
-            self._lending.before_step(self._finish_steps)  # extents that came or are asked back; may need a step's end
-            self._tier.before_step()  # blocks that storage has read or is to write
+            self._lending.before_step(self._finish_steps)  # takes and gives back extents; may finish steps for that
+            self._tier.before_step()  # takes blocks that storage has read, and gives it blocks to write
             self._stats_changed |= self._pins.before_step(time.monotonic())
             self._kv_events.collect()
             if not busy:
@@ -255,7 +259,7 @@ class Engine:
                 exposed_s = self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
             duration_s = self._take_duration(step.launched_s)
-            token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)  # broken: logits are not finite
+            token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)  # -1 where logits are not finite
             result = self._scheduler.commit(token_ids, duration_s=duration_s)
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)
             self._lending.demand_changed()
@@ -263,7 +267,7 @@ class Engine:
             self._publish(step.plan, sampled, result, traces)
 
     def _take_duration(self, launched_s: float) -> float:
-        """Return how long the device took for the step that is over, without the time behind the step before it."""
+        """Return how long the device took for the step that is over, without its wait for the step before."""
         begun_s, self._previous_end_s = max(launched_s, self._previous_end_s), time.monotonic()
         return self._previous_end_s - begun_s
 
@@ -310,7 +314,7 @@ class Engine:
     def _refuse_starved(self, now_s: float) -> None:
         """Refuse requests that have waited too long for others to lend memory.
 
-        Without lending nobody waits for that: what cannot fit is refused when it arrives.
+        Without lending none waits for that: one that cannot fit is refused when it arrives.
         """
         if self._config.lending is None:
             return
@@ -491,7 +495,7 @@ class Engine:
             self._scheduler.offer_prefix(keys)
 
     def _part_with(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
-        """Have the sampler uncount the tokens that do not count, and forget the requests that ended."""
+        """Have the sampler take back the tokens that do not count, and forget the requests that ended."""
         reasons = result.finish_reasons
         is_retracted = (reasons == FINISH_DROPPED) | (reasons == FINISH_REJECTED)
         retracted = np.flatnonzero(is_retracted)
@@ -502,7 +506,7 @@ class Engine:
             self._forget(request_id)
 
     def _follow_grammars(self, result: StepResult, rows: npt.NDArray[np.intp]) -> list[int]:
-        """Give grammars the tokens of `rows`. Return the requests that end because theirs cannot be followed."""
+        """Give grammars the tokens of `rows`. Return the requests whose grammar cannot be followed any further."""
         arrays = (result.request_ids, result.token_ids, result.finish_reasons)
         failed = self._grammars.advance(*(array[rows].tolist() for array in arrays))
         self._scheduler.abort(np.array(list(failed), np.uint64))
@@ -511,7 +515,7 @@ class Engine:
         return list(failed)
 
     def _announce_admitted(self, plan: StepPlan) -> None:
-        """Tell the gateway who has left the queue before the step runs, for a prefill may take seconds."""
+        """Tell the gateway which requests have left the queue; before the step runs, for a prefill may take seconds."""
         admitted = self._newly_admitted(plan) if len(plan.new_request_ids) else []
         for request_id, (first, end) in zip(plan.met_request_ids.tolist(), plan.met_blocks.tolist(), strict=True):
             if request_id in self._admitted:
@@ -533,7 +537,7 @@ class Engine:
         return admitted
 
     def _found_more(self, request_id: int, first: int, end: int) -> Admitted:
-        """Return what a request has found in all, once it skips blocks `first` to `end`: storage has loaded them."""
+        """Return all that a request found, now that it skips blocks `first` to `end`, which storage has loaded."""
         before, block_size = self._admitted[request_id], self._config.block_size
         loaded = hits_elsewhere(self._tier.met(request_id, first, end), np.empty(0, np.int32), block_size)
         cached_tokens = before.cached_tokens + (end - first) * block_size

@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 logger = logging.getLogger(__name__)
 
 _LONGEST_BYTES = 1023
-"""llguidance panics at tokens of more than 1,024 bytes, a mark included. None has more than its spelling in UTF-8."""
+"""llguidance panics at a token of more than 1,024 bytes, one of which it adds itself."""
 
 
 def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
@@ -68,7 +68,7 @@ def _long_tokens(content: bytes) -> dict[str, int]:
 
 
 def _without_text_of(long: Mapping[str, int], content: bytes) -> str:
-    """Return a `tokenizer.json` in which `long` tokens are special ones with short names: those are not text."""
+    """Return a `tokenizer.json` in which the `long` tokens are special ones with short names, which are no text."""
     tokenizer: dict[str, Any] = json.loads(content)
     names = {text: f"<|token {token_id}|>" for text, token_id in long.items()}
     added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}

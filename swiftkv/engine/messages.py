@@ -2,7 +2,7 @@
 
 Arrays of numbers travel as little-endian bytes, so that neither side touches tokens one by one:
 `np.frombuffer(message.token_ids, np.int32)`. The engine trusts the framing, never the values: a mistake in
-a request is answered by `RequestError`. One file of more than 400 lines, for it is all that the two say to each other.
+a request is answered by `RequestError`. The file has more than 400 lines because it is the whole protocol of the two.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ShareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All an engine process knows: one JSON line on its standard input. The end of that stream ends the engine."""
+    """All that an engine process is told: one JSON line on its standard input, whose end is the end of the engine."""
 
     name: str
     path: str  # directory in Hugging Face format
@@ -98,7 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     scheduling_policy: SchedulingPolicy = "priority"
-    target_ttft_s: float = 10.0  # when the first token is due of requests that do not say
+    target_ttft_s: float = 10.0  # seconds until the first token of a request without a target is due
     target_tpot_s: float | None = None  # the most that a step with decodes should take, prompts included
     long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; longer ones are long
     max_num_partial_prefills: int | None = None  # prompts that are computed in part at once
@@ -188,34 +188,34 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """The requests end without another word; ids that are unknown or finished are ignored."""
+    """Ends requests without another message; ids that are unknown or finished are ignored."""
 
     request_ids: list[int]
 
 
 class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
-    """The engine gives up its weights, keeps its pool and goes on lending. It has no requests, and gets none now."""
+    """Has the engine give up its weights. It keeps its pool and goes on lending; it has no requests, and gets none."""
 
 
 class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
-    """The engine, which has given up its weights, loads them again; one that cannot ends as at its start."""
+    """Has the engine load its weights again. If it cannot, it ends as one that cannot load them at its start."""
 
 
 class AttachStorage(msgspec.Struct, tag="attach_storage", array_like=True, frozen=True):
-    """The engine opens storage and uses it from then on. It goes on meanwhile."""
+    """Has the engine open storage, and use it from then on. Requests go on meanwhile."""
 
     change_id: int
     storage: TierSpec
 
 
 class DetachStorage(msgspec.Struct, tag="detach_storage", array_like=True, frozen=True):
-    """The engine computes what it wanted to read, and lets go of its storage. It goes on meanwhile."""
+    """Has the engine let go of its storage, and compute what it wanted to read. Requests go on meanwhile."""
 
     change_id: int
 
 
 class CacheCommand(msgspec.Struct, tag="cache", array_like=True, frozen=True):
-    """Ask what became of prompts in the cache, and have it emptied; answered by `CacheReport`."""
+    """Asks what prompts found in the cache, and may empty it; answered by `CacheReport`."""
 
     call: int  # a number that the answer repeats
     explain: list[int] = []  # requests
@@ -223,7 +223,7 @@ class CacheCommand(msgspec.Struct, tag="cache", array_like=True, frozen=True):
 
 
 class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
-    """Keep the prompt of a request in the pool; answered by `CacheReport`."""
+    """Keeps the prompt of a request in the pool; answered by `CacheReport`."""
 
     call: int
     request_ids: list[int]  # the first that is remembered counts
@@ -231,7 +231,7 @@ class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
 
 
 class PinPrompt(msgspec.Struct, tag="pin_prompt", array_like=True, frozen=True):
-    """Keep in the pool what is there of a prompt; answered by `CacheReport`."""
+    """Keeps the blocks that the pool has of a prompt; answered by `CacheReport`."""
 
     call: int
     prompt: bytes  # int32 token ids
@@ -240,7 +240,7 @@ class PinPrompt(msgspec.Struct, tag="pin_prompt", array_like=True, frozen=True):
 
 
 class Unpin(msgspec.Struct, tag="unpin", array_like=True, frozen=True):
-    """End a pin; answered by `CacheReport`."""
+    """Ends a pin; answered by `CacheReport`."""
 
     call: int
     pin_id: int
@@ -250,7 +250,7 @@ CacheCall = CacheCommand | Pin | PinPrompt | Unpin
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
-    """The engine exits with code 0 before its next step; what still runs is dropped."""
+    """Has the engine exit with code 0 before its next step; what still runs is dropped."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
@@ -277,8 +277,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 STEP_TIME_TERMS = ("token", "pair", "context", "row", "copy", "step")
-"""A step takes so long for each token, for each pair of a prompt's token and one that it looks back on, for each token
-that a decode looks back on, row and copied block, and whatever it does: the coefficients of `StepTime`, in its order.
+"""The coefficients of `StepTime`, in its order: the seconds of a step for each token, for each pair of a prompt's token
+and one that it looks back on, for each token that a decode looks back on, for each row, for each copied block, and for
+the step itself.
 """
 
 
@@ -435,7 +436,7 @@ class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=Tr
 
 
 class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
-    """The request ends here; `status` is the HTTP status that says why."""
+    """Ends a request with an error; `status` is the HTTP status of its kind."""
 
     request_id: int
     status: int

@@ -28,7 +28,7 @@ from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.writer import Writer
 from swiftkv.transport.base import Transport
 
-_CLOSE_PATIENCE_S = 2.0  # for a thread whose queue is to be written, or whose call is to come back
+_CLOSE_PATIENCE_S = 2.0  # for a thread to write its queue, or to come back from a call
 _NEWS_INTERVAL_S = 0.1
 _TRIAL_INTERVAL_S = 1.0
 
@@ -50,9 +50,9 @@ class Tier:
         return {}
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
-        """Note that a request that has computed its front found its back, blocks `first` to `end`.
+        """Note that a request skips blocks `first` to `end` of its prompt, which storage loaded while it computed.
 
-        Return the tiers of these as `admitted` does.
+        Return their tiers as `admitted` does.
         """
         return {}
 
@@ -190,7 +190,7 @@ class StorageTier(Tier):
         return self._loads.is_reading
 
     def leave(self) -> None:
-        """Give up all that waits for storage, and take nothing more on; what is on its way down goes on."""
+        """Give up all that waits for storage, and take no more offers; blocks in the queue are still written."""
         self._leave(write_until_s=0.0)
 
     def end(self) -> None:
@@ -201,14 +201,14 @@ class StorageTier(Tier):
         self._loader.join(_CLOSE_PATIENCE_S)
 
     def close(self) -> None:
-        """Write what is on offer and on its way down, as far as the patience suffices."""
+        """Write blocks on offer and in the queue, for as long as the storage's patience at the end lasts."""
         self._leave(write_until_s=time.monotonic() + self._spec.close_patience_s)
         self.end()
 
     def _leave(self, write_until_s: float) -> None:
-        """Give up all that waits for storage, fill the queue until a moment of the monotonic clock, and take no more.
+        """Give up all that waits for storage, queue offers until `write_until_s` (monotonic), and take no more of them.
 
-        Write-back offers what is in the pool now: later nobody does.
+        With write-back, all blocks of the pool are offered first: this is the last chance to write them.
         """
         self._loads.close()
         self._is_leaving = True
@@ -224,10 +224,7 @@ class StorageTier(Tier):
         return self._is_leaving or not self._loads.is_reading
 
     def _store(self) -> int:
-        """Copy what is to go down into the queue, as far as it has room; the rest stays on offer.
-
-        Return how many blocks were taken.
-        """
+        """Copy blocks on offer into the queue, as far as it has room, and return how many; the rest stays on offer."""
         num_taken = 0
         if max_blocks := self._max_stores():
             block_keys, groups, links, offsets_bytes = self._scheduler.take_offers(max_blocks)

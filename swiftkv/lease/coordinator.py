@@ -110,7 +110,7 @@ class Coordinator:
             due_s = self.serve_once(self._wire.wait(due_s - self._wire.now_s()))
 
     def serve_once(self, woken: bool) -> float:
-        """Deal with all that has come and is due, and return when to do so again; without the thread, anybody may."""
+        """Handle all messages and all that is due, and return when to come again. A simulation calls this itself."""
         for route, message in self._wire.received():
             try:
                 self._on_inbound(route, message)

@@ -1,4 +1,4 @@
-"""The connections of a coordinator: their interface, and the sockets of one that runs in a thread."""
+"""The connections of a coordinator: their interface, and the sockets of a coordinator that runs in a thread."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Wire(Protocol):
         """Call `on_exit` once, in `wait`, when the process is gone, and close its file descriptor."""
 
     def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
-        """Note a message that means nothing."""
+        """Count a message that cannot be read, or names what there is not."""
 
     @property
     def dropped_total(self) -> int:
-        """The number of messages that meant nothing."""
+        """The number of dropped messages."""
 
 
 class SocketWire:
@@ -188,7 +188,7 @@ class SocketWire:
                 yield index, message
 
     def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
-        """Count a message that means nothing, and say so every few seconds at most: there may be many."""
+        """Count a message, and log that every few seconds at most: there may be many."""
         self._dropped_total += 1
         if time.monotonic() >= self._drop_log_due_s:
             self._drop_log_due_s = time.monotonic() + _DROP_LOG_INTERVAL_S

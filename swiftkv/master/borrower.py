@@ -1,7 +1,7 @@
 """The borrower's side of leases: takes what lenders offer, gives back what they recall, and survives them.
 
-All of it runs in the coordinator's thread, but for `apply_pending` and `give_up`, which are the engine's, and for what
-may have to wait for a lender, which has threads of its own.
+All of it runs in the coordinator's thread, except for `apply_pending` and `give_up`, which the engine's thread calls,
+and for `PeerPools.find`, which may have to wait for a lender and has threads of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _HELLO_RETRY_S = 0.2
 _ATTACH_RETRY_S = 1.0
-_DRAIN_POLL_S = 0.002  # a step gives up blocks when it is planned, long before it is over
+_DRAIN_POLL_S = 0.002  # short: a step gives up its blocks when it is planned, long before it is over
 
 _log = logging.getLogger(__name__)
 
@@ -56,18 +56,18 @@ class PeerPools(Protocol):
     """The way to the pools of lenders. `find` and `attach` may raise a `SwiftkvError`."""
 
     def find(self, store_path: str) -> PeerHandle:
-        """Return the pool that a lender publishes there; may wait for that, in a thread of its own."""
+        """Return the pool that a lender publishes there. It is called in a thread of its own, and may wait."""
 
     def attach(self, link: int, pool: PeerHandle) -> None:
-        """Map a pool, without waiting, in the engine's thread."""
+        """Map a pool, without waiting; called in the engine's thread."""
 
     def detach(self, link: int) -> None:
-        """Let go of a pool, if one is attached, in the engine's thread."""
+        """Let go of a pool, if one is attached; called in the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Attachment:
-    """An attempt to attach one lender, with the path and the place of its pool for each link, in their order."""
+    """An attempt to attach one lender, with the path of its pool for each link and, once found, the pools."""
 
     lender: int
     attempt: int
@@ -116,7 +116,7 @@ class Borrower:
 
     @property
     def borrowed_bytes(self) -> int:
-        """The bytes of all extents that are here, also of those that are on their way back."""
+        """The bytes of all borrowed extents, with those that are being given back."""
         return sum(link.borrowed * link.geometry.extent_bytes for link in self._links)
 
     @property
@@ -129,8 +129,8 @@ class Borrower:
     def apply_pending(self, finish_steps: Callable[[], None]) -> None:
         """Attach and detach lenders' pools, before each `schedule()` and before the engine waits for messages.
 
-        `finish_steps` commits all steps in progress, and is called first: a lender that is back may offer at once what
-        such a step still has of its former life.
+        `finish_steps` commits all steps in progress. It is called first, for a lender that was restarted may at once
+        offer extents that such a step still uses.
         """
         if self._orders:
             finish_steps()

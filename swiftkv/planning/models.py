@@ -118,7 +118,7 @@ class SizedPlan(ModelPlan):
 
     @property
     def borrowing_parts(self) -> tuple[Fraction, ...]:
-        """The parts of what is lent to the model that its groups get."""
+        """Each group's part of the memory that is lent to the model."""
         return self.division.borrowing_parts(self.group_blocks)
 
     @property

@@ -177,7 +177,7 @@ class Answer(ABC):
         return self.prompts[index // self.n]
 
     def _is_first(self, index: int) -> bool:
-        """Return whether a choice is heard of for the first time."""
+        """Return whether nothing was sent of a choice yet, and note that something is now."""
         first = index not in self._started
         self._started.add(index)
         return first
@@ -230,9 +230,9 @@ class CompletionAnswer(Answer):
             super()._count(batch)
 
     def _ready(self, batch: Sequence[Delta]) -> list[Delta]:
-        """Return what can be told now: a choice that echoes logprobs of its prompt waits for the one that brings them.
+        """Return the deltas that can be sent now.
 
-        That is the first choice of the prompt.
+        Where the logprobs of a prompt are echoed, its first choice brings them, and the others wait for that one.
         """
         if not (self._echo and self._logprobs):
             return list(batch)

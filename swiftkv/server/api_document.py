@@ -1,4 +1,4 @@
-"""The OpenAPI document of a port at `/openapi.json` and `/docs`, written down once for as long as its models stay."""
+"""The OpenAPI document of a port, at `/openapi.json` and `/docs`, kept until models come or go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swiftkv.server.routes import documented_error
 
 @dataclass(frozen=True)
 class _Written:
-    """Keeps both answers of a port; they are right while it serves `models`."""
+    """Both answers of a port, which are right while it serves `models`."""
 
     models: list[str]
     document: bytes

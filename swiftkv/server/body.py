@@ -51,7 +51,9 @@ def body_threads() -> BoundedThreads:
 
 
 def parse_body(content: bytes, body_type: type[B], *, leaves_out_unknown: bool = False) -> B:
-    """Check the size of everything in `content`, then parse and validate it, perhaps without the fields nobody knows.
+    """Check the size of everything in `content`, then parse and validate it.
+
+    Unknown fields are ignored with `leaves_out_unknown`, and refused without.
 
     Raises:
         ApiError: 413 if it holds too much, 400 if it is not a valid `body_type`.

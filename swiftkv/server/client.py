@@ -1,7 +1,7 @@
 """The gateway's end of one engine: sends it requests, hands what comes back to whoever waits for it.
 
-It is one file of more than 400 lines, for it is one class with one table of sequences in flight: whatever adds to the
-table or takes from it is here.
+It is one file of more than 400 lines because it is one class: everything here adds to its table of sequences in flight,
+or takes from it.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class ApiError(Exception):
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         message = self.answer().error.message
         if self.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"  # Claude Code makes a conversation shorter when it reads this
+            message = f"prompt is too long: {message}"  # at this beginning Claude Code shortens the conversation
         return AnthropicError(AnthropicErrorDetail(kind, message))
 
     def response(self, path: str = "") -> Response:

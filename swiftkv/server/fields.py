@@ -92,7 +92,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     lenient_with: ClassVar[str | None] = None
-    """The header with which unknown fields are left out; else, and without it, they are refused."""
+    """The header of requests whose unknown fields are ignored. Without it, and where it is `None`, they are refused."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """How soon an engine would begin to answer, from what its gateway sees of it.
 
-A gateway knows which prompts wait, which are being computed, and how many answers go on; the engine tells how long a
-step takes for each of what it computes. From these follows, when a prompt arrives, about when its first token comes.
-`swiftkv simulate` asks the same code. One file of 400 lines: a forecast is one sum, read from top to bottom.
+A gateway knows which prompts wait, which are being computed, and how many answers go on; the engine tells how much each
+token and row adds to the time of a step. So when a prompt arrives, the gateway can tell about when its first token
+comes. `swiftkv simulate` uses the same code. It is one file of 400 lines because a forecast is one sum.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ForecastLimits:
     step_limit_s: float | None = None
     """The longest step beside answers: `target_tpot`."""
     due_s: float = 10.0
-    """When the first token is due of requests that do not say, for `deadline`."""
+    """The seconds until the first token of a request without a target is due, for `deadline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Forecast:
     """The prospects of a prompt, in seconds from now.
 
     Attributes:
-        ttft_s: Until its first token, if those who come later are as those of late.
-        cautious_ttft_s: The same with an allowance for how far off forecasts of such prompts were of late.
-        alone_ttft_s: The same if nothing else waited.
+        ttft_s: Until its first token, if as many prompts overtake it as of late.
+        cautious_ttft_s: `ttft_s`, times the error that recent forecasts for similar prompts had.
+        alone_ttft_s: `ttft_s` if nothing else waited.
         tpot_s: The least time for each further token: of a step with the answers that go on, and with its own.
         answer_s: How long an answer usually goes on.
     """
@@ -105,7 +105,7 @@ class _Pace:
 
     @property
     def step_s(self) -> float:
-        """How long a step takes that is full."""
+        """The time of a full step."""
         return self.overhead_s + min(self.spare_s, self.budget * self.token_s)
 
     def work_s(self, left: Floats, pairs: Floats) -> Floats:
@@ -117,7 +117,7 @@ class _Pace:
 
 
 class EngineForecast:
-    """Follows the sequences of one engine, and foretells when those that arrive begin. Times are of one clock."""
+    """Follows the sequences of one engine, and forecasts when those that arrive begin. Times are of one clock."""
 
     def __init__(self, limits: ForecastLimits | None = None) -> None:
         self._limits = limits or ForecastLimits()
@@ -126,7 +126,7 @@ class EngineForecast:
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
         self._errors = ForecastErrors()
-        self._foretold: dict[int, tuple[int, float, float]] = {}  # of those without a token: left, seconds, arrival
+        self._foretold: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # sequences without a token; unused rows are zero
         self._unused = list(range(_FIRST_ROWS))
@@ -142,18 +142,18 @@ class EngineForecast:
         self._answer_tokens = _USUAL_ANSWER_TOKENS
 
     def learn(self, step_time_s: Sequence[float]) -> None:
-        """Take over how long steps take, in the order of STEP_TIME_TERMS; nothing, while the engine does not know."""
+        """Take over the coefficients of STEP_TIME_TERMS; ignore an empty sequence: the engine does not know them."""
         if step_time_s:
             self._costs = tuple(step_time_s)
 
     def forget_costs(self) -> None:
-        """Foretell nothing until `learn` is called."""
+        """Make no forecasts until `learn` is called."""
         self._costs = ()
 
     # ---- sequences come and go ----
 
     def add(self, request_id: int, prompt: NewPrompt, now_s: float, foretold_s: float | None = None) -> None:
-        """Note that a sequence has come; `foretold_s` is its `Forecast.ttft_s`, if somebody asked."""
+        """Note that a sequence has come; `foretold_s` is its `Forecast.ttft_s`, if one was made."""
         if foretold_s is not None:
             self._foretold[request_id] = prompt.num_left, foretold_s, now_s
         if not self._unused:
@@ -229,7 +229,7 @@ class EngineForecast:
         part *= share * before
         end = float(steps[ahead] @ part[ahead]) + own_steps
         whole = math.ceil(end - 1e-9)
-        # A prompt has its token when its last step ends, with what others have in that.
+        # A prompt has its token when its last step ends, and that step computes tokens of other prompts, too.
         steps_behind, behind_s = float(steps @ behind), float(work_s @ behind)
         beside_s = behind_s * min(1.0, (whole - end) / steps_behind) if steps_behind else 0.0
         ahead_s = float(work_s[ahead] @ part[ahead])
@@ -246,7 +246,7 @@ class EngineForecast:
     def _share(self, prompt: NewPrompt, ahead: Bools, service_s: Floats, own_s: float) -> Floats:
         """Return the part of each sequence ahead of a prompt that is computed before it, [rows]; 1 for the others.
 
-        While a flow gets what is ahead of it and its own, each other flow gets as much by its weight.
+        While a flow computes its own prompts up to this one, each other flow gets as much time by its weight.
         """
         rows, share = self._rows, np.ones(len(self._rows))
         is_own: Bools = rows[:, _FLOW] == prompt.flow
@@ -302,7 +302,7 @@ class EngineForecast:
         return step_s + num_answers * (token_s + row_s) + (self._context + context) * context_s
 
     def _rest_of_step_s(self, now_s: float) -> float:
-        """Return the seconds left of a step with answers alone, which the engine is in the midst of."""
+        """Return the seconds until the step in progress ends, if it has answers alone."""
         if self._begun or not self._answers:
             return 0.0
         return max(0.0, self._decodes_s() - (now_s - self._last_step_s))
@@ -325,7 +325,7 @@ class EngineForecast:
         return (math.floor(prompt.priority / PRIORITIES_PER_CLASS + 0.5) + 0.5) * PRIORITIES_PER_CLASS
 
     def _room_s(self, prompt: NewPrompt, num_ahead: int, tokens_ahead: float) -> float:
-        """Return when answers will have ended that leave a slot, and memory, for who comes after those ahead.
+        """Return when enough answers will have ended to leave a slot, and memory, for a prompt behind those ahead.
 
         Those of lower classes need not end: they give way.
         """
@@ -345,7 +345,7 @@ class EngineForecast:
         return part * self._answer_tokens * max(self._step_s, self._decodes_s())
 
     def _overtaking_part(self, prompt: NewPrompt, pace: _Pace, wait_s: float, now_s: float) -> float:
-        """Return the part of a wait of `wait_s` that goes to prompts that come later, if these go on as of late."""
+        """Return the part of a wait of `wait_s` that later prompts will take, if as many come as of late."""
         latest = self._latest[: self._num_added]
         policy = self._limits.policy
         if policy == "fcfs" or len(latest) < 2:
@@ -394,5 +394,5 @@ class EngineForecast:
 
 
 def _pairs(num_tokens: int, num_left: int) -> float:
-    """Return the pairs of a token that is computed and one that it looks back on, of a prompt's last tokens."""
+    """Return how many pairs of a token and one before it attention computes for the last `num_left` tokens."""
     return num_left * (num_tokens - 0.5 * num_left)

@@ -1,4 +1,4 @@
-"""How far off forecasts of the time to the first token were of late, so that a refusal can allow for it."""
+"""The errors of recent forecasts of the time to the first token, so that a refusal can allow for them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 import numpy as np
 
 _RECENT = 512
-_LEAST_ALIKE = 16  # before so many have come, nothing is known
+_LEAST_ALIKE = 16  # similar requests; with fewer there is no allowance
 _ALIKE_OCTAVES = 2.0
 _PART = 0.8
-"""The part of requests alike that is not later than allowed for; benchmarks/README.md has what others do."""
+"""The part of similar requests whose first token comes within the allowance; benchmarks/README.md compares others."""
 
 
 class ForecastErrors:
-    """Remembers the latest forecasts beside what came.
+    """Remembers the latest forecasts, and how long each first token then took.
 
-    Requests alike err alike: with `hrrn` shorter prompts that come later overtake a long one, and hardly anybody
-    overtakes a short one. So a request is compared with those whose prompt and whose forecast were about as long.
+    Forecasts for similar requests have similar errors: with `hrrn`, shorter prompts that come later overtake a long
+    one, but hardly ever a short one. So a request is compared with those whose prompt and forecast were about as long.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ForecastErrors:
         self._num_noted += 1
 
     def allowance(self, num_left: int, foretold_s: float) -> float:
-        """Return how many times the forecast a request may take: most of those alike took less. 1 while few came."""
+        """Return the factor on the forecast within which most similar requests had a token; 1 while these are few."""
         rows = self._rows[: self._num_noted]
         octaves = np.abs(rows[:, 0] - math.log2(num_left)) + np.abs(rows[:, 1] - math.log2(foretold_s))
         ratios = rows[octaves < _ALIKE_OCTAVES, 2]

@@ -29,7 +29,7 @@ class Terms:
         targets: A request that would miss these is refused.
         sender: On whose behalf it comes.
         is_traced: Whether the engine tells of its steps.
-        is_to_last: Whether the prompt goes to storage, if there is any, whatever the write policy waits for.
+        is_to_last: Whether the prompt goes to storage, if there is any, without waiting as the write policy does.
     """
 
     cache_salt: str = ""
@@ -93,9 +93,9 @@ class SequenceOutput:
 class Generation:
     """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
 
-    ``admitted`` grows by one entry for each sequence that the engine begins with: its index, and the prompt tokens that
-    it found in the cache; and by another one, which takes its place, if it finds more. ``finished`` grows by one for
-    each sequence that has ended, however it did.
+    ``admitted`` gets an entry for each sequence that the engine begins with: its index, and the prompt tokens that it
+    found in the cache. If the sequence finds more, another entry follows, which replaces the first. ``finished`` gets
+    an entry for each sequence that has ended, however it did.
     """
 
     def __init__(

@@ -299,7 +299,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return deadlines.close_s
 
     def _expire(self) -> None:
-        """End a phase that has lasted as long as it may, or let it last on."""
+        """End a phase that has lasted as long as it may, or allow it more time."""
         match self._phase:
             case _Phase.HEAD if self._reading_head:
                 self._refuse(_TOO_SLOW)

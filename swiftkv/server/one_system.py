@@ -1,7 +1,7 @@
 """Conversations for chat templates that show only one system message, the first.
 
-Agents add instructions in the midst of a conversation, where Qwen's newer templates refuse them and others leave them
-out. Moved to the front they would change the beginning of every prompt, and nothing of it would be found in the cache.
+Agents add instructions in the middle of a conversation, where Qwen's newer templates refuse them and others leave them
+out. Moved to the front, they would change the beginning of every prompt, which then would not be found in the cache.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 def one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages of which only the first may be of the role `system`.
 
-    Those at the beginning become one. A later one is part of the user's message beside it, or becomes one, so that
-    users and the assistant go on taking turns.
+    System messages at the beginning become one. A later one is joined to the user's message beside it, or becomes a
+    user's message, so that the user and the assistant go on taking turns.
     """
     shown: list[Mapping[str, Any]] = []
     joins_next = False

@@ -65,7 +65,7 @@ class Outlook:
         self._sent.max_tokens = ready.num_blocks * ready.block_size if self._caches_prefixes else 0
 
     def engine_down(self) -> None:
-        """Foretell nothing until an engine tells how long its steps take."""
+        """Make no forecasts until an engine tells how long its steps take."""
         self.forecast.forget_costs()
 
     def observe(self, stats: EngineStats) -> None:

@@ -225,8 +225,7 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_
 
 class ChatBody(GenerationBody, ToolFields, TemplateFields):
     must_fit: ClassVar[bool] = True
-    """Whether a limit that is more than the context has room for is refused; else the answer ends where the room does.
-    """
+    """Whether a `max_tokens` beyond the room in the context is refused. If not, the answer ends where the room does."""
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None

@@ -1,4 +1,4 @@
-"""The order of `hrrn` as a gateway foresees it: when a prompt that arrives has a higher response ratio than others.
+"""The order of `hrrn`, as a gateway expects it: when a new prompt will have a higher response ratio than others.
 
 The response ratio is the time since a prompt arrived over the tokens that are left of it.
 """
@@ -17,7 +17,13 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The prompts without a token, [rows]: the tokens left of each, its time since it arrived, and the seconds left."""
+    """The prompts without a token, [rows].
+
+    Attributes:
+        left: The tokens of each that are still to be computed.
+        waited_s: The time since each arrived.
+        service_s: The time that computing the rest of each takes.
+    """
 
     left: Floats
     waited_s: Floats
@@ -27,14 +33,16 @@ class Waiting:
 def part_before(waiting: Waiting, own_left: int, ahead: Bools, is_equal: Bools, step_s: float) -> Floats:
     """Return the part of each prompt that is computed before one that arrives now, of `own_left` tokens, [rows].
 
-    Those `ahead` are computed whole, whatever their ratio; those that are `is_equal` go by it. A step takes `step_s`.
+    Prompts `ahead` are computed whole, whatever their ratio; among those that are `is_equal` the ratio decides. A step
+    takes `step_s`.
     """
     before = ahead.astype(np.float64)
     overtaken_s = np.where(is_equal, _overtaken_s(waiting, own_left), -math.inf)
     order = np.argsort(-overtaken_s)
     lasting_s = waiting.service_s[order]
     begins_s = waiting.service_s[ahead].sum() + np.cumsum(lasting_s) - lasting_s
-    # Its turn comes when all that are still ahead of it by then, a step later, have been computed.
+    # The new prompt begins when all that still have a higher ratio by then have been computed. A step may go by before
+    # anybody notices.
     is_late = overtaken_s[order] < begins_s + step_s
     count = int(np.argmax(is_late)) if is_late.any() else len(order)
     order = order[:count]
@@ -49,7 +57,7 @@ def part_before(waiting: Waiting, own_left: int, ahead: Bools, is_equal: Bools, 
 
 
 def part_overtaken(*, own: float, others: Floats) -> Floats:
-    """Return the part of a wait within which those that arrive overtake one of a length `own`."""
+    """Return the part of its wait during which a prompt of length `own` can be overtaken by later ones."""
     is_shorter = np.frexp(np.maximum(others, 1))[1] < math.frexp(own)[1]
     return np.where(is_shorter, 1 - others / own, 0.0)
 
@@ -69,9 +77,10 @@ def _part_computed(
 ) -> Floats:
     """Return the part of each of `rows` that is computed before a prompt that arrives now interrupts it.
 
-    While one is computed, from `begins_s` on, less and less is left of it, so its ratio rises faster and faster: it is
-    interrupted soon, or not at all. It is after the first `t` seconds for which `(begins_s + t) / own_left` is as much
-    as `(waited_s + begins_s + t) / (left - speed * t)`, if that is so for a step: in the midst of one nobody looks.
+    While a prompt is computed, from `begins_s` on, ever less of it is left, so its ratio rises ever faster: it is
+    interrupted soon, or not at all. That happens after the first `t` seconds for which the new prompt's ratio,
+    `(begins_s + t) / own_left`, is as high as its own, `(waited_s + begins_s + t) / (left - speed * t)`. It must stay
+    so for a whole step, since ratios are compared between steps only.
     """
     left, service_s = np.maximum(waiting.left[rows], 1e-9), np.maximum(waiting.service_s[rows], 1e-9)
     speed = left / service_s

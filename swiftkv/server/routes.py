@@ -154,7 +154,7 @@ def openai_router(models: ModelTable) -> APIRouter:
 
 
 def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
-    """Return the model under its policy for the request's sender; the request's record notes both."""
+    """Return the model with its policy for the request's sender; note both in the request's record."""
     record: RequestRecord = request.state.record
     sender = sender_of(request)
     record.model, record.tenant = model.name, sender.name
@@ -162,7 +162,7 @@ def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
 
 
 async def wake_if_asked(request: Request, model: ModelHandle) -> None:
-    """Wake a model that is asleep and whose requests wake it, as often as somebody puts it to sleep meanwhile."""
+    """Wake a model whose requests may wake it, again and again if somebody puts it to sleep meanwhile."""
     while model.must_wake:
         await unless_gone(request, model.sleeper.wake_for_request())
 
@@ -185,7 +185,7 @@ async def _generate(
     targets = wanted_targets(model, body, asked_targets(request.headers))
     check(model, body, targets)
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
-    await wake_if_asked(request, model)  # somebody may have put it to sleep, for nothing was in flight
+    await wake_if_asked(request, model)  # it may have been put to sleep, for nothing was in flight
     answer = begin(model, body, prepared, make_answer=make_answer, targets=targets, is_traced=record.is_traced)
     record.finished = answer.generation.finished
     model.client.cache.remember(record.request_id, answer.generation.request_ids)

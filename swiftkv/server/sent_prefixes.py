@@ -6,7 +6,7 @@ import numpy as np
 
 from swiftkv._core import block_keys
 
-_PIECE_TOKENS = 16  # as many as a block usually has: of the next turn of a conversation, little more is new
+_PIECE_TOKENS = 16  # as many as a block usually has, so that little of a conversation's next turn counts as new
 _KEY_BYTES = 32
 _MAX_TOKENS = 64 << 10  # in one prompt: hashing more would take longer than a millisecond
 

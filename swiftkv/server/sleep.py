@@ -83,7 +83,7 @@ class Sleeper:
         self._client.check_available()
 
     async def wake_for_request(self) -> None:
-        """Do as `wake` does, for one of the requests that wait for it. Somebody may have put it to sleep again by then.
+        """Do as `wake` does, for one of the requests that wait for it. It may be asleep again when this returns.
 
         Raises:
             ApiError: 429 if as many wait as the model may have in flight, 503 if it does not serve.

@@ -21,7 +21,7 @@ TemplateVariables = Annotated[
 
 class TemplateFields(Body):
     must_take_effort: ClassVar[bool] = True
-    """Whether an effort is refused where the chat template takes none; else it has no effect there."""
+    """Whether an effort is refused where the chat template takes none. If not, it has no effect there."""
 
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template")
     add_generation_prompt: bool | None = Field(None, description="Left out: true, unless a message is continued")

@@ -69,4 +69,4 @@ class BoundedThreads:
     def _ended(self, future: asyncio.Future[Any]) -> None:
         self._free.release()
         if not future.cancelled():
-            future.exception()  # whoever asked may be gone; who is not gets it from `run`
+            future.exception()  # the caller may be gone; otherwise `run` raises it there

@@ -91,7 +91,7 @@ class Tokenizer:
         return cls(tokenizer, split_special_tokens=split_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cut: Truncation | None = None) -> list[int]:
-        """Return the token ids of `text`; a cut leaves the special tokens that are added to it."""
+        """Return the token ids of `text`, cut to `cut`'s length; special tokens that are added to it stay."""
         return self._ids(self.backend, text, add_special_tokens, cut)
 
     def encode_content(self, text: str, cut: Truncation | None = None) -> list[int]:
@@ -172,9 +172,9 @@ class Tokenizer:
         return max(1, -(-num_chars // self._max_chars_per_token))
 
     def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str, cut: Truncation | None = None) -> None:
-        """Refuse a text that cannot come to `max_tokens` tokens or fewer, without tokenizing it.
+        """Refuse a text that certainly has more than `max_tokens` tokens, without tokenizing it.
 
-        One that is to be cut may come to more, as long as it does not take too long to tokenize.
+        A text that is to be cut may have more, as long as tokenizing it does not take too long.
 
         Raises:
             ApiError: 400, or 413 for a text to be cut.
@@ -203,7 +203,7 @@ class Tokenizer:
 
     @cached_property
     def _shows_late_system(self) -> bool:
-        """Whether the chat template writes system messages after the first, where they stand."""
+        """Whether the chat template shows later system messages, too, in their places."""
         try:
             return _LATE_SYSTEM in self._render(_LATE_PROBE, _AS_USUAL)
         except ApiError:

@@ -69,7 +69,7 @@ class RunningUsage:
 
 
 def _least(choices: Mapping[int, Admitted]) -> Admitted:
-    """Return what the choice of a prompt found that found the least."""
+    """Return the entry of the choice that found the fewest cached tokens."""
     return min(choices.values(), key=lambda found: found.cached_tokens)
 
 

@@ -142,8 +142,8 @@ def _all_together(
         step_time = _step_time(plan, options, known) if arrivals else StepTime([0.0] * len(STEP_TIME_TERMS))
         if arrivals and borrows and not step_time.coefficients[STEP_TIME_TERMS.index("copy")]:
             print(
-                f"{plan.name}: its step times know of no copies, so borrowed memory is as fast as its own: name "
-                "--copy-rate",
+                f"{plan.name}: its step times have no time for copies, so borrowed memory counts as fast as its own; "
+                "give --copy-rate",
                 file=sys.stderr,
             )
         models.append(
@@ -193,7 +193,7 @@ def _lending_specs(config: Config, plans: tuple[ModelPlan, ...]) -> dict[str, Le
 
 
 def _core_user(model: ModelConfig) -> CoreUser:
-    """Return how a model's engine uses its device: a GPU is shared by turns of equal length."""
+    """Return how a model's engine uses its device; on a GPU all models get equal turns."""
     if model.device != "cpu":
         return CoreUser(1)
     share = CoreShare(model.compute.weight, model.compute.max_share) if model.compute else None

@@ -11,7 +11,7 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class CoreShare:
-    """The share of an engine that takes turns: `models[].compute`."""
+    """The share of the cores of an engine that takes turns, as `models[].compute` has it."""
 
     weight: float
     max_share: float
@@ -19,7 +19,7 @@ class CoreShare:
 
 @dataclass(frozen=True)
 class CoreUser:
-    """An engine, as the cores see it. Without a share it takes no turns: the operating system has it compute."""
+    """An engine, as the cores see it. Without a share it takes no turns: the operating system divides the cores."""
 
     threads: int
     share: CoreShare | None = None
@@ -27,7 +27,7 @@ class CoreUser:
 
 @dataclass(slots=True)
 class _Step:
-    """A step in progress. `left_s` of it, at full speed, were left at `seen_s`."""
+    """A step in progress. At `seen_s` it would have taken `left_s` more at full speed."""
 
     begun_s: float
     work_s: float
@@ -50,20 +50,20 @@ class _Step:
             self.speed = speed
 
     def duration_s(self, now_s: float) -> float:
-        """Return how long the step took that ends now: exactly its work, if nobody was in its way."""
+        """Return how long the step took that ends now: exactly `work_s`, if it had the cores to itself."""
         return self.work_s if now_s == self.begun_s + self.work_s else now_s - self.begun_s
 
 
 class Cores:
     """Divides cores between the steps of engines.
 
-    Engines that compute at once on more threads than there are cores all become slower alike, as the operating system
-    has it. Who computes is decided by the real accounts of `cpp_ext/cpu/shares.h`, which every engine asks as often as
-    `cpp_ext/cpu/turns.cpp` does.
+    If engines compute at once on more threads than there are cores, all of them become slower alike, as under an
+    operating system. The real accounts of `cpp_ext/cpu/shares.h` decide whose turn it is; every engine asks them as
+    often as `cpp_ext/cpu/turns.cpp` does.
 
     Attributes:
         core_s: The core time of each engine.
-        waited_s: The time that steps of each engine stood still for others.
+        waited_s: The time that steps of each engine waited for the turns of others.
     """
 
     def __init__(self, num_cores: int, users: Sequence[CoreUser]) -> None:
@@ -85,11 +85,11 @@ class Cores:
 
     @property
     def next_s(self) -> float:
-        """When something changes next."""
+        """The time of the next change: a step ends, or an engine asks whether it may compute."""
         return min((min(step.end_s, step.asks_s) for step in self._steps.values()), default=math.inf)
 
     def begin(self, user: int, work_s: float, now_s: float) -> None:
-        """Begin a step of an engine, which takes `work_s` on cores of its own."""
+        """Begin a step of an engine, which would take `work_s` with the cores to itself."""
         step = self._steps[user] = _Step(now_s, work_s, work_s, now_s, charged_s=now_s)
         if self._users[user].share:
             self._shares.begin(user, _ns(now_s))
@@ -99,7 +99,7 @@ class Cores:
         self._divide(now_s)
 
     def advance(self, now_s: float) -> list[tuple[int, float]]:
-        """Go on to a moment not later than `next_s`; return engines whose steps end then, and how long these took."""
+        """Go on to a time up to `next_s`; return the engines whose steps end then, and how long these took."""
         ended = [(user, step) for user, step in self._steps.items() if step.end_s <= now_s]
         for user, step in ended:
             self._charge(user, step, now_s)
@@ -111,7 +111,7 @@ class Cores:
         return [(user, step.duration_s(now_s)) for user, step in ended]
 
     def _divide(self, now_s: float) -> None:
-        """Let those ask whose time has come, and set how fast everybody computes."""
+        """Let the engines ask whose time it is to, and set how fast each one computes."""
         while due := [user for user, step in self._steps.items() if step.asks_s <= now_s]:
             self._ask(due[0], now_s)
         threads = sum(self._users[user].threads for user, step in self._steps.items() if step.computes)

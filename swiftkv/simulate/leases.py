@@ -1,4 +1,4 @@
-"""The leases of a node in virtual time: the real coordinators, which hear each other at once."""
+"""The leases of a node in virtual time: the real coordinators, whose messages arrive at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LeaseTotals:
     """The lending of one engine, over the whole simulation."""
 
     lent_bytes: list[tuple[float, int]]
-    """The bytes lent, from each moment on at which that changed."""
+    """The times at which the lent bytes changed, and how many there were from then on."""
     borrowed_bytes: list[tuple[float, int]]
     recalls: dict[str, int]
     """Recalls by reason."""
@@ -49,7 +49,7 @@ class Leases:
     """The coordinators of engines that lend and borrow. Engines without a `LendingSpec` have none."""
 
     def __init__(self, clock: Clock, engines: Sequence[tuple[str, Scheduler, LendingSpec | None, int]]) -> None:
-        """`engines`: name, scheduler, part in lending, and pool bytes of each."""
+        """`engines` has the name, the scheduler, the part in lending and the pool's bytes of each."""
         self._clock = clock
         self._news = threading.Event()
         wires: dict[str, VirtualWire] = {}
@@ -65,7 +65,7 @@ class Leases:
         return min((party.due_s for party in self._parties.values()), default=math.inf)
 
     def attach_all(self) -> None:
-        """Let every borrower attach its lenders' pools, which takes no virtual time."""
+        """Have every borrower attach its lenders' pools, which takes no virtual time."""
         while True:
             self._news.clear()
             self.settle()
@@ -77,7 +77,7 @@ class Leases:
                 raise RuntimeError("a borrower does not attach its lenders' pools")
 
     def settle(self) -> None:
-        """Let the coordinators do what is due and say what there is to say, until all is said."""
+        """Let the coordinators act until nothing is due and every message has been read."""
         parties = self._parties.values()
         while acting := [party for party in parties if party.wire.has_news or party.due_s <= self._clock.now_s]:
             for party in acting:
@@ -85,7 +85,7 @@ class Leases:
                 party.note_bytes(self._clock.now_s)
 
     def before_step(self, engine: int) -> None:
-        """Do an engine's own part between its steps."""
+        """Do what an engine does for lending between its steps."""
         party = self._parties.get(engine)
         if party is not None and party.borrower is not None:
             party.borrower.apply_pending(_no_steps)
@@ -98,7 +98,7 @@ class Leases:
             party.wire.wake()
 
     def take_wake(self, engine: int) -> bool:
-        """Return whether an engine was told to look whether it can run, since the last call."""
+        """Return whether a coordinator has woken the engine since the last call."""
         party = self._parties.get(engine)
         if party is None:
             return False
@@ -167,9 +167,9 @@ class _Party:
 
 @dataclass
 class VirtualWire:
-    """The connections of one coordinator in a simulation: what is said is heard at the same moment, in order.
+    """The connections of one coordinator in a simulation, where messages arrive at once and in order.
 
-    What is told to a borrower goes by its name.
+    The route to a borrower is its name.
     """
 
     clock: Clock
@@ -204,7 +204,7 @@ class VirtualWire:
 
     def send(self, route: Route, message: FromLender | ToAdmin) -> None:
         wire = self.wires[route.decode()]
-        assert isinstance(message, FromLender), "nobody asks as a gateway does"
+        assert isinstance(message, FromLender), "a simulation has no gateway that asks"
         wire._from_lenders.append((wire.lenders.index(self.name), message))
 
     def send_to_lender(self, index: int, message: FromBorrower) -> None:
@@ -251,4 +251,4 @@ class _PoolsOfNobody:
 
 
 def _no_steps() -> None:
-    """Finish the steps in progress before pools are attached, of which a simulation has none."""
+    """Do nothing: a simulation attaches pools while no step is in progress."""

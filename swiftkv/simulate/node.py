@@ -1,4 +1,4 @@
-"""Several engines of a node in virtual time: they lend to each other, and share the cores."""
+"""Several engines of a node in virtual time, which lend to each other and share the cores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftkv.simulate.doors import OpenDoor
 from swiftkv.simulate.leases import Clock, Leases, LeaseTotals
 from swiftkv.simulate.simulator import EngineRun, Outcome, StepTime
 
-_LOOK_AGAIN_S = 0.1  # an engine that can run nothing looks again, as a real one does
+_LOOK_AGAIN_S = 0.1  # an engine that can run nothing tries again after this, as a real one does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class NodeOutcome:
     copied_blocks: int
     core_s: float
     waited_s: float
-    """The time that steps stood still for other models' turns."""
+    """The time that steps waited for other models' turns."""
     leases: LeaseTotals | None
     """`None` for a model that neither lends nor borrows."""
     begin_s: float
@@ -55,12 +55,12 @@ class NodeOutcome:
 
     @property
     def mean_lent_bytes(self) -> float:
-        """The mean over the time from `begin_s` to `end_s`."""
+        """The mean of the lent bytes from `begin_s` to `end_s`."""
         return self._mean(self.leases.lent_bytes) if self.leases else 0.0
 
     @property
     def mean_borrowed_bytes(self) -> float:
-        """The mean over the time from `begin_s` to `end_s`."""
+        """The mean of the borrowed bytes from `begin_s` to `end_s`."""
         return self._mean(self.leases.borrowed_bytes) if self.leases else 0.0
 
     def _mean(self, history: list[tuple[float, int]]) -> float:
@@ -72,10 +72,10 @@ class NodeOutcome:
 
 
 def simulate_together(models: Sequence[SimulatedModel], num_cores: int, max_wait_s: float) -> dict[str, NodeOutcome]:
-    """Serve every model's arrivals to the last one's end; return what came of them, by name.
+    """Serve the arrivals of every model until the last has ended; return each model's outcome, by name.
 
-    On a GPU models compute by turns of equal length, which is the device's own doing. A request that fits only into
-    memory that nobody lends for `max_wait_s` is given up.
+    Models on one GPU compute by turns of equal length, as the device has it. A request that fits only into borrowed
+    memory is given up when nobody has lent it for `max_wait_s`.
     """
     node = NodeRun(models, num_cores, max_wait_s)
     try:
@@ -117,7 +117,7 @@ class NodeRun:
         return True
 
     def outcomes(self) -> dict[str, NodeOutcome]:
-        """Return what has come of every model's requests until now."""
+        """Return the outcome of every model so far."""
         requests = [engine.run.outcome() for engine in self._engines]
         begin_s = min(float(of_one.arrival_s.min(initial=self.clock.now_s)) for of_one in requests)
         outcomes = {}
@@ -143,7 +143,7 @@ class NodeRun:
         return max(self.clock.now_s, min(*moments, self._leases.next_s))
 
     def _look(self, number: int, engine: _Engine) -> bool:
-        """Let an engine that is not in a step begin one if it may have to; return whether it has looked."""
+        """Have an idle engine try to begin a step if there may be one to begin; return whether it tried."""
         now_s = self.clock.now_s
         if engine.run.is_in_step:
             return False
@@ -172,14 +172,14 @@ class _Engine:
         self.model = model
         self.copied_blocks = 0
         self.look_again_s = 0.0
-        """When to look whether something can run that could not; the past: at once."""
+        """When to try again to begin a step; a time in the past means at once."""
         self.run = EngineRun(
             model.scheduler, model.max_model_len, self._step_s, model.arrivals, model.num_clients, model.door
         )
 
     @property
     def next_s(self) -> float:
-        """When the engine has something to do but the step in progress."""
+        """The next time at which the engine has something to do besides the step in progress."""
         if self.run.has_work and not self.run.is_in_step:
             return min(self.run.next_arrival_s, self.look_again_s)
         return self.run.next_arrival_s

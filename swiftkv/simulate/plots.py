@@ -44,7 +44,7 @@ def draw(outcomes: dict[str, NodeOutcome], path: Path) -> None:
             for label, history in (("lent", outcome.leases.lent_bytes), ("borrowed", outcome.leases.borrowed_bytes)):
                 if any(num_bytes for _, num_bytes in history):
                     times_s, num_bytes = zip(*history, strict=True)
-                    lending.step(times_s, [of / _MIB for of in num_bytes], where="post", label=label)
+                    lending.step(times_s, [size / _MIB for size in num_bytes], where="post", label=label)
                     lending.legend()
         lending.set(ylabel="MiB")
     for axes in rows[-1]:

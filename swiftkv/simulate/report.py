@@ -66,7 +66,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
 
 
 def node_figures(outcome: NodeOutcome, targets: Targets) -> dict[str, Any]:
-    """Return the figures of one model among others, which may have had no requests.
+    """Return the figures of one of several models; it may have had no requests.
 
     Raises `ValueError` as `figures` does.
     """
@@ -79,9 +79,10 @@ def node_figures(outcome: NodeOutcome, targets: Targets) -> dict[str, Any]:
         found["core_s"] = outcome.core_s
         found["turn_wait_s"] = outcome.waited_s
     if leases is not None:
-        found["lent_bytes"] = {"mean": outcome.mean_lent_bytes, "max": max(of for _, of in leases.lent_bytes)}
-        borrowed = max(of for _, of in leases.borrowed_bytes)
-        found["borrowed_bytes"] = {"mean": outcome.mean_borrowed_bytes, "max": borrowed}
+        most_lent = max(num_bytes for _, num_bytes in leases.lent_bytes)
+        most_borrowed = max(num_bytes for _, num_bytes in leases.borrowed_bytes)
+        found["lent_bytes"] = {"mean": outcome.mean_lent_bytes, "max": most_lent}
+        found["borrowed_bytes"] = {"mean": outcome.mean_borrowed_bytes, "max": most_borrowed}
         found["recalls"] = leases.recalls
     return found
 
@@ -101,12 +102,12 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
         table.add_column(name, justify="right")
 
     def row(heading: str, key: str, text: str) -> None:
-        if any(key in of for of in models.values()):
-            table.add_row(heading, *(text.format(of[key]) if key in of else "-" for of in models.values()))
+        if any(key in model for model in models.values()):
+            table.add_row(heading, *(text.format(model[key]) if key in model else "-" for model in models.values()))
 
     def sizes(heading: str, key: str) -> None:
-        if any(key in of for of in models.values()):
-            cells = [format_size(round(of[key]["mean"])) if key in of else "-" for of in models.values()]
+        if any(key in model for model in models.values()):
+            cells = [format_size(round(model[key]["mean"])) if key in model else "-" for model in models.values()]
             table.add_row(heading, *cells)
 
     row("requests", "requests", "{:,}")
@@ -126,7 +127,7 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
     row("targets met", "targets_met", "{:.1%}")
     row("tokens of these", "targets_met_tokens", "{:.1%}")
     for heading, key in (("first token", "ttft_s"), ("per token", "tpot_s"), ("whole answer", "e2e_s")):
-        for of in ("mean", *_QUANTILES):
-            cells = [f"{1e3 * figures[key][of]:,.1f}" if figures.get(key) else "-" for figures in models.values()]
-            table.add_row(f"{heading}, {of}, ms", *cells)
+        for statistic in ("mean", *_QUANTILES):
+            cells = [f"{1e3 * model[key][statistic]:,.1f}" if model.get(key) else "-" for model in models.values()]
+            table.add_row(f"{heading}, {statistic}, ms", *cells)
     return table

@@ -167,7 +167,7 @@ def _serve_alone(engine: EngineRun, begins_s: deque[float]) -> None:
 class EngineRun:
     """An engine in virtual time, and what has happened to each of its requests. A request's id is its index.
 
-    Whoever runs it says what time it is, and ends every step that has begun.
+    The caller keeps the clock, and ends each step that it begins.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class EngineRun:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests that have come and have not ended."""
+        """Whether any request has come and not ended."""
         return bool(self._let_in) or self._scheduler.has_work()
 
     @property
@@ -211,7 +211,7 @@ class EngineRun:
 
     @property
     def has_news(self) -> bool:
-        """Whether requests have come that the engine has not been given."""
+        """Whether any request has come that the engine was not given yet."""
         return bool(self._let_in)
 
     @property
@@ -220,18 +220,18 @@ class EngineRun:
 
     @property
     def next_arrival_s(self) -> float:
-        """When the next request comes; infinite if none does, or not before somebody has an answer."""
+        """When the next request comes; infinite if none does, or none before a client has its answer."""
         return self._waiting[0][1].time_s if self._waiting else math.inf
 
     def arrive(self, until_s: float) -> None:
-        """Ask the door about those that arrive until then."""
+        """Ask the door about the requests that arrive until then."""
         while self._waiting and self._waiting[0][1].time_s <= until_s:
             request_id, arrival = self._waiting.popleft()
             if self._door.lets_in(request_id, arrival, arrival.time_s):
                 self._let_in.append((request_id, arrival))
 
     def enter(self, now_s: float) -> None:
-        """Give the engine, between two steps, what has come for it."""
+        """Give the engine, between two steps, the requests that have come for it."""
         for request_id, arrival in self._let_in:
             self._add(request_id, arrival)
         self._let_in.clear()
@@ -269,7 +269,7 @@ class EngineRun:
         self._send_next(len(ended), now_s)
 
     def give_up_starved(self, now_s: float, max_wait_s: float) -> None:
-        """Give up requests that have waited longer than that for memory which nobody lends."""
+        """Give up the requests that have waited for borrowed memory longer than `max_wait_s`."""
         starved = self._scheduler.starved(now_s, max_wait_s)
         if starved:
             self._scheduler.abort(np.array(starved, np.uint64))
@@ -307,7 +307,7 @@ class EngineRun:
         )
 
     def _send_next(self, count: int, now_s: float) -> None:
-        """Let clients that have their answer send what waits for a client."""
+        """Let clients that have their answers send the next requests of the trace."""
         while count and self._waiting and math.isinf(self._waiting[0][1].time_s):
             request_id, arrival = self._waiting.popleft()
             self._arrival_s[request_id] = now_s

@@ -103,7 +103,7 @@ class Loader:
             self._thread.changed.notify()
 
     def take_done(self) -> list[Search | PartRead]:
-        """Return what has come to pass since the last call. Raises `RuntimeError` if a defect ended the thread."""
+        """Return the answers that have come since the last call. Raises `RuntimeError` if a defect ended the thread."""
         self._thread.check()
         with self._thread.changed:
             done = list(self._done)

@@ -32,13 +32,14 @@ _WHY_LESS: dict[Status | None, LoadStop] = {
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The blocks of a prompt that are loaded, as far as they are not here, and what the request does meanwhile."""
+    """The blocks of a prompt that storage should load: those from `first` to `end` that are not here."""
 
-    first: int  # those before it are computed meanwhile; 0: the request waits
+    first: int  # blocks before it are computed meanwhile; 0: the request waits
     end: int  # 0: nothing is loaded
 
     @property
     def is_back(self) -> bool:
+        """Whether the request computes the front of its prompt meanwhile."""
         return self.first > 0
 
 
@@ -54,7 +55,7 @@ class _Wait:
     is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
     span: _Span | None = None  # None: not decided
     unread: dict[Target, None] = field(default_factory=dict)  # the targets of the load that are not read yet, in order
-    is_met: bool = False  # the request computes its front
+    computes_front: bool = False  # it has begun, with the front of its prompt, while the back is loaded
 
     @property
     def load(self) -> Load | None:
@@ -67,13 +68,13 @@ class _Expected:
 
     num_before: int
     num_after: int
-    is_back: bool = False  # some are found only once the request has computed those before
+    is_back: bool = False  # they are found when the request has computed its front, after it began
     tiers: dict[int, str] = field(default_factory=dict)  # by index in the prompt
 
     def tiers_of_hits(self, first: int, end: int) -> dict[int, str]:
         """Return the tiers of the blocks `first` to `end` that a request could not use before, by index.
 
-        A block of a prompt that was read in no group was here, or became it meanwhile: it counts with its neighbours.
+        A block that was not read in any group was here, or came meanwhile: it counts with its neighbours.
         """
         hits: dict[int, str] = {}
         tier = next(iter(self.tiers.values()), None)
@@ -87,8 +88,8 @@ class _Expected:
 class Loads:
     """Holds requests while storage is asked for what they lack, and has the scheduler make room for it.
 
-    Between two steps, in the engine's thread. Whatever storage does, a request goes on: with what has come by its
-    deadline, and it asks only once.
+    Everything here runs in the engine's thread, between two steps. A request asks storage only once, and goes on at its
+    deadline with what has come by then, whatever storage does.
     """
 
     def __init__(
@@ -162,13 +163,13 @@ class Loads:
         now_s = time.monotonic()
         is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._is_nobody_before()
         for wait in list(self._waits.values()):
-            if now_s >= wait.deadline_s or (is_alone and not wait.is_met):
+            if now_s >= wait.deadline_s or (is_alone and not wait.computes_front):
                 self.num_late += wait.load is not None
                 self.why_less[wait.request_id] = "late"
                 self._give_up(wait)
-            elif wait.is_met:
+            elif wait.computes_front:
                 if self._is_passed(wait):
-                    self.num_late += wait.request_id in self._expected  # it has not found its back
+                    self.num_late += wait.request_id in self._expected  # it came to its back before storage did
                     self._give_up(wait)
             elif wait.span is not None and wait.load is None:  # there was no room
                 self._begin(wait)
@@ -181,9 +182,9 @@ class Loads:
             self._give_up(wait)
 
     def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
-        """Note with how many cached tokens a request began, and return the tiers of those that were loaded for it.
+        """Note with how many cached tokens a request began.
 
-        By index in the prompt, of blocks.
+        Return the tiers of the blocks that were loaded for it, by the block's index in the prompt.
         """
         self.why_less.pop(request_id, None)
         tiers = self._take_hits(request_id, 0, cached_tokens // self._block_size)
@@ -192,7 +193,7 @@ class Loads:
         return tiers
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
-        """Note that a request goes on behind its back, blocks `first` to `end`, and return the tiers of these."""
+        """Note that a request skips the back of its prompt, blocks `first` to `end`, and return their tiers."""
         tiers = self._take_hits(request_id, first, end)
         self._expected.pop(request_id, None)
         return tiers
@@ -219,7 +220,7 @@ class Loads:
     def _is_nobody_before(self) -> bool:
         """Return whether a held request is the next to run: the engine has nobody else to serve first."""
         stats = self._scheduler.stats()
-        num_held = sum(not wait.is_met for wait in self._waits.values())
+        num_held = sum(not wait.computes_front for wait in self._waits.values())
         return stats.num_waiting == num_held and stats.num_running < self._max_num_seqs
 
     def _is_passed(self, wait: _Wait) -> bool:
@@ -237,8 +238,8 @@ class Loads:
     def _begin(self, wait: _Wait) -> None:
         """Load what storage has of a prompt if that is worth it and there is room, or let its request go.
 
-        Tails of windows come first: without them the rest is of no use. Then from the front, as far as it gets; but
-        from the back if the front is computed meanwhile.
+        Tails of windows come first: without them the rest is of no use. Then blocks come from the first on, or
+        from the last on if the front is computed meanwhile.
         """
         assert wait.is_stored is not None
         if wait.span is None:
@@ -269,7 +270,7 @@ class Loads:
         self.num_loads += 1
         self._loader.submit(load)
         if wait.span.is_back:
-            wait.is_met = True
+            wait.computes_front = True
             self.why_less[wait.request_id] = "declined"
             self._scheduler.meet(wait.request_id, length)
 
@@ -299,9 +300,9 @@ class Loads:
         return _Span(0, usable if usable > wait.num_usable else length)
 
     def _first_of_back(self, wait: _Wait, length: int) -> int | None:
-        """Return the block from which on a prompt is loaded while it is computed up to there.
+        """Return the first block to load if the blocks before it should be computed at the same time.
 
-        `None` if loading or computing alone is as good, and where others wait: what is loaded costs them nothing.
+        `None` if it is as good to load or to compute all. The same if others wait: loading does not hold them up.
         """
         if not self._scheduler.can_meet or len(self._waits) > 1 or not self._is_nobody_before():
             return None
@@ -317,7 +318,7 @@ class Loads:
         )
 
     def _compute_s(self, wait: _Wait, begin: int, end: int) -> float | None:
-        """Return the seconds that blocks of a request take, counted from the first that it could not use when it came.
+        """Return the seconds to compute blocks of a request, counted from the first that it could not use when it came.
 
         `None` if nobody knows yet.
         """
@@ -326,7 +327,7 @@ class Loads:
         )
 
     def _bytes_of(self, group: KVGroup, begin: int, end: int) -> int:
-        """Return what blocks `begin` to `end` of a prompt are in one group; of a window it is the tail."""
+        """Return the bytes of blocks `begin` to `end` of a prompt in one group; with a window, those of the tail."""
         num_blocks = min(end - begin, group.tail_blocks) if group.kind == "window" else end - begin
         return num_blocks * group.block_bytes
 

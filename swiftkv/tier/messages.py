@@ -30,7 +30,7 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def close_patience_s(self) -> float:
-        """Return how long an engine that ends goes on writing: with `write_back` most of its pool is not stored yet."""
+        """The seconds for which an engine that ends goes on writing: longer with `write_back`, which stores late."""
         return 10.0 if self.write_policy == "write_back" else 2.0
 
 

@@ -1,4 +1,4 @@
-"""How fast storage reads, as measured, and what is worth loading by that."""
+"""The speed of storage, as measured, and the decision what is worth loading."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from swiftkv.arithmetic import ceil_div
 _DECAY = 0.8  # the weight of earlier measurements with each new one
 _TRIAL_INTERVAL_S = 30.0
 _LATENESS = 1.1
-"""A load may take so many times as long as expected before the request that computes meanwhile has to wait for it."""
+"""The factor on a load's expected time: a load that takes no longer holds up no request that computes meanwhile."""
 _WORTH = 0.85
-"""Loading and computing at once must be expected to take no more than this part of the better of both."""
-
-
+"""Loading and computing at once must be expected to take at most this part of the time of the faster of the two."""
 _DIVISION_COST = 0.05
-"""The largest part by which computing a front may take longer for being computed in two parts."""
+"""The most extra time, as a part, that a front may take because it is computed in two parts."""
 
 
 def num_not_loaded(num_to_compute: int, compute_s: Callable[[int, int], float]) -> int:
-    """Return how many of the blocks that are expected to be computed, from the first, should not be loaded at all.
+    """Return how many of the blocks that are expected to be computed, from the first, should not be loaded either.
 
-    Half of them: what has been loaded when these are computed says how fast both are, and the request divides what is
-    left by that. All of them where a step more would cost too much.
+    It is half of them: once these are computed, the speeds of computing and of loading are known, and the request can
+    divide the other half by them. It is all of them where computing in two parts would cost too much.
 
     Args:
         num_to_compute: The blocks that are expected to be computed while the rest is loaded.
-        compute_s: Returns the seconds that the blocks from one number to another take.
+        compute_s: Returns the seconds to compute the blocks from one number to another.
     """
     half = ceil_div(num_to_compute, 2)
     whole_s = compute_s(0, num_to_compute)
@@ -55,7 +53,7 @@ class Rate:
 
 
 class LoadPlanner:
-    """Decides whether to load a prefix or to compute it: the one that is expected to be over sooner.
+    """Decides whether to load a prefix or to compute it, whichever is expected to be over sooner.
 
     What has not been measured yet is tried. A storage that was too slow is tried again now and then, or nobody would
     notice that it has become faster.
@@ -66,7 +64,7 @@ class LoadPlanner:
         self._measured_s: float | None = None  # when something was read
 
     def note_read(self, num_bytes: int, seconds: float, now_s: float) -> None:
-        """Note that storage read `num_bytes` in `seconds`; 0 bytes if its time was over before the first came."""
+        """Note that storage read `num_bytes` in `seconds`; 0 bytes if the first had not come by its deadline."""
         self._read.add(num_bytes, seconds)
         self._measured_s = now_s
 
@@ -86,11 +84,11 @@ class LoadPlanner:
         Args:
             num_blocks: The blocks that are missing.
             block_bytes: The size of one.
-            queued_bytes: What is loaded for others before.
-            compute_s: Returns the seconds that computing so many of the blocks takes, from the first.
+            queued_bytes: The bytes that are loaded for others before.
+            compute_s: Returns the seconds to compute so many of the blocks, from the first.
 
         Returns:
-            `None` if loading or computing all of them is expected to be about as soon, or one of both was not measured.
+            `None` if loading or computing all of them is about as fast, or one of the two was not measured.
         """
 
         def load_s(num_computed: int) -> float | None:

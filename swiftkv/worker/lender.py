@@ -1,7 +1,7 @@
 """The lender's side of leases: who gets how much, what is asked back, and what ends with a borrower.
 
-Everything here runs in the coordinator's thread. It is one file of more than 400 lines, for it is one class: offers,
-recalls, budgets and ends of borrowers change the same tables.
+Everything here runs in the coordinator's thread. It is one file of more than 400 lines because it is one class: offers,
+recalls, budgets and the deaths of borrowers change the same tables.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class MessagesAnswer(PassageAnswer):
         return "tool_use" if has_call else "end_turn"
 
     def _is_context_full(self) -> bool:
-        """Return whether the answer ended before the limit that was asked for, since there was no more room."""
+        """Return whether the context was full before the answer reached the limit that was asked for."""
         usage = self.usage()
         is_short = usage.completion_tokens < (self._max_tokens or 0)
         return is_short and usage.prompt_tokens + usage.completion_tokens >= self.model.max_model_len

@@ -1,6 +1,6 @@
-"""The requests that `/v1/messages` and its `count_tokens` take, and the chat that they come to.
+"""The requests that `/v1/messages` and its `count_tokens` take, and their translation to a chat.
 
-It is one file of more than 400 lines, for it is one body: each part of a message stands beside what it comes to.
+It is one file of more than 400 lines, so that each part of a message stands beside its translation.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FIELD_OF_CHAT = {
 _CACHED_ANYWAY = "Accepted, not used"
 
 _ATTRIBUTION = "x-anthropic-billing-header:"
-"""Claude Code's prompts begin with a line of this name. It has another value in each request, so no prefix with it is
-ever found in the cache."""
+"""The name of the line with which Claude Code's prompts begin. Its value differs from request to request, so a prompt
+with it would never be found in the cache."""
 
 ServerBlockType = Literal[
     "server_tool_use",
@@ -78,7 +78,7 @@ class ToolUseParam(CachedPart):
 
 
 class FileParam(CachedPart):
-    """A picture or document that a tool returned. The model sees plain texts, and of others that they are there."""
+    """A picture or document that a tool returned. The model sees plain text, and for others a note."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -141,7 +141,7 @@ class RedactedThinkingParam(Body):
 
 
 class ServerBlockParam(Body):
-    """A part of an answer of another server, which ran a tool of its own: the model is not shown it."""
+    """A part of another server's answer, about a tool that this server ran itself. The model is not shown it."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -200,7 +200,7 @@ class AnsweredMessage(Body):
 
 
 class SystemMessage(Body):
-    """An instruction that a program adds in the midst of a conversation."""
+    """An instruction that a program adds in the middle of a conversation."""
 
     role: Literal["system"]
     content: Text | Annotated[list[SystemBlock], Field(fail_fast=True, max_length=LIMITS.content_parts)]
@@ -276,9 +276,9 @@ class MessageMetadata(Body):
 
 
 class MessagesChat(ChatBody):
-    """The chat that a request for messages comes to.
+    """The chat that a request is translated to.
 
-    Its clients send a limit and an effort with each request, whatever the model: too much of either is no mistake.
+    Clients of this API send a limit and an effort with each request, whatever the model, so neither is ever too much.
     """
 
     must_fit: ClassVar[bool] = False

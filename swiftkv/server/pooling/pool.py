@@ -61,7 +61,7 @@ async def pool(
     )
     at_once = max(1, min(model.client.max_sequences, int(sender.part * model.client.max_in_flight)))
     for start in range(0, len(prompts), at_once):
-        while model.must_wake:  # somebody has put it to sleep, for nothing was in flight
+        while model.must_wake:  # it was put to sleep, for nothing was in flight
             await model.sleeper.wake_for_request()
         generation = model.client.generate(
             [SequenceRequest(prompt, _NO_TOKENS, pooling) for prompt in prompts[start : start + at_once]],

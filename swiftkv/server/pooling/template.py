@@ -43,7 +43,7 @@ class ScoreTemplate:
     def encode(
         self, query: str, document: str, instruction: str | None = None, cut: Truncation | None = None
     ) -> list[int]:
-        """Return the token ids of the whole text. A cut leaves the template's own words: the answer follows the last.
+        """Return the token ids of the whole text. A cut leaves the template's own words, since the score follows them.
 
         Raises:
             ApiError: 400 if the cut leaves room for those words only.
@@ -53,7 +53,7 @@ class ScoreTemplate:
         return [*self._before, *self._tokenizer.encode_content(asked, inner), *self._behind]
 
     def _between(self, cut: Truncation) -> Truncation:
-        """Return the cut of the text between the template's own words that makes the whole as long as `cut` does."""
+        """Return the cut for the text between the template's own words, so that the whole has `cut`'s length."""
         num_own = len(self._before) + len(self._behind)
         if cut.max_tokens <= num_own:
             message = (

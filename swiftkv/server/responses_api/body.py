@@ -98,7 +98,7 @@ class MessageItem(Body):
 
 
 class CallInput(Body):
-    """A call that comes back: those of functions and of custom tools share these fields."""
+    """The fields that calls of functions and of custom tools share when clients send them back."""
 
     call_id: Label
     name: FunctionName
@@ -237,7 +237,7 @@ Included = Literal[
 
 
 class ResponsesChat(ChatBody):
-    """The chat that a request for a response comes to. Its clients send an effort, whatever the model."""
+    """The chat that a request is translated to. Clients of this API send an effort, whatever the model."""
 
     must_take_effort: ClassVar[bool] = False
 
@@ -245,7 +245,7 @@ class ResponsesChat(ChatBody):
 class ResponsesBody(SamplingFields):
     """The fields of a request.
 
-    With the header `originator`, by which Codex names itself, it may have more: each of its versions sends others.
+    With the header `originator`, by which Codex names itself, it may have more: each version of Codex sends other ones.
     """
 
     lenient_with: ClassVar[str | None] = "originator"
