@@ -46,6 +46,10 @@ def add(node: NodeProcess, section: dict[str, Any]) -> httpx.Response:
     return admin(node, "POST", "models", section)
 
 
+def get(node: NodeProcess, path: str) -> httpx.Response:
+    return httpx.get(f"{node.url}{path}", timeout=DEADLINE_S)
+
+
 def greedy(node: NodeProcess, model: str) -> object:
     body = {"prompt": "def", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
     answer = httpx.post(f"{node.url}/models/{model}/v1/completions", json=body, timeout=DEADLINE_S)
@@ -72,17 +76,17 @@ def test_a_model_comes_and_goes_and_others_do_not_notice(
             assert added.stdout.startswith("guest is ready after "), added.stderr
             assert node.ready() == {"steady": "ready", "guest": "ready"}
             answers.append(greedy(node, "guest"))
-            listed = httpx.get(f"{node.url}/v1/models").json()["data"]
+            listed = get(node, "/v1/models").json()["data"]
             assert [card["id"] for card in listed] == ["steady", "guest"]
-            assert 'model_name="guest"' in httpx.get(f"{node.url}/metrics").text
-            assert "guest" in str(httpx.get(f"{node.url}/openapi.json").json())
-            assert httpx.get(f"{node.url}/models/guest/ready").status_code == 200
+            assert 'model_name="guest"' in get(node, "/metrics").text
+            assert "guest" in str(get(node, "/openapi.json").json())
+            assert get(node, "/models/guest/ready").status_code == 200
             gone = CliRunner().invoke(app, ["models", "remove", "guest", "--url", node.url])
             assert gone.stdout.startswith("guest is removed after "), gone.stderr
             assert node.ready() == {"steady": "ready"}
             assert complete(node, "guest").status_code == 404
-            assert httpx.get(f"{node.url}/models/guest/metrics").status_code == 404
-            assert 'model_name="guest"' not in httpx.get(f"{node.url}/metrics").text
+            assert get(node, "/models/guest/metrics").status_code == 404
+            assert 'model_name="guest"' not in get(node, "/metrics").text
             assert traces(node) == before
         assert next(stream.events)["choices"]
     assert answers == [greedy(node, "steady")] * num_times
