@@ -28,7 +28,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         {"path": str(directory / "tiny"), "dtype": "float32", "threads": 2, "kv_cache": {"memory": "8MiB"}, **model}
         for model in ({"name": "whole"}, {"name": "divided", "tensor_parallel_size": 2})
     ]
-    settings = {"port": 0, "watchdog": "10s", "restart": {"limit": 5, "backoff": "50ms"}}
+    settings = {"port": 0, "watchdog": "30s", "restart": {"limit": 5, "backoff": "50ms"}}
     with NodeProcess({"node": settings, "models": models}, directory, short_temporary_directory()) as node:
         yield node
         processes = ranks(node)

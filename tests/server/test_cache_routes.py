@@ -79,8 +79,9 @@ def test_every_reason_has_a_meaning() -> None:
 
 
 def test_clear(own_gateway: Gateway) -> None:
-    complete(own_gateway, "before", model="chat")
     with own_gateway.admin() as http:
+        http.post("/admin/cache/chat/clear")
+        complete(own_gateway, "before", model="chat")
         assert http.post("/admin/cache/chat/clear").json() == {"model": "chat", "blocks": 1}
         assert http.post("/admin/cache/nobody/clear").status_code == 404
     assert run(own_gateway, "clear", "chat").stdout == "chat has forgotten 0 cached blocks\n"
