@@ -92,7 +92,7 @@ def test_told_to_stop_it_stops_the_node(tmp_path: Path) -> None:
     demo.send_signal(signal.SIGTERM)
     demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 128 + signal.SIGTERM
-    assert not psutil.wait_procs(family, timeout=0)[1]
+    assert not psutil.wait_procs(family, timeout=TIMEOUT_S)[1]
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:

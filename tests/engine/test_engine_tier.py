@@ -190,7 +190,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "flips": {"flip": 1.0},
     "truncates": {"truncate": 1.0},
     "hangs": {"hang": 1.0, "hang_time": "30s"},
-    "is late": {"delay": 1.0, "delay_time": "1s"},
+    "is late": {"delay": 1.0, "delay_time": "3s"},
     "does all of it now and then": {"fail": 0.1, "flip": 0.1, "truncate": 0.1, "delay": 0.2, "delay_time": "20ms"},
 }
 

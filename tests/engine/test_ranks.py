@@ -124,7 +124,7 @@ def rank_of(engine: EngineProcess, rank: int) -> psutil.Process:
 @pytest.mark.parametrize(("is_busy", "size"), [(True, 4), (False, 2)])
 def test_a_rank_that_stays_stopped_ends_the_engine_with_a_line(is_busy: bool, size: int, checkpoint: Path) -> None:
     """The same holds for a rank that is stopped while there is nothing to do, longer than any deadline."""
-    with start(checkpoint, size, stderr=subprocess.PIPE, watchdog_s=10) as engine:
+    with start(checkpoint, size, stderr=subprocess.PIPE, watchdog_s=24) as engine:
         ranks = followers(engine)
         if is_busy:
             begin(engine)
@@ -132,7 +132,7 @@ def test_a_rank_that_stays_stopped_ends_the_engine_with_a_line(is_busy: bool, si
         else:
             engine.generate([[3]], max_tokens=4)
             engine.wait_for_rest()
-            assert not engine.says_something(within_s=6)
+            assert not engine.says_something(within_s=13)
             engine.generate([[3]], max_tokens=4)
             engine.wait_for_rest()
             stop(rank_of(engine, size - 1))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
+import numpy as np
 import zmq
 
 from swiftkv.lease.messages import Accept, Heartbeat, Offer, Recall, Return
@@ -16,7 +18,7 @@ ALL = 16  # extents of a lender of 48 blocks, 3 in each
 
 
 def test_a_pool_that_cannot_be_attached_is_tried_again() -> None:
-    with Node(failing_attaches=1) as node:
+    with Node(failing_attaches=3) as node:  # a second each, in which somebody must look
         state = node["m"].wait_for(lambda state: state.borrows[0].peer_state == "as the test wishes")
         assert held(state) == [0]
         node["m"].wait_for(lambda state: held(state) == [ALL])
@@ -51,14 +53,18 @@ def test_a_lender_that_dies_while_it_is_attached_is_attached_when_it_is_back() -
 def test_copies_that_fail_cost_the_leases_and_not_the_link() -> None:
     with Node(lenders=["v", "w"]) as node:
         node["m"].wait_for(lambda state: held(state) == [ALL, ALL])
+        node["w"].process.send_signal(signal.SIGSTOP)  # or it lends anew before anybody looks
         node["m"].obey("give_up", links=[1])
         state = node["m"].wait_for(lambda state: held(state) == [ALL, 0])
         assert state.borrows[1].peer_state == "a transfer failed"
         assert state.groups[0].borrowed_free == ALL * node.link.meu_m
-        node["w"].wait_for(lambda state: lent(state) == [0])
+        node["w"].process.send_signal(signal.SIGCONT)
         node["m"].wait_for(lambda state: held(state) == [ALL, ALL])
+        node["w"].wait_for(lambda state: lent(state) == [ALL])
         lend, borrow = node["w"].show(with_extents=True).lends[0], node["m"].show(with_extents=True).borrows[1]
         assert agrees(lend, borrow)
+        assert borrow.epochs is not None
+        assert set(np.frombuffer(borrow.epochs, np.uint32)) == {2}  # every lease is a new one
 
 
 def test_what_its_requests_use_is_drained_before_it_is_returned() -> None:

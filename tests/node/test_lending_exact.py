@@ -125,7 +125,7 @@ def test_budgets_that_change_every_50_ms_and_recalls_for_demand(node: LendingNod
 
 
 def test_a_worker_takes_back_what_its_own_users_need(node: LendingNode, reference: Reference) -> None:
-    everything = node.blocks("broad")["total"]
+    everything = sum(group["total"] for group in node.pool("broad")["groups"])
     wait_for("the idle worker to lend all that it has", lambda: node.blocks("broad")["lent"] == everything)
     recalls = node.metric("swiftkv:recalls_total", model_name="broad", reason="demand")
     with ThreadPoolExecutor(len(MASTERS) + 1) as clients:
@@ -162,7 +162,7 @@ def three(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         worker("odd", "odd", checkpoints, "3MiB"),
         worker("deep", "deep", checkpoints, "3MiB", dtype="float32"),
     ]
-    config = {"node": {"port": 0, "lending": {"max_wait": "1s"}}, "models": models}
+    config = {"node": {"port": 0, "lending": {"max_wait": "4s"}}, "models": models}
     temporary = short_temporary_directory()
     with serving(config, tmp_path_factory.mktemp("three"), temporary) as node:
         yield node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def lends_its_budget(node: LendingNode, model: str) -> bool:
     """Return whether no more than what is less than an extent of each link's share is left."""
     view = node.model(model)
     rounded_off_bytes = sum(link["extent_bytes"] for link in view["lends"])
-    return bool(view["budget_bytes"] - view["lent_bytes"] < rounded_off_bytes)
+    return bool((view["budget_bytes"] or math.inf) - (view["lent_bytes"] or 0) < rounded_off_bytes)
 
 
 @on_shm_first

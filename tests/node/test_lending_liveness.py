@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.lending_node import LendingNode, Reference, Turn, conversation, serving
-from tests.support.node_process import remove, short_temporary_directory, wait_for
+from tests.support.node_process import DEADLINE_S, remove, short_temporary_directory, wait_for
 
 MASTER, WORKER = "float32", "broad"
 CONVERSATIONS = [conversation(seed) for seed in range(600, 602)]
@@ -89,7 +89,7 @@ def test_a_stopped_borrower_is_ended_for_what_it_owes(node: LendingNode, referen
     assert change.status_code == 200, change.text
     assert change.json()["recalled_bytes"] > 0
     assert change.json()["lent_bytes"] == 0
-    assert not dead.is_running()
+    assert not psutil.wait_procs([dead], DEADLINE_S)[1]
     assert node.set_budget(WORKER, "100%").status_code == 200
     wait_until_back(node, MASTER, dead)
     assert node.process.engines()[WORKER].pid == lender.pid

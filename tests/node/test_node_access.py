@@ -52,7 +52,7 @@ def test_without_the_key_admin_is_closed(node: NodeProcess) -> None:
     file = Path(next(line for line in node.lines if line.startswith("the key of /admin is in ")).split()[-1])
     assert file.read_text().strip() == find_admin_key(node.url)
     for headers in ({}, {"Authorization": f"Bearer {API_KEY}"}):
-        assert httpx.get(f"{node.url}/admin/lending", headers=headers).status_code == 401
+        assert httpx.get(f"{node.url}/admin/lending", headers=headers, timeout=DEADLINE_S).status_code == 401
 
 
 def test_engines_do_not_inherit_keys(node: NodeProcess) -> None:
@@ -68,12 +68,12 @@ def test_engines_do_not_inherit_keys(node: NodeProcess) -> None:
 
 def test_answers_name_no_directory_of_this_machine(node: NodeProcess) -> None:
     headers = {"Authorization": f"Bearer {API_KEY}"}
-    (card,) = httpx.get(f"{node.url}/v1/models", headers=headers).json()["data"]
+    (card,) = httpx.get(f"{node.url}/v1/models", headers=headers, timeout=DEADLINE_S).json()["data"]
     assert (card["id"], card["root"]) == ("chat", "tiny")
     paths = ("/v1/models", "/v1/models/nobody", "/nowhere", "/ready", "/docs", "/metrics", "/admin/lending")
     for path in paths:
         for key in (API_KEY, find_admin_key(node.url)):
-            answer = httpx.get(f"{node.url}{path}", headers={"Authorization": f"Bearer {key}"})
+            answer = httpx.get(f"{node.url}{path}", headers={"Authorization": f"Bearer {key}"}, timeout=DEADLINE_S)
             assert str(node.file.parent) not in answer.text
             assert str(node.temporary) not in answer.text
 
@@ -86,7 +86,8 @@ def test_the_key_is_gone_when_the_node_is(tmp_path: Path) -> None:
     with NodeProcess({"node": {"port": 0}, "models": [model]}, tmp_path, temporary) as node:
         assert find_admin_key(node.url) is not None
         for host, status in (("evil.example", 403), ("localhost", 200)):
-            assert httpx.get(f"{node.url}/v1/models", headers={"Host": host}).status_code == status
+            answer = httpx.get(f"{node.url}/v1/models", headers={"Host": host}, timeout=DEADLINE_S)
+            assert answer.status_code == status
         node.process.terminate()
         assert node.process.wait(DEADLINE_S) == 0
         assert find_admin_key(node.url) is None

@@ -59,18 +59,24 @@ def budget(node: LendingNode) -> int | None:
     return found
 
 
+def lent_bytes(node: LendingNode) -> int:
+    found: int | None = node.model("broad")["lent_bytes"]
+    return found or 0
+
+
 def test_a_master_streams_from_the_pool_of_a_worker_that_sleeps(node: LendingNode, reference: Reference) -> None:
     expected = reference.answers("float32", CONVERSATIONS)
     before = budget(node)
     assert steer(node, "sleep", "broad").startswith("broad is asleep after ")
     pool_bytes = node.model("broad")["pool_bytes"]
     assert budget(node) == pool_bytes
-    wait_for("more to be lent than the budget", lambda: node.model("broad")["lent_bytes"] > 2 * (before or 0))
+    wait_for("more to be lent than the budget", lambda: lent_bytes(node) > 2 * (before or 0))
     assert node.hold_all("float32", CONVERSATIONS) == expected
     assert node.metric("swiftkv:kv_tier_tokens", model_name="float32", tier="peer") > 0
-    assert node.process.ready() == {"float32": "ready", "broad": "asleep", "alone": "ready"}
+    states = {"float32": "ready", "broad": "asleep", "alone": "ready"}
+    wait_for("the others to answer", lambda: node.process.ready() == states)
     assert steer(node, "wake", "broad").startswith("broad is ready after ")
-    wait_for("the budget of before", lambda: budget(node) == before and node.model("broad")["lent_bytes"] <= before)
+    wait_for("the budget of before", lambda: budget(node) == before and lent_bytes(node) <= before)
     assert node.hold_all("broad", OTHERS) == reference.answers("broad", OTHERS)
     assert node.hold_all("float32", CONVERSATIONS) == expected
 

@@ -28,9 +28,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         {"path": str(directory / "tiny"), "dtype": "float32", "threads": 2, "kv_cache": {"memory": "8MiB"}, **model}
         for model in ({"name": "whole"}, {"name": "divided", "tensor_parallel_size": 2})
     ]
-    settings = {"port": 0, "watchdog": "10s", "restart": {"limit": 5, "backoff": "50ms"}}
+    settings = {"port": 0, "watchdog": "30s", "restart": {"limit": 5, "backoff": "50ms"}}
     with NodeProcess({"node": settings, "models": models}, directory, short_temporary_directory()) as node:
         yield node
+        processes = ranks(node)
+        assert list(node.temporary.glob("swiftkv-*.ipc/1.ranks"))
+        node.process.send_signal(signal.SIGTERM)
+        assert node.process.wait(DEADLINE_S) == 0
+        assert not psutil.wait_procs(processes, DEADLINE_S)[1]
+        node.assert_nothing_left()
     remove(node.temporary)
 
 
@@ -104,15 +110,6 @@ def test_a_stopped_rank_is_a_hung_engine(node: NodeProcess) -> None:
     assert not psutil.wait_procs(before, DEADLINE_S)[1]
     wait_for("the restart", lambda: node.ready()["divided"] == "ready")
     assert complete(node, "divided")["choices"]
-
-
-def test_sigterm_leaves_nothing(node: NodeProcess) -> None:
-    processes = ranks(node)
-    assert list(node.temporary.glob("swiftkv-*.ipc/1.ranks"))
-    node.process.send_signal(signal.SIGTERM)
-    assert node.process.wait(DEADLINE_S) == 0
-    assert not psutil.wait_procs(processes, DEADLINE_S)[1]
-    node.assert_nothing_left()
 
 
 def test_a_size_that_does_not_divide_starts_nothing(node: NodeProcess, tmp_path: Path) -> None:

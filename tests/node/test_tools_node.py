@@ -72,6 +72,12 @@ def claude(url: str) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
+def tokens_of(client: openai.OpenAI, text: str) -> list[int]:
+    url = f"{str(client.base_url).removesuffix('v1/')}tokenize"
+    tokens: list[int] = httpx.post(url, json={"prompt": text}, timeout=DEADLINE_S).json()["tokens"]
+    return tokens
+
+
 def run(call: Any) -> str:
     arguments = json.loads(call.function.arguments)
     return str(arguments["a"] + arguments["b"]) if call.function.name == "add" else f"Rain in {arguments['city']}"
@@ -129,8 +135,7 @@ def test_without_parallel_calls_there_is_one(client: openai.OpenAI) -> None:
 
 
 def test_grammars_and_calls_begin_behind_the_reasoning(client: openai.OpenAI) -> None:
-    tokenized = httpx.post(f"{str(client.base_url).removesuffix('v1/')}tokenize", json={"prompt": "</think>"})
-    [end] = tokenized.json()["tokens"]
+    [end] = tokens_of(client, "</think>")
     thinks = {"logit_bias": {str(end): 5}, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     asked: dict[str, Any] = {**ASKED, "messages": MESSAGES, "n": 4, **thinks}
     called = client.chat.completions.create(tool_choice="required", **asked)
@@ -153,8 +158,7 @@ def test_grammars_and_calls_begin_behind_the_reasoning(client: openai.OpenAI) ->
 @pytest.mark.parametrize("opening", ["<tool_call>", "{"])
 def test_a_model_that_may_choose_calls_or_answers_by_the_schema(client: openai.OpenAI, opening: str) -> None:
     """A bias chooses for the random model; all else is the grammar's doing."""
-    url = str(client.base_url).removesuffix("v1/")
-    first = httpx.post(f"{url}tokenize", json={"prompt": opening}).json()["tokens"][0]
+    first = tokens_of(client, opening)[0]
     schema: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": TOOLS[0]["function"]["parameters"]}}
     asked: dict[str, Any] = {**ASKED, "messages": MESSAGES, "logit_bias": {str(first): 100}, "response_format": schema}
     for choice in client.chat.completions.create(n=3, **asked).choices:

@@ -20,7 +20,8 @@ PATIENCE_S = 60
 
 LINE = b"POST / HTTP/1.1\r\nhost: here\r\n"
 GET = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
-SOON = 0.3
+SOON = 1.0
+"""A deadline that is waited for, and that a client on a busy machine keeps."""
 
 
 def after(seconds: float) -> Deadlines:

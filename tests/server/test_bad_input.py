@@ -339,7 +339,7 @@ def test_bodies_of_all_requests_together_have_a_limit(tmp_path: Path, tokenizer:
             assert small.status_code == 200
         slow.sendall(half[-1:])
         assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
-    assert limits.body_bytes == 0
+    wait_until(lambda: limits.body_bytes == 0)
     answer = httpx.post(f"{gateway.url}/v1/completions", content=half, headers=headers, timeout=PATIENCE_S)
     assert answer.status_code == 200
     with socket.create_connection((host, int(port))) as gone:
@@ -355,10 +355,10 @@ def test_connections_are_counted_for_all_ports(tmp_path: Path, tokenizer: Tokeni
     host, port = gateway.model_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))):
         wait_until(lambda: limits.num_connections == 1)
-        refused = httpx.get(f"{gateway.url}/v1/models")
-        health = httpx.get(f"{gateway.url}/health")
+        refused = httpx.get(f"{gateway.url}/v1/models", timeout=PATIENCE_S)
+        health = httpx.get(f"{gateway.url}/health", timeout=PATIENCE_S)
     wait_until(lambda: limits.num_connections == 0)
-    allowed = httpx.get(f"{gateway.url}/v1/models")
+    allowed = httpx.get(f"{gateway.url}/v1/models", timeout=PATIENCE_S)
     stop()
     assert (refused.status_code, refused.headers["retry-after"], health.status_code) == (503, "1", 200)
     assert refused.json()["error"]["code"] == "too_many_connections"

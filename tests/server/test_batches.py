@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway
 from openai.types import Batch, FileObject
 
 from swiftkv.server.app import ServerSettings
@@ -309,9 +309,11 @@ def test_a_batch_expires(slow: Gateway) -> None:
 
 def test_lines_run_again_when_their_engine_died(slow: Gateway) -> None:
     client, engine = slow.openai(), slow.engines["chat"]
-    created = create(client, jsonl([completion(max_tokens=1 + 3 * i) for i in range(40)]))
+    lengths = [*(1 + 3 * i for i in range(39)), 3000]  # the last outlasts the question how far the batch is
+    created = create(client, jsonl([completion(max_tokens=length) for length in lengths]))
     wait_until(lambda: client.batches.retrieve(created.id).request_counts.completed > 0)  # type: ignore[union-attr]
     engine.stop()
+    engine.step_ms = 0
     slow.call(lambda: slow.clients["chat"].engine_down("was killed by SIGKILL", retry_after_s=0.1))
     assert client.batches.retrieve(created.id).status == "in_progress"
     engine.start()
@@ -321,7 +323,7 @@ def test_lines_run_again_when_their_engine_died(slow: Gateway) -> None:
     answers = results(client, batch.output_file_id)
     assert list(answers) == [str(i) for i in range(40)]
     tokens = {key: line["response"]["body"]["usage"]["completion_tokens"] for key, line in answers.items()}
-    assert tokens == {str(i): 1 + 3 * i for i in range(40)}
+    assert tokens == {str(i): length for i, length in enumerate(lengths)}
 
 
 @pytest.mark.slow
@@ -341,7 +343,7 @@ def test_a_line_beside_which_engines_always_die_fails(slow: Gateway) -> None:
 
 def test_clients_find_room_beside_a_batch(slow: Gateway) -> None:
     client, engine = slow.openai(), slow.clients["chat"]
-    created = create(client, jsonl([completion(max_tokens=20)] * 300))
+    created = create(client, jsonl([completion(max_tokens=200)] * 300))
     most, stop = [0], threading.Event()
 
     def watch() -> None:
@@ -431,7 +433,7 @@ def test_files_and_batches_ask_for_the_key(tmp_path: Path, tokenizer: Tokenizer)
     (tmp_path / "state").mkdir()
     settings = ServerSettings(api_key="a key that is long")
     gateway, stop = start_gateway(tmp_path, tokenizer, settings=settings, state=tmp_path / "state")
-    with httpx.Client(base_url=gateway.url) as http:
+    with httpx.Client(base_url=gateway.url, timeout=PATIENCE_S) as http:
         for path in ("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x"):
             assert http.get(path).status_code == 401
         assert http.post("/v1/files", files={"file": b""}).status_code == 401
@@ -441,7 +443,8 @@ def test_files_and_batches_ask_for_the_key(tmp_path: Path, tokenizer: Tokenizer)
 
 def test_a_database_that_is_full_is_an_error_and_batches_wait(slow: Gateway) -> None:
     client = slow.openai()
-    created = create(client, jsonl([completion(max_tokens=30, prompt=PROMPT * 100)] * 150))
+    lines = [completion(max_tokens=30, prompt=PROMPT * 100)] * 149
+    created = create(client, jsonl([*lines, completion(max_tokens=1000)]))
     wait_until(lambda: client.batches.retrieve(created.id).request_counts.completed >= 1)  # type: ignore[union-attr]
 
     def limit(store: Store, num_pages: int) -> int:

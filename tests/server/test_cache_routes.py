@@ -9,7 +9,7 @@ from typing import get_args
 
 import httpx
 import pytest
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway
 from typer.testing import CliRunner, Result
 
 from swiftkv.cli import app
@@ -35,7 +35,9 @@ def run(gateway: Gateway, *arguments: str) -> Result:
 
 def complete(gateway: Gateway, request_id: str, model: str = "chat") -> None:
     body = {"model": model, "prompt": PROMPT, "max_tokens": 2}
-    answer = httpx.post(f"{gateway.url}/v1/completions", json=body, headers={"X-Request-Id": request_id})
+    answer = httpx.post(
+        f"{gateway.url}/v1/completions", json=body, headers={"X-Request-Id": request_id}, timeout=PATIENCE_S
+    )
     assert answer.status_code == 200, answer.text
 
 
@@ -77,8 +79,9 @@ def test_every_reason_has_a_meaning() -> None:
 
 
 def test_clear(own_gateway: Gateway) -> None:
-    complete(own_gateway, "before", model="chat")
     with own_gateway.admin() as http:
+        http.post("/admin/cache/chat/clear")
+        complete(own_gateway, "before", model="chat")
         assert http.post("/admin/cache/chat/clear").json() == {"model": "chat", "blocks": 1}
         assert http.post("/admin/cache/nobody/clear").status_code == 404
     assert run(own_gateway, "clear", "chat").stdout == "chat has forgotten 0 cached blocks\n"

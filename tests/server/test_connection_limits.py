@@ -75,7 +75,9 @@ def test_bad_requests_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> 
         asyncio.run(run())
     finally:
         logger.removeHandler(caplog.handler)
-    assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]
+    first, *others = (record.getMessage() for record in caplog.records)
+    assert first == "Invalid HTTP request received."
+    assert len(others) < 10  # one for each interval of a slow machine
 
 
 def test_messages_that_were_left_out_are_counted(caplog: pytest.LogCaptureFixture) -> None:

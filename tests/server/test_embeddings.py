@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 from echo_engine import echoed_numbers
-from echo_gateway import MAX_MODEL_LEN, TEXT, Gateway, start_gateway
+from echo_gateway import MAX_MODEL_LEN, PATIENCE_S, TEXT, Gateway, start_gateway
 
 from swiftkv.models.pooling import EmbeddingRecipe
 from swiftkv.server.engine_state import EngineState
@@ -194,7 +194,7 @@ def test_metrics_count_prompts_and_no_tokens(embedding_gateway: Gateway) -> None
 
 
 def test_a_model_of_its_own_port_need_not_be_named(embedding_gateway: Gateway) -> None:
-    answer = httpx.post(f"{embedding_gateway.model_url}/v1/embeddings", json={"input": "a"})
+    answer = httpx.post(f"{embedding_gateway.model_url}/v1/embeddings", json={"input": "a"}, timeout=PATIENCE_S)
     assert answer.json()["model"] == "chat"
     path = "/models/code/v1/embeddings"
     with embedding_gateway.http() as http:

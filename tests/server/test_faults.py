@@ -190,12 +190,13 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(slow_gateway: Gateway)
             answers.append(http.post("/v1/completions", json={**LONG, "max_tokens": 60}))
 
     asking = threading.Thread(target=ask)
-    asking.start()
-    wait_until(lambda: client.num_in_flight == 1)
-    draining = asyncio.run_coroutine_threadsafe(client.drain(timeout_s=PATIENCE_S), slow_gateway.loop)
-    wait_until(lambda: client.state == "draining")
-    with slow_gateway.http() as http:
-        refused = http.post("/v1/completions", json=LONG)
+    with slow_gateway.engines["chat"].standing_still():
+        asking.start()
+        wait_until(lambda: client.num_in_flight == 1)
+        draining = asyncio.run_coroutine_threadsafe(client.drain(timeout_s=PATIENCE_S), slow_gateway.loop)
+        wait_until(lambda: client.state == "draining")
+        with slow_gateway.http() as http:
+            refused = http.post("/v1/completions", json=LONG)
     draining.result(PATIENCE_S)
     asking.join(PATIENCE_S)
     assert refused.status_code == 503
@@ -247,7 +248,7 @@ def test_500_connections_at_once(gateway: Gateway) -> None:
     for number, response in enumerate(responses):
         if response.status_code == 200:
             assert f"{number} " in response.text or number % 2 == 0
-    assert gateway.clients["chat"].num_in_flight == 0
+    wait_until(lambda: gateway.clients["chat"].num_in_flight == 0)
 
 
 def test_a_probe_of_one_model_does_not_fail_because_of_another(slow_gateway: Gateway) -> None:

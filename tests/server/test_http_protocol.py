@@ -141,7 +141,7 @@ def test_every_wait_for_a_client_has_an_end(deadlines: Deadlines, parts: list[by
 
 def test_a_body_that_keeps_coming_may_take_longer_than_a_window() -> None:
     async def run() -> bytes:
-        async with serving(replace(PATIENT, body_window_s=1.0, min_body_rate=20.0)) as server:
+        async with serving(replace(PATIENT, body_window_s=2.0, min_body_rate=20.0)) as server:
             reader, writer = await server.connect()
             writer.write(LINE + b"content-length: 2500\r\nconnection: close\r\n\r\n")
             for _ in range(25):
@@ -154,11 +154,11 @@ def test_a_body_that_keeps_coming_may_take_longer_than_a_window() -> None:
 
 def test_an_answer_may_take_longer_than_any_deadline() -> None:
     async def run() -> None:
-        async with serving(after(0.1)) as server:
+        async with serving(after(SOON)) as server:
             reader, writer = await server.connect()
             writer.write(b"GET /wait HTTP/1.1\r\nhost: here\r\n\r\n")
             await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.5 * SOON)
             assert server.ended == []
             writer.close()
             await server.wait_until(lambda: server.ended == ["/wait"])

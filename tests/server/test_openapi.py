@@ -27,7 +27,7 @@ OPTIONS = [
     "--exclude-checks=positive_data_acceptance",
     "--continue-on-failure",
     "--suppress-health-check=all",
-    "--request-timeout=20",
+    "--request-timeout=60",
     # With more, Python 3.11 fails to parse now and then: hypothesis moves the limit of recursion in another thread.
     "--workers=1",
     "--warnings=off",

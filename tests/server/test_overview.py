@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway
 from typer.testing import CliRunner, Result
 
 from swiftkv.cli import app
@@ -91,12 +91,12 @@ def test_page_prints_an_address_that_lets_its_reader_in(keyed_gateway: Gateway) 
 def test_the_page_is_there_without_a_key_and_tells_nothing(keyed_gateway: Gateway) -> None:
     texts = {}
     for path, media_type in {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}.items():
-        answer = httpx.get(keyed_gateway.url + path).raise_for_status()
+        answer = httpx.get(keyed_gateway.url + path, timeout=PATIENCE_S).raise_for_status()
         assert answer.headers["content-type"] == f"{media_type}; charset=utf-8"
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         texts[path] = answer.text
     assert "chat" not in texts["/"]
-    assert httpx.get(f"{keyed_gateway.url}/admin/overview").status_code == 401
+    assert httpx.get(f"{keyed_gateway.url}/admin/overview", timeout=PATIENCE_S).status_code == 401
     addresses = re.findall(r"https?://[^\"'\s]+", "".join(texts.values()))
     assert addresses == ["http://www.w3.org/2000/svg"]  # a name, which nobody fetches
     assert sum(map(len, texts.values())) < 60 << 10

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway
 
 from swiftkv.errors import ConfigError
 from swiftkv.server.app import ServerSettings
@@ -26,7 +26,7 @@ class LoggedGateway:
 
     def lines(self, count: int) -> list[dict[str, Any]]:
         """The lines, oldest first, once there are `count`: one is written when its answer has left."""
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + PATIENCE_S
         while len(lines := self.path.read_text().splitlines()) < count:
             assert time.monotonic() < deadline_s, f"{len(lines)} of {count} lines"
             self.log.close()

@@ -133,7 +133,7 @@ def test_sleep_waits_for_requests_in_flight_and_gives_up_or_aborts_them(own_gate
         assert admin(own_gateway, "code/sleep?now=true").json()["state"] == "asleep"
         assert "model 'code' is going to sleep" in list(events)[-2]
     admin(own_gateway, "code/wake")
-    with streaming(own_gateway, "code", max_tokens=200) as events, ThreadPoolExecutor(1) as other:
+    with streaming(own_gateway, "code", max_tokens=600) as events, ThreadPoolExecutor(1) as other:
         with own_gateway.engines["code"].standing_still():
             sleeping = other.submit(admin, own_gateway, "code/sleep")
             wait_for("the model to fall asleep", lambda: state(own_gateway, "code") is EngineState.SLEEPING)

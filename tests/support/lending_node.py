@@ -139,9 +139,8 @@ class LendingNode:
         return self._http.patch(f"/admin/lending/{worker}", json=body, headers=self.process.admin_headers())
 
     def pool(self, model: str) -> dict[str, Any]:
-        view = self.ask_admin(f"pools/{model}")
-        assert view is not None
-        return view
+        """Return what `/admin/pools` shows of a model, once its engine answers."""
+        return wait_for(f"{model} to answer", lambda: self.ask_admin(f"pools/{model}")) or {}
 
     def blocks(self, model: str) -> dict[str, int]:
         """Return the blocks of all KV groups, by state; all 0 while the engine is not there."""
@@ -151,8 +150,7 @@ class LendingNode:
 
     def model(self, name: str) -> dict[str, Any]:
         """Return the model's entry in `/admin/lending`."""
-        overview = self.ask_admin("lending")
-        assert overview is not None
+        overview = wait_for("the node to answer", lambda: self.ask_admin("lending")) or {"models": []}
         (view,) = (view for view in overview["models"] if view["model"] == name)
         return view
 
@@ -225,7 +223,9 @@ class Reference:
 
 
 def _is_at_rest(blocks: dict[str, int]) -> bool:
-    return not any(blocks[state] for state in ("used", "in_flight", "borrowed_used", "borrowed_in_flight"))
+    return blocks["total"] > 0 and not any(
+        blocks[state] for state in ("used", "in_flight", "borrowed_used", "borrowed_in_flight")
+    )
 
 
 @contextmanager

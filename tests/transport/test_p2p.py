@@ -25,7 +25,7 @@ from tests.transport.test_transport import BLOCK, LAYERS, NUM_BYTES, WIDTH, perf
 def test_a_p2p_lender_that_stays_stopped_is_cut_off_and_can_be_attached_anew(direction: str, tmp_path: Path) -> None:
     """Only its own link fails; and when it goes on, it knows that it was left, and serves whoever comes next."""
     pool = pool_of(NUM_BYTES)
-    transport = P2pTransport(pool, deadline_s=3)
+    transport = P2pTransport(pool, deadline_s=6)
     with (
         Lender([tmp_path / "first", tmp_path / "again"], NUM_BYTES, serve=True) as stopped,
         Lender([tmp_path / "other"], NUM_BYTES, serve=True) as other,

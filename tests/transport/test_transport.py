@@ -285,7 +285,7 @@ def stop(lender: Lender) -> None:
 
 def test_a_peer_that_is_stopped(kind: TransportKind, tmp_path: Path) -> None:
     """It is waited for longer than the time that is given to connecting."""
-    pool, connect_timeout_s = pool_of(NUM_BYTES), 3.0
+    pool, connect_timeout_s = pool_of(NUM_BYTES), 5.0
     transport = P2pTransport(pool, connect_timeout_s) if kind == "p2p" else ShmTransport(pool)
     with paired(transport, pool, tmp_path / "store") as (tensor, _, lender):
         stop(lender)
