@@ -67,7 +67,7 @@ class Fleet:
         say: Callable[[str], None],
         state: Path | None = None,
     ) -> None:
-        """`ipc` is the directory of the node's sockets; `say` tells something to whoever started the node.
+        """`ipc` is the directory of the node's sockets; `say` prints a line for the user who started the node.
 
         `state` keeps what engines learn about the time of their steps.
         """

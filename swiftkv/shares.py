@@ -15,7 +15,7 @@ _NUM_ACCOUNTS = 63
 
 
 class ShareTable:
-    """The table, and who has which of its accounts."""
+    """The table, and which engine has which of its accounts."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

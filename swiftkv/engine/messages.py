@@ -64,7 +64,7 @@ class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     endpoint: str
     replay_endpoint: str | None = None  # None: nobody can ask again
-    buffer_steps: int = 10_000  # batches that are kept for those who ask again
+    buffer_steps: int = 10_000  # batches that are kept for subscribers that ask again
     hwm: int = 100_000  # batches that wait for one subscriber; more are lost to it
     max_queue_size: int = 100_000  # batches that wait to be sent
     topic: str = ""

@@ -86,7 +86,7 @@ class TokenSampler(Protocol):
     """
 
     def seat(self, slot: int, request: Request) -> None:
-        """Give the row slot to `request`, whoever had it before."""
+        """Give the row slot to `request`, in place of any request that had it before."""
 
     def park(self, slot: int, request: Request) -> None:
         """Take the slot from `request`, which was preempted; keep what cannot be told from its parameters."""

@@ -32,7 +32,7 @@ class TokenCounts:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.outputs, self.in_prompt = token_counts(0, vocab_size, device)
-        """[max_num_seqs, vocab] each; whoever samples counts."""
+        """Of each, [max_num_seqs, vocab]; the sampler counts in them."""
         self._is_counted = np.zeros(max_num_seqs, np.bool_)  # by slot
         self._parked: dict[int, _Parked] = {}  # by request id
 

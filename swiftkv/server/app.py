@@ -74,7 +74,7 @@ class ServerSettings:
 
     @property
     def keys(self) -> Mapping[str, Sender]:
-        """The keys that let in, and for whom."""
+        """The senders by the keys that let them in."""
         return self.tenants if self.api_key is None else {self.api_key: ANYBODY, **self.tenants}
 
 

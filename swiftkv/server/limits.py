@@ -14,7 +14,7 @@ from swiftkv.server.log_limit import LogLimit
 SPARE_CONNECTIONS = 64
 """Connections beyond the limit that are kept for monitoring, one short request each."""
 URGENT_PATHS = frozenset({"/health", "/ready"})
-"""Requests for these begin at once: they cost little, and who asks wants to know how quickly the node answers."""
+"""Requests for these begin at once: they cost little, and monitoring measures how quickly the node answers."""
 MONITORING_PATHS = URGENT_PATHS | {"/metrics"}
 _MODEL_PREFIX = re.compile(r"/models/[^/]+(?=/)")
 FREE_BODY_BYTES = 32 << 10
@@ -39,7 +39,7 @@ class Deadlines:
     """A body must bring `min_body_rate` bytes a second, or its end, in every window of this length."""
     min_body_rate: float = 16 << 10
     drain_s: float = 10.0
-    """For the rest of a body whose request is answered already: a client that is not heard out may miss the answer."""
+    """For the rest of a body whose request is answered already: without it the client might miss the answer."""
     idle_s: float = 15.0
     """Between an answer and the next request."""
     write_s: float = 60.0

@@ -33,7 +33,7 @@ class Prepared:
 
 
 def check(model: ModelHandle, body: CompletionBody | ChatBody, targets: Targets = NO_TARGETS) -> None:
-    """Check what costs nothing to check.
+    """Check a request as far as that costs nothing.
 
     Raises:
         ApiError: 503 unless the engine takes requests, 400 for a field that is not taken or a model of another task,
@@ -166,7 +166,7 @@ def begin(
     targets: Targets = NO_TARGETS,
     is_traced: bool = False,
 ) -> Answer:
-    """Hand the sequences of a request to the engine. Whoever gets the answer closes its generation.
+    """Hand the sequences of a request to the engine. The caller closes the answer's generation.
 
     Args:
         make_answer: For a chat that was asked for in another protocol.
