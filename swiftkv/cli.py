@@ -175,7 +175,7 @@ def simulate(
     ] = None,
     copy_rate: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of KV copied a second, such as 6GiB, in place of the times' own."),
+        typer.Option(metavar="SIZE", help="Bytes of KV copied a second, such as 6GiB, if the times have no copies."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="With NAME=FILE, draw what was lent and how long requests waited, to this file.")
