@@ -80,7 +80,7 @@ def cache_pin(
         Path | None,
         typer.Option(metavar="FILE", help="A file with the prompt: text, or JSON with `messages` or `prompt`."),
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that keeps the prompt of --prompt.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that keeps --prompt.")] = None,
     time_to_live: Annotated[str, typer.Option("--for", help="How long to keep it, such as 90s, 30m or 24h.")] = "1h",
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
