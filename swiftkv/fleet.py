@@ -1,4 +1,4 @@
-"""The models of a node: what each is made of, from its configuration to the supervisor of its engine."""
+"""The models of a node: the parts of each, from its configuration to the supervisor of its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The moments within a layer between which a forward pass lets KV be copied."""
+"""The points of a forward pass at which KV is copied around a layer."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class HostMedium:
 
     @property
     def num_repairs(self) -> int:
-        """How often a process died with the lock."""
+        """The number of processes that died with the lock."""
         return self._usage()[3]
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
