@@ -205,7 +205,7 @@ def simulate(
             targets=Targets(target_ttft, target_tpot),
             save_step_time=save_step_time,
             cores=cores,
-            copy_rate=None if copy_rate is None else parse_size(copy_rate),
+            copied_bytes_per_s=None if copy_rate is None else parse_size(copy_rate),
             plot=plot,
         )
         result = simulate_node(config, tuple(plan_node(config, need_weights=False)), model or [], options)

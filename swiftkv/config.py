@@ -34,7 +34,7 @@ class Config(Section):
 
     @property
     def directory(self) -> Path:
-        """Where the file lies: relative paths in it start there."""
+        """The directory of the file, where relative paths in it start."""
         return self._directory
 
     def storage_of(self, model: ModelConfig) -> StorageConfig | None:

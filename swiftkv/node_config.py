@@ -31,7 +31,7 @@ _MIN_KEY_LENGTH = 16
 
 
 class RestartConfig(Section):
-    """How often, and how soon, an engine that died is started again."""
+    """The bounds within which an engine that died is started again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(5, description="a number of restarts within the window, at least 0")
     window: Duration = Field(600.0, description=DURATION)

@@ -19,7 +19,7 @@ class ShareTable:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        """To be passed on to every engine."""
+        """The descriptor that is passed on to every engine."""
         self._free = list(range(_NUM_ACCOUNTS))
 
     @classmethod

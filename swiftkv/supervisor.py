@@ -36,7 +36,7 @@ _STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How an engine process ended. `cause` is for metrics; `how` completes "the engine …"."""
+    """The end of an engine process. `cause` is for metrics; `how` completes "the engine …"."""
 
     cause: str
     how: str

@@ -1,4 +1,4 @@
-"""How the KV groups of one engine divide its pool: into regions of their own, or by extents that change hands."""
+"""The division of an engine's pool between its KV groups: regions of their own, or extents that change hands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to tokens, for the whole batch at once.
+"""Draws tokens from logits, for the whole batch at once.
 
 What a request asks for is written once, when it takes a row slot, into tensors that have a row per slot; a step only
 gathers. The order of the stages, and their meaning, is vLLM's: raw log-probabilities; masks of grammars; min_tokens,

@@ -70,7 +70,7 @@ class ServerSettings:
     storage: Storage | None = None
     trace_sink: TraceSink | None = None
     tenants: Mapping[str, Sender] = field(default_factory=dict, repr=False)
-    """By key."""
+    """The senders of the tenants, by key."""
 
     @property
     def keys(self) -> Mapping[str, Sender]:

@@ -1,4 +1,4 @@
-"""From a checked body to an answer that an engine has begun: the same for a client's request and a line of a batch."""
+"""Makes an answer that an engine has begun of a checked body, for a client's request and for a line of a batch."""
 
 from __future__ import annotations
 

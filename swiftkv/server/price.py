@@ -62,7 +62,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class JsonShape:
-    """How much a JSON text holds. `values` counts one for each comma, array, object and key."""
+    """The contents of a JSON text, counted. `values` counts one for each comma, array, object and key."""
 
     values: int
     containers: int

@@ -49,14 +49,14 @@ class Options:
     clients: int | None = None
     """The number of clients, each of which sends its next request when it has an answer; `None`: the trace's times."""
     policy: SchedulingPolicy | None = None
-    """In place of the file's `scheduling_policy`."""
+    """The policy in place of the file's `scheduling_policy`."""
     seed: int = 0
     targets: Targets = field(default_factory=Targets)
     save_step_time: Path | None = None
     cores: int | None = None
     """The cores that models on the CPU share; `None`: those of this machine."""
-    copy_rate: int | None = None
-    """Bytes a second, in place of the step times' own term for copied blocks."""
+    copied_bytes_per_s: int | None = None
+    """The speed of copies, in place of the step times' own term for copied blocks."""
     plot: Path | None = None
 
 
@@ -216,10 +216,10 @@ def _core_user(model: ModelConfig) -> CoreUser:
 def _step_time(plan: SizedPlan, options: Options, known: dict[str, dict[str, float]]) -> StepTime:
     """Return the predictor of a model's steps, with the copy rate that the options name."""
     step_time = make_step_time(plan.name, known)
-    if options.copy_rate is None:
+    if options.copied_bytes_per_s is None:
         return step_time
     terms = dict(zip(STEP_TIME_TERMS, step_time.coefficients, strict=True))
-    terms["copy"] = plan.block_bytes / len(plan.groups) / options.copy_rate
+    terms["copy"] = plan.block_bytes / len(plan.groups) / options.copied_bytes_per_s
     return StepTime(list(terms.values()))
 
 

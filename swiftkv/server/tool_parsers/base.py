@@ -28,7 +28,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsGrown:
-    """More of the arguments of the call that was begun last, as JSON text."""
+    """A further part of the arguments of the call that was begun last, as JSON text."""
 
     text: str
 
