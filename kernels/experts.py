@@ -18,7 +18,7 @@ Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a layer chooses experts for a token, and how much each of them counts.
+    """The rule by which a layer chooses experts for a token and weighs them.
 
     Logits become scores: `softmax` over all experts, `sigmoid` of each, or with `softmax_of_chosen` the logits
     themselves. The `top_k` experts of the largest scores are chosen, to which a selection bias is added for choosing
@@ -102,4 +102,4 @@ class PackedExperts(Protocol):
     def nbytes(self) -> int: ...
     @property
     def tokens_per_expert(self) -> Tensor:
-        """How often each expert was chosen since it was packed, int64 [num_experts], where the kernels run."""
+        """How often each expert was chosen since it was packed: int64 [num_experts], where the kernels run."""

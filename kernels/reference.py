@@ -171,7 +171,7 @@ def embed(token_ids: Tensor, table: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where the tokens of a step and their KV are; all int64."""
+    """The places of a step's tokens and of their KV; all int64."""
 
     positions: Tensor  # [T]
     token_entries: Tensor  # [T], the block table entry of the block that a token's KV goes to

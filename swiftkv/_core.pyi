@@ -121,7 +121,7 @@ class SchedulerStats:
     num_displaced_total: Final[list[int]]
     """Preemptions for the sake of a request of a higher class, by the class of who had to leave, the highest first"""
     prefill_tokens_per_s: Final[float | None]
-    """How fast prompts are expected to be computed beside what runs; None before that can be known"""
+    """The expected speed of prompts beside the requests that run; None before that can be known"""
     prefix_matches_total: Final[int]
     """How often a prompt was looked up in the prefix cache: while nothing changes, one that must wait is not again"""
     prefix_query_tokens_total: Final[int]

@@ -1,4 +1,4 @@
-"""How the command line asks a running node: by its URL, with the admin key."""
+"""Asks a running node for the command line, by the node's URL and with the admin key."""
 
 from __future__ import annotations
 

@@ -74,13 +74,13 @@ def cache_why(
 @cache_app.command("pin", epilog="Example: `swiftkv cache pin chatcmpl-7f3a --for 8h`")
 def cache_pin(
     request: Annotated[
-        str | None, typer.Argument(metavar="[REQUEST]", help="The request's X-Request-Id.", show_default=False)
+        str | None, typer.Argument(metavar="REQUEST", help="The request's X-Request-Id.", show_default=False)
     ] = None,
     prompt: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Keep this prompt: JSON with `messages` or `prompt`, or the text itself."),
+        typer.Option(metavar="FILE", help="A file with the prompt: text, or JSON with `messages` or `prompt`."),
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that keeps the prompt of FILE.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that keeps --prompt.")] = None,
     time_to_live: Annotated[str, typer.Option("--for", help="How long to keep it, such as 90s, 30m or 24h.")] = "1h",
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,

@@ -175,7 +175,7 @@ def simulate(
     ] = None,
     copy_rate: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of KV copied a second, such as 6GiB, in place of the times' own."),
+        typer.Option(metavar="SIZE", help="Bytes of KV copied a second, such as 6GiB, if the times have no copies."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="With NAME=FILE, draw what was lent and how long requests waited, to this file.")
@@ -205,7 +205,7 @@ def simulate(
             targets=Targets(target_ttft, target_tpot),
             save_step_time=save_step_time,
             cores=cores,
-            copy_rate=None if copy_rate is None else parse_size(copy_rate),
+            copied_bytes_per_s=None if copy_rate is None else parse_size(copy_rate),
             plot=plot,
         )
         result = simulate_node(config, tuple(plan_node(config, need_weights=False)), model or [], options)

@@ -34,7 +34,7 @@ class Config(Section):
 
     @property
     def directory(self) -> Path:
-        """Where the file lies: relative paths in it start there."""
+        """The directory of the file, where relative paths in it start."""
         return self._directory
 
     def storage_of(self, model: ModelConfig) -> StorageConfig | None:
@@ -238,7 +238,7 @@ def parse_config(raw: object) -> Config:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word."""
+    """Refuses a key that stands twice: PyYAML keeps the last one without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Checks that the devices are there which a configuration names."""
+"""Checks that the devices which a configuration names are there."""
 
 from __future__ import annotations
 

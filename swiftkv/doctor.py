@@ -1,4 +1,4 @@
-"""`swiftkv doctor`: what of this machine helps or hinders a node, each with what to do about it."""
+"""`swiftkv doctor`: the properties of this machine that help or hinder a node, with advice for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LITTLE_DISK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at; `advice` is empty where all is well."""
+    """One property that was checked; `advice` is empty where all is well."""
 
     about: str
     found: str

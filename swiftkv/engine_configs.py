@@ -1,4 +1,4 @@
-"""Compiles the YAML file and the plan into what each engine process is told."""
+"""Compiles the YAML file and the plan into the configuration of each engine process."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def why_not_lend(config: Config, plan: ModelPlan, lending: LendingSpec | None) -
 
 
 def link_geometry(pair: LendingPair) -> LinkGeometry:
-    """Return what both ends of a link are told, so that they find the same bytes."""
+    """Return the geometry that both ends of a link are told, so that they find the same bytes."""
     plan = pair.lender
     shares_extents = isinstance(plan.division, SharedExtents)
     regions = lay_out(list(zip(plan.groups, plan.group_blocks, strict=True)), shares_extents)

@@ -1,4 +1,4 @@
-"""The models of a node: what each is made of, from its configuration to the supervisor of its engine."""
+"""The models of a node: the parts of each, from its configuration to the supervisor of its engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Fleet:
         say: Callable[[str], None],
         state: Path | None = None,
     ) -> None:
-        """`ipc` is the directory of the node's sockets; `say` tells something to whoever started the node.
+        """`ipc` is the directory of the node's sockets; `say` prints a line for the user who started the node.
 
         `state` keeps what engines learn about the time of their steps.
         """

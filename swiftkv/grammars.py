@@ -24,7 +24,10 @@ PARSER_LIMITS = LLParserLimits(
 )
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between the parts of a JSON text. With no limit a model may go on with spaces until its tokens are used up."""
+"""The white space that is allowed between the parts of a JSON text.
+
+With no limit a model may go on with spaces until its tokens are used up.
+"""
 
 _SHOWN_CHARS = 500
 

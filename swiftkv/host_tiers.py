@@ -1,4 +1,4 @@
-"""The host memory below the pools of a node: who shares which, and how much of it there may be."""
+"""The host memory below the pools of a node: which models share which memory, and how much there may be."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _make_memory(plan: SizedPlan, sharers: Sequence[SizedPlan]) -> int:
 
 
 def _files_of(plan: ModelPlan) -> frozenset[tuple[int, int]]:
-    """Return which files a model is loaded from, whatever their names are."""
+    """Return the identities of the files that a model is loaded from, which do not depend on their names."""
     directory: Path = plan.checkpoint.directory
     found = (file.stat() for file in [directory / "config.json", *directory.glob("*.safetensors")])
     return frozenset((status.st_dev, status.st_ino) for status in found)

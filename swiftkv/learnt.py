@@ -68,7 +68,7 @@ def is_sound(step_time_s: list[float]) -> bool:
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """Return what names a model on this machine, as far as the time of its steps goes.
+    """Return a name for all that the time of a model's steps depends on: the model and the machine.
 
     Of the weights only their shapes count, which `config.json` says: others of the same shape take as long.
     """

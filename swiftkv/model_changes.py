@@ -128,7 +128,7 @@ class RunningModels:
             self._say(f"{name}: loaded anew")
 
     def _renewed(self, member: Member) -> list[ModelHandle]:
-        """Return the handle of a model with the files that are there now. Raises `SwiftkvError` if they do not do."""
+        """Return the handle of a model with the files that are there now; raise `SwiftkvError` for unfit ones."""
         self._fleet.check_files(member.plan.name)
         return load_handles(self._fleet.config, [member], self._grammars, self._templates)
 

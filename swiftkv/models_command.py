@@ -27,7 +27,7 @@ Now = Annotated[bool, typer.Option("--now", help="Abort requests in flight.")]
 
 @models_app.command("start", epilog="Example: `swiftkv models start chat`")
 def models_start(model: Model, url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV) -> None:
-    """Start a MODEL that stays down: because its engine died too often, or could not load its weights."""
+    """Start MODEL, whose engine stays down because it died too often or could not load its weights."""
     ask_admin("POST", url, admin_path("models", model, "start"), admin_key_env)
     print(f"{model} is being started; `swiftkv status` tells when it serves")
 
@@ -48,7 +48,7 @@ def models_sleep(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
-    """Put MODEL to sleep when its requests in flight have ended: its memory is for others until it is woken."""
+    """Put MODEL to sleep when its requests in flight have ended. Other models can use its memory until it is woken."""
     path = f"{admin_path('models', model, 'sleep')}?level={level}&{_patience(timeout, now)}"
     change = ask_admin("POST", url, path, admin_key_env, timeout_s=None)
     _tell(model, change)

@@ -1,4 +1,4 @@
-"""The `node` section of the YAML file: the process that owns the ports, who gets in, and what all models share."""
+"""The `node` section of the YAML file: the process that owns the ports, its keys, and what all models share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MIN_KEY_LENGTH = 16
 
 
 class RestartConfig(Section):
-    """How often, and how soon, an engine that died is started again."""
+    """The bounds within which an engine that died is started again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(5, description="a number of restarts within the window, at least 0")
     window: Duration = Field(600.0, description=DURATION)
@@ -70,7 +70,7 @@ class BatchesConfig(Section):
 
 
 class OtlpConfig(Section):
-    """Names the collector that traces of requests are sent to."""
+    """The collector that traces of requests are sent to."""
 
     endpoint: str = Field(pattern=r"^https?://[^/]+/.+", description="a URL such as http://localhost:4318/v1/traces")
 

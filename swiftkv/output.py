@@ -1,4 +1,4 @@
-"""Standard output and standard error that never hold anybody up and never fail."""
+"""Standard output and standard error that never block and never fail."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def detach_output(patience_s: float = 0.0) -> None:
 
 
 def open_standard_descriptors() -> None:
-    """Give descriptors 0 to 2 that were closed at start to /dev/null. Call it before a socket gets such a number."""
+    """Open /dev/null for descriptors 0 to 2 that are closed. Call it before a socket gets such a number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

@@ -82,7 +82,7 @@ class Ports:
 
 
 class _HttpServer(uvicorn.Server):
-    """Signals are the node's business."""
+    """A uvicorn server that leaves signals to the node."""
 
     async def serve_until_told(self, sockets: list[socket.socket]) -> None:
         """Serve until `should_exit` is set. Raises `RuntimeError` if uvicorn ends earlier."""

@@ -25,7 +25,7 @@ _STOPPED_STATES = frozenset("Tt")  # by a signal, by a debugger
 
 
 def how_it_ended(returncode: int) -> str:
-    """Say how a process ended, as the rest of a sentence, from its `Popen.returncode`."""
+    """Return how a process ended, as the rest of a sentence, from its `Popen.returncode`."""
     return f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
 
 

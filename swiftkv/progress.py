@@ -25,7 +25,7 @@ class ProgressSample:
     ticks: int
     """Changes whenever the engine has done anything."""
     working_s: float | None
-    """How long the current round of the step loop has taken; `None` while the loop waits for messages."""
+    """The time of the current round of the step loop so far; `None` while the loop waits for messages."""
     longest_s: float
     """The longest round so far."""
     loaded_bytes: int
@@ -77,7 +77,7 @@ class ProgressPage:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        """To be passed on to the engine."""
+        """The descriptor that is passed on to the engine."""
         self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("Q")
         self._words[_TICKS] = 0  # a page that exists cannot be missing later, when memory is short
 

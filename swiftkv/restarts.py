@@ -1,4 +1,4 @@
-"""How often and how soon an engine that died is started again."""
+"""The delays before an engine that died is started again, and their number."""
 
 from __future__ import annotations
 

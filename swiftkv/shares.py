@@ -15,11 +15,11 @@ _NUM_ACCOUNTS = 63
 
 
 class ShareTable:
-    """The table, and who has which of its accounts."""
+    """The table, and which engine has which of its accounts."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        """To be passed on to every engine."""
+        """The descriptor that is passed on to every engine."""
         self._free = list(range(_NUM_ACCOUNTS))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The directory of what outlives a node: files and batches. One node at a time has it."""
+"""The directory for data that outlives a node: files and batches. One node at a time has it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def storage_show(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /admin/storage answers.")] = False,
 ) -> None:
-    """Show the storage that is attached to every model, and how it does."""
+    """Show the storage that is attached to every model, and its state."""
     overview = ask_admin("GET", url, "storage", admin_key_env)
     if as_json:
         print(json.dumps(overview, indent=2))

@@ -36,7 +36,7 @@ _STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How an engine process ended. `cause` is for metrics; `how` completes "the engine …"."""
+    """The end of an engine process. `cause` is for metrics; `how` completes "the engine …"."""
 
     cause: str
     how: str
@@ -44,7 +44,7 @@ class _End:
 
 
 class EngineSupervisor:
-    """Owns the process and everything that depends on it; tells `client` when it starts, how it does, when it is gone.
+    """Owns the process and everything that depends on it; tells `client` its starts, its states and its end.
 
     The engine itself tells the client when it serves. Its standard input is its life line: it stays open as long as
     this process lives, and ends with it.
@@ -278,7 +278,7 @@ class EngineSupervisor:
         return None
 
     async def _until_overdue(self) -> str:
-        """Return that the engine did not load its model in time, at its start or when it woke up."""
+        """Return once the engine takes too long to load its model, at its start or when it wakes, and say so."""
         timeout_s = self._node.load_timeout
         try:
             while not self._client.status.is_draining:
@@ -297,7 +297,7 @@ class EngineSupervisor:
 
 
 def end_of(returncode: int) -> _End:
-    """Say how an engine process ended, and whether it may be started again, from its `Popen.returncode`."""
+    """Return how an engine process ended, and whether it may be started again, from its `Popen.returncode`."""
     if returncode == EXIT_LOAD_FAILED:
         return _End("load_failed", how_it_ended(returncode), can_restart=False)
     return _End("killed" if returncode < 0 else "exited", how_it_ended(returncode))

@@ -28,7 +28,7 @@ class TenantConfig(Section):
 
 
 def mistakes_about_tenants(tenants: Sequence[TenantConfig], api_key_env: str | None) -> Iterator[str]:
-    """Yield what is wrong with the tenants of a node, which has no key of its own beside theirs."""
+    """Yield the mistakes about the tenants of a node, which has no key of its own beside theirs."""
     if len(tenants) > MAX_TENANTS:
         yield f"node.tenants: {len(tenants)} are more than {MAX_TENANTS}; let some of them share a key"
     if tenants and api_key_env is not None:

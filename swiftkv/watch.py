@@ -24,7 +24,7 @@ _TIMES_THE_LONGEST = 3.0  # a round of the step loop may take so many times as l
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """The time between two looks. Time in which the node itself did not run is no evidence against anybody."""
+    """The time between two looks. Time in which the node itself did not run is not held against an engine."""
 
     now_s: float
     elapsed_s: float

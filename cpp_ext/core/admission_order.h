@@ -15,9 +15,10 @@ class AdmissionOrder {
     virtual ~AdmissionOrder() = default;
 
     virtual int lane(const Request&) const { return 0; }
-    // Within a lane the lower rank goes first, then who arrived first.
+    // Within a lane the lower rank goes first, then the earlier arrival.
     virtual double rank(const Request&) const { return 0; }
-    // Between lanes the higher urgency goes first, then who has less left to compute, then who arrived first.
+    // Between lanes the higher urgency goes first, then the request with less left to compute, then the earlier
+    // arrival.
     virtual double urgency(const Request&, double /*now_s*/) const { return 0; }
     // Whether it depends on what requests have left to compute.
     virtual bool is_by_length() const { return false; }

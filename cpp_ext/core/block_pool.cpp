@@ -113,7 +113,7 @@ BlockId BlockPool::take(BlockId free) {
 
 void BlockPool::add_ref(BlockId block) {
     Record& held = record(block);
-    ensure(held.refs > 0 || held.node != kNone, "who comes to a block finds it in use or in the prefix index");
+    ensure(held.refs > 0 || held.node != kNone, "a block that gets a reference is in use or in the prefix index");
     ++held.refs;
     move_to(block, BlockState::kUsed);
 }

@@ -86,8 +86,8 @@ class BlockPool {
     void add_ref(BlockId block);
     // The last holder leaves a block cached (or leaving) if the prefix index knows it, else free.
     void drop_ref(BlockId block);
-    // Undoes the last add_ref(): a block that was cached stands where it stood in the order of eviction. Whoever undoes
-    // several begins with the last; nothing else may have changed since.
+    // Undoes the last add_ref(): a block that was cached gets its old place in the order of eviction. To undo several,
+    // begin with the last one; nothing else may have changed since.
     void undo_ref(BlockId block);
     // A holder leaves, but steps in progress may still use the block: the last one leaves it in flight until they
     // settle.

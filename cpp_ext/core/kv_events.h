@@ -38,8 +38,8 @@ struct KvEvents {
 // A bounded list of events. Off, it costs a comparison for each change of the index.
 class KvEventLog {
   public:
-    // From now on up to `max_events` are kept. One more, and all are forgotten in favour of kCleared: whoever follows
-    // then knows less than there is, and nothing that is not there.
+    // From now on up to `max_events` are kept. One more, and all are replaced by kCleared: then a follower of the
+    // events knows less than there is, but nothing that is not there.
     void enable(int max_events) { max_events_ = max_events; }
     bool is_on() const { return max_events_ > 0; }
     void stored(const BlockKey& key, int group, Place place, const BlockText& text);

@@ -12,7 +12,7 @@
 
 namespace swiftkv {
 
-// Decides who is next, who must leave and how much fits. It changes nothing: the step builder acts on what it decides.
+// Decides which request is next, which must leave, and how much fits. It changes nothing: the step builder acts on it.
 class Policy {
   public:
     // Requests run in this order, and make room for others from its end: lower priority first, then earlier arrival.
@@ -24,7 +24,7 @@ class Policy {
     Policy(const KvCache& cache, const SchedulerLimits& limits, const StepTime& step_time)
         : cache_(cache), limits_(limits), step_time_(step_time) {}
 
-    // ---- who is next ----
+    // ---- which request is next ----
     // Whether a block that the waiting request could then take from the cache is loading, or may be in storage, or a
     // running request is about to compute one.
     bool is_prefix_coming(const Request& request, Running running) const;
@@ -43,7 +43,7 @@ class Policy {
     // count.
     bool may_begin(const Request& request, Running running) const;
 
-    // ---- who must leave ----
+    // ---- which request must leave ----
     // The running request that is preempted when others need room.
     Request& victim(Running running) const;
     // Whether requests of this priority are of a higher class than some that run.
@@ -81,7 +81,7 @@ class Policy {
     // shrinks before a request waits.
     int fitting_chunk(const Request& request, int wanted, int spare) const;
     // The blocks that stay available in every group when a request is admitted: a next one for each that runs, so that
-    // who is admitted is not preempted soon.
+    // the admitted one is not preempted soon.
     int spare_blocks(Running running) const { return static_cast<int>(running.size()); }
     // ---- what is kept ----
     // Calls visit(length, worth) for the boundaries of a request that are kept, of those behind its first `from` blocks

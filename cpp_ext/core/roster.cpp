@@ -44,7 +44,7 @@ void Roster::erase(Request& r) {
 
 void Roster::start(Request& r) {
     dequeue(r);
-    ensure(!free_slots_.empty(), "there is a row slot for who is admitted");
+    ensure(!free_slots_.empty(), "there is a row slot for a request that is admitted");
     std::pop_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = free_slots_.back();
     free_slots_.pop_back();

@@ -1,16 +1,21 @@
-// Both ends of a step: schedule() plans it, commit() takes what came of it. How a step is filled is in
-// step_builder.cpp. What extents of peers have to do with it is in scheduler_lending.cpp (settle_lending, drop_lost),
-// storage in scheduler_storage.cpp, pins in scheduler_pins.cpp (clear_the_way), and what is refused before it in
-// scheduler_limits.cpp.
+// Both ends of a step: schedule() plans it, commit() takes its result. Other files fill a step (step_builder.cpp), deal
+// with extents of peers (scheduler_lending.cpp: settle_lending, drop_lost), with storage (scheduler_storage.cpp) and
+// with pins (scheduler_pins.cpp: clear_the_way), and refuse requests (scheduler_limits.cpp).
 //
-// The parts: cache_ has the blocks of every KV group and the prefix index; roster_ the requests, those that run and
-// those that wait; order_ says which of these is next, shares_ which tenant's, policy_ how much of a prompt a step
-// takes and who leaves when blocks run out; refusal_ remembers who found no room, until that may have changed; pins_
-// has prefixes that stay; demand_ counts what lenders decide by; step_time_ predicts a step's seconds; writer_ makes a
-// step's flat arrays; open_ has the steps that are planned and not committed, two at most.
+// The parts:
+//   cache_      the blocks of every KV group, and the prefix index
+//   roster_     the requests, those that run and those that wait
+//   order_      says which waiting request is next; shares_ says which tenant's
+//   policy_     says how much of a prompt a step takes, and which request leaves when blocks run out
+//   refusal_    remembers the requests that found no room, until that may have changed
+//   pins_       the prefixes that stay
+//   demand_     counts the blocks that requests want, by which lenders decide
+//   step_time_  predicts the seconds of a step
+//   writer_     makes the flat arrays of a step
+//   open_       the steps that are planned and not committed, two at most
 //
-// A public function checks its arguments and may throw; what it then changes, noexcept functions change: an exception
-// half-way would leave books that do not add up.
+// A public function checks its arguments and may throw. Its changes are then made by noexcept functions: an exception
+// half-way would leave counts that do not add up.
 #include "scheduler.h"
 
 #include <stdexcept>
@@ -118,11 +123,11 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     return nullptr;
 }
 
-// Requests that run go on before any is admitted, but for those that the order puts before prompts. And where prompts
-// are not split, one that is longer than max_num_batched_tokens gets a step of its own.
+// Running requests go on before any is admitted, except for those that the order puts before prompts. Where prompts are
+// not split, one that is longer than max_num_batched_tokens gets a step of its own.
 void Scheduler::fill(StepBuilder& step) {
     const int num_before = roster_.num_preempted();
-    // Whether somebody left for want of blocks. Who was displaced left for a request that takes the blocks.
+    // Whether a request left for want of blocks. A displaced one does not count: another takes its blocks.
     const auto has_preempted = [&] { return roster_.num_preempted() - step.num_displaced() > num_before; };
     if (step.may_seat()) roster_.refresh_waiting();
     step.admit_oversized_prompt();
@@ -138,7 +143,7 @@ void Scheduler::fill(StepBuilder& step) {
         step.admit_waiting();
     }
     clear_the_way(step);
-    // Somebody who would have to leave takes part in the step in progress, which must be committed first.
+    // A request that would have to leave takes part in the step in progress, which must be committed first.
     must_commit_ = step.must_commit();
     prefix_matches_total_ += step.num_matches();
 }

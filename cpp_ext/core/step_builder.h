@@ -47,7 +47,7 @@ class StepBuilder {
     // Admits waiting requests in order. One that waits for blocks holds up those behind it for a while, and those whose
     // flow is past its share until it is admitted. One that waits for another's prefix lets others by, and so does one
     // for which there would not be room if it were alone: until more is lent. One that finds no slot or no room
-    // displaces running requests of lower classes, if that helps; who is displaced is not admitted again in the same
+    // displaces running requests of lower classes, if that helps; a displaced one is not admitted again in the same
     // step.
     void admit_waiting();
     // Admits waiting requests as if the prefix cache had nothing of them. Where groups share extents, the blocks of a
@@ -58,7 +58,7 @@ class StepBuilder {
     // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
     void add_drafts();
 
-    // Whether there is a slot for somebody who waits, if only that of a request of a lower class.
+    // Whether there is a slot for a waiting request, if only that of a request of a lower class.
     bool may_seat() const;
     bool is_empty() const { return rows_.empty(); }
     int num_displaced() const { return num_displaced_; }

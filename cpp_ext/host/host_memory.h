@@ -33,8 +33,8 @@ struct LockTimeout : std::runtime_error {
 //
 // An object lies in a chain of chunks. One robust mutex guards all links; bytes are copied without it. The record of an
 // object says which state it is in and which generation of its chunks it is: a reader whose object was evicted while it
-// copied sees another generation afterwards, and takes nothing. Whoever gets the mutex from a process that died with it
-// makes all links anew from the records, which are valid at every instruction.
+// copied sees another generation afterwards, and takes nothing. A process that gets the mutex from one that died with
+// it makes all links anew from the records, which are valid at every instruction.
 //
 // A writer that is stopped for longer than `kStaleNs` may lose its chunks, and write to them once it goes on: a
 // checksum must show that to readers. Every method may be called from any thread; deadlines are on CLOCK_MONOTONIC.

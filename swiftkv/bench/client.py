@@ -33,19 +33,19 @@ class Answer:
 
     start_s: float = 0.0
     ttft_s: float = 0.0
-    """From sending to the first piece of text."""
+    """The time from sending to the first piece of text."""
     itls_s: list[float] = field(default_factory=list)
-    """Between one piece and the next."""
+    """The times between one piece and the next."""
     latency_s: float = 0.0
-    """From sending to the last piece."""
+    """The time from sending to the last piece."""
     queue_s: float = 0.0
-    """Waited here, before sending, for --max-concurrency."""
+    """The time that the request waited here, before sending, for --max-concurrency."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """Empty unless the server was asked for them and gives them."""
+    """The token ids; empty unless the server was asked for them and gives them."""
     error: str = ""
 
 

@@ -1,4 +1,4 @@
-"""How the KV groups of one engine divide its pool: into regions of their own, or by extents that change hands."""
+"""The division of an engine's pool between its KV groups: regions of their own, or extents that change hands."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class OwnRegions:
         return blocks_in_pool(pool_bytes, self.groups, self.num_windows)
 
     def blocks_per_extent(self, group: int) -> int:
-        """Return 0: nothing changes hands."""
+        """Return 0: no extent changes hands."""
         return 0
 
     def lendable(self) -> dict[int, int]:
-        """Return the groups that lend, each with the number of its blocks that are lent together at least."""
+        """Return the groups that lend, each with the fewest of its blocks that are lent together."""
         return dict.fromkeys(range(len(self.groups)), 1)
 
     def pool_bytes(self, group_blocks: Sequence[int]) -> int:
@@ -70,7 +70,7 @@ class OwnRegions:
 
 @dataclass(frozen=True, slots=True)
 class SharedExtents:
-    """All KV groups have their blocks in one region of extents, each of which is one group's at a time, or nobody's.
+    """All KV groups have their blocks in one region of extents, each of which one group owns at a time, or none.
 
     An extent is the least common multiple of the groups' blocks, in bytes, so each group's blocks fill it. What a group
     is said to have is then the most that it can have, when the others have nothing.
@@ -169,7 +169,7 @@ class SharedExtents:
         return left >= 0
 
     def _staging_extents(self, most: int, borrowed: Sequence[int]) -> list[int]:
-        """Return the extents, at most so many, that stage what each group borrows. Windows are not staged."""
+        """Return how many extents, together at most `most`, stage the blocks that each group borrows."""
         left, found = max(0, most), []
         for i, group in enumerate(self.groups):
             size = self.blocks_per_extent(i)
@@ -179,7 +179,7 @@ class SharedExtents:
         return found
 
     def _extents_of_windows(self, num_blocks: int) -> int:
-        """Return the extents that the windows of a sequence need, which histories leave alone while models borrow."""
+        """Return the extents that the windows of a sequence need; other groups leave them free while models borrow."""
         return sum(
             self._extents_of(i, self._held(group, num_blocks))
             for i, group in enumerate(self.groups)
@@ -202,7 +202,7 @@ PoolDivision = OwnRegions | SharedExtents
 
 
 def can_share(groups: Sequence[KVGroup]) -> bool:
-    """Tell whether groups have an extent in common that is not absurdly large."""
+    """Return whether groups have an extent in common that is not absurdly large."""
     larger_bytes = max(group.block_bytes for group in groups)
     extent_bytes = math.lcm(*(group.block_bytes for group in groups))
     return len(groups) > 1 and extent_bytes <= MAX_EXACT_EXTENT_BLOCKS * larger_bytes

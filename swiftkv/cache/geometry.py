@@ -21,7 +21,7 @@ BLOCK_SIZE_MULTIPLE = 16
 """Kernels read keys and values sixteen tokens at a time."""
 
 MAX_EXACT_EXTENT_BLOCKS = 32
-"""A least common multiple of more blocks of the larger model than this is too coarse to lend by."""
+"""A least common multiple of more blocks than this, counted in the larger model's, is too coarse to lend by."""
 
 MAX_EXTENT_WASTE = Fraction(1, 100)
 """An extent that is not the least common multiple wastes less than this part of itself."""
@@ -260,7 +260,7 @@ def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup], num_window
 
 
 def windows_at_once(max_num_seqs: int, enable_chunked_prefill: bool) -> int | None:
-    """Return for how many sequences window groups have room; `None` if a prompt must fit into them whole."""
+    """Return how many sequences window groups have room for; `None` if a prompt must fit into them whole."""
     return max_num_seqs if enable_chunked_prefill else None
 
 

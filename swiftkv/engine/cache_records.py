@@ -1,4 +1,4 @@
-"""Why prompts found no more of their KV than they did: a bounded record of the latest requests."""
+"""Records of the latest requests, which explain why their prompts found no more of their KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How evenly a model's tokens spread over its experts."""
+"""Figures of how evenly a model's tokens spread over its experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 _MIN_TOKENS = 32
-"""With fewer tokens per expert, the most loaded one tells of chance."""
+"""The fewest tokens per expert for a figure: with fewer, chance decides which one has most."""
 
 
 class ExpertLoads:

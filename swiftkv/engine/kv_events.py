@@ -187,7 +187,7 @@ def _without_trailing_nones(event: Event) -> list[Any]:
 
 
 class ZmqKVEvents(KVEvents):
-    """A thread that encodes and sends, and answers who asks again. The engine's thread hands it what has changed."""
+    """A thread that encodes, sends, and sends again on demand. The engine's thread hands it what has changed."""
 
     def __init__(
         self, spec: KVEventsSpec, scheduler: Scheduler, event_format: EventFormat, context: zmq.Context[Any]

@@ -1,4 +1,4 @@
-"""How many bytes of KV an engine may have on its device: arithmetic on what was measured in its own process.
+"""The bytes of KV that an engine may have on its device: arithmetic on measurements of its own process.
 
 Nothing is subtracted from the device's free memory: engines that start together would each count the other's.
 """

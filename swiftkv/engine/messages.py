@@ -60,11 +60,11 @@ it is until all who borrow from it have let go."""
 
 
 class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where, and how, an engine tells what its prefix cache has: `kv_events_config`."""
+    """The sockets and queues by which an engine tells what its prefix cache has: `kv_events_config`."""
 
     endpoint: str
     replay_endpoint: str | None = None  # None: nobody can ask again
-    buffer_steps: int = 10_000  # batches that are kept for those who ask again
+    buffer_steps: int = 10_000  # batches that are kept for subscribers that ask again
     hwm: int = 100_000  # batches that wait for one subscriber; more are lost to it
     max_queue_size: int = 100_000  # batches that wait to be sent
     topic: str = ""
@@ -143,7 +143,7 @@ class ReasoningMarks(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """How tokens are drawn. Fields mean what they mean in vLLM; `seed=None` draws a fresh seed."""
+    """The parameters by which tokens are drawn, with vLLM's meanings; `seed=None` draws a fresh seed."""
 
     max_tokens: int
     min_tokens: int = 0

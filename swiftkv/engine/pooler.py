@@ -1,4 +1,4 @@
-"""From the last positions of prompts to the numbers that pooled requests want of them, in place of tokens."""
+"""Takes the numbers that pooled requests want from the last positions of their prompts, in place of tokens."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ socket of its own; so all ranks make the same calls, and nobody has to wait for 
 The ranks live and die together: a follower ends at the end of its standard input, which is the end of rank 0, and
 rank 0 watches every follower. Within a step no rank waits for another beyond a deadline; between steps the followers
 wait for orders for as long as there are none. A rank that misses the deadline is found by elimination: every follower
-that lives and finds another one missing ends with `EXIT_GAVE_UP`, and who has not ended then is the one.
+that lives and finds another one missing ends with `EXIT_GAVE_UP`, so the one that has not ended is the silent one.
 """
 
 from __future__ import annotations

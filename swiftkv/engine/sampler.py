@@ -1,4 +1,4 @@
-"""From logits to tokens, for the whole batch at once.
+"""Draws tokens from logits, for the whole batch at once.
 
 What a request asks for is written once, when it takes a row slot, into tensors that have a row per slot; a step only
 gathers. The order of the stages, and their meaning, is vLLM's: raw log-probabilities; masks of grammars; min_tokens,
@@ -86,7 +86,7 @@ class TokenSampler(Protocol):
     """
 
     def seat(self, slot: int, request: Request) -> None:
-        """Give the row slot to `request`, whoever had it before."""
+        """Give the row slot to `request`, in place of any request that had it before."""
 
     def park(self, slot: int, request: Request) -> None:
         """Take the slot from `request`, which was preempted; keep what cannot be told from its parameters."""

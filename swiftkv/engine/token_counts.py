@@ -28,11 +28,14 @@ def token_counts(num_slots: int, vocab_size: int, device: torch.device) -> tuple
 
 
 class TokenCounts:
-    """On the device of the logits, in order with the steps there; no memory is taken until a request has penalties."""
+    """Counts tokens for penalties, on the device of the logits and in order with its steps.
+
+    It takes no memory before a request has penalties.
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.outputs, self.in_prompt = token_counts(0, vocab_size, device)
-        """[max_num_seqs, vocab] each; whoever samples counts."""
+        """The counts, [max_num_seqs, vocab] each; the sampler adds to them."""
         self._is_counted = np.zeros(max_num_seqs, np.bool_)  # by slot
         self._parked: dict[int, _Parked] = {}  # by request id
 

@@ -132,7 +132,7 @@ class Return(NamedLeases, tag="return", array_like=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
-    """The lender asks, the borrower answers. Decides nothing: it shows who is stuck.
+    """Asks the borrower for a sign of life, and answers the lender. It ends no lease, but shows which side is stuck.
 
     Only a process that is gone loses its leases; one that is stopped may still write when it goes on.
     """
@@ -225,7 +225,7 @@ ToAdmin = BudgetSet | LendingState
 
 
 class MalformedMessage(Exception):
-    """A message that names what there is not. It is dropped: what one side gets wrong does not end the other."""
+    """A message that names what there is not. It is dropped: a mistake of one side does not end the other."""
 
 
 def named_leases(message: NamedLeases, links: Sequence[LinkGeometry]) -> tuple[Int32Array, UInt32Array]:

@@ -123,7 +123,7 @@ class MlpPart(Protocol):
 
     @property
     def tokens_per_expert(self) -> Tensor | None:
-        """How often each expert was chosen so far, int64 [num_experts]; `None` without experts."""
+        """The number of times that each expert was chosen so far, int64 [num_experts]; `None` without experts."""
 
 
 @dataclass(frozen=True, slots=True)

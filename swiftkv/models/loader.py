@@ -81,7 +81,7 @@ class MappedWeights:
             self.forget(name)
 
     def forget(self, name: str) -> None:
-        """Stop counting the bytes of tensor `name` as this process's: whoever reads it again reads the file again."""
+        """Stop counting the bytes of tensor `name` as this process's; they are read from the file if used again."""
         stored = self._stored_name(name)
         tensor: Tensor = self._files[self._file_of[stored]].get_tensor(stored)
         begin = ceil_div(tensor.data_ptr(), mmap.PAGESIZE) * mmap.PAGESIZE

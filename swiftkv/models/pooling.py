@@ -35,7 +35,7 @@ Dimensions = Literal["any"] | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRecipe:
-    """How an embedding is made of the hidden state of a text's last token.
+    """The steps that make an embedding of the hidden state of a text's last token.
 
     Attributes:
         width: The numbers of an embedding that is not cut.
@@ -54,7 +54,7 @@ class EmbeddingRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRecipe:
-    """How a score is made of the logits behind a text, where the checkpoint says so.
+    """The tokens whose logits behind a text make a score, where the checkpoint names them.
 
     Attributes:
         token_ids: The tokens that mean yes and no.

@@ -1,4 +1,4 @@
-"""The moments within a layer between which a forward pass lets KV be copied."""
+"""The points of a forward pass at which KV is copied around a layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class KVStream(Protocol):
-    """Is told how far a forward pass has come. Each call has the number of a layer, and layers come in turn."""
+    """Follows a forward pass. Each call has the number of a layer, and layers come in turn."""
 
     def before_write(self, layer: int) -> None:
         """Return once all KV that the layer's attention reads is in the pool: it is about to be written and read."""

@@ -32,7 +32,7 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class ShardedRows:
-    """A matrix that was divided for so many ranks, one below the other, and the rows of each that make one weight."""
+    """A matrix that holds parts of several ranks, one below the other, and the rows of each that form one weight."""
 
     name: str
     shape: tuple[int, int]

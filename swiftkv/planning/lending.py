@@ -144,7 +144,7 @@ class BorrowerRoom:
 
 
 def plan_lending(plans: Sequence[ModelPlan]) -> tuple[BorrowerRoom, ...]:
-    """Put every master of a node beside every worker in the same kind of memory, the host's or GPUs'.
+    """Pair every master of a node with every worker in the same kind of memory, the host's or GPUs'.
 
     A worker's budget is divided evenly among these masters. Pools of a size that is not known yet lend and borrow
     nothing.

@@ -1,4 +1,4 @@
-"""New files for a model that runs: whether they can take the place of those that it was started with."""
+"""The check whether new files can take the place of those that a running model was started with."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ class ServerSettings:
     storage: Storage | None = None
     trace_sink: TraceSink | None = None
     tenants: Mapping[str, Sender] = field(default_factory=dict, repr=False)
-    """By key."""
+    """The senders of the tenants, by key."""
 
     @property
     def keys(self) -> Mapping[str, Sender]:
-        """The keys that let in, and for whom."""
+        """The senders by the keys that let them in."""
         return self.tenants if self.api_key is None else {self.api_key: ANYBODY, **self.tenants}
 
 

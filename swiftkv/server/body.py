@@ -1,4 +1,4 @@
-"""From the bytes of a request's body to a checked object, without holding up the event loop for a large one."""
+"""Parses and checks the bodies of requests, without holding up the event loop for a large one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about an engine's cache, and orders to it: what is asked, what is answered, and under which request id."""
+"""Calls to an engine about its cache, and the ids that its latest requests have in the engine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class CacheCalls:
         return await self._ask(lambda call: Unpin(call, pin_id))
 
     def answered(self, report: CacheReport) -> None:
-        """Hand an answer to whoever waits for it."""
+        """Hand an answer to the call that waits for it."""
         if (waiting := self._waiting.pop(report.call, None)) and not waiting.done():
             waiting.set_result(report)
 

@@ -1,4 +1,4 @@
-"""A process of its own for work that clients can make hang, or take memory or stack: there that ends nothing else."""
+"""A separate process for work that clients can make hang, or take too much memory or stack: there it harms no other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Child:
     def _ended(self, task: asyncio.Task[bytes]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked may be gone
+            task.exception()  # the caller may be gone
 
     async def _in_turn(self, message: bytes) -> bytes:
         async with self._turn:

@@ -1,4 +1,4 @@
-"""The gateway's end of one engine: sends it requests, hands what comes back to whoever waits for it.
+"""The gateway's end of one engine: sends requests to it, and hands its answers to the generations that wait.
 
 It is one file of more than 400 lines because it is one class: everything here adds to its table of sequences in flight,
 or takes from it.
@@ -52,7 +52,7 @@ _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
 
 class EngineClient:
-    """One engine, whichever process it happens to be: an engine that is started again takes over the same sockets.
+    """One engine, across restarts: an engine that is started again takes over the same sockets.
 
     Create it inside the event loop. Its supervisor runs `receive`, and tells when a process is about to start
     (`expect`), how it does (`status`) and when it is gone (`engine_down`); that an engine is up, the client hears from

@@ -50,7 +50,7 @@ class EngineStorage:
         self.is_degraded = stats is not None and stats.is_degraded
 
     def answered(self, answer: StorageChanged) -> None:
-        """Hand an answer to whoever waits for it."""
+        """Hand an answer to the change that waits for it."""
         waiting = self._waiting.get(answer.change_id)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer.why_not)

@@ -1,4 +1,4 @@
-"""How soon an engine would begin to answer, from what its gateway sees of it.
+"""Forecasts of how soon an engine would begin to answer, from what its gateway sees of it.
 
 A gateway knows which prompts wait, which are being computed, and how many answers go on; the engine tells how much each
 token and row adds to the time of a step. So when a prompt arrives, the gateway can tell about when its first token
@@ -95,7 +95,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """How fast prompts are computed beside the answers that go on."""
+    """The speed at which prompts are computed beside the answers that go on."""
 
     token_s: float
     pair_s: float

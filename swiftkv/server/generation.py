@@ -1,7 +1,6 @@
-"""The sequences of one HTTP request, on their way from an engine to whoever waits for them.
+"""The sequences of one HTTP request, on their way from an engine to the reader of the answer.
 
-Everything that has arrived since it was last asked is handed over at once, so a slow reader costs no more than a fast
-one.
+A reader gets everything that has arrived since it last asked at once, so a slow reader costs no more than a fast one.
 """
 
 from __future__ import annotations
@@ -181,6 +180,6 @@ class Generation:
         self.wake()
 
     def wake(self) -> None:
-        """Tell whoever waits that something has come."""
+        """Wake the reader: something has come."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -51,7 +51,7 @@ _RECONNECT_MS = 50
 
 
 class CoordinatorClient:
-    """The gateway's end of one engine's coordinator, whichever process that happens to be.
+    """The gateway's end of one engine's coordinator, across restarts of the engine.
 
     Create it inside the event loop. The supervisor of the engine runs `receive`.
     """

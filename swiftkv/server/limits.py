@@ -14,7 +14,7 @@ from swiftkv.server.log_limit import LogLimit
 SPARE_CONNECTIONS = 64
 """Connections beyond the limit that are kept for monitoring, one short request each."""
 URGENT_PATHS = frozenset({"/health", "/ready"})
-"""Requests for these begin at once: they cost little, and who asks wants to know how quickly the node answers."""
+"""Requests for these begin at once: they cost little, and monitoring measures how quickly the node answers."""
 MONITORING_PATHS = URGENT_PATHS | {"/metrics"}
 _MODEL_PREFIX = re.compile(r"/models/[^/]+(?=/)")
 FREE_BODY_BYTES = 32 << 10
@@ -32,20 +32,20 @@ class Deadlines:
     """Seconds that a connection may take for each part of its life."""
 
     head_s: float = 10.0
-    """For a whole request head, from its first byte; on a new connection, from the start."""
+    """The time for a whole request head, from its first byte; on a new connection, from the start."""
     spare_head_s: float = 1.0
     """The same on a spare connection."""
     body_window_s: float = 15.0
     """A body must bring `min_body_rate` bytes a second, or its end, in every window of this length."""
     min_body_rate: float = 16 << 10
     drain_s: float = 10.0
-    """For the rest of a body whose request is answered already: a client that is not heard out may miss the answer."""
+    """The time for the rest of a body whose request is answered already; without it clients might miss the answer."""
     idle_s: float = 15.0
-    """Between an answer and the next request."""
+    """The time between an answer and the next request."""
     write_s: float = 60.0
-    """For a client that does not read its answer to make room for more."""
+    """The time for a client that does not read its answer to make room for more."""
     close_s: float = 10.0
-    """For the last bytes of a connection that is being closed."""
+    """The time for the last bytes of a connection that is being closed."""
 
 
 class Admission(Enum):

@@ -1,4 +1,4 @@
-"""How far an engine is with loading its weights, from looks at its progress page."""
+"""Measures how much of its weights an engine has loaded, by looks at its progress page."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _digest(key: str) -> bytes:
 
 
 class ApiKeyMiddleware:
-    """Refuse whoever sends none of the models' keys, except on the paths that monitoring reads and on `ADMIN_PATH`.
+    """Refuse requests without one of the models' keys, except on the paths that monitoring reads and on `ADMIN_PATH`.
 
     Routes find the sender whose key it was in `request.state`.
     """

@@ -31,7 +31,7 @@ from swiftkv.server.tool_parsers.base import ToolParser
 
 @dataclass(frozen=True, slots=True)
 class ClientPolicy:
-    """How far a model trusts its clients.
+    """The trust that a model puts in its clients.
 
     Attributes:
         show_cached_tokens: Whether `usage` tells how much of a prompt was in the cache; `salted`: only to requests
@@ -81,9 +81,9 @@ class ModelHandle:
     threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
     tool_parser: type[ToolParser] | None = None
-    """How the model writes calls of tools; `None`: it takes no tools."""
+    """The parser of calls, by the way in which the model writes them; `None`: it takes no tools."""
     reasoning: ReasoningParser | None = None
-    """How the model writes its reasoning; `None`: all that it writes is the answer."""
+    """The parser of reasoning, by the way in which the model writes it; `None`: all that it writes is the answer."""
     max_num_seqs: int = 64
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     templates: TemplateRenderer | None = None
@@ -91,7 +91,7 @@ class ModelHandle:
     auto_wake: bool = False
     """Whether a request wakes the model, if it is asleep."""
     embedding: EmbeddingRecipe | None = None
-    """How the model makes embeddings, if that is its task."""
+    """The recipe of the model's embeddings, if that is its task."""
     scoring: ScoreTemplate | None = None
     """The text that the model is asked for a score with, if that is its task."""
     targets: Targets = NO_TARGETS

@@ -132,7 +132,7 @@ class ModelStorage(Struct):
     model: str
     backend: str | None = None
     state: Literal["ok", "degraded"] | None = None
-    """Null also where the engine has not said yet."""
+    """The state of the storage; null also where the engine has not said yet."""
     write_policy: str | None = None
     prefetch_policy: str | None = None
 
@@ -230,9 +230,9 @@ class ModelOverview(Struct):
     max_model_len: int
     engine: EngineView
     figures: Figures | None
-    """Null until the engine has reported any."""
+    """The engine's figures; null until it has reported any."""
     first_token: Latency
-    """From a request's arrival to its first token."""
+    """The times from a request's arrival to its first token."""
     between_tokens: Latency
     lending: ModelLending
 
@@ -240,7 +240,7 @@ class ModelOverview(Struct):
 class NodeOverview(Struct):
     version: str
     time_s: float
-    """By a clock of the node's own: differences of two views are seconds."""
+    """The time by a clock of the node's own: differences of two views are seconds."""
     lending_enabled: bool
     transport: str
     models: list[ModelOverview]

@@ -1,4 +1,4 @@
-"""When the requests of one model get their tokens, and which are refused because that is too late for them."""
+"""Expects when the requests of one model get their tokens, and refuses those for which that is too late."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _INTERVAL_S = 0.25
 
 
 class Overviews:
-    """Makes views of the node, each for all who have asked before it began."""
+    """Makes views of the node. Each serves all requests that came before it began."""
 
     def __init__(self, models: ModelTable, lending: NodeLending) -> None:
         self._models = models
@@ -34,7 +34,7 @@ class Overviews:
         self._scrapes = Scrapes(self._observe, self._render, ScrapePace(_PART_OF_TIME, _INTERVAL_S))
 
     async def latest(self) -> bytes:
-        """Return a `NodeOverview` as JSON, true at some time after this call."""
+        """Return a `NodeOverview` of some moment after this call, as JSON."""
         return await self._scrapes.text()
 
     async def _observe(self) -> None:

@@ -1,4 +1,4 @@
-"""From a checked body to an answer that an engine has begun: the same for a client's request and a line of a batch."""
+"""Makes an answer that an engine has begun of a checked body, for a client's request and for a line of a batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Prepared:
 
 
 def check(model: ModelHandle, body: CompletionBody | ChatBody, targets: Targets = NO_TARGETS) -> None:
-    """Check what costs nothing to check.
+    """Check a request as far as that costs nothing.
 
     Raises:
         ApiError: 503 unless the engine takes requests, 400 for a field that is not taken or a model of another task,
@@ -166,7 +166,7 @@ def begin(
     targets: Targets = NO_TARGETS,
     is_traced: bool = False,
 ) -> Answer:
-    """Hand the sequences of a request to the engine. Whoever gets the answer closes its generation.
+    """Hand the sequences of a request to the engine. The caller closes the answer's generation.
 
     Args:
         make_answer: For a chat that was asked for in another protocol.

@@ -1,7 +1,7 @@
 """The price of a request: how much of everything it asks for, checked against one table before anything is paid.
 
 Every check takes plain numbers and raises `ApiError` with the field, the amount and the limit in its message, so that
-whoever is refused knows what to change.
+clients know what to change.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class JsonShape:
-    """How much a JSON text holds. `values` counts one for each comma, array, object and key."""
+    """The contents of a JSON text, counted. `values` counts one for each comma, array, object and key."""
 
     values: int
     containers: int

@@ -1,4 +1,4 @@
-"""The sampling of requests that do not say: a checkpoint's `generation_config.json`, or else vLLM's defaults."""
+"""The sampling of requests without parameters: by a checkpoint's `generation_config.json`, or vLLM's defaults."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _File(msgspec.Struct):
 
 
 def sampling_defaults(setting: str, checkpoint: Path, directory: Path) -> SamplingDefaults:
-    """Return what `models[].generation_config` says: `auto`, `vllm`, or a directory, relative to `directory`.
+    """Return the defaults that `models[].generation_config` names: `auto`, `vllm`, or a path relative to `directory`.
 
     Raises:
         CheckpointError: the file is wrong, or is not in the directory that is named.

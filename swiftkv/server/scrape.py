@@ -1,4 +1,4 @@
-"""The text for those who scrape metrics: made once for all who wait for it, and not too often."""
+"""The text of the metrics, made once for all scrapes that wait for it, and not too often."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ScrapePace:
 
 
 class Scrapes:
-    """Answers scrapes with fresh metrics, each rendering for all who have asked before it began."""
+    """Answers scrapes with fresh metrics. Each rendering serves all scrapes that came before it began."""
 
     def __init__(self, observe: Callable[[], Awaitable[None]], render: Callable[[], bytes], pace: ScrapePace) -> None:
         """`observe` brings the figures up to date, `render` makes the text of them."""
@@ -30,7 +30,7 @@ class Scrapes:
         self._next: asyncio.Task[bytes] | None = None
 
     async def text(self) -> bytes:
-        """Return what is true at some time after this call."""
+        """Return the metrics of some moment after this call."""
         if self._next is None:
             self._next = asyncio.create_task(self._answer_all())
         return await asyncio.shield(self._next)

@@ -19,7 +19,7 @@ class SentPrefixes:
 
     def __init__(self) -> None:
         self.max_tokens = 0
-        """How many are remembered; 0 for an engine that caches nothing."""
+        """The number of tokens that are remembered; 0 for an engine that caches nothing."""
         self._known: dict[bytes, None] = {}  # the latest last
 
     def pieces(self, prompt: bytes, salt: str) -> list[bytes]:

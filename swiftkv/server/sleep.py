@@ -1,4 +1,4 @@
-"""Puts a model to sleep, and wakes it: by whoever asks for that, and by requests for a model that wakes for them."""
+"""Puts a model to sleep, and wakes it: when a user asks for that, or for a request if the model is set to do so."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Sleeper:
                 await self._lending.lend_all(name)
 
     async def wake(self) -> None:
-        """Return when the model, if it was asleep, serves. One task wakes it for all who ask.
+        """Wake the model if it is asleep, and return when it serves. One task wakes it for all callers.
 
         Raises:
             ApiError: 503 if it does not serve.
@@ -120,7 +120,7 @@ class Sleeper:
             self._waking = None
 
     async def _empty(self, timeout_s: float, now: bool) -> None:
-        """Wait until nothing is in flight, or with `now` see to it. Raises `ApiError` 409 if it takes too long."""
+        """Wait until nothing is in flight; with `now`, abort it. Raises `ApiError` 409 if it takes too long."""
         if now:
             self._client.abort_all()
             timeout_s = max(timeout_s, 1.0)

@@ -23,7 +23,7 @@ _KEY = "storage"
 class StorageChanges:
     """The storage of one model. A change holds for as long as the node runs, also for engines that are started later.
 
-    `remember` takes the storage with which the engine is started from now on, and `spec` returns it. `why_not`
+    `remember` keeps the storage with which the engine is started from now on, and `spec` returns it. `why_not`
     completes "model 'x': …" for a model that can have no storage; `directory` is where relative paths start.
     """
 

@@ -1,4 +1,4 @@
-"""How an answer travels: whole, or as server-sent events; and what happens when the client goes away."""
+"""Sends an answer, whole or as server-sent events, and stops when the client goes away."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """The client hung up; nobody reads an answer."""
+    """Raised when the client hung up: nobody reads an answer."""
 
 
 def json_response(body: Struct | Sequence[Struct], status: int = 200) -> Response:
-    """Return `body` as JSON. For what clients can make large, call this in a thread."""
+    """Return `body` as JSON. Call this in a thread for bodies that clients can make large."""
     return Response(_encoder.encode(body), status, media_type="application/json")
 
 
@@ -35,7 +35,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` and return its result, but cancel it when the client hangs up.
 
     Raises:
-        ClientGone: it did.
+        ClientGone: It did.
     """
     working = asyncio.ensure_future(work)
     listening = asyncio.ensure_future(_disconnected(request))
@@ -51,7 +51,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def whole_answer(request: Request, answer: Answer) -> Response:
-    """Wait for the end of the generation."""
+    """Return the whole answer, once the generation has ended."""
 
     async def collect() -> None:
         async for batch in deltas(answer.generation, answer.choices):
@@ -64,7 +64,7 @@ async def whole_answer(request: Request, answer: Answer) -> Response:
 
 
 async def streamed_answer(request: Request, answer: Answer) -> Response:
-    """Wait for the first token, so that what goes wrong before it still has its HTTP status; then stream."""
+    """Stream an answer from its first token on, so that a failure before that still gets its HTTP status."""
     batches = deltas(answer.generation, answer.choices)
     try:
         first = await unless_gone(request, _next(batches))

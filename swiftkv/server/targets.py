@@ -14,13 +14,13 @@ _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The seconds within which the first token, and each further one, is wanted; `None`: whenever it comes."""
+    """The seconds within which the first token, and each further one, is wanted; `None`: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def or_else(self, usual: Targets) -> Targets:
-        """Return these, and `usual` ones in place of those that are not there."""
+        """Return these targets, with the `usual` ones in place of those that are `None`."""
         return Targets(
             usual.ttft_s if self.ttft_s is None else self.ttft_s, usual.tpot_s if self.tpot_s is None else self.tpot_s
         )

@@ -19,7 +19,7 @@ def limit_met(
         return None
     own = [sequence for sequence in in_flight if sequence.generation.sender.name == sender.name]
     num_tokens = sum(sequence.request.num_prompt_tokens for sequence in own if sequence.first_token_s is None)
-    # Everybody may have one sequence, and one prompt that waits, however small the part is.
+    # Every tenant may have one sequence, and one waiting prompt, however small its part is.
     taken = {"max_num_queued_reqs": len(own) + num_more - 1, "max_num_queued_tokens": num_tokens}
     for name, most in limits.items():
         if most is not None and taken[name] > 0 and taken[name] >= sender.part * most:

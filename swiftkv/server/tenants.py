@@ -1,4 +1,4 @@
-"""Tenants and flows: on whose behalf a request comes, and so whose share of an engine it takes."""
+"""Tenants and flows: the client on whose behalf a request comes, and the share of an engine that it takes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Sender:
     """The origin of a request.
 
     Attributes:
-        flow: Whose share of an engine it takes.
+        flow: The flow whose share of an engine it takes.
         weight: How large that share is beside others'.
-        name: Of the tenant; `None` where there are no tenants.
-        part: Of all tenants' weights together; 1 where there are no tenants.
+        name: The tenant's; `None` where there are no tenants.
+        part: Its part of all tenants' weights together; 1 where there are no tenants.
         max_tier: The highest service tier that serves it; `None`: what the node allows.
         is_private: Whether it shares no cached prefixes with other tenants.
     """

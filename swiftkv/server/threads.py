@@ -1,4 +1,4 @@
-"""Threads with a bounded queue: whoever comes when it is full is told to come again, and who leaves takes the work."""
+"""Threads with a bounded queue. Work that comes when it is full is refused; work whose caller leaves is dropped."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _CLASSES: dict[Tier, int] = {"priority": -1, "default": 0, "flex": 1, "batch": 2
 
 
 def tier_of(wanted: WantedTier | None, highest: Tier) -> Tier:
-    """Return the tier that serves a request: who asks for more than `highest` is served there, as with OpenAI."""
+    """Return the tier that serves a request: `highest` if it asks for more, as with OpenAI."""
     asked: Tier = "default" if wanted is None or wanted == "auto" else wanted
     return max(asked, highest, key=_CLASSES.__getitem__)
 

@@ -49,14 +49,14 @@ class Options:
     clients: int | None = None
     """The number of clients, each of which sends its next request when it has an answer; `None`: the trace's times."""
     policy: SchedulingPolicy | None = None
-    """In place of the file's `scheduling_policy`."""
+    """The policy in place of the file's `scheduling_policy`."""
     seed: int = 0
     targets: Targets = field(default_factory=Targets)
     save_step_time: Path | None = None
     cores: int | None = None
     """The cores that models on the CPU share; `None`: those of this machine."""
-    copy_rate: int | None = None
-    """Bytes a second, in place of the step times' own term for copied blocks."""
+    copied_bytes_per_s: int | None = None
+    """The speed of copies, in place of the step times' own term for copied blocks."""
     plot: Path | None = None
 
 
@@ -131,35 +131,20 @@ def _all_together(
     options: Options,
     known: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    chosen = _chosen(config, plans, [])
     specs = _lending_specs(config, plans)
     models = []
-    for model, plan in chosen:
+    for model, plan in _chosen(config, plans, []):
         arrivals = _arrivals(traces[plan.name], options) if plan.name in traces else []
         print(f"{plan.name}: {len(arrivals):,} requests", file=sys.stderr)
-        spec = specs[plan.name]
-        borrows = spec is not None and bool(spec.lenders)
         step_time = _step_time(plan, options, known) if arrivals else StepTime([0.0] * len(STEP_TIME_TERMS))
-        if arrivals and borrows and not step_time.coefficients[STEP_TIME_TERMS.index("copy")]:
+        if arrivals and _borrows(specs[plan.name]) and not step_time.coefficients[STEP_TIME_TERMS.index("copy")]:
             print(
                 f"{plan.name}: its step times have no time for copies, so borrowed memory counts as fast as its own; "
                 "give --copy-rate",
                 file=sys.stderr,
             )
         models.append(
-            SimulatedModel(
-                name=plan.name,
-                scheduler=make_scheduler(model, plan, options.policy, spec),
-                max_model_len=plan.max_model_len if borrows else longest_alone(plan),
-                step_time=_predictor(step_time),
-                arrivals=arrivals,
-                num_clients=options.clients,
-                door=OpenDoor(same_for_all(model.due_s)),
-                device=model.device,
-                user=_core_user(model),
-                lending=spec,
-                pool_bytes=plan.pool_bytes,
-            )
+            _simulated(model, plan, options, lending=specs[plan.name], step_time=step_time, arrivals=arrivals)
         )
     num_cores = options.cores or len(os.sched_getaffinity(0))
     outcomes = simulate_together(models, num_cores, config.node.lending.max_wait)
@@ -168,14 +153,42 @@ def _all_together(
     return _of_all(outcomes, options.targets, node_figures)
 
 
+def _simulated(
+    model: ModelConfig,
+    plan: SizedPlan,
+    options: Options,
+    *,
+    lending: LendingSpec | None,
+    step_time: StepTime,
+    arrivals: list[Arrival],
+) -> SimulatedModel:
+    return SimulatedModel(
+        name=plan.name,
+        scheduler=make_scheduler(model, plan, options.policy, lending),
+        max_model_len=plan.max_model_len if _borrows(lending) else longest_alone(plan),
+        step_time=_predictor(step_time),
+        arrivals=arrivals,
+        num_clients=options.clients,
+        door=OpenDoor(same_for_all(model.due_s)),
+        device=model.device,
+        user=_core_user(model),
+        lending=lending,
+        pool_bytes=plan.pool_bytes,
+    )
+
+
+def _borrows(lending: LendingSpec | None) -> bool:
+    return lending is not None and bool(lending.lenders)
+
+
 def _of_all(
-    outcomes: dict[str, AnyOutcome], targets: Targets, of: Callable[[AnyOutcome, Targets], dict[str, Any]]
+    outcomes: dict[str, AnyOutcome], targets: Targets, figures_of: Callable[[AnyOutcome, Targets], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the figures of every model. Raises `ConfigError` for one that served nobody."""
+    """Return the figures of every model. Raises `ConfigError` for one that served no request."""
     found = {}
     for name, outcome in outcomes.items():
         try:
-            found[name] = of(outcome, targets)
+            found[name] = figures_of(outcome, targets)
         except ValueError as error:
             raise ConfigError(f"--trace: model '{name}': {error}") from None
     return found
@@ -203,10 +216,10 @@ def _core_user(model: ModelConfig) -> CoreUser:
 def _step_time(plan: SizedPlan, options: Options, known: dict[str, dict[str, float]]) -> StepTime:
     """Return the predictor of a model's steps, with the copy rate that the options name."""
     step_time = make_step_time(plan.name, known)
-    if options.copy_rate is None:
+    if options.copied_bytes_per_s is None:
         return step_time
     terms = dict(zip(STEP_TIME_TERMS, step_time.coefficients, strict=True))
-    terms["copy"] = plan.block_bytes / len(plan.groups) / options.copy_rate
+    terms["copy"] = plan.block_bytes / len(plan.groups) / options.copied_bytes_per_s
     return StepTime(list(terms.values()))
 
 

@@ -1,4 +1,4 @@
-"""The choice of who is let in, of the requests that arrive at a simulated engine."""
+"""The choice which of the requests that arrive at a simulated engine are let in."""
 
 from __future__ import annotations
 

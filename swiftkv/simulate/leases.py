@@ -61,7 +61,7 @@ class Leases:
 
     @property
     def next_s(self) -> float:
-        """When a coordinator has something to do next."""
+        """The next time at which a coordinator has something to do."""
         return min((party.due_s for party in self._parties.values()), default=math.inf)
 
     def attach_all(self) -> None:

@@ -49,9 +49,9 @@ class NodeOutcome:
     leases: LeaseTotals | None
     """`None` for a model that neither lends nor borrows."""
     begin_s: float
-    """When the first request of any model came."""
+    """The time at which the first request of any model came."""
     end_s: float
-    """When the last request of any model ended."""
+    """The time at which the last request of any model ended."""
 
     @property
     def mean_lent_bytes(self) -> float:
@@ -172,7 +172,7 @@ class _Engine:
         self.model = model
         self.copied_blocks = 0
         self.look_again_s = 0.0
-        """When to try again to begin a step; a time in the past means at once."""
+        """The time at which to try again to begin a step; a time in the past means at once."""
         self.run = EngineRun(
             model.scheduler, model.max_model_len, self._step_s, model.arrivals, model.num_clients, model.door
         )

@@ -46,9 +46,9 @@ class Outcome:
     """Requests that are longer than the model takes; they are in no array."""
     num_preemptions: int
     step_end_s: npt.NDArray[np.float64]
-    """When each step ended, [steps]."""
+    """The time at which each step ended, [steps]."""
     step_s: npt.NDArray[np.float64]
-    """How long each step took, [steps]."""
+    """The seconds that each step took, [steps]."""
 
     @property
     def num_steps(self) -> int:
@@ -220,7 +220,7 @@ class EngineRun:
 
     @property
     def next_arrival_s(self) -> float:
-        """When the next request comes; infinite if none does, or none before a client has its answer."""
+        """The time of the next request; infinite if none comes, or none before a client has its answer."""
         return self._waiting[0][1].time_s if self._waiting else math.inf
 
     def arrive(self, until_s: float) -> None:

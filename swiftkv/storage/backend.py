@@ -1,7 +1,7 @@
 """The interface of storage: blocks as bytes under keys, beyond the life of a process.
 
 Calls block, and come from threads of the tier's own, several at once. A key is 32 bytes, and names the bytes under it
-once and for all: whoever puts a key again puts the same bytes. A deadline is a value of `time.monotonic()`.
+for good: every put of a key puts the same bytes. A deadline is a value of `time.monotonic()`.
 """
 
 from __future__ import annotations

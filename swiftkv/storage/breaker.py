@@ -17,7 +17,7 @@ WINDOW_CALLS = 50
 OPEN_S = 30.0
 _QUANTILE = 0.99
 _FAIR_S = 0.1
-"""A call that was given less says nothing of how slow a medium is."""
+"""A call that was given less time shows nothing about the speed of a medium."""
 _HUNG_S = 1.0
 """A call that runs for so long beyond its deadline will not come back soon."""
 
@@ -79,7 +79,7 @@ class Breaker:
                 self._is_probing = False
 
     def trip(self) -> None:
-        """Open, for calls do not come back."""
+        """Open, because calls do not come back."""
         with self._lock:
             self._open()
 

@@ -1,4 +1,4 @@
-"""A medium that is slow, delays, fails, flips, truncates or hangs by a seed, for those who want to try their node."""
+"""A medium that is slow, delays, fails, flips, truncates or hangs at random, by a seed, to try a node with."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class FileMedium:
             self._remove(changes, keys)
 
     def usage(self) -> Usage:
-        """Return the size of the whole directory, whoever wrote it, in pages of the file system."""
+        """Return the size of the whole directory, other processes' objects included, in pages of the file system."""
         objects, num_bytes = self._index.total()
         return Usage(objects, num_bytes, self._options.size)
 
@@ -149,7 +149,7 @@ class FileMedium:
                     changes.remove(key for key in missing if not os.path.exists(self._path(key)))
 
     def _note_uses(self, keys: Iterable[bytes]) -> None:
-        """Note what was used. A block that was read is good, even where a full disk does not let us write that down."""
+        """Note what was used. A full disk may keep us from that, and does no harm to a block that was read."""
         with contextlib.suppress(OSError):
             self._index.touch(keys)
 
@@ -219,7 +219,7 @@ class FileMedium:
                 _fsync_directory(directory)
 
     def _free_disk(self, num_bytes: int) -> bool:
-        """Make the disk keep `min_free` beside so many bytes; return whether it does. A cache gives way to others."""
+        """Remove objects until the disk has `min_free` beside so many bytes, and return whether it has."""
         disk = os.statvfs(self._objects)
         lacking_bytes = self._options.min_free + num_bytes - disk.f_bavail * disk.f_frsize
         if lacking_bytes <= 0:

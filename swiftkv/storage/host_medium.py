@@ -18,7 +18,7 @@ _MAX_CHUNK_BYTES = 64 << 10
 _CACHE_LINE_BYTES = 64
 _MAX_CALLS = 8
 _LOCK_WAIT_S = 1.0
-"""The lock is held for microseconds; whoever waits for so long waits for a process that was stopped with it."""
+"""The lock is held for microseconds; a wait this long is for a process that was stopped while it held the lock."""
 
 
 def chunk_bytes_for(block_bytes: Iterable[int]) -> int:
@@ -72,7 +72,7 @@ class HostMedium:
 
     @property
     def num_repairs(self) -> int:
-        """How often a process died with the lock."""
+        """The number of processes that died with the lock."""
         return self._usage()[3]
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:

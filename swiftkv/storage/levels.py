@@ -1,4 +1,4 @@
-"""Several backends below one pool, the nearest first: what is found in one is not asked of those below it."""
+"""Several backends below one pool, the nearest first: a block that one has is not read from those below it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftkv.storage.backend import Status, StorageBackend
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One backend, the name of its tier in metrics, and what became of the blocks that it was given or asked for.
+    """One backend, the name of its tier in metrics, and the outcome for the blocks that it was given or asked for.
 
     A block that is missing counts with the last level only.
     """

@@ -114,7 +114,7 @@ class MooncakeMedium:
         return statuses + [Status.LATE] * (len(keys) - len(statuses))
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Remove objects, whoever has a lease on them."""
+        """Remove objects, even with a lease on them."""
         with self._call():
             for key in keys:
                 result = self._store.remove(self._name(key), force=True)

@@ -90,7 +90,7 @@ class RedisMedium:
         self._send([("UNLINK", self._name(key)) for key in keys])
 
     def usage(self) -> Usage:
-        """Return the size of the server: its keys and its memory, whosever they are."""
+        """Return the size of the server: all of its keys and its memory."""
         with _told_as_os_errors():
             memory: dict[str, Any] = self._client.info("memory")
             return Usage(self._client.dbsize(), memory["used_memory"], memory["maxmemory"])

@@ -34,7 +34,7 @@ class Connection:
     """
 
     def __init__(self, peer: PeerHandle, rank: int, connect_timeout_s: float, deadline_s: float) -> None:
-        """Raises `RuntimeError` if nobody connects in time, `TransferError` if who does has not read `peer`'s file."""
+        """Raises `RuntimeError` if nobody connects in time, `TransferError` for one that has not read `peer`'s file."""
         store = open_store(Path(peer.store_path), connect_timeout_s)
         self._group = gloo_group(store, rank, 2, connect_timeout_s)
         self._rank = rank
@@ -62,7 +62,7 @@ class Connection:
             raise TransferError("who connected has not read the rendezvous file")
 
     def cut(self) -> None:
-        """Make all that waits for the other side fail now, as if that had died. Any thread may call this."""
+        """Fail every wait for the other side now, as if that had died. Any thread may call this."""
         with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait took too long, and says so
             self._group.recv([torch.empty(1)], self._peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 

@@ -6,7 +6,7 @@ import torch
 
 
 class Fence:
-    """Marks all that the device was asked for so far."""
+    """Marks all work that was launched on the device so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -15,6 +15,6 @@ class Fence:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Return when it is computed and copied; without a GPU it is as soon as it was asked for."""
+        """Return when that work is done; without a GPU it is done when launched."""
         if self._event is not None:
             self._event.synchronize()

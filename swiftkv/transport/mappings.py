@@ -19,7 +19,7 @@ class Mapping:
 
 
 class Mappings:
-    """The mapped pools by link. Whoever adds one keeps its memory mapped until it is removed."""
+    """The mapped pools by link. The caller that adds one keeps its memory mapped until it is removed."""
 
     def __init__(self, pool: Tensor) -> None:
         """`pool` is our own, uint8 and flat."""

@@ -47,7 +47,7 @@ from swiftkv.transport.rows import Rows, rows_of
 
 CONNECT_TIMEOUT_S = 10.0
 DEADLINE_S = 30.0
-"""How long either side waits for the other's next message within a job."""
+"""The seconds that either side waits for the other's next message within a job."""
 
 _MAX_RUNS = 1 << 20
 _MAX_TIMINGS = 4096

@@ -20,7 +20,7 @@ copies to shared memory that run beside them."""
 
 LINK_PROGRAMS = 32
 """Programs of 32 KiB that keep a link between two GPUs busy: 1 MiB in flight are NVLink's 400 GB/s times 2 us. Each
-takes a multiprocessor from whoever computes, until the whole list is copied; more of them would copy no faster."""
+takes a multiprocessor from the kernels that compute, until the whole list is copied; more would copy no faster."""
 
 ONE_GPU_PROGRAMS = 96
 """The same within one GPU, whose memory is faster than any link."""
@@ -49,7 +49,7 @@ class Topology:
 
 
 class TransportChoice(NamedTuple):
-    """How KV gets from one engine's pool to another's, and why that way, as half a sentence."""
+    """The transport between two engines' pools, and the reason for it, as half a sentence."""
 
     kind: TransportKind
     reason: str

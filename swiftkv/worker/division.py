@@ -11,7 +11,7 @@ from swiftkv.worker.lend_policy import Demand, LendPolicy, LongestRequestPolicy,
 
 
 class Division:
-    """Computes how many extents each link should have, from the budget, the policy and who is attached."""
+    """Computes how many extents each link should have, from the budget, the policy and the attached borrowers."""
 
     def __init__(self, spec: LendingSpec, peers: Sequence[BorrowerPeer], group_blocks: Sequence[int]) -> None:
         """`group_blocks` has the size of each KV group of the lender's pool."""

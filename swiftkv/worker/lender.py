@@ -1,4 +1,4 @@
-"""The lender's side of leases: who gets how much, what is asked back, and what ends with a borrower.
+"""The lender's side of leases: what each borrower gets, what is recalled, and what ends with a borrower.
 
 Everything here runs in the coordinator's thread. It is one file of more than 400 lines because it is one class: offers,
 recalls, budgets and the deaths of borrowers change the same tables.
@@ -305,7 +305,7 @@ class Lender:
             num_bytes = sum(n * self._links[number].geometry.extent_bytes for number, n in counts.items())
             self._wire.send(route, self._budget_set(request, num_bytes, 0.0))
             return
-        if request.budget_bytes > self.budget_bytes:  # whoever raises it wants it lent now
+        if request.budget_bytes > self.budget_bytes:  # a budget is raised to be lent now
             self._no_offer_before_s = [0.0] * len(self._no_offer_before_s)
         self.budget_bytes = request.budget_bytes
         batch = self._recall("budget", counts, now_s)

@@ -96,7 +96,7 @@ def test_shares_of_the_file_are_kept(directory: Path) -> None:
 def test_a_copy_rate_replaces_what_the_step_times_know(directory: Path) -> None:
     chosen = options(directory, "chat", "code")
     fast, slow = (
-        simulated(directory, replace(chosen, copy_rate=rate))["chat"]["core_s"] for rate in (1 << 40, 1 << 20)
+        simulated(directory, replace(chosen, copied_bytes_per_s=rate))["chat"]["core_s"] for rate in (1 << 40, 1 << 20)
     )
     assert fast < slow
 

@@ -1,4 +1,4 @@
-"""The check of a batch's input file, part by part, so that others have the store in between."""
+"""The check of a batch's input file, part by part, so that the store serves other calls in between."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def duplicate(line: CheckedLine) -> LineError:
 
 
 def too_long(number: int, max_bytes: int) -> LineError:
-    """Return the error of a line that no request could be as long as."""
+    """Return the error of a line that is longer than any request may be."""
     return _error("line_too_long", number, f"This line is longer than {max_bytes} bytes (node.max_body)")
 
 

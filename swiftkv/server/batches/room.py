@@ -9,7 +9,7 @@ _MAX_KV_USAGE = 0.8
 _SPARE_PART = 8
 """One slot in so many stays free, so that a client's request finds one at once."""
 _SHARE_BESIDE_CLIENTS = 4
-"""Beside clients' requests, batches have one in so many of the places that they have alone."""
+"""One in so many of the places that batches have alone stays theirs beside clients' requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from swiftkv.server.threads import BoundedThreads
 
 T = TypeVar("T")
 
-_POLL_S = 0.1  # while lines wait for room: nobody tells when there is some
+_POLL_S = 0.1  # while lines wait for room, which comes without notice
 _PASSING_STATUSES = (429, 503)  # the engine is down, or has too much to do
 _PASSING_RETRY_S = 1.0
 _MAX_ENGINE_DEATHS = 3  # after so many, a line counts as their cause
@@ -97,7 +97,7 @@ class BatchRunner:
             await self._abandon(list(self._running.values()))
 
     async def _round(self) -> float | None:
-        """Do what there is to do; return the seconds until there may be more, `None` for when something changes."""
+        """Move batches on; return the seconds until there may be more to do, `None` if only a change brings more."""
         for model in self._models.all():
             self._metrics.batch_sequences.labels(model.name).set(
                 sum(running.num_in_engine for running in self._lines_of(model))

@@ -1,4 +1,4 @@
-"""The request that `/v1/responses` takes, and the chat that it comes to."""
+"""The request that `/v1/responses` takes, and its translation to a chat."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ InputTexts = Annotated[list[InputText], Field(fail_fast=True, max_length=LIMITS.
 
 
 class InputFile(Body):
-    """A picture or file that a tool returned. The model is told that it is there."""
+    """A picture or file that a tool returned. The model sees a note in its place."""
 
     model_config = ConfigDict(extra="ignore")
 

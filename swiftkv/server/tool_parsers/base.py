@@ -28,7 +28,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsGrown:
-    """More of the arguments of the call that was begun last, as JSON text."""
+    """A further part of the arguments of the call that was begun last, as JSON text."""
 
     text: str
 
@@ -152,7 +152,7 @@ class TaggedParser(SteppedParser):
         return text.lstrip() if self._is_behind_call else text
 
     def _called(self) -> None:
-        """Note that a call has begun, and so nobody misses the white space before it."""
+        """Note that a call has begun: white space before it is dropped."""
         self._spaces = ""
         self._is_behind_call = True
 
