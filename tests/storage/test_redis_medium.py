@@ -103,7 +103,7 @@ def test_a_server_that_is_gone_opens_the_breaker(server: RedisServer) -> None:
 
 
 def test_a_server_that_hangs_is_late(server: RedisServer) -> None:
-    with opened(options(server, timeout="1s")) as backend:
+    with opened(options(server, timeout="3s")) as backend:
         assert set(put(backend, KEYS)) == {Status.OK}
         server.process.send_signal(signal.SIGSTOP)
         try:
