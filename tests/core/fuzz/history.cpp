@@ -50,6 +50,7 @@ void share_extents(Setup& setup, Bytes& in) {
 void read_parts(Setup& setup, Bytes& in) {
     const int flags = in.next();
     setup.write_policy = flags & 1 ? WritePolicy::kWriteThroughSelective : WritePolicy::kWriteThrough;
+    if (flags & 16) setup.write_policy = WritePolicy::kWriteBack;
     if (flags & 2) share_extents(setup, in);
     if (flags & 4) setup.limits.retention_interval = 2 * setup.limits.block_size;
     if ((flags & 8) && !setup.borrow.empty()) setup.borrow.back().place = Place::kHost;
