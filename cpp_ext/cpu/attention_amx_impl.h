@@ -23,72 +23,108 @@ struct TileProducts {
     static constexpr int kKeyAlignment = kStep;
     static constexpr int kPartitionSteps = kPartitionTokens / kStep;
     static constexpr int kStepsPerSlice = 4;  // of 16 products, about as long as weighing a row
+    static constexpr int kStepsStagedAtOnce = 2;
+    static constexpr int kLinesAhead = 256;
     static constexpr int kRowsPerTask = 256;
 
     static int block_rows(int) { return 2 * kTileRows; }
     static int padded_rows(int rows) { return static_cast<int>(round_up(rows, 2 * kTileRows)); }
     static int padded_dim(const AttentionSpec& spec) { return static_cast<int>(round_up(spec.head_dim, kStep)); }
 
-    // Every tile is whole for as long as a task takes: rows beyond the last hold anything, and nobody reads them.
+    // Tiles of rows and of sums have as many rows as a task of one block, for each costs time; else every tile is whole
+    // for as long as a task takes: rows beyond the last hold anything, and nobody reads them.
     struct Registers {
-        Registers() {
+        explicit Registers(int rows) {
             TileConfig config;
             for (int tile = 0; tile < 8; ++tile) {
                 config.bytes_per_row[tile] = kTileBytes;
-                config.rows[tile] = kTileRows;
+                config.rows[tile] = static_cast<uint8_t>(tile < 6 ? smaller(rows, kTileRows) : kTileRows);
             }
             Tiles::configure(&config);
         }
         ~Registers() { Tiles::release(); }
     };
 
-    // Fetches the keys and values that follow a partition's into the second-level cache, a few lines before each
-    // product of its blocks: many at once would keep the tiles' own loads waiting. One block of rows has too few
-    // products to hide it, and then the processor's own prefetching is as good.
+    // Fetches keys and values before they are needed, a few lines with each product: many at once would keep the tiles'
+    // own loads waiting. One block of rows reads a line as soon as the one before it is multiplied, so the first-level
+    // cache gets what is read kLinesAhead lines later, keys, then values, then the keys that follow the partition's.
+    // Several blocks read a partition's lines again and again; meanwhile the second-level cache gets what follows it.
     class Fetcher {
       public:
         void begin(const AttentionSpec& spec, const Keys& keys, int num_blocks) {
-            next_k_ = keys.k + keys.end_group();
-            next_v_ = keys.v + keys.end_group();
+            keys_ = &keys;
             k_stride_ = int64_t{spec.block_size} * 2;
             k_lines_ = spec.head_dim / 2;
             v_lines_ = kGroupTokens * spec.v_head_dim / kStep;
-            num_left_ = num_blocks > 1 ? 2 * keys.num_ahead : 0;
+            is_near_ = num_blocks == 1;
+            run_begin_ = is_near_ ? keys.first_group() : keys.end_group();
+            run_end_ = is_near_ ? keys.end_group() : keys.end_group() + keys.num_ahead;
+            group_ = run_begin_;
+            is_k_ = true;
             lines_left_ = 0;
             const int num_steps = (keys.end - keys.begin + kStep - 1) / kStep;
             const int num_products = num_blocks * num_steps * (spec.head_dim + spec.v_head_dim) / kStep;
-            lines_at_once_ = (keys.num_ahead * (k_lines_ + v_lines_) + num_products - 1) / num_products;
+            lines_at_once_ = ((run_end_ - run_begin_) * (k_lines_ + v_lines_) + num_products - 1) / num_products;
+            if (is_near_) skip(kLinesAhead);
         }
         void operator()() {
             if (lines_left_ == 0 && !next_piece()) return;
             const int count = smaller(lines_at_once_, lines_left_);
-            for (int i = 0; i < count; ++i, line_ += stride_) __builtin_prefetch(line_, 0, 2);
+            if (is_near_)
+                for (int i = 0; i < count; ++i, line_ += stride_) __builtin_prefetch(line_, 0, 3);
+            else
+                for (int i = 0; i < count; ++i, line_ += stride_) __builtin_prefetch(line_, 0, 2);
             lines_left_ -= count;
         }
 
       private:
+        // What the partition before has fetched.
+        void skip(int num_lines) {
+            while (num_lines > 0 && (lines_left_ > 0 || next_piece())) {
+                const int count = smaller(num_lines, lines_left_);
+                line_ += count * stride_;
+                lines_left_ -= count;
+                num_lines -= count;
+            }
+        }
+
         bool next_piece() {
-            if (num_left_ == 0) return false;
-            const bool is_k = num_left_-- % 2 == 0;
-            line_ = is_k ? *next_k_++ : *next_v_++;
-            stride_ = is_k ? k_stride_ : kStep;
-            lines_left_ = is_k ? k_lines_ : v_lines_;
+            if (group_ == run_end_ && !next_run()) return false;
+            line_ = (is_k_ ? keys_->k : keys_->v)[group_++];
+            stride_ = is_k_ ? k_stride_ : kStep;
+            lines_left_ = is_k_ ? k_lines_ : v_lines_;
+            return true;
+        }
+        bool next_run() {
+            if (!is_k_ && run_end_ > keys_->end_group()) return false;
+            if (!is_k_) {
+                run_begin_ = run_end_;
+                run_end_ += keys_->num_ahead;
+            }
+            is_k_ = !is_k_;
+            group_ = run_begin_;
             return true;
         }
 
-        const Elem* const* next_k_;
-        const Elem* const* next_v_;
-        int64_t k_stride_, stride_;
-        int k_lines_, v_lines_, lines_left_, lines_at_once_;
-        int num_left_;  // pieces: the keys or the values of a group
-        const Elem* line_;
+        const Keys* keys_;
+        bool is_near_;
+        int k_lines_, v_lines_, lines_at_once_;
+        int64_t k_stride_;
+        // The groups whose keys, and then values, are fetched; first the partition's own, if they are near.
+        int run_begin_, run_end_;
+        bool is_k_;
+        int group_;         // the next one
+        const Elem* line_;  // the next one of the group before it
+        int64_t stride_;    // from line to line, in elements
+        int lines_left_;
     };
 
     struct Scratch {
-        Elem* q;         // [padded_rows, padded_dim]
-        Elem* k_tails;   // [kPartitionGroups][kTileElements], if head_dim ends in half a step; zeros fill it
-        Elem* v_staged;  // [kPartitionSteps][kStep / 2][v_dim][2]
-        const Elem** v;  // [kPartitionSteps], in the pool or in v_staged
+        Elem* q;            // [padded_rows, padded_dim]
+        Elem* k_tails;      // [kPartitionGroups][kTileElements], if head_dim ends in half a step; zeros fill it
+        Elem* v_staged;     // [kPartitionSteps][kStep / 2][v_dim][2]
+        const Elem** v;     // [kPartitionSteps], in the pool or in v_staged
+        int steps_at_once;  // whose values are in v_staged, step s as its (s % steps_at_once)-th
         Fetcher fetcher;
 
         Scratch(Arena& arena, const AttentionSpec& spec, int rows) {
@@ -108,26 +144,16 @@ struct TileProducts {
         }
     }
 
-    // Brings what cannot be loaded as whole tiles from where it lies into scratch.
+    // Brings what cannot be loaded as whole tiles from where it lies into scratch: values at once where several blocks
+    // of rows need them, else a few steps at a time, which then are in the first-level cache when they are multiplied.
     static void stage(const AttentionSpec& spec, const Keys& keys, int num_blocks, Scratch& scratch) {
         scratch.fetcher.begin(spec, keys, num_blocks);
-        for (int step = keys.begin / kStep; step * kStep < keys.end; ++step) {
-            const int group = 2 * step;
-            const bool whole = keys.has_group(group) && (step + 1) * kStep <= keys.end;
-            if (whole && keys.v[group + 1] == keys.v[group] + int64_t{kGroupTokens} * spec.v_head_dim) {
-                scratch.v[step] = keys.v[group];
-                continue;
-            }
-            Elem* staged = scratch.v_staged + int64_t{step} * kStep * spec.v_head_dim;
-            scratch.v[step] = staged;
-            stage_values(spec, keys, group, staged);
-            stage_values(spec, keys, group + 1, staged + int64_t{kGroupTokens} * spec.v_head_dim);
-        }
+        scratch.steps_at_once = num_blocks == 1 ? kStepsStagedAtOnce : kPartitionSteps;
+        if (num_blocks > 1) stage_steps(spec, keys, keys.begin / kStep, (keys.end + kStep - 1) / kStep, scratch);
         if (spec.head_dim % kStep == 0) return;
         for (int group = keys.begin / kGroupTokens; group * kGroupTokens < keys.end; ++group)
             stage_tail(spec, keys.k[group], scratch.k_tails + group * kTileElements);
     }
-
     // scores[r, t] = q[r] . k[t] for a block of rows and the keys of a partition that it sees.
     template <typename Meanwhile>
     static void score(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
@@ -147,25 +173,50 @@ struct TileProducts {
 
     // out[r] = sum(weights[r, t] v[t]) for a block of rows, over the keys of a partition that it sees.
     template <typename Meanwhile>
-    static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys&, const RowBlock& block,
+    static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
                            const Elem* weights, float* out, Meanwhile&& meanwhile) {
-        if (block.key_begin == block.key_end) return;
         const bool two_rows = block.end - block.begin > kTileRows;
-        for (int d = 0; d < spec.v_head_dim; d += 2 * kTileRows) {
-            float* sums = out + int64_t{block.begin} * spec.v_head_dim + d;
-            const bool two_columns = spec.v_head_dim - d > kTileRows;
-            if (two_rows && two_columns)
-                accumulate_columns<true, true>(spec, scratch, block, weights, d, sums, meanwhile);
-            else if (two_rows)
-                accumulate_columns<true, false>(spec, scratch, block, weights, d, sums, meanwhile);
-            else if (two_columns)
-                accumulate_columns<false, true>(spec, scratch, block, weights, d, sums, meanwhile);
-            else
-                accumulate_columns<false, false>(spec, scratch, block, weights, d, sums, meanwhile);
+        float* sums = out + int64_t{block.begin} * spec.v_head_dim;
+        const int first = block.key_begin / kStep, last = block.key_end / kStep;
+        for (int begin = first; begin < last; begin += scratch.steps_at_once) {
+            const Steps steps{begin, smaller(begin + scratch.steps_at_once, last), begin == first};
+            if (scratch.steps_at_once < kPartitionSteps) stage_steps(spec, keys, steps.begin, steps.end, scratch);
+            for (int d = 0; d < spec.v_head_dim; d += 2 * kTileRows) {
+                const bool two_columns = spec.v_head_dim - d > kTileRows;
+                if (two_rows && two_columns)
+                    accumulate_columns<true, true>(spec, scratch, steps, weights, d, sums + d, meanwhile);
+                else if (two_rows)
+                    accumulate_columns<true, false>(spec, scratch, steps, weights, d, sums + d, meanwhile);
+                else if (two_columns)
+                    accumulate_columns<false, true>(spec, scratch, steps, weights, d, sums + d, meanwhile);
+                else
+                    accumulate_columns<false, false>(spec, scratch, steps, weights, d, sums + d, meanwhile);
+            }
         }
     }
 
   private:
+    struct Steps {
+        int begin, end;
+        bool is_first;  // of what is summed
+    };
+
+    static void stage_steps(const AttentionSpec& spec, const Keys& keys, int begin, int end, Scratch& scratch) {
+        for (int step = begin; step < end; ++step) {
+            const int group = 2 * step;
+            const bool whole = keys.has_group(group) && (step + 1) * kStep <= keys.end;
+            if (whole && keys.v[group + 1] == keys.v[group] + int64_t{kGroupTokens} * spec.v_head_dim) {
+                scratch.v[step] = keys.v[group];
+                continue;
+            }
+            const int place = step % scratch.steps_at_once;
+            Elem* staged = scratch.v_staged + int64_t{place} * kStep * spec.v_head_dim;
+            scratch.v[step] = staged;
+            stage_values(spec, keys, group, staged);
+            stage_values(spec, keys, group + 1, staged + int64_t{kGroupTokens} * spec.v_head_dim);
+        }
+    }
+
     // Copies a group of values; those that nobody sees may be anything in the pool, and are zero here.
     static void stage_values(const AttentionSpec& spec, const Keys& keys, int group, Elem* to) {
         const int64_t pair = 2 * int64_t{spec.v_head_dim};
@@ -194,6 +245,15 @@ struct TileProducts {
         if constexpr (kTwoColumns) Tiles::zero<1>();
         if constexpr (kTwoRows) Tiles::zero<2>();
         if constexpr (kTwoRows && kTwoColumns) Tiles::zero<3>();
+    }
+
+    template <bool kTwoRows, bool kTwoColumns>
+    static void load_sums(const float* from, int64_t row_elements) {
+        const int64_t row_bytes = row_elements * static_cast<int64_t>(sizeof(float));
+        Tiles::load<0>(from, row_bytes);
+        if constexpr (kTwoColumns) Tiles::load<1>(from + kTileRows, row_bytes);
+        if constexpr (kTwoRows) Tiles::load<2>(from + kTileRows * row_elements, row_bytes);
+        if constexpr (kTwoRows && kTwoColumns) Tiles::load<3>(from + kTileRows * row_elements + kTileRows, row_bytes);
     }
 
     template <bool kTwoRows, bool kTwoColumns>
@@ -241,10 +301,13 @@ struct TileProducts {
     }
 
     template <bool kTwoRows, bool kTwoColumns, typename Meanwhile>
-    static void accumulate_columns(const AttentionSpec& spec, Scratch& scratch, const RowBlock& block,
-                                   const Elem* weights, int d, float* sums, Meanwhile&& meanwhile) {
-        zero_sums<kTwoRows, kTwoColumns>();
-        for (int step = block.key_begin / kStep; step < block.key_end / kStep; ++step) {
+    static void accumulate_columns(const AttentionSpec& spec, Scratch& scratch, const Steps& steps, const Elem* weights,
+                                   int d, float* sums, Meanwhile&& meanwhile) {
+        if (steps.is_first)
+            zero_sums<kTwoRows, kTwoColumns>();
+        else
+            load_sums<kTwoRows, kTwoColumns>(sums, spec.v_head_dim);
+        for (int step = steps.begin; step < steps.end; ++step) {
             const Elem* columns = scratch.v[step] + d * 2;
             multiply<kTwoRows, kTwoColumns>(scratch.fetcher, weights + step * kStep, kRowStride * sizeof(Elem), columns,
                                             columns + kTileRows * 2, spec.v_head_dim * 2 * sizeof(Elem));

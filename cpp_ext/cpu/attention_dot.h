@@ -33,7 +33,9 @@ struct DotProducts {
     }
     static int padded_rows(int rows) { return rows; }
 
-    struct Registers {};
+    struct Registers {
+        explicit Registers(int) {}
+    };
 
     struct Scratch {
         Packed* q;  // [rows, kQueryStride]

@@ -131,7 +131,7 @@ struct Attention {
         const int rows = task.num_queries * spec.group_size();
         Arena arena(memory);
         Scratch scratch(arena, spec, rows);
-        [[maybe_unused]] const typename Products::Registers registers;
+        [[maybe_unused]] const typename Products::Registers registers(rows);
         Products::pack_queries(spec, task, scratch.products);
         for (int p = task.partition_begin; p < task.partition_end; ++p) {
             attend_partition(spec, task, p, next_task, scratch);
