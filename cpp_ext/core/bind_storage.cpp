@@ -82,7 +82,7 @@ std::vector<LoadedBlock> loaded_blocks(Input<int32_t> groups, Input<int32_t> blo
 std::vector<BlockKey> block_keys_of(nb::bytes keys) {
     if (keys.size() % sizeof(BlockKey)) throw std::invalid_argument("keys: each has 32 bytes");
     std::vector<BlockKey> block_keys(keys.size() / sizeof(BlockKey));
-    std::memcpy(block_keys.data(), keys.c_str(), keys.size());
+    if (!block_keys.empty()) std::memcpy(block_keys.data(), keys.c_str(), keys.size());
     return block_keys;
 }
 

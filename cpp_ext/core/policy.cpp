@@ -11,7 +11,7 @@ namespace swiftkv {
 
 namespace {
 
-constexpr int kProbeBlocks = 4;  // of prompts in a step, while nobody knows how long they take
+constexpr int64_t kProbeBlocks = 4;  // of prompts in a step, while nobody knows how long they take
 
 constexpr double kHoldS = 1.0;
 
@@ -97,7 +97,8 @@ bool Policy::has_time(const StepWork& work, double limit_s) const {
 
 int Policy::timely_chunk(const Request& r, const StepWork& work, double limit_s) const {
     if (std::isinf(limit_s)) return std::numeric_limits<int>::max();
-    if (!step_time_.is_known()) return kProbeBlocks * limits_.block_size;
+    if (!step_time_.is_known())
+        return static_cast<int>(std::min<int64_t>(kProbeBlocks * limits_.block_size, r.num_remaining()));
     return std::max(limits_.block_size, step_time_.longest_chunk(work, r.num_planned(), limit_s));
 }
 

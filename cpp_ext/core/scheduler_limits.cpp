@@ -127,12 +127,15 @@ void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
                                            std::to_string(num_needed));
 }
 
-// Blocks and nodes are numbered with int32.
+// Blocks and nodes are numbered with int32. One link's blocks may fill an int64, so the sum is checked as it grows.
 void check_count_of_blocks(const std::vector<GroupSpec>& groups, const std::vector<Link>& borrow_links) {
     int64_t total = 0;
-    for (const GroupSpec& spec : groups) total += spec.num_blocks;
-    for (const Link& link : borrow_links) total += blocks_of(link);
-    require(total < kMaxInt32 / 2, "all groups and borrow links together have more blocks than an int32 can count");
+    const auto count = [&](int64_t num_blocks) {
+        total += num_blocks;
+        require(total < kMaxInt32 / 2, "all groups and borrow links together have more blocks than an int32 can count");
+    };
+    for (const GroupSpec& spec : groups) count(spec.num_blocks);
+    for (const Link& link : borrow_links) count(blocks_of(link));
 }
 
 }  // namespace
@@ -164,7 +167,7 @@ void check_setup(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
 int SchedulerLimits::blocks_for_one_sequence(const GroupSpec& spec) const {
     const int whole = ceil_div(max_model_len, block_size);
     if (spec.window == 0 || !enable_chunked_prefill) return whole;
-    return std::min(whole, tail_blocks(spec, block_size) + 2);
+    return static_cast<int>(std::min<int64_t>(whole, int64_t{tail_blocks(spec, block_size)} + 2));
 }
 
 int SchedulerLimits::extents_for_one_sequence(const GroupSpec& spec) const {

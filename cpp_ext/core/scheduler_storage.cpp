@@ -75,6 +75,7 @@ Scheduler::Lookup Scheduler::look_up(RequestId id) const {
 
 std::optional<double> Scheduler::prefill_s(int begin, int end) const {
     const std::lock_guard lock(mutex_);
+    if (begin < 0) throw std::invalid_argument("begin: it is below 0");
     return policy_.prefill_s(begin, end, roster_.running());
 }
 

@@ -32,6 +32,7 @@ class Setup:
     max_num_batched_tokens: int = 64
     max_model_len: int = 48
     stream_buffers: int = 2
+    target_tpot_s: float | None = None
 
     def scheduler(self) -> Scheduler:
         return Scheduler(
@@ -43,6 +44,7 @@ class Setup:
             lend_links=[Link(*link) for link in self.lend],
             borrow_links=[Link(*link) for link in self.borrow],
             stream_buffers=self.stream_buffers,
+            target_tpot_s=self.target_tpot_s,
         )
 
 
@@ -220,6 +222,7 @@ def test_a_plan_has_no_copies_of_another_group_or_buffer(group: int, buffer: int
         {"borrow": ((0, 1, INT32_MAX, INT64_MAX),)},
         {"borrow": ((0, INT32_MAX, INT32_MAX, 256),)},
         {"borrow": ((0, INT32_MAX, 2, 256),)},
+        {"groups": ((1, 64, 0, 1),), "borrow": ((0, INT32_MAX, INT32_MAX, INT32_MAX),) * 3},  # 3 * 2 ** 62 blocks
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changed: dict[str, object]) -> None:
@@ -236,6 +239,25 @@ def test_sizes_near_the_end_of_an_int_do_not_overflow() -> None:
     assert plan.context_lens.tolist() == [40]
     scheduler.commit(extents(1))
     scheduler.check_invariants()
+
+
+def test_the_first_chunk_beside_answers_is_whole_where_a_block_is_as_large_as_an_int() -> None:
+    scheduler = replace(Setup(), block_size=INT32_MAX, target_tpot_s=1.0).scheduler()
+    add(scheduler, 1, extents(*range(40)), 4)
+    assert scheduler.schedule() is not None
+    scheduler.commit(extents(1))
+    add(scheduler, 2, extents(*range(30)), 4)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.context_lens.tolist() == [41, 30]
+    scheduler.check_invariants()
+
+
+def test_a_prefill_is_not_predicted_from_before_the_first_token() -> None:
+    scheduler = Setup().scheduler()
+    with pytest.raises(ValueError, match="begin"):
+        scheduler.prefill_s(-(2**31), INT32_MAX)
+    assert scheduler.prefill_s(0, INT32_MAX) is None
 
 
 def test_the_scheduler_knows_when_requests_arrived_and_how_long_steps_took() -> None:
