@@ -23,6 +23,7 @@ import torch
 
 from swiftkv import _cpu
 from swiftkv.kernels import cpu, cpu_attention
+from swiftkv.kernels.ops import PackedMlp
 
 LAYERS, HIDDEN, MLP, VOCAB, EPS = attention_benchmark.NUM_LAYERS, 1024, 3072, 32000, 1e-6
 SPEC = attention_benchmark.SPEC
@@ -114,7 +115,7 @@ def run_step(model: Model, step: Step, watch: Stopwatch) -> None:
             attended = cpu_attention.attention(qkv, SPEC, step.batch, step.pool, layer)
         with watch.part("linear"):
             cpu.linear_residual(attended, model.out[layer], x)
-            cpu.add_gated_mlp(x, model.norm, EPS, model.gate_up[layer], model.down[layer])
+            cpu.add_gated_mlp(x, PackedMlp(model.norm, EPS, model.gate_up[layer], model.down[layer]))
     with watch.part("linear"):
         cpu.logits(cpu.rms_norm(x[-len(step.sequences) :], model.norm, EPS), model.logits)
 

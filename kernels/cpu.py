@@ -17,7 +17,7 @@ from swiftkv._cpu import PackedLinear
 from swiftkv.kernels.cpu_attention import attention, prepare_batch, rope_write_kv
 from swiftkv.kernels.cpu_experts import PackedExperts, add_experts, pack_experts, route
 from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation, norm_weight_kind
-from swiftkv.kernels.experts import SILU, GatedActivation
+from swiftkv.kernels.ops import PackedMlp
 from swiftkv.kernels.reference import biases_of
 
 __all__ = [
@@ -90,30 +90,16 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return out
 
 
-def gated_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    activation: GatedActivation = SILU,
-) -> Tensor:
-    """Return linear(a, down), [M, N], of the activation a of gate, up = norm_linear(x, norm_weight, eps, gate_up)."""
-    out = x.new_empty((x.shape[0], down.out_features))
-    _multiply_gated(x, norm_weight, eps, gate_up, down, activation, _cpu.Epilogue.STORE, out)
+def gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
+    """Return linear(a, down), [M, N], of the activation a of gate, up = norm_linear(x, norm, norm_eps, gate_up)."""
+    out = x.new_empty((x.shape[0], mlp.down.out_features))
+    _multiply_gated(x, mlp, _cpu.Epilogue.STORE, out)
     return out
 
 
-def add_gated_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    activation: GatedActivation = SILU,
-) -> None:
+def add_gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> None:
     """Add the gated MLP of x [M, K] to x in place, rounded once after the float32 sum."""
-    _multiply_gated(x, norm_weight, eps, gate_up, down, activation, _cpu.Epilogue.RESIDUAL, x)
+    _multiply_gated(x, mlp, _cpu.Epilogue.RESIDUAL, x)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
@@ -177,16 +163,8 @@ def _multiply(
     )
 
 
-def _multiply_gated(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    activation: GatedActivation,
-    epilogue: _cpu.Epilogue,
-    out: Tensor,
-) -> None:
+def _multiply_gated(x: Tensor, mlp: PackedMlp[PackedLinear], epilogue: _cpu.Epilogue, out: Tensor) -> None:
+    gate_up, down = mlp.gate_up, mlp.down
     rows, dtype = x.shape[0], _TORCH_DTYPES[gate_up.dtype]
     assert gate_up.interleaved
     assert not down.interleaved
@@ -198,10 +176,10 @@ def _multiply_gated(
         down,
         x.data_ptr(),
         rows,
-        norm_weight.data_ptr(),
-        norm_weight_kind(norm_weight, dtype, gate_up.in_features),
-        eps,
-        native_activation(activation),
+        mlp.norm.data_ptr(),
+        norm_weight_kind(mlp.norm, dtype, gate_up.in_features),
+        mlp.norm_eps,
+        native_activation(mlp.activation),
         epilogue,
         out.data_ptr(),
     )

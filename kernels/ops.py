@@ -10,7 +10,8 @@ tensors of the weights' dtype, where the kernels run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from swiftkv.kernels.experts import SILU, GatedActivation, PackedExperts
 
@@ -36,6 +37,17 @@ class PackedLinear(Protocol):
 Packed = TypeVar("Packed", bound=PackedLinear)
 Experts = TypeVar("Experts", bound=PackedExperts)
 Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMlp(Generic[Packed]):
+    """A gated MLP and the norm before it."""
+
+    norm: Tensor  # [hidden_size]
+    norm_eps: float
+    gate_up: Packed  # hidden_size -> 2 * intermediate_size, interleaved
+    down: Packed  # intermediate_size -> hidden_size
+    activation: GatedActivation = SILU
 
 
 class Ops(Protocol[Packed, Experts, Batch]):
@@ -72,29 +84,13 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
         """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
 
-    def gated_mlp(
-        self,
-        x: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        gate_up: Packed,
-        down: Packed,
-        activation: GatedActivation = SILU,
-    ) -> Tensor:
-        """Return linear(a, down), [M, N], of the activation a of gate, up = norm_linear(x, norm_weight, eps, gate_up).
+    def gated_mlp(self, x: Tensor, mlp: PackedMlp[Packed]) -> Tensor:
+        """Return linear(a, down), [M, N], of the activation a of gate, up = norm_linear(x, norm, norm_eps, gate_up).
 
         The activation is computed in float32, and rounded to the dtype of x [M, K].
         """
 
-    def add_gated_mlp(
-        self,
-        x: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        gate_up: Packed,
-        down: Packed,
-        activation: GatedActivation = SILU,
-    ) -> None:
+    def add_gated_mlp(self, x: Tensor, mlp: PackedMlp[Packed]) -> None:
         """Add the gated MLP of x [M, K] to x in place, as `linear_residual` adds."""
 
     def logits(self, x: Tensor, w: Packed) -> Tensor:

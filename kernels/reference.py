@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.block_table import layer_block_index
-from swiftkv.kernels.experts import SILU, GatedActivation
+from swiftkv.kernels.ops import PackedMlp
 from swiftkv.kernels.reference_experts import PackedExperts, activate, add_experts, pack_experts, route
 
 __all__ = [
@@ -134,28 +134,14 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
-def gated_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    activation: GatedActivation = SILU,
-) -> Tensor:
+def gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
     """Return linear(a, down), [M, N], of the activation a of gate and up, which is rounded once."""
-    return linear(_gated(x, norm_weight, eps, gate_up, activation), down)
+    return linear(_gated(x, mlp), mlp.down)
 
 
-def add_gated_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    activation: GatedActivation = SILU,
-) -> None:
+def add_gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> None:
     """Add the gated MLP of x [M, K] to x in place, rounded once after the sum."""
-    linear_residual(_gated(x, norm_weight, eps, gate_up, activation), down, x)
+    linear_residual(_gated(x, mlp), mlp.down, x)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
@@ -268,10 +254,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpe
     return torch.einsum("hgqk,khd->qhgd", weights, v.to(wide)).flatten(1, 2).to(q.dtype)
 
 
-def _gated(x: Tensor, norm_weight: Tensor, eps: float, gate_up: PackedLinear, activation: GatedActivation) -> Tensor:
-    assert gate_up.interleaved
-    gate, up = _multiply(rms_norm(x, norm_weight, eps), gate_up).chunk(2, dim=-1)
-    return activate(gate, up, activation).to(x.dtype)
+def _gated(x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
+    assert mlp.gate_up.interleaved
+    gate, up = _multiply(rms_norm(x, mlp.norm, mlp.norm_eps), mlp.gate_up).chunk(2, dim=-1)
+    return activate(gate, up, mlp.activation).to(x.dtype)
 
 
 def _multiply(x: Tensor, w: PackedLinear) -> Tensor:

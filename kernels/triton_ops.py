@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftkv.kernels.experts import SILU, GatedActivation
+from swiftkv.kernels.ops import PackedMlp
 from swiftkv.kernels.reference import PackedLinear, pack_linear
 from swiftkv.kernels.reference_experts import PackedExperts, pack_experts, route
 from swiftkv.kernels.triton_attention import attention, prepare_batch
@@ -66,28 +66,14 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> 
     return linear(rms_norm(x, norm_weight, eps), w)
 
 
-def gated_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    activation: GatedActivation = SILU,
-) -> Tensor:
+def gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
     """Return linear(a, down), [M, N], of the activation a of gate and up, each rounded to the dtype."""
-    return linear(_gate_up(x, norm_weight, eps, gate_up, activation), down)
+    return linear(_gate_up(x, mlp), mlp.down)
 
 
-def add_gated_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_up: PackedLinear,
-    down: PackedLinear,
-    activation: GatedActivation = SILU,
-) -> None:
+def add_gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> None:
     """Add the gated MLP of x [M, K] to x in place, as `linear_residual` adds."""
-    linear_residual(_gate_up(x, norm_weight, eps, gate_up, activation), down, x)
+    linear_residual(_gate_up(x, mlp), mlp.down, x)
 
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
@@ -104,6 +90,7 @@ def embed(token_ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(token_ids.to(table.device, non_blocking=True), table)
 
 
-def _gate_up(x: Tensor, norm_weight: Tensor, eps: float, gate_up: PackedLinear, activation: GatedActivation) -> Tensor:
-    assert gate_up.interleaved
-    return gated(F.linear(rms_norm(x, norm_weight, eps), gate_up.weight, gate_up.bias), activation)
+def _gate_up(x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
+    assert mlp.gate_up.interleaved
+    normed = rms_norm(x, mlp.norm, mlp.norm_eps)
+    return gated(F.linear(normed, mlp.gate_up.weight, mlp.gate_up.bias), mlp.activation)

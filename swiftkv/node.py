@@ -64,34 +64,8 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     """
     share_one_heap()
     open_standard_descriptors()
-    config.node.check_access()
-    check_devices(config)
-    check_host_memory(plans)
-    open_files = allow_open_files()
-    limits = NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
+    limits = _checked_limits(config, plans)
     _run_without_triton()
-
-    async def serve(
-        keys: NodeKeys,
-        sockets: Sequence[socket.socket],
-        ipc: Path,
-        log: RequestLog | None,
-        traces: OtlpSink | None,
-        state: Path | None,
-    ) -> None:
-        node = Node(
-            config,
-            plans,
-            keys=keys,
-            limits=limits,
-            sockets=sockets,
-            ipc=ipc,
-            request_log=log,
-            trace_sink=traces,
-            state=state,
-        )
-        await node.run()
-
     with (
         open_request_log(config.node.request_log) as request_log,
         open_sink(None if config.node.otlp is None else config.node.otlp.endpoint) as traces,
@@ -101,6 +75,21 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         state_directory(config) as (state, why_no_state),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+
+        async def serve() -> None:
+            node = Node(
+                config,
+                plans,
+                keys=NodeKeys(config.node.api_key(), admin_key, config.node.tenant_keys()),
+                limits=limits,
+                sockets=sockets,
+                ipc=ipc,
+                request_log=request_log,
+                trace_sink=traces,
+                state=state,
+            )
+            await node.run()
+
         detach_output()
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         if key_file is not None:
@@ -108,8 +97,16 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         why_none = "this version does not divide them between tenants" if config.node.tenants else why_no_state
         if why_none is not None:
             say(f"there are no files and batches: {why_none}")
-        keys = NodeKeys(config.node.api_key(), admin_key, config.node.tenant_keys())
-        runner.run(serve(keys, sockets, ipc, request_log, traces, state))
+        runner.run(serve())
+
+
+def _checked_limits(config: Config, plans: Sequence[ModelPlan]) -> NodeLimits:
+    """Check what the node needs of this machine, and return how many clients it takes."""
+    config.node.check_access()
+    check_devices(config)
+    check_host_memory(plans)
+    open_files = allow_open_files()
+    return NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
 
 
 @contextmanager

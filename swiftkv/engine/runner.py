@@ -17,7 +17,7 @@ import torch
 from swiftkv._core import GroupSpec
 from swiftkv.cache.cuda_pool import allocate_pool
 from swiftkv.cache.division import PoolDivision, SharedExtents, divide
-from swiftkv.cache.geometry import KVGroup, blocks_for_tokens
+from swiftkv.cache.geometry import GroupRegion, KVGroup, blocks_for_tokens
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.memory import kv_bytes_on_host
@@ -50,9 +50,12 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, communicator: Communicator = ALONE) -> None:
         """Load the model, or with other ranks in `communicator` this rank's part of it, and allocate its KV."""
-        path = Path(config.path)
-        model_config = read_config(path, config.task)
-        groups = model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
+        self._config = config
+        self._communicator = communicator
+        self._model_config = read_config(Path(config.path), config.task)
+        self.vocab_size = self._model_config.vocab_size
+        self.eos_token_ids = self._model_config.eos_token_ids
+        groups = self._model_config.of_rank(communicator.size).kv_groups(config.block_size, config.dtype)
         division = divide(
             groups,
             max_num_seqs=config.max_num_seqs,
@@ -61,34 +64,16 @@ class ModelRunner:
         )
         if isinstance(config.memory, PoolBytes):
             _check_room(config, division, config.memory.num_bytes)
-        self.vocab_size = model_config.vocab_size
-        self.eos_token_ids = model_config.eos_token_ids
         self.device = torch.device(config.device)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-            # Sums of bfloat16 products in bfloat16 would depend on how cuBLAS splits them, and lose digits.
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        _set_up(self.device)
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
-        self._config = config
-        self._communicator = communicator
-        self._model_config = model_config
-        self._files = MappedWeights(path)  # open as long as the engine: it wakes up with the weights that it had
+        self._files = MappedWeights(Path(config.path))  # open as long as the engine: it wakes with the same weights
         self._model = self.load_weights()
+        self._model.ops.set_num_threads(config.threads)
         self.kernels = self._model.ops.name
         self.expert_loads = self._count_experts()
-        self._model.ops.set_num_threads(config.threads)
-        with _out_of_memory_is_no_room(self.device):
-            if on_gpu:
-                with torch.inference_mode():
-                    kv_bytes = size_pool(config, self._model, self.device, self.vocab_size)
-                    kv_bytes = int(communicator.all_gather(torch.tensor([kv_bytes], device=self.device)).min())
-                _check_room(config, division, kv_bytes)
-            else:
-                kv_bytes = kv_bytes_on_host(config.memory)
-        group_blocks = division.group_blocks(kv_bytes)
+        group_blocks = division.group_blocks(self._kv_bytes(division))
         self.num_blocks = division.sequence_blocks(group_blocks)
         self.pool = allocate_pool(
             list(zip(groups, group_blocks, strict=True)),
@@ -96,26 +81,25 @@ class ModelRunner:
             config.name,
             shares_extents=isinstance(division, SharedExtents),
         )
-        self.group_specs = [
-            GroupSpec(
-                num_layers=group.num_layers,
-                num_blocks=region.num_blocks,
-                window=group.window,
-                layer_block_bytes=group.layer_block_bytes,
-                base_offset_bytes=region.base_offset_bytes,
-                blocks_per_extent=division.blocks_per_extent(i),
-            )
-            for i, (group, region) in enumerate(zip(groups, self.pool.regions, strict=True))
-        ]
+        self.group_specs = _group_specs(groups, self.pool.regions, division)
         self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
         self.decode_graphs = self._capture_graphs()
         self.transport = _open_transport(config, self.pool, groups)
         """Reaches the pools of lenders; `None` if there can be none."""
-        self.layer_stream: LayerStream | None = None
-        if self.transport is not None:
-            self.layer_stream = LayerStream(self.transport, groups)
+        self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups)
         self._capture_streaming()
         self.pool.prefault()
+
+    def _kv_bytes(self, division: PoolDivision) -> int:
+        """Return the bytes of the pool: on a GPU, what the weights and the largest step leave on the fullest rank."""
+        config = self._config
+        if self.device.type != "cuda":
+            return kv_bytes_on_host(config.memory)
+        with _out_of_memory_is_no_room(self.device), torch.inference_mode():
+            own_bytes = size_pool(config, self._model, self.device, self.vocab_size)
+            kv_bytes = int(self._communicator.all_gather(torch.tensor([own_bytes], device=self.device)).min())
+        _check_room(config, division, kv_bytes)
+        return kv_bytes
 
     def close(self) -> None:
         """Let go of the lenders' pools; no step may follow."""
@@ -227,6 +211,29 @@ class ModelRunner:
         if len(rows) < len(hidden):  # else it is all of them, in order
             hidden = hidden.index_select(0, upload(rows, self.device))
         return self._model.logits(hidden)
+
+
+def _set_up(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)
+    # Sums of bfloat16 products in bfloat16 would depend on how cuBLAS splits them, and lose digits.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _group_specs(groups: Sequence[KVGroup], regions: Sequence[GroupRegion], division: PoolDivision) -> list[GroupSpec]:
+    return [
+        GroupSpec(
+            num_layers=group.num_layers,
+            num_blocks=region.num_blocks,
+            window=group.window,
+            layer_block_bytes=group.layer_block_bytes,
+            base_offset_bytes=region.base_offset_bytes,
+            blocks_per_extent=division.blocks_per_extent(i),
+        )
+        for i, (group, region) in enumerate(zip(groups, regions, strict=True))
+    ]
 
 
 def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool, groups: Sequence[KVGroup]) -> Transport | None:

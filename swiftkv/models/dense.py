@@ -22,6 +22,7 @@ from pathlib import Path
 
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.experts import GELU_TANH, SILU
+from swiftkv.kernels.ops import PackedMlp
 from swiftkv.models.config import AttentionKind, DecoderConfig, with_window
 from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
 from swiftkv.models.hf_config import HFConfig, read_eos_token_ids, read_json, read_rope
@@ -220,11 +221,11 @@ def attention_part(source: LayerSource) -> Attention:
 def mlp_part(source: LayerSource, norm: str = MLP_NORM) -> GatedMlp:
     """Pack a gated MLP and the norm before it."""
     packer, mlp = source.packer, f"{source.prefix}.mlp"
-    return GatedMlp(
-        ranks=source.ranks,
+    packed = PackedMlp(
         norm=source.norm(norm),
         norm_eps=source.config.rms_norm_eps,
         gate_up=packer.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", interleave=True),
         down=packer.linear(f"{mlp}.down_proj"),
         activation=source.config.activation,
     )
+    return GatedMlp(source.ranks, packed)

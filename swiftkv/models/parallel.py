@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftkv.kernels.experts import Choices, GatedActivation, PackedExperts
-from swiftkv.kernels.ops import AnyOps, PackedLinear
+from swiftkv.kernels.experts import Choices, PackedExperts
+from swiftkv.kernels.ops import AnyOps, PackedLinear, PackedMlp
 
 _TWO_PHASES_FROM_BYTES = 1 << 20
 """Sums of fewer bytes are cheaper in one exchange that moves more."""
@@ -80,33 +80,16 @@ class Ranks:
         else:
             add_all(residual, self.ops.linear(x, w), self.communicator)
 
-    def gated_mlp(
-        self,
-        x: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        gate_up: PackedLinear,
-        down: PackedLinear,
-        activation: GatedActivation,
-    ) -> Tensor:
+    def gated_mlp(self, x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
         """Return the sum of everybody's gated MLPs of x [M, K], [M, N]; the weights are this rank's part of them."""
-        return self._sum(self.ops.gated_mlp(x, norm_weight, eps, gate_up, down, activation))
+        return self._sum(self.ops.gated_mlp(x, mlp))
 
-    def add_gated_mlp(
-        self,
-        x: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        gate_up: PackedLinear,
-        down: PackedLinear,
-        activation: GatedActivation,
-    ) -> None:
+    def add_gated_mlp(self, x: Tensor, mlp: PackedMlp[PackedLinear]) -> None:
         """Add everybody's gated MLPs of x [M, K] to x; the weights are this rank's part of them."""
-        layer = norm_weight, eps, gate_up, down, activation
         if self.communicator.size == 1:
-            self.ops.add_gated_mlp(x, *layer)
+            self.ops.add_gated_mlp(x, mlp)
         else:
-            add_all(x, self.ops.gated_mlp(x, *layer), self.communicator)
+            add_all(x, self.ops.gated_mlp(x, mlp), self.communicator)
 
     def add_experts(self, x: Tensor, choices: Choices, experts: PackedExperts, residual: Tensor) -> None:
         """Add everybody's experts to `residual` [T, hidden_size]; `experts` are this rank's parts of all of them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftkv.kernels.experts import SILU, GatedActivation, PackedExperts, Router
-from swiftkv.kernels.ops import PackedLinear
+from swiftkv.kernels.experts import PackedExperts, Router
+from swiftkv.kernels.ops import PackedLinear, PackedMlp
 from swiftkv.models.decoder import KVPlace, StepKV
 
 if TYPE_CHECKING:
@@ -56,19 +56,15 @@ class GatedMlp:
     """The MLP of Llama: an activation of gate and up, then down."""
 
     ranks: Ranks
-    norm: Tensor  # [hidden_size]
-    norm_eps: float
-    gate_up: PackedLinear  # hidden_size -> 2 * intermediate_size
-    down: PackedLinear  # intermediate_size -> hidden_size
-    activation: GatedActivation = SILU
+    mlp: PackedMlp[PackedLinear]
     post_norm: Tensor | None = None  # [hidden_size], of what is added
 
     def add_to(self, hidden: Tensor) -> None:
-        layer = self.norm, self.norm_eps, self.gate_up, self.down, self.activation
         if self.post_norm is None:
-            self.ranks.add_gated_mlp(hidden, *layer)
+            self.ranks.add_gated_mlp(hidden, self.mlp)
         else:
-            hidden += self.ranks.ops.rms_norm(self.ranks.gated_mlp(hidden, *layer), self.post_norm, self.norm_eps)
+            added = self.ranks.gated_mlp(hidden, self.mlp)
+            hidden += self.ranks.ops.rms_norm(added, self.post_norm, self.mlp.norm_eps)
 
     @property
     def tokens_per_expert(self) -> None:

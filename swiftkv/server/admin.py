@@ -12,6 +12,7 @@ from pydantic import WithJsonSchema
 from starlette.responses import Response
 
 from swiftkv.server.body import body_document, parsed
+from swiftkv.server.documented import BODY_ERRORS, documented
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
@@ -19,7 +20,6 @@ from swiftkv.server.models import ModelTable
 from swiftkv.server.node_views import ModelChange, ModelStart, Sleeping, StorageOverview
 from swiftkv.server.overview import Overviews
 from swiftkv.server.protocol import BudgetBody, ModelSection, StorageSection, Switch
-from swiftkv.server.routes import BODY_ERRORS, documented
 from swiftkv.server.streaming import json_response
 from swiftkv.units import parse_duration
 
@@ -54,7 +54,18 @@ class ModelChanges(Protocol):
 
 def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges) -> APIRouter:
     router = APIRouter(prefix=ADMIN_PATH)
-    overviews = Overviews(models, lending)
+    for part in (
+        _model_changes_router(models, changes),
+        _sleep_router(models),
+        _lending_router(models, lending),
+        _storage_router(models),
+    ):
+        router.include_router(part)
+    return router
+
+
+def _model_changes_router(models: ModelTable, changes: ModelChanges) -> APIRouter:
+    router = APIRouter()
 
     @router.post(
         "/models", status_code=201, responses=documented("ModelChange", *BODY_ERRORS, 409, ok=201),
@@ -79,6 +90,13 @@ def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges
         begun_s = time.monotonic()
         await changes.reload(model, parse_duration(timeout), now=now == "true")
         return json_response(_change(models, model, begun_s))
+
+    return router
+
+
+def _sleep_router(models: ModelTable) -> APIRouter:
+    """Return the routes that start a model which is down, put one to sleep and wake it."""
+    router = APIRouter()
 
     @router.post("/models/{model}/start", status_code=202, responses=documented("ModelStart", 404, 409, ok=202))
     async def start_model(model: Name) -> Response:
@@ -108,6 +126,14 @@ def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges
         """Tell whether a model sleeps."""
         return json_response(Sleeping(models.get(model).client.state is EngineState.ASLEEP))
 
+    return router
+
+
+def _lending_router(models: ModelTable, lending: NodeLending) -> APIRouter:
+    """Return the routes that show what models do and lend, and the one that changes how much."""
+    router = APIRouter()
+    overviews = Overviews(models, lending)
+
     @router.get("/overview", responses=documented("NodeOverview"))
     async def show_overview() -> Response:
         """Show what all models do now: their engines, requests, pools, waits and lending."""
@@ -129,6 +155,19 @@ def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges
         """Set the most that a worker lends. What it lends beyond that is recalled before the answer comes."""
         return json_response(await lending.set_budget(worker, body.budget, dry_run == "true"))
 
+    @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
+    async def show_pool(model: Name) -> Response:
+        """Show every extent of a model's links, its owner and epoch, and the blocks of its pool by state."""
+        pool = await lending.pool(model)
+        # A large pool lent by small extents has a million of them.
+        return Response(await asyncio.to_thread(msgspec.json.encode, pool), media_type="application/json")
+
+    return router
+
+
+def _storage_router(models: ModelTable) -> APIRouter:
+    router = APIRouter()
+
     @router.get("/storage", responses=documented("StorageOverview"))
     async def show_storage() -> Response:
         """Show the storage that is attached to every model."""
@@ -146,13 +185,6 @@ def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges
     async def detach_storage(model: Name) -> Response:
         """Detach the storage of a model, which keeps what it has. Requests in flight go on."""
         return json_response(await models.get(model).storage.detach())
-
-    @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
-    async def show_pool(model: Name) -> Response:
-        """Show every extent of a model's links, its owner and epoch, and the blocks of its pool by state."""
-        pool = await lending.pool(model)
-        # A large pool lent by small extents has a million of them.
-        return Response(await asyncio.to_thread(msgspec.json.encode, pool), media_type="application/json")
 
     return router
 

@@ -12,10 +12,10 @@ from starlette.responses import HTMLResponse, Response
 
 from swiftkv.server.body import body_schemas
 from swiftkv.server.docs_page import HEADERS, docs_page
+from swiftkv.server.documented import documented_error
 from swiftkv.server.middleware import ADMIN_PATH, is_open
 from swiftkv.server.models import ModelTable
 from swiftkv.server.responses import openapi_components
-from swiftkv.server.routes import documented_error
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Request
+from fastapi import Depends, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
@@ -19,36 +19,30 @@ from swiftkv.server.batches.storage import Storage
 from swiftkv.server.batches.upload import FORM_OVERHEAD_BYTES
 from swiftkv.server.body import body_threads
 from swiftkv.server.cache_routes import cache_router
-from swiftkv.server.engine_state import EngineState
-from swiftkv.server.errors import ApiError, ErrorDetail, install_error_handlers
+from swiftkv.server.errors import ApiError, install_error_handlers
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.limits import NodeLimits
-from swiftkv.server.metrics import CONTENT_TYPE, GatewayMetrics
+from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.server.middleware import (
     AdminMiddleware,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HostMiddleware,
-    has_bearer_key,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.node_page import page_router
-from swiftkv.server.node_views import (
-    EngineView,
-    Health,
-    NotReady,
-    Readiness,
-    Version,
-)
 from swiftkv.server.pooling.routes import pooling_router
 from swiftkv.server.protocol import explain_invalid
 from swiftkv.server.request_log import RequestIdMiddleware, RequestLog
-from swiftkv.server.routes import documented, openai_router
+from swiftkv.server.routes import openai_router
 from swiftkv.server.routing import routing_router
-from swiftkv.server.scrape import Scrapes
-from swiftkv.server.streaming import ClientGone, json_response
+from swiftkv.server.status_routes import status_router
+from swiftkv.server.streaming import ClientGone
 from swiftkv.server.tenants import ANYBODY, Sender
 from swiftkv.server.tracing import TraceMiddleware, TraceSink
+
+_MODEL_ROUTERS = (openai_router, routing_router, pooling_router)
+"""The routes that find their model by their path or body."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +80,11 @@ def create_app(
     `table` is the node's, which `changes` change.
     """
     app = _new_app(table, settings, has_admin=True)
-    status = _status_router(table, settings, metrics, lending, only_model=None)
+    status = status_router(table, metrics, lending, admin_key=settings.admin_key, only_model=None)
     app.include_router(status)  # first: routes are tried in order, and monitoring must not wait for what others ask for
-    app.include_router(openai_router(table))
-    app.include_router(openai_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
-    app.include_router(routing_router(table))
-    app.include_router(routing_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
-    app.include_router(pooling_router(table))
-    app.include_router(pooling_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
+    for make_router in _MODEL_ROUTERS:
+        app.include_router(make_router(table))
+        app.include_router(make_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
     app.include_router(admin_router(table, lending, changes))
     app.include_router(cache_router(table))
     app.include_router(page_router())
@@ -106,10 +97,9 @@ def create_model_app(
 ) -> FastAPI:
     """Make the app of a model's own port, where requests need not name it: it is the only one of `table`."""
     app = _new_app(table, settings, has_admin=False)
-    app.include_router(openai_router(table))
-    app.include_router(routing_router(table))
-    app.include_router(pooling_router(table))
-    app.include_router(_status_router(table, settings, metrics, lending, only_model=name))
+    for make_router in _MODEL_ROUTERS:
+        app.include_router(make_router(table))
+    app.include_router(status_router(table, metrics, lending, admin_key=settings.admin_key, only_model=name))
     return app
 
 
@@ -147,85 +137,6 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
     app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # the last is the first to see a request
     app.include_router(ApiDocument(app, models, asks_for_key=bool(settings.keys)).router())
     return app
-
-
-def _status_router(
-    models: ModelTable,
-    settings: ServerSettings,
-    metrics: GatewayMetrics,
-    lending: NodeLending,
-    *,
-    only_model: str | None,
-) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health", responses=documented("Health"))
-    async def health() -> Response:
-        """Say that the gateway is alive."""
-        return json_response(Health())
-
-    not_ready = {"description": "Error", "content": documented("NotReady")[200]["content"]}
-
-    @router.get("/ready", responses={**documented("Readiness"), 503: not_ready})
-    async def ready(request: Request) -> Response:
-        """Tell whether every engine serves or was put to sleep; if not, which one does not, and why.
-
-        A model that is asleep is ready where it is asked for alone only if requests wake it.
-        """
-        only = _asked_for(request)
-        engines = models.only(only).engines()
-        states = {name: engine.state for name, engine in engines.items()}
-        not_serving = [
-            _describe(name, engine)
-            for name, engine in engines.items()
-            if not (models.get(name).takes_requests if only else EngineState(engine.state).is_as_wanted)
-        ]
-        if not not_serving:
-            return json_response(Readiness("ready", states, engines))
-        detail = ErrorDetail(f"not ready: {', '.join(not_serving)}", "service_unavailable_error", None, "not_ready")
-        response = json_response(NotReady(detail, states, engines), 503)
-        response.headers["Retry-After"] = "1"
-        return response
-
-    @router.get("/version", responses=documented("Version"))
-    async def version() -> Response:
-        return json_response(Version(__version__))
-
-    metrics_text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
-
-    def scrapes_of(only: str | None, *, names_tenants: bool) -> Scrapes:
-        async def observe() -> None:
-            metrics.engines.observe(models.engines())
-            await lending.observe(metrics.lending, only)
-
-        def render() -> bytes:
-            return metrics.render(only) + (metrics.render_tenants(only) if names_tenants else b"")
-
-        return Scrapes(observe, render, metrics.scrape_pace)
-
-    scrapes: dict[tuple[str | None, bool], Scrapes] = {}
-
-    @router.get("/metrics", responses={200: metrics_text}, response_class=Response)
-    async def scrape(request: Request) -> Response:
-        """Return metrics for Prometheus. Those that name tenants are for requests with the key of `/admin`."""
-        only = _asked_for(request)
-        models.only(only)
-        names_tenants = has_bearer_key(request.headers, settings.admin_key)
-        shown = scrapes.get((only, names_tenants))
-        if shown is None:
-            shown = scrapes[only, names_tenants] = scrapes_of(only, names_tenants=names_tenants)
-        return Response(await shown.text(), media_type=CONTENT_TYPE)
-
-    def _asked_for(request: Request) -> str | None:
-        """Return the model that is asked for alone."""
-        name: str | None = request.path_params.get("name", only_model)
-        return name
-
-    return router
-
-
-def _describe(name: str, engine: EngineView) -> str:
-    return f"'{name}' is {engine.state}" + (f" ({engine.why})" if engine.why else "")
 
 
 def _named_model(name: Annotated[str, Path(description="Name of the model")]) -> None:

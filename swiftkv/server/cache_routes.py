@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from swiftkv.engine.messages import CacheReport, CacheStop, EngineStats, Explanation
+from swiftkv.server.asked_model import in_threads
 from swiftkv.server.body import body_document, parsed
 from swiftkv.server.cache_views import (
     CacheCleared,
@@ -18,13 +19,16 @@ from swiftkv.server.cache_views import (
     RequestMatch,
     SequenceMatch,
 )
+from swiftkv.server.documented import BODY_ERRORS, documented
 from swiftkv.server.errors import ApiError
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
 from swiftkv.server.protocol import PinBody
-from swiftkv.server.routes import BODY_ERRORS, documented, in_threads, prompt_ids
 from swiftkv.server.streaming import json_response
+from swiftkv.server.token_routes import prompt_ids
 from swiftkv.units import parse_duration
+
+_PREFIX = f"{ADMIN_PATH}/cache"
 
 Name = Annotated[str, Path(description="Name of the model")]
 PinId = Annotated[str, Path(description="Number of the pin", pattern="^[0-9]{1,18}$")]
@@ -48,7 +52,14 @@ MEANINGS: dict[CacheStop, str] = {
 
 
 def cache_router(models: ModelTable) -> APIRouter:
-    router = APIRouter(prefix=f"{ADMIN_PATH}/cache")
+    router = APIRouter()
+    router.include_router(_contents_router(models))
+    router.include_router(_pins_router(models))
+    return router
+
+
+def _contents_router(models: ModelTable) -> APIRouter:
+    router = APIRouter(prefix=_PREFIX)
 
     @router.get("", responses=documented("CacheOverview"))
     async def show() -> Response:
@@ -72,6 +83,12 @@ def cache_router(models: ModelTable) -> APIRouter:
         client.check_available()
         report = await client.cache.clear()
         return json_response(CacheCleared(model, report.cleared_blocks))
+
+    return router
+
+
+def _pins_router(models: ModelTable) -> APIRouter:
+    router = APIRouter(prefix=_PREFIX)
 
     @router.post("/requests/{request_id}/pin", responses=documented("PinChange", 400, 404, 409, 503))
     async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:

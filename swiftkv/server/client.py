@@ -327,7 +327,7 @@ class EngineClient:
             if sequence := self._in_flight.get(admitted.request_id):
                 if sequence.admitted_s is None:
                     sequence.admitted_s = now_s
-                    self.metrics.prompt_tokens.inc(sequence.request.num_prompt_tokens)
+                    self.metrics.count_prompt_tokens(sequence.request.num_prompt_tokens)
                 sequence.cached_tokens = admitted.cached_tokens
                 sequence.generation.admitted.append((sequence.index, admitted))
                 self.outlook.admitted(admitted.request_id, admitted.cached_tokens, now_s)
@@ -363,7 +363,7 @@ class EngineClient:
                 self._forget(request_id, "stop")
                 sequence.generation.wake()
         if request_ids:
-            self.metrics.generation_tokens.inc(len(request_ids))
+            self.metrics.count_generated_tokens(len(request_ids))
         if step.stats is not None and self.engine is not None:  # not the last words of one that is gone
             self.stats = step.stats
             self.metrics.observe_engine(step.stats)

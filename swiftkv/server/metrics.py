@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import get_args
+from collections.abc import Iterable, Mapping
+from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -20,6 +20,14 @@ from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limit_metrics import LimitMetrics
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metric_filters import SomeModels
+from swiftkv.server.metric_tables import (
+    COUNTERS,
+    FIRST_TOKEN_S,
+    GAUGES,
+    HISTOGRAMS,
+    LABELLED_COUNTERS,
+    LABELLED_GAUGES,
+)
 from swiftkv.server.node_views import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
 from swiftkv.server.tenant_metrics import TenantMetrics
@@ -28,116 +36,56 @@ from swiftkv.server.tier_metrics import TierMetrics
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 LOCAL_TIER, PEER_TIER = "local", "peer"
-_SERVICE_TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
+M = TypeVar("M", Gauge, Counter)
 
-_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
-_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 5, 10)
-_TOKENS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
+_MODEL = ("model_name",)
+_ZERO_WHILE_DOWN = (
+    "swiftkv:engine_up",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+_SERVICE_TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
 
 
 class GatewayMetrics:
-    """The metrics of every model behind one gateway, in a registry of their own."""
+    """The metrics of every model behind one gateway, in a registry of their own; those in tables by their names."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.scrape_pace = ScrapePace()
         self._hidden: set[str] = set()
-        self.num_requests_running = self._gauge("vllm:num_requests_running", "Requests in the running batch")
-        self.num_requests_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled")
-        self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
-        self.engine_up = self._gauge("swiftkv:engine_up", "1 while the model's engine serves")
-        self.engine_starts = self._counter("swiftkv:engine_starts", "Times that the model's engine came up")
-        self.engine_restarts = self._counter(
-            "swiftkv:engine_restarts", "Times that the model's engine ended and was started again", ("reason",)
+        self.gauges = {name: Gauge(name, text, _MODEL, registry=registry) for name, text in GAUGES.items()}
+        self.labelled_gauges = {
+            name: Gauge(name, text, (*_MODEL, label), registry=registry)
+            for name, (label, text) in LABELLED_GAUGES.items()
+        }
+        self.counters = {name: Counter(name, text, _MODEL, registry=registry) for name, text in COUNTERS.items()}
+        self.labelled_counters = {
+            name: Counter(name, text, (*_MODEL, label), registry=registry)
+            for name, (label, text) in LABELLED_COUNTERS.items()
+        }
+        self.histograms = {
+            name: Histogram(name, text, _MODEL, buckets=buckets, registry=registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self.batch_lines = Counter(
+            "swiftkv:batch_lines",
+            "Lines of batches that have run, by what became of them",
+            (*_MODEL, "outcome"),
+            registry=registry,
         )
+        self.batch_sequences = Gauge(
+            "swiftkv:batch_sequences_running", "Sequences of batches in the engine", _MODEL, registry=registry
+        )
+        self.tenants = TenantMetrics(FIRST_TOKEN_S)
         self.engines = _EngineStates()
-        self.registry.register(self.engines)
-        self.preemptions = self._counter("vllm:num_preemptions", "Requests preempted and recomputed")
-        self.displaced = self._counter(
-            "swiftkv:requests_displaced",
-            "Requests preempted so that one of a higher service tier could begin, by their own tier",
-            ("service_tier",),
-        )
-        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self.window_missed = self._counter(
-            "swiftkv:window_missed_tokens",
-            "Prompt tokens behind a hit that were known, but the sliding-window KV before their end was gone",
-        )
-        self.prefix_tier_hits = self._counter(
-            "swiftkv:prefix_hit_tokens", "Prompt tokens found in the prefix cache, by where their KV lay", ("tier",)
-        )
-        self.kv_tier_tokens = self._gauge(
-            "swiftkv:kv_tier_tokens", "Tokens whose KV is held, in use or cached, by where it lies", ("tier",)
-        )
-        self.graph_hits = self._counter("swiftkv:cuda_graph_hits", "Decode steps that a CUDA graph held")
-        self.graph_misses = self._counter("swiftkv:cuda_graph_misses", "Decode steps on a GPU that no CUDA graph held")
-        self.expert_load = self._gauge(
-            "swiftkv:expert_load_factor",
-            "Mean over maximum of tokens per expert, as last reported; 1 is even. Not counted on GPUs",
-            ("layer",),
-        )
-        self.step_time_error = self._gauge(
-            "swiftkv:step_time_error_ratio",
-            "Mean of |predicted - measured| / measured time over recent steps; 0 before any was predicted",
-        )
-        self.prefill_rate = self._gauge(
-            "swiftkv:prefill_tokens_per_second", "How fast the engine expects to compute prompts beside what runs now"
-        )
-        self.requests_refused = self._counter(
-            "swiftkv:requests_refused", "Requests that the model had no room for, by the limit they met", ("limit",)
-        )
-        self.step_time = self._gauge(
-            "swiftkv:step_time_seconds", "Seconds of a step for each of what it depends on, as fitted", ("term",)
-        )
-        self.batch_lines = self._counter(
-            "swiftkv:batch_lines", "Lines of batches that have run, by what became of them", ("outcome",)
-        )
-        self.batch_sequences = self._gauge("swiftkv:batch_sequences_running", "Sequences of batches in the engine")
         self.layer_stream, self.cache_configs = _LayerStream(), _CacheConfigs()
         self.blocks, self.tiers = BlockMetrics(), TierMetrics()
         self.compute, self.lending = ComputeMetrics(), LendingMetrics()
         of_engines = (self.layer_stream, self.cache_configs, self.blocks, self.tiers, self.compute, self.lending)
-        for collector in of_engines:
-            self.registry.register(collector)
-        self.tenants = TenantMetrics(_FIRST_TOKEN_S)
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
-        self.request_success = self._counter("vllm:request_success", "Requests finished", ("finished_reason",))
-        self.time_to_first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S
-        )
-        self.forecast_ratio = self._histogram(
-            "swiftkv:time_to_first_token_forecast_ratio",
-            "Time to the first token as forecast on arrival, in relation to what it was",
-            _RATIOS,
-        )
-        self.inter_token_latency = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a request", _SHORT_S
-        )
-        # vLLM's older name for the same, which dashboards still use.
-        self.time_per_output_token = self._histogram(
-            "vllm:time_per_output_token_seconds", "Between two tokens of a request", _SHORT_S
-        )
-        self.request_time_per_output_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _SHORT_S
-        )
-        self.e2e_latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token", _REQUEST_S
-        )
-        self.queue_time = self._histogram("vllm:request_queue_time_seconds", "From arrival to admission", _REQUEST_S)
-        self.prefill_time = self._histogram(
-            "vllm:request_prefill_time_seconds", "From admission to the first token", _REQUEST_S
-        )
-        self.decode_time = self._histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last", _REQUEST_S
-        )
-        self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt length", _TOKENS)
-        self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Tokens generated", _TOKENS)
-        self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens asked for", _TOKENS)
-        self.request_n = self._histogram("vllm:request_params_n", "n asked for", (1, 2, 5, 10, 20, 50, 100))
+        for collector in (self.engines, *of_engines):
+            registry.register(collector)
 
     def watch(self, limits: NodeLimits) -> None:
         """Tell also how much of these limits is in use."""
@@ -169,152 +117,131 @@ class GatewayMetrics:
         some.register(SomeModels(registry, lambda m: m not in hidden if only_model is None else m == only_model))
         return generate_latest(some)
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(name, text, ("model_name", *labels), registry=self.registry)
-
-    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(name, text, ("model_name", *labels), registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
-
 
 class ModelMetrics:
     """The metrics of one model. Only the model's engine client calls its methods."""
 
     def __init__(self, metrics: GatewayMetrics, name: str) -> None:
-        self.num_requests_running = metrics.num_requests_running.labels(name)
-        self.num_requests_waiting = metrics.num_requests_waiting.labels(name)
-        self.kv_cache_usage = metrics.kv_cache_usage.labels(name)
-        self.engine_up = metrics.engine_up.labels(name)
-        self.engine_starts = metrics.engine_starts.labels(name)
-        self.prompt_tokens = metrics.prompt_tokens.labels(name)
-        self.generation_tokens = metrics.generation_tokens.labels(name)
         self.first_token = Latency()
         self.between_tokens = Latency()
-        self._time_to_first_token = metrics.time_to_first_token.labels(name)
-        self._forecast_ratio = metrics.forecast_ratio.labels(name)
-        self._inter_token_latency = metrics.inter_token_latency.labels(name)
-        self.request_n = metrics.request_n.labels(name)
-        self._time_per_output_token = metrics.time_per_output_token.labels(name)
-        self._request_time_per_output_token = metrics.request_time_per_output_token.labels(name)
-        self._e2e_latency = metrics.e2e_latency.labels(name)
-        self._queue_time = metrics.queue_time.labels(name)
-        self._prefill_time = metrics.prefill_time.labels(name)
-        self._decode_time = metrics.decode_time.labels(name)
-        self._request_prompt_tokens = metrics.request_prompt_tokens.labels(name)
-        self._request_generation_tokens = metrics.request_generation_tokens.labels(name)
-        self._request_max_tokens = metrics.request_max_tokens.labels(name)
-        self._success = {reason: metrics.request_success.labels(name, reason) for reason in FINISHED_REASONS}
-        self._kv_tokens = {tier: metrics.kv_tier_tokens.labels(name, tier) for tier in (LOCAL_TIER, PEER_TIER)}
         self._name = name
-        self._expert_load = metrics.expert_load
-        self._step_time = metrics.step_time
-        self._step_time_error = metrics.step_time_error.labels(name)
-        self._prefill_rate = metrics.prefill_rate.labels(name)
-        self._refused = metrics.requests_refused
-        self._layer_stream = metrics.layer_stream
-        self._cache_configs = metrics.cache_configs
-        self._blocks = metrics.blocks
-        self._tiers = metrics.tiers
-        self._tenants = metrics.tenants
-        self._compute = metrics.compute
-        self._restarts = metrics.engine_restarts
-        # The engine reports totals since it started; a restarted engine counts from zero again.
-        self._engine_totals = dict.fromkeys(
-            (
-                metrics.preemptions.labels(name),
-                *(metrics.displaced.labels(name, tier) for tier in _SERVICE_TIERS),
-                metrics.prefix_queries.labels(name),
-                metrics.prefix_hits.labels(name),
-                *(metrics.prefix_tier_hits.labels(name, tier) for tier in HIT_TIERS),
-                metrics.window_missed.labels(name),
-                metrics.graph_hits.labels(name),
-                metrics.graph_misses.labels(name),
-            ),
-            0,
-        )
+        self._metrics = metrics
+        self._gauges = {metric: gauge.labels(name) for metric, gauge in metrics.gauges.items()}
+        self._counters = {metric: counter.labels(name) for metric, counter in metrics.counters.items()}
+        self._histograms = {metric: histogram.labels(name) for metric, histogram in metrics.histograms.items()}
+        self._kv_tokens = self._by_label(metrics.labelled_gauges["swiftkv:kv_tier_tokens"], (LOCAL_TIER, PEER_TIER))
+        self._success = self._by_label(metrics.labelled_counters["vllm:request_success"], FINISHED_REASONS)
+        self._displaced = self._by_label(metrics.labelled_counters["swiftkv:requests_displaced"], _SERVICE_TIERS)
+        self._prefix_hits = self._by_label(metrics.labelled_counters["swiftkv:prefix_hit_tokens"], HIT_TIERS)
+        self._engine_totals: dict[Counter, int] = {}
+        """The counts of the engine that runs now, as last reported: a restarted engine counts from zero again."""
+
+    def _by_label(self, metric: M, values: Iterable[str]) -> dict[str, M]:
+        return {value: metric.labels(self._name, value) for value in values}
 
     def observe_engine(self, stats: EngineStats) -> None:
         """Take over the figures that the engine reports about itself."""
-        self.num_requests_running.set(stats.num_running)
-        self.num_requests_waiting.set(stats.num_waiting)
-        self.kv_cache_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
+        self._gauges["vllm:num_requests_running"].set(stats.num_running)
+        self._gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
+        self._gauges["vllm:kv_cache_usage_perc"].set(stats.num_used_blocks / max(1, stats.num_blocks))
+        self._gauges["swiftkv:step_time_error_ratio"].set(stats.step_time_error_ratio)
+        self._gauges["swiftkv:prefill_tokens_per_second"].set(stats.prefill_tokens_per_s or 0.0)
         self._kv_tokens[LOCAL_TIER].set(stats.kv_tokens_local)
         self._kv_tokens[PEER_TIER].set(stats.kv_tokens_peer)
+        expert_load = self._metrics.labelled_gauges["swiftkv:expert_load_factor"]
         for layer, factor in stats.expert_load_factors.items():
-            self._expert_load.labels(self._name, str(layer)).set(factor)
-        self._step_time_error.set(stats.step_time_error_ratio)
+            expert_load.labels(self._name, str(layer)).set(factor)
+        step_time = self._metrics.labelled_gauges["swiftkv:step_time_seconds"]
         for term, seconds in zip(STEP_TIME_TERMS, stats.step_time_s, strict=False):
-            self._step_time.labels(self._name, term).set(seconds)
-        self._prefill_rate.set(stats.prefill_tokens_per_s or 0.0)
-        self._layer_stream.observe(self._name, stats)
-        self._blocks.observe(self._name, stats.groups)
-        self._tiers.observe(self._name, stats.tier)
-        self._compute.observe(self._name, stats.compute)
-        hits = stats.hit_tokens_by_tier()
-        totals = (
-            stats.num_preemptions_total,
-            *(stats.num_displaced_total or [0] * len(_SERVICE_TIERS)),
-            stats.prefix_query_tokens_total,
-            stats.prefix_hit_tokens_total,
-            *(hits[tier] for tier in HIT_TIERS),
-            stats.window_missed_tokens_total,
-            stats.cuda_graph_hits_total or 0,
-            stats.cuda_graph_misses_total or 0,
-        )
-        for (counter, seen), total in zip(self._engine_totals.items(), totals, strict=True):
-            if total != seen:
-                counter.inc(max(0, total - seen))
-                self._engine_totals[counter] = total
+            step_time.labels(self._name, term).set(seconds)
+        self._metrics.layer_stream.observe(self._name, stats)
+        self._metrics.blocks.observe(self._name, stats.groups)
+        self._metrics.tiers.observe(self._name, stats.tier)
+        self._metrics.compute.observe(self._name, stats.compute)
+        self._observe_totals(stats)
+
+    def _observe_totals(self, stats: EngineStats) -> None:
+        totals = {
+            "vllm:num_preemptions": stats.num_preemptions_total,
+            "vllm:prefix_cache_queries": stats.prefix_query_tokens_total,
+            "vllm:prefix_cache_hits": stats.prefix_hit_tokens_total,
+            "swiftkv:window_missed_tokens": stats.window_missed_tokens_total,
+            "swiftkv:cuda_graph_hits": stats.cuda_graph_hits_total or 0,
+            "swiftkv:cuda_graph_misses": stats.cuda_graph_misses_total or 0,
+        }
+        for name, total in totals.items():
+            self._count_up_to(total, self._counters[name])
+        displaced = stats.num_displaced_total or [0] * len(_SERVICE_TIERS)
+        for service_tier, total in zip(_SERVICE_TIERS, displaced, strict=True):
+            self._count_up_to(total, self._displaced[service_tier])
+        for tier, total in stats.hit_tokens_by_tier().items():
+            self._count_up_to(total, self._prefix_hits[tier])
+
+    def _count_up_to(self, total: int, counter: Counter) -> None:
+        seen = self._engine_totals.get(counter, 0)
+        if total != seen:
+            counter.inc(max(0, total - seen))
+            self._engine_totals[counter] = total
+
+    def count_prompt_tokens(self, count: int) -> None:
+        self._counters["vllm:prompt_tokens"].inc(count)
+
+    def count_generated_tokens(self, count: int) -> None:
+        self._counters["vllm:generation_tokens"].inc(count)
+
+    def observe_n(self, n: int) -> None:
+        """Note how many answers a request asked for."""
+        self._histograms["vllm:request_params_n"].observe(n)
 
     def observe_first_token(self, latency_s: float) -> None:
         self.first_token.add(latency_s)
-        self._time_to_first_token.observe(latency_s)
+        self._histograms["vllm:time_to_first_token_seconds"].observe(latency_s)
 
-    def observe_forecast(self, foretold_s: float, latency_s: float) -> None:
-        """Note when a first token came that was foretold."""
-        self._forecast_ratio.observe(foretold_s / max(latency_s, 1e-6))
+    def observe_forecast(self, forecast_s: float, latency_s: float) -> None:
+        """Note when a first token came of which there was a forecast."""
+        self._histograms["swiftkv:time_to_first_token_forecast_ratio"].observe(forecast_s / max(latency_s, 1e-6))
 
     def observe_inter_token_latency(self, latency_s: float) -> None:
         self.between_tokens.add(latency_s)
-        self._inter_token_latency.observe(latency_s)
-        self._time_per_output_token.observe(latency_s)
+        self._histograms["vllm:inter_token_latency_seconds"].observe(latency_s)
+        self._histograms["vllm:time_per_output_token_seconds"].observe(latency_s)
 
     def engine_came_up(self, ready: Ready) -> None:
-        self.engine_up.set(1)
-        self._cache_configs.observe(self._name, ready)
-        self.engine_starts.inc()
-        self._engine_totals = dict.fromkeys(self._engine_totals, 0)
+        self._gauges["swiftkv:engine_up"].set(1)
+        self._metrics.cache_configs.observe(self._name, ready)
+        self._counters["swiftkv:engine_starts"].inc()
+        self._engine_totals.clear()
 
     def count_refused(self, limit: str) -> None:
-        self._refused.labels(self._name, limit).inc()
+        self._metrics.labelled_counters["swiftkv:requests_refused"].labels(self._name, limit).inc()
 
     def engine_restarts(self, reason: str) -> None:
-        self._restarts.labels(self._name, reason).inc()
+        self._metrics.labelled_counters["swiftkv:engine_restarts"].labels(self._name, reason).inc()
 
     def engine_went_down(self) -> None:
-        running = (self.engine_up, self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage)
-        for gauge in (*running, *self._kv_tokens.values()):
+        for name in _ZERO_WHILE_DOWN:
+            self._gauges[name].set(0)
+        for gauge in self._kv_tokens.values():
             gauge.set(0)
-        self._blocks.observe(self._name, ())
+        self._metrics.blocks.observe(self._name, ())
 
     def observe_finished(self, request: FinishedRequest) -> None:
         self._success[request.reason].inc()
-        self._tenants.observe(self._name, request)
-        self._e2e_latency.observe(request.e2e_s)
-        self._request_prompt_tokens.observe(request.prompt_tokens)
-        self._request_generation_tokens.observe(request.generation_tokens)
-        self._request_max_tokens.observe(request.max_tokens)
+        self._metrics.tenants.observe(self._name, request)
+        self._histograms["vllm:e2e_request_latency_seconds"].observe(request.e2e_s)
+        self._histograms["vllm:request_prompt_tokens"].observe(request.prompt_tokens)
+        self._histograms["vllm:request_generation_tokens"].observe(request.generation_tokens)
+        self._histograms["vllm:request_params_max_tokens"].observe(request.max_tokens)
         if request.queue_s is not None:
-            self._queue_time.observe(request.queue_s)
+            self._histograms["vllm:request_queue_time_seconds"].observe(request.queue_s)
         if request.first_token_s is None:
             return
         decode_s = request.e2e_s - request.first_token_s
-        self._decode_time.observe(decode_s)
-        self._prefill_time.observe(request.first_token_s - (request.queue_s or 0))
+        self._histograms["vllm:request_decode_time_seconds"].observe(decode_s)
+        self._histograms["vllm:request_prefill_time_seconds"].observe(request.first_token_s - (request.queue_s or 0))
         if request.generation_tokens > 1:
-            self._request_time_per_output_token.observe(decode_s / (request.generation_tokens - 1))
+            mean_s = decode_s / (request.generation_tokens - 1)
+            self._histograms["vllm:request_time_per_output_token_seconds"].observe(mean_s)
 
 
 class _LayerStream(Collector):

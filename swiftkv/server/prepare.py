@@ -185,7 +185,7 @@ def begin(
         is_to_last=body.prompt_cache_retention == "24h",
     )
     generation = model.client.generate(prepared.sequences, terms)
-    model.client.metrics.request_n.observe(body.n or 1)
+    model.client.metrics.observe_n(body.n or 1)
     usual: AnswerMaker = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
     return (make_answer or usual)(BegunRequest(model, body, prepared.prompts, prepared.choices, generation))
 

@@ -15,12 +15,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from swiftkv import __version__
+from swiftkv.server.asked_model import asked_model
 from swiftkv.server.body import body_document, parsed
+from swiftkv.server.documented import BODY_ERRORS, documented
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.prepare import prepare
 from swiftkv.server.protocol import ChatBody, CompletionBody
 from swiftkv.server.responses import Load, Loads, RenderedPrompt
-from swiftkv.server.routes import BODY_ERRORS, documented
 from swiftkv.server.streaming import json_response, unless_gone
 
 _SHORTEST_S = 0.5
@@ -46,7 +47,7 @@ def routing_router(models: ModelTable) -> APIRouter:
     )
     async def render(request: Request, body: Annotated[CompletionBody, parsed(CompletionBody)]) -> Response:
         """Return the tokens of each prompt of a completion, as the model would compute them."""
-        model = models.pick(request.path_params.get("name"), body.model)
+        model = asked_model(request, models, body.model)
         return json_response(await _rendered(request, model, body))
 
     @router.post(
@@ -56,7 +57,7 @@ def routing_router(models: ModelTable) -> APIRouter:
     )
     async def render_chat(request: Request, body: Annotated[ChatBody, parsed(ChatBody)]) -> Response:
         """Return the tokens of a chat, as the model would compute them."""
-        model = models.pick(request.path_params.get("name"), body.model)
+        model = asked_model(request, models, body.model)
         (prompt,) = await _rendered(request, model, body)
         return json_response(prompt)
 

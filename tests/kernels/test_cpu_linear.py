@@ -17,6 +17,7 @@ from torch import Tensor
 from swiftkv import _cpu
 from swiftkv.kernels import cpu
 from swiftkv.kernels.experts import GELU_TANH, SILU, GatedActivation
+from swiftkv.kernels.ops import PackedMlp
 
 ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,7 +113,7 @@ def activated(
 ) -> Tensor:
     """Return what a gated MLP computes between its layers: the second one returns its inputs here."""
     same = cpu.pack_linear([torch.eye(gate_up.out_features // 2, dtype=x.dtype)])
-    return cpu.gated_mlp(x, norm_weight, eps, gate_up, same, activation)
+    return cpu.gated_mlp(x, PackedMlp(norm_weight, eps, gate_up, same, activation))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -138,11 +139,12 @@ def test_a_gated_mlp_is_its_two_layers(rows: int, n: int, k: int, dtype: torch.d
     x, norm_weight = draw(rows, k, dtype=dtype), draw(k, dtype=dtype)
     gate_up = cpu.pack_linear([draw_weight(n, k, dtype), draw_weight(n, k, dtype)], interleave=True)
     down = cpu.pack_linear([draw_weight(k, n, dtype)], [draw(k, dtype=dtype)])
+    mlp = PackedMlp(norm_weight, EPS, gate_up, down)
     between = activated(x, norm_weight, EPS, gate_up)
-    assert torch.equal(cpu.gated_mlp(x, norm_weight, EPS, gate_up, down), cpu.linear(between, down))
+    assert torch.equal(cpu.gated_mlp(x, mlp), cpu.linear(between, down))
     expected = x.clone()
     cpu.linear_residual(between, down, expected)
-    cpu.add_gated_mlp(x, norm_weight, EPS, gate_up, down)
+    cpu.add_gated_mlp(x, mlp)
     assert torch.equal(x, expected)
 
 

@@ -14,9 +14,9 @@ from swiftkv.server.batches.objects import UPLOAD_PURPOSE, OfflineBatch, new_id,
 from swiftkv.server.batches.storage import Storage
 from swiftkv.server.batches.upload import receive_upload
 from swiftkv.server.body import body_document, parsed
+from swiftkv.server.documented import documented
 from swiftkv.server.middleware import UPLOAD_PATH
 from swiftkv.server.protocol import BatchBody
-from swiftkv.server.routes import documented
 from swiftkv.server.streaming import json_response
 
 _WINDOW_S = 24 * 3600
@@ -55,6 +55,13 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 
 def batches_router(storage: Storage) -> APIRouter:
     router = APIRouter()
+    router.include_router(_files_router(storage))
+    router.include_router(_jobs_router(storage))
+    return router
+
+
+def _files_router(storage: Storage) -> APIRouter:
+    router = APIRouter()
 
     @router.post(
         UPLOAD_PATH, responses=documented("StoredFile", 400, 403, 413, 429, *_STORAGE_ERRORS), openapi_extra=_UPLOAD
@@ -83,6 +90,12 @@ def batches_router(storage: Storage) -> APIRouter:
     @router.get("/v1/files/{file_id}/content", responses=_CONTENT, response_class=StreamingResponse)
     async def download_file(file_id: FileId) -> Response:
         return _Download(await storage.call(lambda store: store.open_file(file_id)))
+
+    return router
+
+
+def _jobs_router(storage: Storage) -> APIRouter:
+    router = APIRouter()
 
     @router.post(
         "/v1/batches",

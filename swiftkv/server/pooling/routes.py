@@ -9,14 +9,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from swiftkv.policies import Task
+from swiftkv.server.asked_model import as_sent, asked_model, wake_if_asked
 from swiftkv.server.body import body_document, parsed
+from swiftkv.server.documented import GENERATION_ERRORS, documented
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.pooling.bodies import EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from swiftkv.server.pooling.embed import embed
 from swiftkv.server.pooling.rank import rerank, score
 from swiftkv.server.prepare import check_admission
 from swiftkv.server.request_log import RequestRecord
-from swiftkv.server.routes import GENERATION_ERRORS, as_sent, documented, wake_if_asked
 from swiftkv.server.streaming import unless_gone
 
 B = TypeVar("B", bound=PooledBody)
@@ -34,7 +35,7 @@ def pooling_router(models: ModelTable) -> APIRouter:
         tasks: tuple[Task, ...],
         answer: Callable[[ModelHandle, B, int, RequestRecord], Coroutine[Any, Any, bytes]],
     ) -> Response:
-        model = as_sent(request, models.pick(request.path_params.get("name"), body.model))
+        model = as_sent(request, asked_model(request, models, body.model))
         record: RequestRecord = request.state.record
         model.check_task(*tasks)
         await wake_if_asked(request, model)

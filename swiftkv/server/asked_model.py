@@ -1,0 +1,39 @@
+"""The model that a request asks for: with the policy for its sender, awake, and in threads of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi import Request
+
+from swiftkv.server.models import ModelHandle, ModelTable
+from swiftkv.server.request_log import RequestRecord
+from swiftkv.server.streaming import unless_gone
+from swiftkv.server.tenants import sender_of
+
+T = TypeVar("T")
+
+
+def asked_model(request: Request, models: ModelTable, in_body: str | None) -> ModelHandle:
+    """Return the model of the path parameter ``name``, if there is one, or of the body's field ``model``."""
+    return models.pick(request.path_params.get("name"), in_body)
+
+
+def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
+    """Return the model with its policy for the request's sender; note both in the request's record."""
+    record: RequestRecord = request.state.record
+    sender = sender_of(request)
+    record.model, record.tenant = model.name, sender.name
+    return model.serving(sender)
+
+
+async def wake_if_asked(request: Request, model: ModelHandle) -> None:
+    """Wake a model whose requests may wake it, again and again if somebody puts it to sleep meanwhile."""
+    while model.must_wake:
+        await unless_gone(request, model.sleeper.wake_for_request())
+
+
+async def in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
+    """Do `work` in the model's threads, unless the client hangs up before it has begun."""
+    return await unless_gone(request, model.threads.run(work, request.state.num_body_bytes))

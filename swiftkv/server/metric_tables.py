@@ -1,0 +1,74 @@
+"""The metrics of models by name, with the text of each. A scrape appends `_total` to the name of a counter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 5, 10)
+_TOKENS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
+
+GAUGES: Mapping[str, str] = {
+    "vllm:num_requests_running": "Requests in the running batch",
+    "vllm:num_requests_waiting": "Requests waiting to be scheduled",
+    "vllm:kv_cache_usage_perc": "Part of the KV blocks in use, 0 to 1",
+    "swiftkv:engine_up": "1 while the model's engine serves",
+    "swiftkv:step_time_error_ratio": (
+        "Mean of |predicted - measured| / measured time over recent steps; 0 before any was predicted"
+    ),
+    "swiftkv:prefill_tokens_per_second": "How fast the engine expects to compute prompts beside what runs now",
+}
+LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
+    "swiftkv:kv_tier_tokens": ("tier", "Tokens whose KV is held, in use or cached, by where it lies"),
+    "swiftkv:expert_load_factor": (
+        "layer", "Mean over maximum of tokens per expert, as last reported; 1 is even. Not counted on GPUs",
+    ),
+    "swiftkv:step_time_seconds": ("term", "Seconds of a step for each of what it depends on, as fitted"),
+}  # fmt: skip
+"""By name: the label beside the model's, and the text."""
+
+COUNTERS: Mapping[str, str] = {
+    "swiftkv:engine_starts": "Times that the model's engine came up",
+    "vllm:num_preemptions": "Requests preempted and recomputed",
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache",
+    "swiftkv:window_missed_tokens": (
+        "Prompt tokens behind a hit that were known, but the sliding-window KV before their end was gone"
+    ),
+    "swiftkv:cuda_graph_hits": "Decode steps that a CUDA graph held",
+    "swiftkv:cuda_graph_misses": "Decode steps on a GPU that no CUDA graph held",
+    "vllm:prompt_tokens": "Prompt tokens of admitted requests",
+    "vllm:generation_tokens": "Tokens generated",
+}
+LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "swiftkv:engine_restarts": ("reason", "Times that the model's engine ended and was started again"),
+    "swiftkv:requests_displaced": (
+        "service_tier", "Requests preempted so that one of a higher service tier could begin, by their own tier",
+    ),
+    "swiftkv:prefix_hit_tokens": ("tier", "Prompt tokens found in the prefix cache, by where their KV lay"),
+    "swiftkv:requests_refused": ("limit", "Requests that the model had no room for, by the limit they met"),
+    "vllm:request_success": ("finished_reason", "Requests finished"),
+}  # fmt: skip
+"""By name: the label beside the model's, and the text."""
+
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "vllm:time_to_first_token_seconds": ("From arrival to the first token", FIRST_TOKEN_S),
+    "swiftkv:time_to_first_token_forecast_ratio": (
+        "Time to the first token as forecast on arrival, in relation to what it was", _RATIOS,
+    ),
+    "vllm:inter_token_latency_seconds": ("Between two tokens of a request", _SHORT_S),
+    # vLLM's older name for the same, which dashboards still use.
+    "vllm:time_per_output_token_seconds": ("Between two tokens of a request", _SHORT_S),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per token after the first", _SHORT_S),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the last token", _REQUEST_S),
+    "vllm:request_queue_time_seconds": ("From arrival to admission", _REQUEST_S),
+    "vllm:request_prefill_time_seconds": ("From admission to the first token", _REQUEST_S),
+    "vllm:request_decode_time_seconds": ("From the first token to the last", _REQUEST_S),
+    "vllm:request_prompt_tokens": ("Prompt length", _TOKENS),
+    "vllm:request_generation_tokens": ("Tokens generated", _TOKENS),
+    "vllm:request_params_max_tokens": ("max_tokens asked for", _TOKENS),
+    "vllm:request_params_n": ("n asked for", (1, 2, 5, 10, 20, 50, 100)),
+}  # fmt: skip
+"""By name: the text, and the bounds of the buckets."""
