@@ -356,18 +356,28 @@ SLOW_STEPS = [1.0, 0.0, 0.0, 0.0, 0.0, 0.001]
     [{}, {"delay": 1.0, "delay_time": "20ms"}, {"fail": 0.05, "flip": 0.05, "truncate": 0.05}],
     ids=["loads", "is late", "fails now and then"],
 )
+@pytest.mark.parametrize(
+    ("arch", "shares_extents"), [("llama", False), ("gemma3", False), ("gemma3", True)], ids=["full", "hybrid", "house"]
+)
 def test_a_front_that_is_computed_while_its_back_is_loaded_changes_no_answer(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], ahead: bool
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: dict[str, Any],
+    ahead: bool,
+    arch: str,
+    shares_extents: bool,
 ) -> None:
     """Wherever they meet, and whether they do; the front is a block here, for as much is computed in any case."""
     monkeypatch.setattr("swiftkv.tier.rates._WORTH", math.inf)
     prompts = [prompt(300 - 7 * seed, seed) for seed in range(1, 8)]
     file = file_backend(tmp_path / "kv")
-    first = answers(checkpoints["llama"], prompts, storage=storage(file))
+    first = answers(checkpoints[arch], prompts, storage=storage(file), shares_extents=shares_extents)
     spec = storage(
         {"backend": "fault", "inner": file, **fault}, prefetch_policy="timeout", prefetch_timeout_base_s=60.0
     )
-    with engine(checkpoints["llama"], storage=spec, step_time_s=SLOW_STEPS, async_scheduling=ahead) as client:
+    options: dict[str, Any] = {"step_time_s": SLOW_STEPS, "async_scheduling": ahead, "shares_extents": shares_extents}
+    with engine(checkpoints[arch], storage=spec, **options) as client:
         second = [client.generate([p])[0] for p in prompts]
         stats = client.wait_for_rest()
         in_pool = client.generate(prompts)
