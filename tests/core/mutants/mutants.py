@@ -210,7 +210,36 @@ MUTANTS = [
         "return std::max(0, num_left - (r.back_end - back.coming));",
         "return 0;",
     ),
-    one("a back takes the room of its front", STORAGE, "(roster_.running()) + num_to_compute;", "(roster_.running());"),
+    one(
+        "a back takes the room of its front",
+        STORAGE,
+        "(roster_.running()), num_to_compute};",
+        "(roster_.running()), 0};",
+    ),
+    one(
+        "a front needs room for all of itself in windows",
+        "core/kv_cache.h",
+        "return each + (spec.window == 0 ? full : 0);",
+        "return each + full;",
+    ),
+    one(
+        "a back needs more of a window than its tail",
+        CACHE_STORAGE,
+        "            if (i < first_of_match(g, length)) continue;\n",
+        "",
+    ),
+    one(
+        "a request goes on behind a back without the tail of its window",
+        CACHE_STORAGE,
+        "            if (i < first_of_match(g, length)) continue;\n",
+        "            if (groups_[g].spec.window > 0) continue;\n",
+    ),
+    one(
+        "a front keeps the window that its back has passed",
+        CACHE_STORAGE,
+        "            let_go(g, block_of(g, entries[first]));\n",
+        "            ;\n",
+    ),
     one(
         "who is preempted still waits for its back",
         ROSTER,
