@@ -310,7 +310,8 @@ class Loads:
         num_blocks = length - wait.num_usable
         num_computed = self._planner.num_to_compute(
             num_blocks,
-            lambda count: self._reading_bytes + self._load_bytes(wait.num_usable + count, length),
+            lambda count: self._load_bytes(wait.num_usable + count, length),
+            self._reading_bytes,
             lambda count: self._compute_s(wait, 0, count),
         )
         if num_computed is None or (num_blocks - num_computed) * self._block_size < self._spec.prefetch_threshold:

@@ -246,7 +246,7 @@ MUTANTS = [
         "r.num_computed = r.back_end = 0;",
         "r.num_computed = 0;",
     ),
-    one("what others load takes no time", RATES, "* block_bytes + queued_bytes)", "* block_bytes)"),
+    one("what others load takes no time", RATES, "(num_computed) + queued_bytes)", "(num_computed))"),
     one(
         "a prompt is divided where that gains nothing",
         RATES,
@@ -257,8 +257,8 @@ MUTANTS = [
     one(
         "a back is read from its first block on",
         LOADS,
-        "            order = order[::-1]\n",
-        "            pass\n",
+        "np.lexsort((groups, indices))[::-1]",
+        "np.lexsort((groups, indices))",
     ),
     one(
         "who has passed its back is not noticed",
@@ -384,7 +384,7 @@ MUTANTS = [
     one(
         "a chunk takes the blocks that others want next",
         CACHE_ROOM,
-        "std::max(0, available(g) - spare - overdraft(g));",
+        "std::max(0, available(g) - spare.of(spec(g)) - overdraft(g));",
         "std::max(0, available(g) - overdraft(g));",
     ),
     one(
