@@ -115,7 +115,9 @@ def chosen_first(machine: Machine, num_blocks: int) -> int:
     def compute_s(begin: int, end: int) -> float:
         return scheduler.prefill_s(begin * BLOCK_TOKENS, end * BLOCK_TOKENS) or 0.0
 
-    num_computed = planner.num_to_compute(num_blocks, 1 << 20, 0, lambda count: compute_s(0, count))
+    num_computed = planner.num_to_compute(
+        num_blocks, lambda count: (num_blocks - count) << 20, 0, lambda count: compute_s(0, count)
+    )
     if num_computed is not None:
         return num_not_loaded(num_computed, compute_s)
     return 0 if planner.is_worth_loading(num_blocks << 20, 0, compute_s(0, num_blocks)) else num_blocks

@@ -502,7 +502,7 @@ class Scheduler:
     def can_meet(self) -> bool:
         """Whether the front of a prompt can be computed while storage loads its back.
 
-        It cannot with windows, of which storage has only a tail, nor where a prompt is computed as a whole.
+        It cannot where a prompt is computed as a whole, nor without full attention: of a window only a tail is loaded.
         """
     def meet(self, request_id: int, num_blocks: int) -> None:
         """Let a waiting request begin while storage loads its back: the blocks before `num_blocks`, the last one first.

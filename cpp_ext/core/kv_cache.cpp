@@ -179,7 +179,7 @@ std::vector<int32_t> KvCache::borrowed_blocks(const BlockTable& table) const {
     return blocks;
 }
 
-bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, int spare) {
+bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, Spare spare) {
     if (short_group(table, chunk_end, prompt_end, spare) != kNone) return false;
     if (house_) {
         extend_in_house(table, missing_blocks(table, chunk_end, prompt_end), spare);

@@ -73,9 +73,9 @@ struct ResidentBlock {
     Place place;
 };
 
-// The back of a prefix, which storage loads from its last block on. `here` is the first block from which on all blocks
-// are here, `coming` the first from which on all are here or loading; the length of the prefix if its last block is
-// not.
+// The back of a prefix, which storage loads from its last block on. `here` is the first block from which on all that
+// the prefix needs is here, `coming` the first from which on all of it is here or loading; the length of the prefix if
+// its last block is not.
 struct Back {
     int here, coming;
 };
@@ -97,6 +97,12 @@ struct Gain {
     int local = 0, staged = 0;
 };
 
+// The blocks that stay available when others are taken: so many in every group, and more in full-attention groups.
+struct Spare {
+    int each = 0, full = 0;
+    int of(const GroupSpec& spec) const { return each + (spec.window == 0 ? full : 0); }
+};
+
 // The blocks that are about to be taken, per group.
 struct Portions {
     std::vector<int> local, staged;  // taken in the pool, and further down
@@ -113,6 +119,7 @@ class KvCache {
     const GroupSpec& spec(int group) const { return groups_[group].spec; }
     int block_size() const { return block_size_; }
     bool has_windows() const { return has_windows_; }
+    bool has_full_attention() const { return has_full_attention_; }
     bool shares_extents() const { return house_ != nullptr; }
     bool can_borrow() const { return !borrow_links_.empty(); }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
@@ -134,12 +141,12 @@ class KvCache {
     // Returns the ascending numbers of a table's blocks that are borrowed in some group.
     std::vector<int32_t> borrowed_blocks(const BlockTable& table) const;
     // Adds blocks so that tokens up to `chunk_end` can be written, in full-attention groups up to `prompt_end`, and
-    // leaves `spare` blocks available in every group; or changes nothing and returns false. Takes local blocks before
-    // borrowed ones, and moves cached blocks out of their way.
-    bool extend(BlockTable& table, int chunk_end, int prompt_end, int spare);
+    // leaves `spare` blocks available; or changes nothing and returns false. Takes local blocks before borrowed ones,
+    // and moves cached blocks out of their way.
+    bool extend(BlockTable& table, int chunk_end, int prompt_end, Spare spare);
     // The end of the longest chunk, of one that ends at `chunk_end`, for which extend() finds room in the
     // sliding-window groups, and in groups that share extents with them.
-    int window_room_end(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    int window_room_end(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const;
     // Lets extend() find the room that it lacks where groups share extents, if that is only because a few used blocks
     // keep extents from changing hands: these blocks move to where others of their group are free or cached. False:
     // that does not help. `tables`: of all requests that hold blocks.
@@ -150,7 +157,7 @@ class KvCache {
     // Whether free local blocks suffice for `num_tokens` tokens of a table, and `spare` more are left in every group.
     bool has_free(const BlockTable& table, int num_tokens, int spare) const;
     // The first group in which extend() finds no room; kNone: it finds room in all of them.
-    int short_group(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    int short_group(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const;
     // How many of `tables`, from the first, must let go of their blocks before extend() finds room, where each of them
     // that does so lessens `spare` by one; kNone: all of them do not suffice. Blocks may have to move; see compact().
     int releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
@@ -256,12 +263,13 @@ class KvCache {
     // that can be loaded.
     int local_room(std::span<const BlockKey> keys) const;
     // Takes blocks for all that the prefix `keys` needs from block `first` on and that is not here, and leaves `spare`
-    // blocks available in every group; or changes nothing and returns none. Forgets cached blocks for them if it may.
-    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, int spare, bool may_evict);
-    // The back of the prefix `keys` behind its first `num_before` blocks, of which only local blocks count. There are
-    // no windows: of these a prefix has only a tail.
+    // blocks available; or changes nothing and returns none. Forgets cached blocks for them if it may.
+    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict);
+    // The back of the prefix `keys` behind its first `num_before` blocks, of which only local blocks count: in
+    // sliding-window groups the tail of its end.
     Back find_back(std::span<const BlockKey> keys, int num_before) const;
-    // Replaces the blocks of a table that it has not committed by those of `keys`, all of which are here.
+    // Replaces the blocks of a table that it has not committed by those of `keys`, of which all that the prefix needs
+    // are here, and keeps the boundary at their end.
     void take_back(BlockTable& table, std::span<const BlockKey> keys);
     // Throws std::invalid_argument unless these blocks are loading, each named once.
     void check_loading(std::span<const LoadedBlock> blocks) const;
@@ -326,10 +334,10 @@ class KvCache {
     int available(int group, Gain gain = {}) const;
     // ---- a house: extents that groups share; in kv_cache_house.cpp ----
     std::vector<int> missing_blocks(const BlockTable& table, int chunk_end, int prompt_end) const;
-    std::vector<int> wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const;
+    std::vector<int> wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const;
     int wanted_of(int group, int needed, int spare, int staged, Gain gain) const;
-    Portions portions(std::span<const int> needed, int spare) const;
-    void extend_in_house(BlockTable& table, std::span<const int> needed, int spare);
+    Portions portions(std::span<const int> needed, Spare spare) const;
+    void extend_in_house(BlockTable& table, std::span<const int> needed, Spare spare);
     int missing_extents(std::span<const int> wanted) const;
     int spare_extents(std::span<const int> wanted, bool is_compacted) const;
     bool has_free_extents(std::span<const int> wanted) const;

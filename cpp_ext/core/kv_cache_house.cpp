@@ -27,20 +27,20 @@ int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) cons
 }
 
 // The fewest local blocks that groups want: as many as possible lie further down.
-std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
+std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const {
     std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
     for (int g = 0; g < num_groups(); ++g)
-        wanted[g] = wanted_of(g, wanted[g], spare, std::min(wanted[g], available_staged(g, {})), {});
+        wanted[g] = wanted_of(g, wanted[g], spare.of(spec(g)), std::min(wanted[g], available_staged(g, {})), {});
     return wanted;
 }
 
 // Divides the needed blocks: as many as the pool has room for are local, the others are staged.
-Portions KvCache::portions(std::span<const int> needed, int spare) const {
+Portions KvCache::portions(std::span<const int> needed, Spare spare) const {
     Portions found{{needed.begin(), needed.end()}, std::vector<int>(needed.size(), 0), {}};
-    for (int g = 0; g < num_groups(); ++g) found.wanted.push_back(wanted_of(g, needed[g], spare, 0, {}));
+    for (int g = 0; g < num_groups(); ++g) found.wanted.push_back(wanted_of(g, needed[g], spare.of(spec(g)), 0, {}));
     for (int g = 0; g < num_groups() && spare_extents(found.wanted, false) < 0; ++g) {
         const auto fits = [&](int staged) {
-            found.wanted[g] = wanted_of(g, needed[g], spare, staged, {});
+            found.wanted[g] = wanted_of(g, needed[g], spare.of(spec(g)), staged, {});
             return spare_extents(found.wanted, false) >= 0;
         };
         int too_few = 0, enough = std::min(needed[g], available_staged(g, {}));
@@ -51,13 +51,13 @@ Portions KvCache::portions(std::span<const int> needed, int spare) const {
         }
         found.staged[g] = enough;
         found.local[g] -= enough;
-        found.wanted[g] = wanted_of(g, needed[g], spare, enough, {});
+        found.wanted[g] = wanted_of(g, needed[g], spare.of(spec(g)), enough, {});
     }
     return found;
 }
 
 // Takes the blocks further down first, because cached blocks that leave the pool would take them.
-void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, int spare) {
+void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, Spare spare) {
     Portions taken = portions(needed, spare);
     const auto put = [&](int g, BlockId block) {
         ensure(block != kNone, "there are as many blocks as were counted");
@@ -279,7 +279,7 @@ bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, in
                       std::span<BlockTable* const> tables) {
     // A copy that waits for its layer must find its source and its target untouched.
     if (!house_ || has_copies()) return false;
-    const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, spare);
+    const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, {spare});
     if (spare_extents(wanted, true) < 0 || spare_extents(wanted, false) >= 0) return false;
     while (spare_extents(wanted, false) < 0) {
         const auto [g, extent] = extent_to_compact(wanted);

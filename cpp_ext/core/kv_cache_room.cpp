@@ -11,10 +11,10 @@ int KvCache::missing(const BlockTable& table, int g, int chunk_end, int prompt_e
     return ceil_div(end, block_size_) - static_cast<int>(table.groups[g].entries.size());
 }
 
-int KvCache::short_group(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
+int KvCache::short_group(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const {
     if (house_) return spare_extents(wanted_blocks(table, chunk_end, prompt_end, spare), false) < 0 ? 0 : kNone;
     for (int g = 0; g < num_groups(); ++g) {
-        if (is_short(g, missing(table, g, chunk_end, prompt_end), spare, {})) return g;
+        if (is_short(g, missing(table, g, chunk_end, prompt_end), spare.of(spec(g)), {})) return g;
     }
     return kNone;
 }
@@ -74,7 +74,7 @@ bool KvCache::has_room_with(std::span<const Gain> gains, const BlockTable& table
     return true;
 }
 
-int KvCache::window_room_end(const BlockTable& table, int chunk_end, int prompt_end, int spare) const {
+int KvCache::window_room_end(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const {
     int num_blocks = ceil_div(chunk_end, block_size_);
     if (house_) {
         const auto is_short = [&](int blocks) {
@@ -91,7 +91,7 @@ int KvCache::window_room_end(const BlockTable& table, int chunk_end, int prompt_
     }
     for (int g = 0; g < num_groups(); ++g) {
         if (groups_[g].spec.window == 0) continue;
-        const int room = std::max(0, available(g) - spare - overdraft(g));
+        const int room = std::max(0, available(g) - spare.of(spec(g)) - overdraft(g));
         num_blocks = std::min(num_blocks, static_cast<int>(table.groups[g].entries.size()) + room);
     }
     return std::min(chunk_end, num_blocks * block_size_);
@@ -106,7 +106,7 @@ int KvCache::capacity(const BlockTable& table) const {
 }
 
 bool KvCache::has_free(const BlockTable& table, int num_tokens, int spare) const {
-    if (house_) return has_free_extents(wanted_blocks(table, num_tokens, num_tokens, spare));
+    if (house_) return has_free_extents(wanted_blocks(table, num_tokens, num_tokens, {spare}));
     for (int g = 0; g < num_groups(); ++g) {
         const int missing = ceil_div(num_tokens, block_size_) - static_cast<int>(table.groups[g].entries.size());
         if (missing > 0 && groups_[g].pool.num_free(Place::kLocal) < missing + spare) return false;

@@ -206,7 +206,7 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
 
 // Blocks of the prefix that are here are held meanwhile, so that they are not evicted for those that are not, and are
 // evicted last afterwards.
-std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, int spare, bool may_evict) {
+std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict) {
     const int length = static_cast<int>(keys.size());
     std::vector<LoadingBlock> loading;
     std::vector<std::pair<int, BlockId>> held;
@@ -226,7 +226,7 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
         }
     }
     std::vector<int> wanted = needed;
-    for (int& count : wanted) count += count > 0 ? spare : 0;
+    for (int g = 0; g < num_groups(); ++g) wanted[g] += wanted[g] > 0 ? spare.of(spec(g)) : 0;
     const bool has_room = has_room_to_load(wanted, may_evict);
     if (has_room) {
         if (house_) enter_missing(needed, wanted);
@@ -273,6 +273,7 @@ Back KvCache::find_back(std::span<const BlockKey> keys, int num_before) const {
         const NodeId node = index_.find(keys[i]);
         bool is_coming = node != kNone, is_here = node != kNone;
         for (int g = 0; is_coming && g < num_groups(); ++g) {
+            if (i < first_of_match(g, length)) continue;
             const BlockId block = index_.block(node, g);
             is_coming = block != kNone && is_local(g, block);
             is_here &= is_coming && groups_[g].pool.state(block) != BlockState::kLoading;
@@ -285,17 +286,25 @@ Back KvCache::find_back(std::span<const BlockKey> keys, int num_before) const {
 }
 
 void KvCache::take_back(BlockTable& table, std::span<const BlockKey> keys) {
+    const int length = static_cast<int>(keys.size());
     for (int g = 0; g < num_groups(); ++g) {
-        std::vector<int32_t>& entries = table.groups[g].entries;
+        auto& [entries, first] = table.groups[g];
         for (; static_cast<int>(entries.size()) > table.num_committed; entries.pop_back())
             let_go(g, block_of(g, entries.back()));
-        for (const BlockKey& key : keys.subspan(table.num_committed)) {
-            const BlockId block = index_.block(index_.find(key), g);
+        for (; first < std::min(table.num_committed, first_of_match(g, length)); ++first) {
+            let_go(g, block_of(g, entries[first]));
+            entries[first] = kNoBlock;
+        }
+        first = std::max(first, first_of_match(g, length));
+        entries.resize(length, kNoBlock);
+        for (int i = std::max(table.num_committed, first); i < length; ++i) {
+            const BlockId block = index_.block(index_.find(keys[i]), g);
             groups_[g].pool.add_ref(block);
-            entries.push_back(entry_of(g, block));
+            entries[i] = entry_of(g, block);
         }
     }
-    table.num_committed = static_cast<int>(keys.size());
+    table.num_committed = length;
+    if (has_windows_) keep_boundary(keys, length, Worth::kKept);
 }
 
 void KvCache::check_loading(std::span<const LoadedBlock> blocks) const {

@@ -153,9 +153,9 @@ int Policy::draft_length(const Request& r, int most) const {
     return std::max(0, std::min({static_cast<int>(r.draft.size()), most, r.last_len - r.num_known() - 1}));
 }
 
-int Policy::fitting_chunk(const Request& r, int wanted, int spare) const {
+int Policy::fitting_chunk(const Request& r, int wanted, int prompt_end, Spare spare) const {
     if (!splits_prompts() || !cache_.has_windows()) return wanted;
-    return cache_.window_room_end(r.table, r.num_planned() + wanted, r.num_tokens(), spare) - r.num_planned();
+    return cache_.window_room_end(r.table, r.num_planned() + wanted, prompt_end, spare) - r.num_planned();
 }
 
 }  // namespace swiftkv

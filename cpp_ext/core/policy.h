@@ -77,9 +77,9 @@ class Policy {
     int draft_length(const Request& request, int most) const;
     // The most tokens that one step samples, drafts included: memory is reserved for the logits of so many rows.
     int max_samples() const { return limits_.max_num_seqs; }
-    // How much of a chunk of `wanted` tokens the sliding-window groups have room for, beside `spare` blocks: a chunk
-    // shrinks before a request waits.
-    int fitting_chunk(const Request& request, int wanted, int spare) const;
+    // How much of a chunk of `wanted` tokens the sliding-window groups have room for, beside `spare` blocks and those
+    // of the other groups up to `prompt_end`: a chunk shrinks before a request waits.
+    int fitting_chunk(const Request& request, int wanted, int prompt_end, Spare spare) const;
     // The blocks that stay available in every group when a request is admitted: a next one for each that runs, so that
     // the admitted one is not preempted soon.
     int spare_blocks(Running running) const { return static_cast<int>(running.size()); }

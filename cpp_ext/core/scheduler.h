@@ -115,9 +115,9 @@ class Scheduler {
     // Takes blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here, and leaves room
     // for those before. Returns none if there is no room, or a step in progress copies blocks.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
-    // Whether the front of a prompt can be computed while its back is loading: not with windows, of which only a tail
-    // is loaded, nor where a prompt is computed as a whole.
-    bool can_meet() const { return limits_.enable_chunked_prefill && !cache_.has_windows(); }
+    // Whether the front of a prompt can be computed while its back is loading: not where a prompt is computed as a
+    // whole, nor without full attention, for of windows only a tail is loaded.
+    bool can_meet() const { return limits_.enable_chunked_prefill && cache_.has_full_attention(); }
     // Lets the waiting request begin: it computes its front while storage loads its back, the blocks before
     // `num_blocks`, the last one first. It skips the rest of the back as soon as all of that is here. Throws
     // std::invalid_argument if the request has fewer keys.

@@ -110,7 +110,7 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
     const int num_to_compute = first - cache_.usable_length(cache_.residency(keys.first(first)));
-    const int spare = policy_.spare_blocks(roster_.running()) + num_to_compute;
+    const Spare spare{policy_.spare_blocks(roster_.running()), num_to_compute};
     std::vector<LoadingBlock> loading = cache_.begin_load(keys.first(num_blocks), first, spare, may_evict);
     cache_.describe_loading(loading, request->tokens, request->root_key, keys);
     return loading;

@@ -163,9 +163,9 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     // The whole prompt must fit, whatever part of it this step computes.
     const auto has_room = [&] {
         const int chunk = std::min(longest, policy_.first_chunk(r, token_budget, work_, limit_s_));
-        n = policy_.fitting_chunk(r, chunk, spare);
+        n = policy_.fitting_chunk(r, chunk, table_end(r, chunk), {spare, blocks_behind_front(r, chunk)});
         return n > 0 && n <= token_budget &&
-               cache_.extend(r.table, r.num_computed + n, table_end(r, n), spare + blocks_behind_front(r, n));
+               cache_.extend(r.table, r.num_computed + n, table_end(r, n), {spare, blocks_behind_front(r, n)});
     };
     if (!roster_.has_free_slot() ||
         (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room()))) {
@@ -196,7 +196,7 @@ void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     const int chunk_end = r.num_computed + std::max(num_tokens, 1);
     const int spare = policy_.spare_blocks(roster_.running());
     const int short_group =
-        num_tokens > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), spare);
+        num_tokens > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), {spare});
     has_refused_ = true;
     cache_.put_back(r.table);
     r.num_computed = 0;
@@ -257,8 +257,8 @@ void StepBuilder::take_out(Request& r) {
 // sliding-window groups have no more room. Returns for how many; 0: there is no room.
 int StepBuilder::make_room(Request& r, int num_tokens) {
     while (true) {
-        const int fitting = policy_.fitting_chunk(r, num_tokens, 0);
-        if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, table_end(r, fitting), 0)) return fitting;
+        const int fitting = policy_.fitting_chunk(r, num_tokens, table_end(r, num_tokens), {});
+        if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, table_end(r, fitting), {})) return fitting;
         if (compact(r, num_tokens, 0)) continue;
         Request& victim = policy_.victim(roster_.running());
         must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
@@ -356,7 +356,7 @@ void StepBuilder::add_drafts() {
         const int wanted = policy_.draft_length(r, std::min(budget_left_, policy_.max_samples() - num_samples));
         const int end = r.num_planned(), held = cache_.capacity(r.table) - end;
         const int length = cache_.has_free(r.table, end + wanted, spare) ? wanted : std::min(wanted, held);
-        if (length <= 0 || !cache_.extend(r.table, end + length, end + length, 0)) continue;
+        if (length <= 0 || !cache_.extend(r.table, end + length, end + length, {})) continue;
         row.draft.assign(r.draft.begin(), r.draft.begin() + length);
         row.num_tokens += length;
         r.num_scheduled += length;

@@ -238,8 +238,8 @@ class Loads:
     def _begin(self, wait: _Wait) -> None:
         """Load what storage has of a prompt if that is worth it and there is room, or let its request go.
 
-        Tails of windows come first: without them the rest is of no use. Then blocks come from the first on, or
-        from the last on if the front is computed meanwhile.
+        Tails of windows come first: without them the rest is of no use. Then blocks come from the first on. If the
+        front is computed meanwhile, all come from the last on: the tails with the blocks beside them.
         """
         assert wait.is_stored is not None
         if wait.span is None:
@@ -247,15 +247,16 @@ class Loads:
         first = wait.span.first
         length = self._scheduler.loadable(wait.request_id, wait.is_stored, wait.span.end)
         block_keys, is_resident, num_usable = self._scheduler.look_up(wait.request_id)
-        if length <= num_usable or is_resident[first * len(self._groups) : length * len(self._groups)].all():
+        if length <= num_usable or self._is_here(is_resident, first, length):
             self._let_go(wait)
             return
         indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(wait.request_id, length, first)
         if not len(blocks):
             return
-        order = np.lexsort((groups, indices, self._is_full[groups]))
         if wait.span.is_back:
-            order = order[::-1]
+            order = np.lexsort((groups, indices))[::-1]
+        else:
+            order = np.lexsort((groups, indices, self._is_full[groups]))
         keys = list(split_keys(block_keys))
         targets = [
             Target(Wanted(keys[index], group), index, block, self._bytes_at(offset, group))
@@ -287,7 +288,7 @@ class Loads:
             return _Span(0, length)
         if first := self._first_of_back(wait, length):
             return _Span(first, length)
-        num_bytes = sum(self._bytes_of(group, wait.num_usable, length) for group in self._groups)
+        num_bytes = self._load_bytes(wait.num_usable, length)
         compute_s = self._compute_s(wait, 0, length - wait.num_usable)
         if self._planner.is_worth_loading(num_bytes, self._reading_bytes, compute_s):
             return _Span(0, length)
@@ -307,9 +308,11 @@ class Loads:
         if not self._scheduler.can_meet or len(self._waits) > 1 or not self._is_nobody_before():
             return None
         num_blocks = length - wait.num_usable
-        block_bytes = sum(group.block_bytes for group in self._groups)
         num_computed = self._planner.num_to_compute(
-            num_blocks, block_bytes, self._reading_bytes, lambda count: self._compute_s(wait, 0, count)
+            num_blocks,
+            lambda count: self._load_bytes(wait.num_usable + count, length),
+            self._reading_bytes,
+            lambda count: self._compute_s(wait, 0, count),
         )
         if num_computed is None or (num_blocks - num_computed) * self._block_size < self._spec.prefetch_threshold:
             return None
@@ -326,10 +329,16 @@ class Loads:
             (wait.num_usable + begin) * self._block_size, (wait.num_usable + end) * self._block_size
         )
 
-    def _bytes_of(self, group: KVGroup, begin: int, end: int) -> int:
-        """Return the bytes of blocks `begin` to `end` of a prompt in one group; with a window, those of the tail."""
-        num_blocks = min(end - begin, group.tail_blocks) if group.kind == "window" else end - begin
-        return num_blocks * group.block_bytes
+    def _is_here(self, is_resident: npt.NDArray[np.uint8], first: int, length: int) -> bool:
+        """Return whether nothing is missing from block `first` on of a prefix of `length` blocks."""
+        cells = is_resident.reshape(-1, len(self._groups))
+        return all(
+            cells[length - _num_needed(group, first, length) : length, g].all() for g, group in enumerate(self._groups)
+        )
+
+    def _load_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs."""
+        return sum(_num_needed(group, begin, end) * group.block_bytes for group in self._groups)
 
     def _bytes_at(self, offset_bytes: int, group: int) -> memoryview:
         return self._pool[offset_bytes : offset_bytes + self._groups[group].block_bytes].data
@@ -377,6 +386,11 @@ def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArr
     """Return groups and blocks, as the core wants them."""
     groups = np.array([target.wanted.group for target in targets], np.int32)
     return groups, np.array([target.block for target in targets], np.int32)
+
+
+def _num_needed(group: KVGroup, begin: int, end: int) -> int:
+    """Return how many blocks from `begin` on a prefix of `end` blocks needs: with a window, those of the tail."""
+    return min(end - begin, group.tail_blocks) if group.kind == "window" else end - begin
 
 
 def _num_bytes(targets: Sequence[Target]) -> int:

@@ -77,13 +77,17 @@ class LoadPlanner:
         return load_s is None or compute_s is None or load_s < compute_s
 
     def num_to_compute(
-        self, num_blocks: int, block_bytes: int, queued_bytes: int, compute_s: Callable[[int], float | None]
+        self,
+        num_blocks: int,
+        load_bytes: Callable[[int], int],
+        queued_bytes: int,
+        compute_s: Callable[[int], float | None],
     ) -> int | None:
         """Return how many of the blocks that are missing should be computed, from the first, while the rest is loaded.
 
         Args:
             num_blocks: The blocks that are missing.
-            block_bytes: The size of one.
+            load_bytes: Returns the bytes to load if so many of the blocks are computed.
             queued_bytes: The bytes that are loaded for others before.
             compute_s: Returns the seconds to compute so many of the blocks, from the first.
 
@@ -92,7 +96,7 @@ class LoadPlanner:
         """
 
         def load_s(num_computed: int) -> float | None:
-            return self._read.seconds_for((num_blocks - num_computed) * block_bytes + queued_bytes)
+            return self._read.seconds_for(load_bytes(num_computed) + queued_bytes)
 
         load_all_s, compute_all_s = load_s(0), compute_s(num_blocks)
         if load_all_s is None or compute_all_s is None or math.isinf(load_all_s):

@@ -139,17 +139,31 @@ class StorageEngine(Engine):
         return keys, resident, num_usable
 
     def _is_here(self, request_id: int) -> list[bool | None]:
-        """Return for each block that a request could find whether it is here; `None`: it is loading."""
+        """Return for each block before the end of a request's back whether all that it needs of it is here.
+
+        `None`: it is loading.
+        """
+        end = self.backs[request_id]
         found, is_resident, _ = self.scheduler.look_up(request_id)
-        keys = [found[i : i + KEY_BYTES] for i in range(0, len(found), KEY_BYTES)]
+        resident = is_resident.reshape(-1, len(self.windows)).astype(bool)
         loading = {
-            transfer.keys[index]
+            (transfer.keys[index], group)
             for transfer in self.transfers
             if not transfer.is_forgotten
-            for index, _, _ in transfer.blocks
+            for index, group, _ in transfer.blocks
         }
-        resident = is_resident.reshape(len(keys), len(self.windows)).all(axis=1).tolist()
-        return [None if key in loading and is_here else is_here for key, is_here in zip(keys, resident, strict=True)]
+        blocks: list[bool | None] = []
+        for i in range(min(end, len(resident))):
+            groups = [g for g, first in enumerate(self._first_needed(end)) if i >= first]
+            key = found[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+            is_coming = any((key, g) in loading for g in groups)
+            blocks.append(False if not resident[i, groups].all() else None if is_coming else True)
+        return blocks
+
+    def _first_needed(self, length: int) -> list[int]:
+        """Return the first block that each group needs of a prefix of so many blocks."""
+        size = self.setup.block_size
+        return [max(0, length - -(-(window - 1) // size)) if window else 0 for window in self.windows]
 
     def _note_meetings(self, plan: _core.StepPlan) -> None:
         """Go on behind the backs of requests, which must be here."""
@@ -169,7 +183,7 @@ class StorageEngine(Engine):
         It goes on at most half-way to the part that is here, and less where more was loaded than computed.
         """
         end = self.backs[row.request_id]
-        if self._is_here(row.request_id)[:end] != before[:end]:
+        if self._is_here(row.request_id) != before:
             self.unsure.add(row.request_id)  # the step has taken some of it, before it looked or after
         if row.request_id in self.unsure:
             return
@@ -177,8 +191,8 @@ class StorageEngine(Engine):
         if first >= end or before[end - 1] is False:
             del self.backs[row.request_id]  # all of it was here when the request began, or it has failed
             return
-        coming = end - next(i for i, is_here in enumerate([*before[:end][::-1], False]) if is_here is False)
-        here = end - next(i for i, is_here in enumerate([*before[:end][::-1], False]) if not is_here)
+        coming = end - next(i for i, is_here in enumerate([*before[::-1], False]) if is_here is False)
+        here = end - next(i for i, is_here in enumerate([*before[::-1], False]) if not is_here)
         assert here > first, "the back is here"
         num_computed, num_loaded = first - self.begins[row.request_id], end - here
         share = min(Fraction(1, 2), Fraction(num_computed + 1, num_computed + num_loaded + 2))
@@ -201,9 +215,7 @@ class StorageEngine(Engine):
             blocks.append((index, group, block))
         if not blocks:
             return None
-        begins = [
-            max(0, length - -(-(window - 1) // self.setup.block_size)) if window else 0 for window in self.windows
-        ]
+        begins = self._first_needed(length)
         missing = {(i, g) for g, begin in enumerate(begins) for i in range(begin, length) if not resident[i, g]}
         assert {(index, group) for index, group, _ in blocks} == {(i, g) for i, g in missing if i >= first}
         self.transfers.append(Transfer(request_id, keys, blocks))
@@ -214,7 +226,7 @@ class StorageEngine(Engine):
         length = self._loadable(request_id, max_blocks)[0]
         transfer = self.begin_load(request_id, max_blocks, first)
         if transfer is not None:
-            transfer.blocks.reverse()
+            transfer.blocks.sort(reverse=True)
         self.scheduler.meet(request_id, length)
         self.held.discard(request_id)
         if length > 0:

@@ -15,6 +15,7 @@ from swiftkv import _core
 BLOCK = 4
 DENSE = Setup(((1, 16, 0),), BLOCK, 4, 64, 48)
 HYBRID = Setup(((1, 16, 0), (1, 16, 8)), BLOCK, 4, 64, 48)
+HOUSE = Setup(((1, 32, 0), (1, 32, 8)), BLOCK, 4, 64, 48, blocks_per_extent=(2, 2))
 LARGE = Setup(((1, 48, 0),), BLOCK, 4, 128, 96)
 SHARED = Setup(((2, 24, 0), (1, 48, 8)), BLOCK, 4, 64, 48, blocks_per_extent=(1, 2))
 
@@ -418,7 +419,7 @@ def meeting(tokens: list[int], first: int, setup: Setup = DENSE) -> tuple[Storag
     e = stored(tokens, setup)
     transfer = e.meet(2, first)
     assert transfer is not None
-    assert [index for index, _, _ in transfer.blocks] == list(range(7, first - 1, -1))
+    assert [index for index, group, _ in transfer.blocks if group == 0] == list(range(7, first - 1, -1))
     return e, transfer
 
 
@@ -453,6 +454,61 @@ def test_a_front_that_ends_within_a_block_lets_that_block_go_when_it_comes_to_it
     assert [chunk(e) for _ in range(3)] == [(0, 6), (6, 12), (12, 18)]
     e.read(transfer, 5)
     assert chunk(e) == (32, 33)
+    assert e.num_met == 1
+    e.drain()
+
+
+@pytest.mark.parametrize("setup", [HYBRID, HOUSE], ids=["a pool each", "one pool"])
+@pytest.mark.parametrize(("num_read", "gap"), [(7, []), (5, [(12, 16), (16, 20)])], ids=["in time", "a part in time"])
+def test_a_front_meets_a_back_with_the_tail_of_its_windows(
+    setup: Setup, num_read: int, gap: list[tuple[int, int]]
+) -> None:
+    """The last two blocks are read in both groups, those before them in that of full attention alone."""
+    e, transfer = meeting(prompt(33), 3, setup)
+    assert [block[:2] for block in transfer.blocks] == [(7, 1), (7, 0), (6, 1), (6, 0), (5, 0), (4, 0), (3, 0)]
+    assert e.schedule() is not None
+    e.read(transfer, num_read)
+    e.commit()
+    e.check()
+    assert [chunk(e) for _ in gap] == gap
+    assert chunk(e) == (32, 33)
+    assert e.num_met == 1
+    e.drain()
+    assert run(e, 3, prompt(33)) == 32  # the tail is kept
+
+
+def test_a_front_meets_a_back_within_the_tail_of_its_windows() -> None:
+    """One of the two blocks of the tail is computed, the other one is read."""
+    e, transfer = meeting(prompt(33), 7, HYBRID)
+    assert [block[:2] for block in transfer.blocks] == [(7, 1), (7, 0)]
+    assert e.schedule() is not None
+    e.read(transfer, 2)
+    e.commit()
+    assert chunk(e) == (32, 33)
+    assert e.num_met == 1
+    e.drain()
+
+
+def test_a_back_without_the_tail_of_its_windows_is_computed() -> None:
+    """All blocks of full attention are read, and the last block of the window is not."""
+    e, transfer = meeting(prompt(33), 3, HYBRID)
+    assert chunk(e) == (0, 12)
+    e.read(transfer, 1, is_loaded=False)
+    e.read(transfer, 6)
+    assert chunk(e) == (12, 33)
+    assert e.num_met == 0
+    e.drain()
+
+
+def test_a_front_needs_room_in_windows_for_a_chunk_alone() -> None:
+    """The pool of the window has room for a tail and two chunks of one block, but not for the front."""
+    e = stored(prompt(65), Setup(((1, 20, 0), (1, 6, 8)), BLOCK, 4, 4, 80))
+    transfer = e.meet(2, 12)
+    assert transfer is not None
+    chunks = [chunk(e) for _ in range(12)]
+    assert chunks == [(4 * i, 4 * i + 4) for i in range(12)]
+    e.read(transfer, len(transfer.blocks))
+    assert chunk(e) == (64, 65)
     assert e.num_met == 1
     e.drain()
 
@@ -598,7 +654,9 @@ def test_who_begins_again_computes_towards_no_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "setup", [HYBRID, Setup(((1, 16, 0),), BLOCK, 4, 64, 48, enable_chunked_prefill=False)], ids=["windows", "whole"]
+    "setup",
+    [Setup(((1, 16, 8),), BLOCK, 4, 64, 48), Setup(((1, 16, 0),), BLOCK, 4, 64, 48, enable_chunked_prefill=False)],
+    ids=["windows alone", "whole"],
 )
 def test_where_nothing_can_be_met_requests_are_let_go(setup: Setup) -> None:
     e = stored(prompt(33), setup)

@@ -185,6 +185,25 @@ def test_others_cannot_find_it(checkpoints: dict[str, Path], tmp_path: Path) -> 
         assert client.wait([client.add(PROMPTS[0], cache_salt="a")])[0].cached_tokens == 0
 
 
+@pytest.mark.parametrize("place", ["host", "storage"])
+def test_a_prefix_that_is_stored_up_to_any_block_changes_no_answer(
+    checkpoint: Path, tmp_path: Path, host_fd: int, place: str
+) -> None:
+    """Every number of its blocks is stored once, each under a salt of its own."""
+    whole = prompt(300, 1)
+    num_blocks = range(1, len(whole) // BLOCK + 1)
+    file = storage(file_backend(tmp_path / "kv"), prefetch_threshold=BLOCK, prefetch_policy="wait_complete")
+    spec = file if place == "storage" else {**file, "backend": None, "host_fd": host_fd}
+    with engine(checkpoint, storage=spec) as client:
+        client.wait([client.add([*whole[: n * BLOCK], 5], max_tokens=1, cache_salt=str(n)) for n in num_blocks])
+        wait_until_stored(client)
+    with engine(checkpoint, storage=spec) as client:
+        found = [client.wait([client.add(whole, cache_salt=str(n))])[0] for n in num_blocks]
+    right = answers(checkpoint, [whole])
+    assert tokens(found) == tokens(right) * len(num_blocks)
+    assert [answer.hit_tokens[place] for answer in found] == [n * BLOCK for n in num_blocks]
+
+
 FAULTS: dict[str, dict[str, Any]] = {
     "fails": {"fail": 1.0},
     "flips": {"flip": 1.0},
@@ -356,18 +375,26 @@ SLOW_STEPS = [1.0, 0.0, 0.0, 0.0, 0.0, 0.001]
     [{}, {"delay": 1.0, "delay_time": "20ms"}, {"fail": 0.05, "flip": 0.05, "truncate": 0.05}],
     ids=["loads", "is late", "fails now and then"],
 )
+@pytest.mark.parametrize(("arch", "shares_extents"), [("llama", False), ("gemma3", True)], ids=["dense", "hybrid"])
 def test_a_front_that_is_computed_while_its_back_is_loaded_changes_no_answer(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], ahead: bool
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: dict[str, Any],
+    ahead: bool,
+    arch: str,
+    shares_extents: bool,
 ) -> None:
     """Wherever they meet, and whether they do; the front is a block here, for as much is computed in any case."""
     monkeypatch.setattr("swiftkv.tier.rates._WORTH", math.inf)
     prompts = [prompt(300 - 7 * seed, seed) for seed in range(1, 8)]
     file = file_backend(tmp_path / "kv")
-    first = answers(checkpoints["llama"], prompts, storage=storage(file))
+    first = answers(checkpoints[arch], prompts, storage=storage(file), shares_extents=shares_extents)
     spec = storage(
         {"backend": "fault", "inner": file, **fault}, prefetch_policy="timeout", prefetch_timeout_base_s=60.0
     )
-    with engine(checkpoints["llama"], storage=spec, step_time_s=SLOW_STEPS, async_scheduling=ahead) as client:
+    options: dict[str, Any] = {"step_time_s": SLOW_STEPS, "async_scheduling": ahead, "shares_extents": shares_extents}
+    with engine(checkpoints[arch], storage=spec, **options) as client:
         second = [client.generate([p])[0] for p in prompts]
         stats = client.wait_for_rest()
         in_pool = client.generate(prompts)

@@ -92,6 +92,22 @@ def test_what_a_node_has_not_written_back_is_written_when_it_ends(tmp_path: Path
     assert cached_tokens == (len(history) - 4) // 16 * 16
 
 
+def test_storage_that_fails_is_seen_by_who_watches_and_in_no_answer(tmp_path: Path, temporary: Path) -> None:
+    make_checkpoint(tmp_path / "dense", "llama", tokenizer=True, max_position_embeddings=2048)
+    file = {"backend": "file", "path": "kv", "size": "64MiB", "min_free": 0}
+    tiers = {"storage": {"backend": "fault", "inner": file, "fail": 1.0, "prefetch_threshold": 64}}
+    models = [model("chat", tmp_path / "dense", tiers=tiers), model("plain", tmp_path / "dense")]
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 320) for _ in range(150)] for _ in range(6)]
+    with NodeProcess({"node": {"port": 0}, "models": models}, tmp_path, temporary) as node:
+        assert node.engine_views()["chat"]["storage"] == "ok"
+        found = [complete(node, "chat", prompt) for prompt in prompts]
+        wait_for("storage to be left alone", lambda: node.engine_views()["chat"]["storage"] == "degraded")
+        assert metric(node, "swiftkv:tier_degraded", "chat") == 1
+        assert node.ready() == {"chat": "ready", "plain": "ready"}
+        assert found == [complete(node, "plain", prompt) for prompt in prompts]
+
+
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
 def test_a_conversation_survives_the_kill_of_its_engine(node: NodeProcess, name: str) -> None:
     rng = random.Random(name)

@@ -178,14 +178,18 @@ def test_chunks_fit_the_smallest_block() -> None:
         assert 0 <= num * chunk_bytes - HEADER_BYTES - block_bytes < 64 * num
 
 
-def test_as_many_blocks_fit_as_the_plan_says() -> None:
-    block_bytes, num_bytes = 3000, 1 << 20
-    chunk_bytes = chunk_bytes_for([block_bytes])
-    capacity = host_tokens(num_bytes, chunk_bytes, [block_bytes], 16) // 16
+@pytest.mark.parametrize("block_bytes", [[3000], [3000, 12000], [3000, 3000, 12000]], ids=len)
+def test_as_many_blocks_fit_as_the_plan_says(block_bytes: list[int]) -> None:
+    """In all KV groups together: as many tokens fit as the bytes allow, whatever the number of groups."""
+    num_bytes = 1 << 20
+    chunk_bytes = chunk_bytes_for(block_bytes)
+    capacity = host_tokens(num_bytes, chunk_bytes, block_bytes, 16) // 16
     with host_memory(num_bytes, chunk_bytes) as memory, opened(memory) as backend:
-        blocks = np.zeros((capacity + 1, block_bytes), np.uint8)
-        keys = [key_of(n) for n in range(capacity + 1)]
+        blocks = [np.zeros(size, np.uint8) for _ in range(capacity + 1) for size in block_bytes]
+        keys = [key_of(n) for n in range(len(blocks))]
         statuses = backend.put(keys, [memoryview(block) for block in blocks], soon())
-        assert statuses == [Status.OK] * (capacity + 1)
-        assert backend.exists(keys, soon()) == [False] + [True] * capacity
-        assert capacity * block_bytes > 0.9 * num_bytes
+        assert statuses == [Status.OK] * len(blocks)
+        in_groups = capacity * len(block_bytes)
+        assert backend.exists(keys, soon())[-in_groups:] == [True] * in_groups
+        assert not all(backend.exists(keys[: len(block_bytes)], soon()))
+        assert capacity * sum(block_bytes) > 0.9 * num_bytes

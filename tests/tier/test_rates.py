@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from swiftkv.tier import rates
@@ -52,12 +54,17 @@ def test_a_storage_that_was_late_for_every_byte_is_not_worth_it() -> None:
 MIB = 1 << 20
 
 
+def blocks_of(num_bytes: int) -> Callable[[int], int]:
+    """Return how many bytes are loaded of a hundred blocks if so many are computed."""
+    return lambda num_computed: (100 - num_computed) * num_bytes
+
+
 @pytest.mark.parametrize("factor", [0.4, 0.5, 1.0, 2.0, 4.0])
 def test_both_ends_are_divided_so_that_they_take_equally_long(factor: float) -> None:
     """Computing a block takes a second, and loading one `factor` of it."""
     planner = LoadPlanner()
     planner.note_read(MIB, factor, now_s=10.0)
-    num_computed = planner.num_to_compute(100, MIB, 0, float)
+    num_computed = planner.num_to_compute(100, blocks_of(MIB), 0, float)
     assert num_computed is not None
     load_s = factor * (100 - num_computed)
     assert load_s <= num_computed <= 1.2 * load_s + 1
@@ -67,9 +74,9 @@ def test_both_ends_are_divided_so_that_they_take_equally_long(factor: float) -> 
 def test_one_of_both_alone_is_chosen_where_both_together_gain_little() -> None:
     planner = LoadPlanner()
     planner.note_read(MIB, 0.05, now_s=10.0)
-    assert planner.num_to_compute(100, MIB, 0, float) is None
-    assert planner.num_to_compute(100, 400 * MIB, 0, float) is None
-    assert planner.num_to_compute(1, 20 * MIB, 0, float) is None
+    assert planner.num_to_compute(100, blocks_of(MIB), 0, float) is None
+    assert planner.num_to_compute(100, blocks_of(400 * MIB), 0, float) is None
+    assert planner.num_to_compute(1, lambda count: (1 - count) * 20 * MIB, 0, float) is None
 
 
 @pytest.mark.parametrize(("step_s", "num_not_loaded"), [(0.0, 10), (0.5, 10), (3.0, 20)])
@@ -85,7 +92,7 @@ def test_of_a_front_of_one_block_all_is_computed() -> None:
 def test_what_others_load_first_is_time_to_compute() -> None:
     planner = LoadPlanner()
     planner.note_read(MIB, 1.0, now_s=10.0)
-    alone, behind_others = (planner.num_to_compute(100, MIB, queued * MIB, float) for queued in (0, 50))
+    alone, behind_others = (planner.num_to_compute(100, blocks_of(MIB), queued * MIB, float) for queued in (0, 50))
     assert alone is not None
     assert behind_others is not None
     assert behind_others > alone
@@ -93,9 +100,20 @@ def test_what_others_load_first_is_time_to_compute() -> None:
 
 def test_nothing_is_divided_before_both_are_measured() -> None:
     planner = LoadPlanner()
-    assert planner.num_to_compute(100, MIB, 0, float) is None
+    assert planner.num_to_compute(100, blocks_of(MIB), 0, float) is None
     planner.note_read(MIB, 1.0, now_s=10.0)
-    assert planner.num_to_compute(100, MIB, 0, lambda _: None) is None
+    assert planner.num_to_compute(100, blocks_of(MIB), 0, lambda _: None) is None
     late = LoadPlanner()
     late.note_read(0, 1.0, now_s=10.0)
-    assert late.num_to_compute(100, MIB, 0, float) is None
+    assert late.num_to_compute(100, blocks_of(MIB), 0, float) is None
+
+
+def test_bytes_that_are_loaded_in_any_case_are_time_to_compute() -> None:
+    """A tail of a window is as large wherever the front ends; where it takes as long as computing all, that is done."""
+    planner = LoadPlanner()
+    planner.note_read(MIB, 1.0, now_s=10.0)
+
+    def num_computed(tail: int) -> int | None:
+        return planner.num_to_compute(100, lambda count: (100 - count + tail) * MIB, 0, float)
+
+    assert [num_computed(tail) for tail in (0, 20, 100)] == [53, 63, None]

@@ -210,14 +210,43 @@ MUTANTS = [
         "return std::max(0, num_left - (r.back_end - back.coming));",
         "return 0;",
     ),
-    one("a back takes the room of its front", STORAGE, "(roster_.running()) + num_to_compute;", "(roster_.running());"),
+    one(
+        "a back takes the room of its front",
+        STORAGE,
+        "(roster_.running()), num_to_compute};",
+        "(roster_.running()), 0};",
+    ),
+    one(
+        "a front needs room for all of itself in windows",
+        "core/kv_cache.h",
+        "return each + (spec.window == 0 ? full : 0);",
+        "return each + full;",
+    ),
+    one(
+        "a back needs more of a window than its tail",
+        CACHE_STORAGE,
+        "            if (i < first_of_match(g, length)) continue;\n",
+        "",
+    ),
+    one(
+        "a request goes on behind a back without the tail of its window",
+        CACHE_STORAGE,
+        "            if (i < first_of_match(g, length)) continue;\n",
+        "            if (groups_[g].spec.window > 0) continue;\n",
+    ),
+    one(
+        "a front keeps the window that its back has passed",
+        CACHE_STORAGE,
+        "            let_go(g, block_of(g, entries[first]));\n",
+        "            ;\n",
+    ),
     one(
         "who is preempted still waits for its back",
         ROSTER,
         "r.num_computed = r.back_end = 0;",
         "r.num_computed = 0;",
     ),
-    one("what others load takes no time", RATES, "* block_bytes + queued_bytes)", "* block_bytes)"),
+    one("what others load takes no time", RATES, "(num_computed) + queued_bytes)", "(num_computed))"),
     one(
         "a prompt is divided where that gains nothing",
         RATES,
@@ -228,8 +257,8 @@ MUTANTS = [
     one(
         "a back is read from its first block on",
         LOADS,
-        "            order = order[::-1]\n",
-        "            pass\n",
+        "np.lexsort((groups, indices))[::-1]",
+        "np.lexsort((groups, indices))",
     ),
     one(
         "who has passed its back is not noticed",
@@ -355,7 +384,7 @@ MUTANTS = [
     one(
         "a chunk takes the blocks that others want next",
         CACHE_ROOM,
-        "std::max(0, available(g) - spare - overdraft(g));",
+        "std::max(0, available(g) - spare.of(spec(g)) - overdraft(g));",
         "std::max(0, available(g) - overdraft(g));",
     ),
     one(
