@@ -296,7 +296,9 @@ def _describe_loading(loading: dict[str, Any]) -> str:
     from swiftkv.units import format_size
 
     so_far = f"{format_size(loading['loaded_bytes'])} of {format_size(loading['total_bytes'])} of weights loaded"
-    return so_far if loading["left_s"] is None else f"{so_far}, {_format_age(loading['left_s'])} left"
+    left = "" if loading["left_s"] is None else f", {_format_age(loading['left_s'])} left"
+    waits = "; it gives way to models that have requests" if loading["gives_way"] else ""
+    return so_far + left + waits
 
 
 def _format_age(seconds: float) -> str:

@@ -33,6 +33,8 @@ from swiftkv.supervisor import EngineSupervisor
 from swiftkv.tier_config import why_not_below
 
 _KEEP_EVERY_S = 60.0
+_PART_GIVING_WAY = 0.1  # of `load_timeout`
+_UNLIMITED_S = 600.0  # in place of a `load_timeout` that is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,11 @@ class Fleet:
         for left in self._ipc.glob(f"{self._numbers[name]}.*"):
             left.unlink(missing_ok=True)
 
+    def give_way_s(self, name: str) -> float:
+        """Return for how long a model that is to be loaded now gives way to others: 0 unless they have requests."""
+        are_busy = any(member.client.num_in_flight for other, member in self.members.items() if other != name)
+        return (self.config.node.load_timeout or _UNLIMITED_S) * _PART_GIVING_WAY if are_busy else 0.0
+
     async def keep_learning(self) -> NoReturn:
         """Keep what engines learn, once a minute."""
         while True:
@@ -181,6 +188,7 @@ class Fleet:
             say=self._say,
             environment=self._environment,
             step_time_s=lambda: self._learnt.of(shape),
+            give_way_s=lambda: self.give_way_s(plan.name),
         )
         self.lending.add(
             LendingMember(
@@ -195,7 +203,13 @@ class Fleet:
                 budget_bytes=supervisor.lending_budget,
             )
         )
-        sleeper = Sleeper(client, self.lending, supervisor.put_to_rest, can_stay=model.tensor_parallel_size == 1)
+        sleeper = Sleeper(
+            client,
+            self.lending,
+            supervisor.put_to_rest,
+            give_way_s=lambda: self.give_way_s(plan.name),
+            can_stay=model.tensor_parallel_size == 1,
+        )
         lenders = () if lending is None else tuple(peer.name for peer in lending.lenders)
         why_not = why_not_below("storage", model.device, model.tensor_parallel_size, model.enable_prefix_caching)
         storage = StorageChanges(

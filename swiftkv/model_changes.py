@@ -143,7 +143,7 @@ class RunningModels:
         name = member.plan.name
         member.client.start()
         try:
-            await member.supervisor.start()
+            await member.supervisor.start_behind_others()
             self._keepers[name] = self._tasks.start(member.supervisor.keep_running(), f"the supervisor of {name}")
             [handle] = await asyncio.to_thread(
                 load_handles, self._fleet.config, [member], self._grammars, self._templates

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from swiftkv.background import PATIENCE_VARIABLE
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, Ready
 from swiftkv.errors import EngineError
 from swiftkv.lease.messages import LendingSpec
@@ -60,10 +61,12 @@ class EngineSupervisor:
         say: Callable[[str], None],
         environment: Mapping[str, str],
         step_time_s: Callable[[], list[float]] = list,
+        give_way_s: Callable[[], float] = float,
     ) -> None:
         """`environment` is all that the engine inherits of this process's.
 
-        `step_time_s` returns what engines of this model have learnt about the time of their steps.
+        `step_time_s` returns what engines of this model have learnt about the time of their steps, `give_way_s` for how
+        long one that is added or wakes is to load behind the work of others.
         """
         self.lenders: list[EngineSupervisor] = []
         """Those of the engines that this one borrows from."""
@@ -74,6 +77,7 @@ class EngineSupervisor:
         self._node = node
         self._say = say
         self._step_time_s = step_time_s
+        self._give_way_s = give_way_s
         self._restarts = Restarts(node.restart)
         self._process: Process | None = None
         self._watch: EngineWatch | None = None
@@ -86,11 +90,19 @@ class EngineSupervisor:
         return self._watch is not None and self._watch.is_unresponsive
 
     async def start(self) -> Ready:
-        """Start the process, and wait until its model is loaded and it takes requests.
+        """Start the process, and wait until its model is loaded and it takes requests. Raises `EngineError`."""
+        return await self._start(0.0)
+
+    async def start_behind_others(self) -> Ready:
+        """Do as `start` does, and let other models go first meanwhile."""
+        return await self._start(self._give_way_s())
+
+    async def _start(self, give_way_s: float) -> Ready:
+        """Start the process, and wait for it.
 
         Raises `EngineError` if the process ends before that, or is ended because it took longer than `load_timeout`.
         """
-        life = await self._spawn()
+        life = await self._spawn(give_way_s)
         ready = asyncio.create_task(self._client.wait_ready())
         try:
             await asyncio.wait({ready, life}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,12 +122,14 @@ class EngineSupervisor:
             if self._client.status.is_draining:
                 self._client.engine_down(end.how, state=EngineState.DOWN)
                 return
+            start = self.start
             if self._client.status.rests:
                 await self._rest(end)
+                start = self.start_behind_others
             else:
                 await self._recover(end)
             with contextlib.suppress(EngineError):  # the next round deals with its end
-                ready = await self.start()
+                ready = await start()
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
 
     async def _rest(self, end: _End) -> None:
@@ -205,7 +219,7 @@ class EngineSupervisor:
                 push()
         await asyncio.wait({life})
 
-    async def _spawn(self) -> asyncio.Task[_End]:
+    async def _spawn(self, give_way_s: float) -> asyncio.Task[_End]:
         """Start a process. The task returns how it ended, when nothing of it is left. Raises `EngineError`."""
         config = msgspec.structs.replace(
             self._config, incarnation=secrets.randbits(63), step_time_s=self._step_time_s()
@@ -213,6 +227,7 @@ class EngineSupervisor:
         page = ProgressPage.create()
         config = msgspec.structs.replace(config, progress_fd=page.fd)
         self._client.expect(config.incarnation)
+        self._client.load_meter.give_way(give_way_s)
         command = [sys.executable, "-m", "swiftkv.engine.main", config.name]  # the name is for those who run ps
         # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
         try:
@@ -222,7 +237,7 @@ class EngineSupervisor:
                 stdout=sys.stderr,
                 start_new_session=True,
                 pass_fds=(page.fd, *config.inherited_fds),
-                env=self._environment,
+                env={**self._environment, PATIENCE_VARIABLE: str(give_way_s)},
             )
         except OSError as error:  # no memory or no process to be had
             raise EngineError(f"{config.name}: the engine cannot be started: {error.strerror}") from None

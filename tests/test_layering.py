@@ -39,6 +39,7 @@ LAYERS = [
     {"config_fields"},
     {
         "arithmetic",
+        "background",
         "errors",
         "grammars",
         "histogram",

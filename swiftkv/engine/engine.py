@@ -358,8 +358,8 @@ class Engine:
                 assert not self._requests, f"{len(self._requests)} requests of an engine that is to sleep"
                 self._weights.give_up()
                 self._send(Slept(self._config.incarnation))
-            case Wake():
-                self._weights.load()
+            case Wake(give_way_s=give_way_s):
+                self._weights.load(give_way_s)
             case AttachStorage():
                 self._tier.attach(message)
             case DetachStorage():

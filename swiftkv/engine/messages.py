@@ -200,6 +200,8 @@ class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
 class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
     """Has the engine load its weights again. If it cannot, it ends as one that cannot load them at its start."""
 
+    give_way_s: float = 0.0  # for so long at most it loads behind the work of others
+
 
 class AttachStorage(msgspec.Struct, tag="attach_storage", array_like=True, frozen=True):
     """Has the engine open storage, and use it from then on. Requests go on meanwhile."""

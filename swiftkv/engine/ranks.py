@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 import zmq
 
+from swiftkv.background import FOREGROUND, Background
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
@@ -131,18 +132,20 @@ def unpack_step(step: Step) -> ReceivedStep:
 
 
 @contextlib.contextmanager
-def open_runner(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ModelRunner]:
+def open_runner(
+    config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], background: Background = FOREGROUND
+) -> Iterator[ModelRunner]:
     """Yield the model, loaded by all of its ranks: this process is rank 0. The others are gone afterwards.
 
     Raises what `ModelRunner` raises. A rank that dies or does not answer ends this process, with a line and code 1.
     """
     if config.tensor_parallel_size == 1:
-        with contextlib.closing(ModelRunner(config)) as runner:
+        with contextlib.closing(ModelRunner(config, background=background)) as runner:
             yield runner
         return
     followers = _Followers(config, context)
     try:
-        yield LeadingRunner(config, followers)
+        yield LeadingRunner(config, followers, background)
     except EngineError as error:
         followers.blame(error)
     finally:
@@ -152,9 +155,9 @@ def open_runner(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -
 class LeadingRunner(ModelRunner):
     """Rank 0's part of the model. The other ranks compute theirs whenever it is asked for something."""
 
-    def __init__(self, config: EngineConfig, followers: _Followers) -> None:
+    def __init__(self, config: EngineConfig, followers: _Followers, background: Background) -> None:
         group = _join_group(config)
-        super().__init__(config, group)
+        super().__init__(config, group, background)
         group.begin(_deadline_s(config))  # everybody has loaded its part
         self._followers = followers
 
@@ -171,7 +174,7 @@ class LeadingRunner(ModelRunner):
 class Follower:
     """Rank `config.rank` > 0: its part of the model, which computes what rank 0 says."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, background: Background) -> None:
         """Returns when all ranks have loaded their parts. Raises what `ModelRunner` raises.
 
         Ends the process if another rank has gone.
@@ -180,7 +183,7 @@ class Follower:
         self._orders.connect(_address(config, config.rank))
         with _giving_up():
             group = _join_group(config)
-            self._runner = ModelRunner(config, group)
+            self._runner = ModelRunner(config, group, background)
             group.begin(_deadline_s(config))
 
     def run(self) -> None:

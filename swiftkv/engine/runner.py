@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from swiftkv._core import GroupSpec
+from swiftkv.background import FOREGROUND, Background
 from swiftkv.cache.cuda_pool import allocate_pool
 from swiftkv.cache.division import PoolDivision, SharedExtents, divide
 from swiftkv.cache.geometry import GroupRegion, KVGroup, blocks_for_tokens
@@ -48,7 +49,9 @@ class ModelRunner:
     Raises `ConfigError` or `CheckpointError` when they cannot be had.
     """
 
-    def __init__(self, config: EngineConfig, communicator: Communicator = ALONE) -> None:
+    def __init__(
+        self, config: EngineConfig, communicator: Communicator = ALONE, background: Background = FOREGROUND
+    ) -> None:
         """Load the model, or with other ranks in `communicator` this rank's part of it, and allocate its KV."""
         self._config = config
         self._communicator = communicator
@@ -69,7 +72,7 @@ class ModelRunner:
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
         self._files = MappedWeights(Path(config.path))  # open as long as the engine: it wakes with the same weights
-        self._model = self.load_weights()
+        self._model = self.load_weights(background)
         self._model.ops.set_num_threads(config.threads)
         self.kernels = self._model.ops.name
         self.expert_loads = self._count_experts()
@@ -106,8 +109,18 @@ class ModelRunner:
         if self.transport is not None:
             self.transport.close()
 
-    def load_weights(self) -> Decoder:
-        """Load the model, in any thread; `use` it then. Raises as this class does."""
+    def load_weights(self, background: Background) -> Decoder:
+        """Load the model, in any thread; `use` it then. Raises as this class does.
+
+        The host's own work is done in the `background`. A driver's is not: its threads stay.
+        """
+        num_threads = torch.get_num_threads()  # of this thread: another one would begin with as many as there are cores
+        if self.device.type == "cuda":
+            return self._load_weights(num_threads)
+        return background.run(lambda: self._load_weights(num_threads))
+
+    def _load_weights(self, num_threads: int) -> Decoder:
+        torch.set_num_threads(num_threads)
         config = self._config
         PROGRESS.forget_weights()
         if self.device.type == "cuda":

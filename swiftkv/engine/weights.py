@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from swiftkv.background import Background
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import CheckpointError, ConfigError, LoadError
 from swiftkv.models.decoder import Decoder
@@ -27,13 +28,20 @@ class SleepingWeights:
     def give_up(self) -> None:
         self._runner.drop_weights()
 
-    def load(self) -> None:
-        """Begin to load them."""
+    def load(self, give_way_s: float) -> None:
+        """Begin to load them, behind the work of others for so long at most."""
         assert self._loaded is None
         thread = ThreadPoolExecutor(1, "load weights", initializer=torch.set_num_threads, initargs=(1,))
-        self._loaded = thread.submit(self._runner.load_weights)
+        self._loaded = thread.submit(self._load, give_way_s)
         self._loaded.add_done_callback(lambda _: self._wake_engine())
         thread.shutdown(wait=False)
+
+    def _load(self, give_way_s: float) -> Decoder:
+        background = Background(give_way_s)
+        try:
+            return self._runner.load_weights(background)
+        finally:
+            background.end()
 
     def take(self) -> bool:
         """Have the runner use weights that were loaded since the last call, if any; return whether there were.

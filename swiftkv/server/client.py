@@ -233,15 +233,19 @@ class EngineClient:
         assert not self.num_in_flight
         self._outbox.send(Sleep())
 
-    def wake(self) -> None:
-        """Have the model, which is asleep, come back: its engine loads its weights, or is started."""
+    def wake(self, give_way_s: float = 0.0) -> None:
+        """Have the model, which is asleep, come back: its engine loads its weights, or is started.
+
+        It loads them behind the work of others for `give_way_s` at most.
+        """
         assert self.state is EngineState.ASLEEP
         self.status.wake_up()
         self._ready.clear()
+        self.load_meter.give_way(give_way_s)
         if self.engine is None:
             self._wanted.set()
         else:
-            self._outbox.send(Wake())
+            self._outbox.send(Wake(give_way_s))
 
     def expect(self, incarnation: int) -> None:
         """Take only the engine process that was started with this number for the one that serves."""

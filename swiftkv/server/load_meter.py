@@ -16,7 +16,12 @@ class LoadMeter:
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._loaded_bytes = 0
+        self._gives_way_until_s = 0.0  # monotonic
         self._begun_s = 0.0  # monotonic: when there were none for the last time
+
+    def give_way(self, patience_s: float) -> None:
+        """Note that a load begins that gives way to other models for so long at most."""
+        self._gives_way_until_s = time.monotonic() + patience_s
 
     def observe(self, loaded_bytes: int) -> None:
         """Take over what the page says."""
@@ -32,4 +37,4 @@ class LoadMeter:
         left_s = None
         if loaded_bytes:
             left_s = (time.monotonic() - self._begun_s) * (self._total_bytes - loaded_bytes) / loaded_bytes
-        return Loading(loaded_bytes, self._total_bytes, left_s)
+        return Loading(loaded_bytes, self._total_bytes, left_s, time.monotonic() < self._gives_way_until_s)

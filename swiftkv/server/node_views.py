@@ -24,6 +24,8 @@ class Loading(Struct):
     total_bytes: int
     left_s: float | None
     """Seconds that the rest is expected to take; null: nothing can be said yet."""
+    gives_way: bool
+    """Whether it loads behind the work of other models, which have requests."""
 
 
 class EngineView(Struct):

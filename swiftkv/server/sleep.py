@@ -26,12 +26,17 @@ class Sleeper:
         lending: NodeLending,
         end_engine: Callable[[], Awaitable[None]],
         *,
+        give_way_s: Callable[[], float] = float,
         can_stay: bool = True,
     ) -> None:
-        """`end_engine` returns when the process is gone. `can_stay`: level 1 is possible."""
+        """`end_engine` returns when the process is gone. `can_stay`: level 1 is possible.
+
+        `give_way_s` returns for how long the model, when it wakes, is to load behind the work of others.
+        """
         self._client = client
         self._lending = lending
         self._end_engine = end_engine
+        self._give_way_s = give_way_s
         self._can_stay = can_stay
         self._changing = asyncio.Lock()
         self._waking: asyncio.Task[None] | None = None
@@ -111,7 +116,7 @@ class Sleeper:
         async with self._changing:
             status = self._client.status
             if status.state is EngineState.ASLEEP:
-                self._client.wake()
+                self._client.wake(self._give_way_s())
                 self._restoring = asyncio.create_task(self._lending.lend_as_before(self._client.name))
             await status.until_not(EngineState.WAKING)
 

@@ -40,7 +40,7 @@ def test_answers_are_the_same_before_and_after(engine: EngineProcess) -> None:
     directory = Path(engine.config.path)
     shutil.rmtree(directory)
     make_checkpoint(directory, "llama", seed=1)
-    assert say(engine, Wake()) == Woken(7)
+    assert say(engine, Wake(give_way_s=600.0)) == Woken(7)
     again = engine.generate(PROMPTS, max_tokens=20)
     assert [answer.token_ids for answer in again] == before
     assert all(answer.cached_tokens for answer in again)  # the pool was kept

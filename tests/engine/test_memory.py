@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.engine.main import exit_code
 from swiftkv.engine.memory import RUNTIME_BYTES, DeviceUse, kv_bytes_on_device, runtime_bytes
+from swiftkv.engine.serving import exit_code
 from swiftkv.errors import ConfigError, NoRoomError
 from swiftkv.supervisor import end_of
 from swiftkv.units import DeviceShare, PoolBytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,10 +14,13 @@ import msgspec
 import psutil
 import pytest
 
+from swiftkv.background import PATIENCE_VARIABLE
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
 from swiftkv.units import PoolBytes
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.support.checkpoints import make_checkpoint
+
+PREFAULT_NICENESS = 19  # of the thread that backs the pool with memory, for as long as that takes
 
 # Starts an engine as a node does, says its process id once it has read its configuration, and waits.
 PARENT = """
@@ -47,6 +52,19 @@ def test_sigterm_ends_it_in_the_middle_of_its_work(engine: EngineProcess) -> Non
         engine.take_one()
     engine.process.send_signal(signal.SIGTERM)
     assert engine.process.wait(TIMEOUT_S) == 0
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="of Linux")
+def test_no_thread_of_an_engine_that_gave_way_goes_on_doing_so(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PATIENCE_VARIABLE, "600")
+    with EngineProcess(checkpoint) as engine:
+        [answer] = engine.generate([[3, 4]], max_tokens=2)
+        assert len(answer.token_ids) == 2
+        threads = Path(f"/proc/{engine.process.pid}/task")
+        nice = {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads.iterdir()}
+    assert nice <= {os.getpriority(os.PRIO_PROCESS, 0), PREFAULT_NICENESS}
 
 
 def test_the_end_of_its_standard_input_ends_it(engine: EngineProcess) -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from swiftkv.background import PATIENCE_VARIABLE
 from swiftkv.cli import app
 from tests.support.completions import complete, streaming
 from tests.support.node_process import (
@@ -28,7 +29,10 @@ from tests.support.node_process import (
 @pytest.fixture(scope="module")
 def node(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     directory = tmp_path_factory.mktemp("models")
-    config = {"node": {"port": 0, "state_dir": str(directory / "state")}, "models": small_models(checkpoint, "steady")}
+    config = {
+        "node": {"port": 0, "load_timeout": "200s", "state_dir": str(directory / "state")},
+        "models": small_models(checkpoint, "steady"),
+    }
     with NodeProcess(config, directory, short_temporary_directory()) as node:
         yield node
         node.process.send_signal(signal.SIGTERM)
@@ -81,6 +85,7 @@ def test_a_model_comes_and_goes_and_others_do_not_notice(
             added = CliRunner().invoke(app, ["models", "add", str(tmp_path / "guest.yaml"), "--url", node.url])
             assert added.stdout.startswith("guest is ready after "), added.stderr
             wait_for("both to serve", lambda: node.ready() == {"steady": "ready", "guest": "ready"})
+            assert float(node.engines()["guest"].environ()[PATIENCE_VARIABLE]) > 0  # `steady` has a request
             answers.append(greedy(node, "guest"))
             listed = get(node, "/v1/models").json()["data"]
             assert [card["id"] for card in listed] == ["steady", "guest"]
@@ -117,6 +122,7 @@ def test_removal_waits_for_requests_in_flight_or_aborts_them(node: NodeProcess, 
 def test_a_model_whose_engine_was_killed_can_be_removed(node: NodeProcess, checkpoint: Path) -> None:
     [section] = small_models(checkpoint, "guest")
     assert add(node, section).status_code == 201
+    assert float(node.engines()["guest"].environ()[PATIENCE_VARIABLE]) == 0  # nobody has requests
     dead = node.engines()["guest"]
     dead.send_signal(signal.SIGKILL)
     wait_for("the engine to be gone", lambda: node.ready()["guest"] == "restarting")

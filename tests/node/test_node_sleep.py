@@ -38,7 +38,10 @@ def node(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     ]  # fmt: skip
     models = [{"threads": 1, **model} for model in models]
     restart = {"limit": 20, "backoff": "50ms"}
-    config = {"node": {"port": 0, "restart": restart, "lending": {"max_wait": "100s"}}, "models": models}
+    config = {
+        "node": {"port": 0, "load_timeout": "200s", "restart": restart, "lending": {"max_wait": "100s"}},
+        "models": models,
+    }
     temporary = short_temporary_directory()
     with serving(config, directory, temporary) as node:
         yield node

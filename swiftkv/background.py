@@ -1,0 +1,96 @@
+"""Load a model behind the work of others: in threads and a session of low priority.
+
+Without privileges Linux lets a thread lower its priority but not raise it again. So the work runs in a thread that ends
+with it, and the thread that waits for it keeps its own priority. A session that has a group of its own in the scheduler
+(autogroups of sched(7)) is weighed as a whole, whatever the priorities of its threads; its niceness may go back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_VARIABLE = "SWIFTKV_GIVE_WAY_S"
+"""The variable of its environment that tells an engine for how many seconds to load behind others."""
+
+_NICENESS = 12  # about a fifteenth of a core that one other thread computes on
+_AUTOGROUP = Path("/proc/self/autogroup")
+_RETRY_S = 0.02
+_RETRIES = 100  # Linux takes one change in a tenth of a second, whoever makes it
+
+
+class Background:
+    """Gives way to others for `patience_s` from now on, and no longer, so that a load ends on a machine that is full.
+
+    A thread that may not raise its priority goes on as it is; the threads that it starts have its priority, too.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._ends_s = time.monotonic() + patience_s
+        leads_session = os.getsid(0) == os.getpid()  # else others would give way, too
+        self._is_session_low = patience_s > 0 and leads_session and _set_session_niceness(_NICENESS)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do `work`, in a thread of low priority while patience lasts; return or raise what it does."""
+        if self._left_s() <= 0:
+            return work()
+        ids: Future[int] = Future()
+        threads = ThreadPoolExecutor(1, "background", initializer=_lower, initargs=(ids,))
+        result = threads.submit(work)
+        threads.shutdown(wait=False)
+        with contextlib.suppress(TimeoutError):
+            return result.result(self._left_s())
+        self.end()
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, ids.result(), os.getpriority(os.PRIO_PROCESS, 0))
+        return result.result()
+
+    def end(self) -> None:
+        """Give way no longer."""
+        self._ends_s = 0.0
+        if self._is_session_low:
+            self._is_session_low = not _set_session_niceness(0)
+
+    def _left_s(self) -> float:
+        return self._ends_s - time.monotonic()
+
+
+FOREGROUND = Background(0.0)
+"""Gives way to nobody."""
+
+
+def patience_s() -> float:
+    """Return for how long this process is to load behind others."""
+    return float(os.environ.get(PATIENCE_VARIABLE, "0"))
+
+
+def _lower(ids: Future[int]) -> None:
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)  # of this thread alone
+    ids.set_result(thread)
+
+
+def _set_session_niceness(niceness: int) -> bool:
+    """Weigh this session so against others; return whether the system does."""
+    for _ in range(_RETRIES):
+        try:
+            _AUTOGROUP.write_text(str(niceness))
+        except BlockingIOError:
+            time.sleep(_RETRY_S)
+        except OSError:  # there are no such groups here
+            return False
+        else:
+            return True
+    logger.warning("the niceness of this session stays as it is: others change theirs all the time")
+    return False
