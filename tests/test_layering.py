@@ -51,6 +51,7 @@ LAYERS = [
         "processes",
         "progress",
         "shares",
+        "tables",
         "tasks",
         "units",
         "__init__",
