@@ -31,19 +31,17 @@ def cache_show(
     url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV, as_json: AsJson = False
 ) -> None:
     """Show what every model's cache holds, and how much of the prompts was found there since its engine started."""
-    from rich.console import Console
-    from rich.table import Table
+    from swiftkv.tables import console_for, plain_table
 
     overview = ask_admin("GET", url, "cache", admin_key_env)
     if as_json:
         print(json.dumps(overview))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "tokens here", "with peers", "free blocks", "prompt tokens", "found", "of them below the pool"):
-        table.add_column(heading, justify="right" if heading else "left")
+    figures = ("tokens here", "with peers", "free blocks", "prompt tokens", "found", "of them below the pool")
+    table = plain_table(("",), figures)
     for model in overview["models"]:
         table.add_row(model["model"], *_cells(model))
-    Console().print(table)
+    console_for(table).print(table)
     for model in overview["models"]:
         for pin in model["pins"]:
             kept = f"keeps {pin['tokens']:,} tokens" if pin["state"] == "kept" else f"has lost {pin['tokens']:,} tokens"

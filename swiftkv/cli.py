@@ -231,7 +231,7 @@ def status(
         else:
             _print_engines(content["engines"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        print(f"no node answers at {url}: {error}", file=sys.stderr)
+        print(f"swiftkv: no node answers at {url}: {error}; name the right one with --url", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(0 if answer.is_success else 1)
 
@@ -243,28 +243,23 @@ app.command(epilog="Examples: `swiftkv page`, `swiftkv page --open`")(page)
 @app.command(epilog="Example: `swiftkv doctor`")
 def doctor() -> None:
     """Look for what would slow a node down on this machine, or stop it, and say what to do about it."""
-    from rich.console import Console
-    from rich.table import Table
-
     from swiftkv.doctor import examine
+    from swiftkv.tables import console_for, plain_table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "found", "what to do"):
-        table.add_column(heading)
-    for finding in examine():
-        table.add_row(finding.about, finding.found, finding.advice or "ok")
-    Console(highlight=False).print(table)
+    findings = tuple(examine())
+    table = plain_table(("", "found", "what to do"))
+    for finding in findings:
+        table.add_row(finding.about, finding.found, "below" if finding.advice else "ok")
+    console_for(table).print(table)
+    for finding in findings:
+        if finding.advice:
+            print(f"\n{finding.about}: {finding.advice}")
 
 
 def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from swiftkv.tables import console_for, plain_table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "state"):
-        table.add_column(heading)
-    for heading in ("for", "in flight", "last progress", "restarts", "process"):
-        table.add_column(heading, justify="right")
+    table = plain_table(("", "state"), ("for", "in flight", "last progress", "restarts", "process"))
     for name, engine in engines.items():
         age_s, pid = engine["progress_age_s"], engine["pid"]
         table.add_row(
@@ -276,18 +271,17 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
             str(engine["restarts"]),
             "-" if pid is None else str(pid),
         )
-    console = Console()
+    console = console_for(table)
     console.print(table)
     for name, engine in engines.items():
         if loading := engine.get("loading"):
-            console.print(f"\n{name}: {_describe_loading(loading)}", highlight=False)
+            console.print(f"\n{name}: {_describe_loading(loading)}")
         if engine["why"]:
-            console.print(f"\n{name}: the engine {engine['why']}", highlight=False)
+            console.print(f"\n{name}: the engine {engine['why']}")
         if engine.get("storage") == "degraded":
             console.print(
                 f"\n{name}: its storage ({engine['storage_backend']}) is degraded: it failed or was slow, and is left "
-                "alone for a while; prompts are computed meanwhile",
-                highlight=False,
+                "alone for a while; prompts are computed meanwhile"
             )
 
 
@@ -327,7 +321,7 @@ def checkpoint_make(
     "serve",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    help="Load for an OpenAI-compatible server, with the flags and figures of `vllm bench serve`; see its --help.",
+    help="Send load to an OpenAI-compatible server, with the flags and figures of `vllm bench serve`; see its --help.",
 )
 def bench_serve(context: typer.Context) -> None:
     from swiftkv.bench.serve import main as run_bench

@@ -22,14 +22,16 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    from swiftkv.tables import console_for
     from swiftkv.top import overview_table
 
-    console = Console(highlight=False)
     before = ask_admin("GET", url, "overview", admin_key_env)
     if once:
         time.sleep(interval)
-        console.print(overview_table(ask_admin("GET", url, "overview", admin_key_env), before))
+        view = overview_table(ask_admin("GET", url, "overview", admin_key_env), before)
+        console_for(view).print(view)
         return
+    console = Console(highlight=False)
     with suppress(KeyboardInterrupt), Live(overview_table(before, None), console=console, screen=True) as live:
         while True:
             time.sleep(interval)

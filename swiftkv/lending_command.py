@@ -39,18 +39,18 @@ def lending_show(
     if as_json:
         print(json.dumps(overview, indent=2))
         return
-    from rich.console import Console
-
     from swiftkv.lending_tables import lending_tables
+    from swiftkv.tables import console_for
 
-    console = Console(highlight=False)
+    tables = lending_tables(overview)
     with suppress(KeyboardInterrupt):
-        console.print(lending_tables(overview))
+        console_for(tables).print(tables)
         while watch:
             time.sleep(_WATCH_INTERVAL_S)
-            overview = ask_admin("GET", url, "lending", admin_key_env)
+            tables = lending_tables(ask_admin("GET", url, "lending", admin_key_env))
+            console = console_for(tables)
             console.clear()
-            console.print(lending_tables(overview))
+            console.print(tables)
 
 
 @lending_app.command(

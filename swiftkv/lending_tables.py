@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from swiftkv.tables import plain_table
 from swiftkv.units import format_size
 
 
@@ -23,7 +24,9 @@ def lending_tables(overview: dict[str, Any]) -> RenderableType:
 
 
 def _models(models: list[dict[str, Any]]) -> Table:
-    table = _table(("", "role", "state"), ("pool", "budget", "lent", "borrowed", "blocks in use", "cached", "free"))
+    table = plain_table(
+        ("", "role", "state"), ("pool", "budget", "lent", "borrowed", "blocks in use", "cached", "free")
+    )
     for model in models:
         sizes = [_size(model[key]) for key in ("pool_bytes", "budget_bytes", "lent_bytes", "borrowed_bytes")]
         blocks = model["borrowed_blocks"] if model["borrowed_bytes"] else None
@@ -33,7 +36,7 @@ def _models(models: list[dict[str, Any]]) -> Table:
 
 
 def _links(models: list[dict[str, Any]]) -> Table:
-    table = _table(("lender", "borrower", "state"), ("extent", "extents lent", "bytes lent"))
+    table = plain_table(("lender", "borrower", "state"), ("extent", "extents lent", "bytes lent"))
     for link in (link for model in models for link in model["lends"]):
         lent = link["num_extents"] - link["extents"].get("home", 0)
         table.add_row(
@@ -54,15 +57,6 @@ def _remarks(models: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{model['model']} offers nothing more for {waits_s:.0f} s: its own requests needed blocks"
         if model["error"]:
             yield model["error"]
-
-
-def _table(words: tuple[str, ...], figures: tuple[str, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in words:
-        table.add_column(heading)
-    for heading in figures:
-        table.add_column(heading, justify="right")
-    return table
 
 
 def _size(num_bytes: int | None) -> str:

@@ -35,16 +35,13 @@ def storage_show(
     if as_json:
         print(json.dumps(overview, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from swiftkv.tables import console_for, plain_table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "storage", "state", "written", "waited for"):
-        table.add_column(heading)
+    table = plain_table(("", "storage", "state", "written", "waited for"))
     for model in overview["models"]:
         keys = ("backend", "state", "write_policy", "prefetch_policy")
         table.add_row(model["model"], *(model[key] or "-" for key in keys))
-    Console(highlight=False).print(table)
+    console_for(table).print(table)
 
 
 @storage_app.command("attach", epilog="Example: `swiftkv storage attach chat storage.yaml`")

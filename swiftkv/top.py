@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from swiftkv.tables import plain_table
 from swiftkv.units import format_size
 
 _BAR_CELLS = 48
@@ -17,11 +18,8 @@ _STATES = (("used", "blue"), ("cached", "cyan"), ("streaming", "magenta"), ("fre
 
 def overview_table(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> RenderableType:
     """Return a view of the node; rates and waits are of the time since `before`."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "state"):
-        table.add_column(heading)
-    for heading in ("run", "wait", "cores", "tok/s", "prompt/s", "first", "between", "cached", "borrowed"):
-        table.add_column(heading, justify="right")
+    figures = ("run", "wait", "cores", "tok/s", "prompt/s", "first", "between", "cached", "borrowed")
+    table = plain_table(("", "state"), figures)
     pools = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     seconds = now["time_s"] - before["time_s"] if before else 0.0
     earlier = {model["model"]: model for model in before["models"]} if before else {}

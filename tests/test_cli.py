@@ -174,7 +174,7 @@ def test_status_of_no_node() -> None:
         port = listener.getsockname()[1]
     result = run("status", "--url", f"http://127.0.0.1:{port}")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"no node answers at http://127.0.0.1:{port}: ")
+    assert result.stderr.startswith(f"swiftkv: no node answers at http://127.0.0.1:{port}: ")
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, checkpoint: Path) -> None:

@@ -52,6 +52,7 @@ LAYERS = [
         "processes",
         "progress",
         "shares",
+        "tables",
         "tasks",
         "units",
         "__init__",

@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="swiftkv bench serve",
         usage="swiftkv bench serve [options]",
-        description="Load for an OpenAI-compatible server, with the flags and figures of `vllm bench serve`.",
+        description="Send load to an OpenAI-compatible server, with the flags and figures of `vllm bench serve`.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

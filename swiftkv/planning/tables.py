@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from swiftkv.cache.division import SharedExtents
@@ -12,6 +11,7 @@ from swiftkv.config import Config
 from swiftkv.planning.lending import BorrowerRoom, LendingPair
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.transports import describe_transports
+from swiftkv.tables import console_for, plain_table
 from swiftkv.units import DeviceShare, format_size
 
 
@@ -40,10 +40,7 @@ def _unreached(plans: Sequence[ModelPlan]) -> Iterator[str]:
 
 
 def _print_models(plans: Sequence[ModelPlan]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for model_plan in plans:
-        table.add_column(model_plan.name, justify="right")
+    table = plain_table(("",), (plan.name for plan in plans))
     divided = any(p.tensor_parallel_size > 1 for p in plans)
     sequences = {
         "sequence at rest": [_of_groups(p.bytes_at_rest) for p in plans],
@@ -71,7 +68,7 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
     }
     for label, cells in rows.items():
         table.add_row(label, *cells)
-    console = Console()
+    console = console_for(table)
     console.print(table)
     pool_bytes = sum(p.tensor_parallel_size * p.pool_bytes for p in plans if isinstance(p, SizedPlan))
     total_bytes = pool_bytes + sum(p.tensor_parallel_size * p.weight_bytes for p in plans)
@@ -125,23 +122,23 @@ def _pool_size(plan: ModelPlan) -> str:
 
 
 def _print_rooms(rooms: Sequence[BorrowerRoom]) -> None:
-    console = Console()
     for room in rooms:
         others = f" (every budget is divided among {len(rooms)} masters)" if len(rooms) > 1 else ""
-        console.print(f"\n{room.borrower.name} borrows{others}:", highlight=False)
-        console.print(_lending_table(room))
+        table = _lending_table(room)
+        console = console_for(table)
+        console.print(f"\n{room.borrower.name} borrows{others}:")
+        console.print(table)
         for note in _lending_notes(room):
-            console.print(f"- {note}", highlight=False)
+            console.print(f"- {note}")
 
 
 def _lending_table(room: BorrowerRoom) -> Table:
     """Return a table: the master without lending, a column for each pair, and all of them if there are several."""
     pairs = room.pairs
     shared = any(pair.share < 1 for pair in pairs)
-    table = Table(box=None, padding=(0, 2, 0, 0))
     together = [room] if len(pairs) > 1 else []
-    for label in ("", "no lending", *(_pair_name(pair) for pair in pairs), *("together" for _ in together)):
-        table.add_column(label, justify="right" if label else "left")
+    figures = ("no lending", *(_pair_name(pair) for pair in pairs), *("together" for _ in together))
+    table = plain_table(("",), figures)
     for label, cells in {
         "block of the worker": [format_size(p.lender.groups[p.lender_group].block_bytes) for p in pairs],
         "block of the master": [format_size(p.extent.borrower_block_bytes) for p in pairs],

@@ -30,6 +30,7 @@ from swiftkv.simulate.plots import check_can_draw, draw
 from swiftkv.simulate.report import Targets, as_table, figures, node_figures
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
 from swiftkv.simulate.step_times import make_step_time, read_step_times
+from swiftkv.tables import console_for
 from swiftkv.transport.topology import TransportChoice
 
 AnyOutcome = TypeVar("AnyOutcome")
@@ -229,9 +230,8 @@ def _predictor(step_time: StepTime) -> Callable[[StepPlan], float]:
 
 def print_figures(models: dict[str, Any]) -> None:
     """Print the figures as a table."""
-    from rich.console import Console
-
-    Console(highlight=False).print(as_table(models))
+    table = as_table(models)
+    console_for(table).print(table)
 
 
 def _chosen(config: Config, plans: tuple[ModelPlan, ...], names: list[str]) -> list[tuple[ModelConfig, SizedPlan]]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import RenderableType
-from rich.table import Table
 
 from swiftkv.simulate.node import NodeOutcome
 from swiftkv.simulate.simulator import Outcome
+from swiftkv.tables import plain_table
 from swiftkv.units import format_size
 
 _QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
@@ -96,10 +96,7 @@ def _spread(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
 
 def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
     """Return the figures, a column for each model."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in models:
-        table.add_column(name, justify="right")
+    table = plain_table(("",), models)
 
     def row(heading: str, key: str, text: str) -> None:
         if any(key in model for model in models.values()):
