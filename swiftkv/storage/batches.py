@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from swiftkv.storage.backend import Parts
 
 
-def batches(objects: Sequence[Parts], max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of runs of at most `max_bytes`, or of one object."""
+def batches(objects: Sequence[Parts], full_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of runs, each of which ends with the object that makes it full.
+
+    So blocks that are as many bytes are one run with their headers, and none is left for a run of its own.
+    """
     begin, num_bytes = 0, 0
     for i, parts in enumerate(objects):
-        size = sum(map(len, parts))
-        if i > begin and num_bytes + size > max_bytes:
+        if num_bytes >= full_bytes:
             yield begin, i
             begin, num_bytes = i, 0
-        num_bytes += size
+        num_bytes += sum(map(len, parts))
     yield begin, len(objects)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
 _BATCH_BYTES = 8 << 20
-"""The most that one transfer carries: a call looks at its deadline in between, and no lease ends meanwhile."""
+"""A transfer that has so much carries no more: a call looks at its deadline in between, and no lease ends meanwhile."""
 _DIRECT_BYTES = 128 << 10
 """A smaller block is copied together with its header: two transfers would take longer."""
 _MAX_NAMED = 1024
@@ -220,27 +220,29 @@ class MooncakeMedium:
 
     def _places(self, objects: Sequence[Parts], slab: _Slab) -> list[_Place]:
         """Return where Mooncake finds the parts of objects: where they are, or in the slab."""
-        parts_of = [[part for part in parts if len(part)] for parts in objects]
-        room = slab.room(sum(len(part) for parts in parts_of for part in parts if not self._goes_direct(part)))
+        found = [[(part, self._registered_address(part)) for part in parts if len(part)] for parts in objects]
+        room = slab.room(sum(len(part) for parts in found for part, address in parts if address is None))
+        begin, end = _address(room) if len(room) else 0, 0
         places = []
-        for parts in parts_of:
+        for parts in found:
             place = _Place()
-            for part in parts:
-                if self._goes_direct(part):
-                    place.add(_address(part), len(part))
-                else:
-                    place.add(_address(room), len(part))
-                    place.staged.append((part, room[: len(part)]))
-                    room = room[len(part) :]
+            for part, address in parts:
+                if address is not None:
+                    place.add(address, len(part))
+                    continue
+                place.add(begin + end, len(part))
+                place.staged.append((part, room[end : end + len(part)]))
+                end += len(part)
             places.append(place)
         return places
 
-    def _goes_direct(self, part: memoryview) -> bool:
-        """Return whether a part is large enough for a transfer of its own, and lies in registered memory."""
+    def _registered_address(self, part: memoryview) -> int | None:
+        """Return where a part lies if it is large enough for a transfer of its own, and in registered memory."""
         if len(part) < _DIRECT_BYTES:
-            return False
+            return None
         address = _address(part)
-        return any(begin <= address and address + len(part) <= end for begin, end in self._regions)
+        is_registered = any(begin <= address and address + len(part) <= end for begin, end in self._regions)
+        return address if is_registered else None
 
     def _name(self, key: bytes) -> str:
         return self._options.prefix + key.hex()

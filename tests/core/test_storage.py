@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from naive_scheduler import Setup
 from storage_oracle import KEY_BYTES, StorageEngine, Transfer
 
@@ -511,6 +513,31 @@ def test_a_front_needs_room_in_windows_for_a_chunk_alone() -> None:
     assert chunk(e) == (64, 65)
     assert e.num_met == 1
     e.drain()
+
+
+@given(
+    setup=st.sampled_from([DENSE, HYBRID, HOUSE, Setup(((1, 16, 0), (2, 9, 8), (1, 12, 5)), BLOCK, 4, 8, 48)]),
+    length=st.integers(9, 40),
+    first=st.integers(1, 9),
+    reads=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=12),
+)
+@settings(max_examples=60, deadline=None)
+def test_wherever_a_front_meets_its_back_what_it_reads_is_right(
+    setup: Setup, length: int, first: int, reads: list[tuple[int, int]]
+) -> None:
+    """After each step so many blocks are read, one time in ten in vain. The engine checks all that is read of KV."""
+    e = stored(prompt(length), setup)
+    transfer = e.meet(2, first)
+    for num_read, dice in reads:
+        e.step()
+        e.check()
+        if transfer is not None and transfer.blocks and num_read:
+            e.read(transfer, num_read, is_loaded=dice > 0)
+            e.check()
+    e.drain()
+    e.check()
+    assert e.finished[2].reason == 2
+    assert run(e, 3, prompt(length)) == (length - 1) // BLOCK * BLOCK
 
 
 def test_a_front_leaves_more_to_storage_that_was_faster() -> None:
