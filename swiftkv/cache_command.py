@@ -69,7 +69,11 @@ def cache_why(
         )
 
 
-@cache_app.command("pin", epilog="Example: `swiftkv cache pin chatcmpl-7f3a --for 8h`")
+@cache_app.command(
+    "pin",
+    epilog="Examples: `swiftkv cache pin chatcmpl-7f3a --for 8h`, "
+    "`swiftkv cache pin --model chat --prompt handbook.json --for 24h`",
+)
 def cache_pin(
     request: Annotated[
         str | None, typer.Argument(metavar="REQUEST", help="The request's X-Request-Id.", show_default=False)

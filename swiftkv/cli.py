@@ -315,6 +315,7 @@ def checkpoint_make(
         from swiftkv.checkpoint import make
 
         make(arch, size, directory)
+        print(f"{directory} is made; serve it with: swiftkv serve {directory}")
 
 
 @bench_app.command(

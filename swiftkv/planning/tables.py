@@ -72,7 +72,8 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
     console.print(table)
     pool_bytes = sum(p.tensor_parallel_size * p.pool_bytes for p in plans if isinstance(p, SizedPlan))
     total_bytes = pool_bytes + sum(p.tensor_parallel_size * p.weight_bytes for p in plans)
-    console.print(f"\n{len(plans)} models, {format_size(total_bytes)} of weights and KV cache together.")
+    counted = "1 model" if len(plans) == 1 else f"{len(plans)} models"
+    console.print(f"\n{counted}, {format_size(total_bytes)} of weights and KV cache together.")
 
 
 def _of_groups(group_bytes: Sequence[int]) -> str:

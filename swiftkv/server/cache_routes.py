@@ -38,7 +38,7 @@ TimeToLive = Annotated[
 RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer")]
 
 MEANINGS: dict[CacheStop, str] = {
-    "complete": "all that can be used was: only whole blocks match, and at least the last token is computed",
+    "complete": "nothing more could be: only whole blocks match, and at least the last token is computed",
     "prompt_logprobs": "it asked for prompt_logprobs, so all of its prompt was computed",
     "tail_gone": "the blocks are there, but not the KV of a sliding window before any later place to go on from",
     "late": "a tier below the pool was not waited for any longer: see prefetch_policy",

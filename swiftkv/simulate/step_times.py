@@ -29,7 +29,7 @@ def make_step_time(model: str, known: dict[str, dict[str, float]]) -> StepTime:
     if terms is None or set(terms) != set(STEP_TIME_TERMS):
         raise ConfigError(
             f"--step-time: has no step times of model '{model}' ({', '.join(STEP_TIME_TERMS)}); serve it for a while, "
-            "with prompts and answers, and name the node's URL"
+            "with prompts and answers, and name the node's URL; or simulate the other models with --model"
         )
     return StepTime([terms[term] for term in STEP_TIME_TERMS])
 
@@ -38,7 +38,10 @@ def _of_node(url: str) -> dict[str, dict[str, float]]:
     try:
         text = httpx.get(f"{url.rstrip('/')}/metrics", timeout=10).raise_for_status().text
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"--step-time: no node answers at {url}: {error}") from None
+        raise ConfigError(
+            f"--step-time: no node answers at {url}: {error}; name the URL of one that has served for a while, or a "
+            "file that --save-step-time wrote"
+        ) from None
     known: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
