@@ -17,8 +17,9 @@ namespace {
 constexpr int kVocabulary = 3;          // so few tokens that prompts have prefixes in common
 constexpr size_t kMaxOperations = 200;  // longer histories find nothing that these do not
 
-// Those of every engine, and those of one that has storage, pins and tenants as well.
-constexpr int kNumOperations = 16, kNumOperationsWithParts = 24;
+// Those of every engine; those of one that has storage, pins and tenants as well; and those of one whose storage goes
+// and comes.
+constexpr int kNumOperations = 16, kNumOperationsWithParts = 24, kNumOperationsWithChanges = 29;
 
 // The blocks of each group in an extent that the groups share.
 const std::vector<std::vector<int>> kBlocksPerExtent{{1, 2}, {2, 1}, {2, 3}, {3, 1}, {3, 2}, {4, 1}, {1, 1}, {1, 2, 2}};
@@ -54,6 +55,8 @@ void read_parts(Setup& setup, Bytes& in) {
     if (flags & 2) share_extents(setup, in);
     if (flags & 4) setup.limits.retention_interval = 2 * setup.limits.block_size;
     if ((flags & 8) && !setup.borrow.empty()) setup.borrow.back().place = Place::kHost;
+    setup.is_changing = flags & 32;
+    if (flags & 64) setup.max_kv_events = 1 << in.between(1, 9);
 }
 
 Setup read_setup(Bytes& in) {
@@ -104,7 +107,10 @@ class History {
 
   private:
     void operate();
+    int num_operations() const;
     void operate_parts(int operation);
+    void operate_changes(int operation);
+    std::span<const TokenId> read_prefix(size_t prompt);
     void add(bool is_held);
     void pin();
     void finish();
@@ -123,8 +129,13 @@ class History {
     std::vector<uint8_t> namespaces_;  // of each
 };
 
+int History::num_operations() const {
+    if (!engine_.setup().has_storage()) return kNumOperations;
+    return engine_.setup().is_changing ? kNumOperationsWithChanges : kNumOperationsWithParts;
+}
+
 void History::operate() {
-    const int operation = in_.next() % (engine_.setup().has_storage() ? kNumOperationsWithParts : kNumOperations);
+    const int operation = in_.next() % num_operations();
     const size_t num_borrow = engine_.setup().borrow.size(), num_lend = engine_.setup().lend.size();
     const auto link_of = [&](size_t num_links) { return in_.next() % static_cast<int>(num_links); };
     switch (operation) {
@@ -260,9 +271,62 @@ void History::operate_parts(int operation) {
                 engine_.let_go(id);
             }
             break;
-        default:
+        case 23:
             pin();
+            break;
+        default:
+            operate_changes(operation);
     }
+}
+
+void History::operate_changes(int operation) {
+    switch (operation) {
+        case 24:
+            if (engine_.is_storage_away()) {
+                say("storage comes");
+                engine_.find_storage();
+            } else {
+                const bool is_filled_before = in_.next() & 1;
+                say("storage goes", is_filled_before ? "when it has all" : "");
+                engine_.lose_storage(is_filled_before);
+            }
+            break;
+        case 25:
+            if (!prompts_.empty()) {
+                const size_t prompt = in_.next() % prompts_.size();
+                const std::span<const TokenId> prefix = read_prefix(prompt);
+                const bool is_stored = in_.next() & 1;
+                say("offer", prefix.size(), "tokens of prompt", prompt, is_stored ? "and store" : "");
+                engine_.offer_prefix(prefix, namespaces_[prompt], is_stored);
+            }
+            break;
+        case 26:
+            if (!prompts_.empty()) {
+                const size_t prompt = in_.next() % prompts_.size();
+                const std::span<const TokenId> prefix = read_prefix(prompt);
+                say("load the last block of", prefix.size(), "tokens of prompt", prompt);
+                engine_.begin_loading(prefix, namespaces_[prompt]);
+            }
+            break;
+        case 27:
+            if (engine_.num_loads() > 0) {
+                const int load = in_.next() % engine_.num_loads();
+                const bool is_loaded = in_.next() < 224;
+                say("end of load", load, is_loaded ? "" : "in vain");
+                engine_.end_loading(load, is_loaded);
+            }
+            break;
+        default:
+            if (engine_.setup().max_kv_events > 0) {
+                say("take events");
+                engine_.take_events();
+            }
+    }
+}
+
+std::span<const TokenId> History::read_prefix(size_t prompt) {
+    const std::vector<TokenId>& tokens = prompts_[prompt];
+    return std::span(tokens).first(std::min<size_t>(tokens.size(), in_.next()));
 }
 
 // A prefix of a prompt, or none: then a pin ends.
@@ -310,9 +374,11 @@ void History::add(bool is_held) {
     namespaces_.push_back(prompt.cache_namespace);
 }
 
-// Until nothing is left to run; nothing is planned after the last commit.
+// Until nothing is left to run; nothing is planned after the last commit. A request whose windows lack the room that
+// loads take begins again in every step, so these end first.
 void History::finish() {
     say("finish");
+    while (engine_.num_loads() > 0) engine_.end_loading(0, true);
     while (engine_.num_open() > 0 || (!engine_.request_ids().empty() && engine_.schedule())) engine_.commit();
 }
 
@@ -343,7 +409,8 @@ bool run_history(std::span<const uint8_t> bytes, std::ostream* trace) {
                << ", max_num_batched_tokens " << limits.max_num_batched_tokens << ", max_model_len "
                << limits.max_model_len << ", enable_prefix_caching " << limits.enable_prefix_caching
                << ", enable_chunked_prefill " << limits.enable_chunked_prefill << ", stream_buffers "
-               << limits.stream_buffers << ", storage " << setup.has_storage() << std::endl;
+               << limits.stream_buffers << ", storage " << setup.has_storage() << ", changing " << setup.is_changing
+               << ", max_kv_events " << setup.max_kv_events << std::endl;
     }
     History(in, *engine, trace).run();
     return true;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
+#include <tuple>
 #include <utility>
 
 namespace swiftkv::fuzz {
@@ -69,6 +71,7 @@ SimulatedEngine::SimulatedEngine(Setup setup)
         local_.resize(std::max<size_t>(local_.size(), end * size));
     }
     scheduler_.set_write_policy(setup_.write_policy);
+    if (setup_.max_kv_events > 0) scheduler_.enable_kv_events(setup_.max_kv_events);
     for (const Link& link : setup_.borrow) {
         const int layers = setup_.groups[link.group].num_layers;
         peers_.emplace_back(size * layers * link.num_extents * link.blocks_per_extent);
@@ -263,8 +266,10 @@ void SimulatedEngine::take_back(int link, int first, int count) {
 // ---- storage ----
 
 void SimulatedEngine::store(int max_blocks) {
+    has_full_offers_ |= may_have_dropped_offers();
     const std::vector<StoredBlock> taken = scheduler_.take_offers(max_blocks);
     require(static_cast<int>(taken.size()) <= max_blocks, "more is stored than was asked for");
+    require(taken.empty() || !is_storage_away_, "a block is stored where there is no storage");
     for (int link = 0; !taken.empty() && link < static_cast<int>(setup_.lend.size()); ++link)
         require(scheduler_.lend(link, 4).empty(), "an extent is lent while storage copies");
     for (int link = 0; !taken.empty() && link < static_cast<int>(setup_.borrow.size()); ++link)
@@ -280,13 +285,19 @@ void SimulatedEngine::store(int max_blocks) {
     scheduler_.end_copying();
 }
 
-std::vector<SimulatedEngine::Mark> SimulatedEngine::expected_marks(const Request& request, int g, int index) const {
+std::vector<SimulatedEngine::Mark> SimulatedEngine::expected_marks(std::span<const Mark> prefixes, int g,
+                                                                   int index) const {
     const int size = setup_.limits.block_size;
     std::vector<Mark> marks;
     for (int layer = 0; layer < setup_.groups[g].num_layers; ++layer)
-        for (int i = index * size; i < (index + 1) * size; ++i)
-            marks.push_back(mark_of(request.prefixes.at(i + 1), g, layer));
+        for (int i = index * size; i < (index + 1) * size; ++i) marks.push_back(mark_of(prefixes[i + 1], g, layer));
     return marks;
+}
+
+std::vector<BlockKey> SimulatedEngine::keys_of(std::span<const TokenId> tokens, uint8_t cache_namespace) const {
+    std::vector<BlockKey> keys;
+    extend_keys(keys, blake3({&cache_namespace, 1}), tokens, setup_.limits.block_size);
+    return keys;
 }
 
 std::pair<int, size_t> SimulatedEngine::begin_load(RequestId id, int max_blocks, int first) {
@@ -302,12 +313,12 @@ std::pair<int, size_t> SimulatedEngine::begin_load(RequestId id, int max_blocks,
         require(!found.is_resident[load.index * num_groups + load.group], "a block is loaded that is here");
         const auto stored = storage_.find({found.keys[load.index], load.group});
         require(stored != storage_.end(), "a block is loaded that storage does not have");
-        require(stored->second == expected_marks(requests_.at(id), load.group, load.index),
+        require(stored->second == expected_marks(requests_.at(id).prefixes, load.group, load.index),
                 "a key names other bytes than its request's");
         Mark* const at = local_marks_at(load.group, load.offset_bytes);
         require(at == block_marks(load.group, load.block), "a block lies at its offset");
         std::fill_n(at, marks_per_block(load.group), 0);
-        transfer.blocks.push_back({load.group, load.block, stored->second});
+        transfer.blocks.push_back({load.group, load.block, stored->first.first, stored->second});
     }
     const size_t num_loading = transfer.blocks.size();
     if (num_loading > 0) transfers_.push_back(std::move(transfer));
@@ -334,7 +345,7 @@ void SimulatedEngine::read(int index, int num_blocks, bool is_loaded) {
     Transfer& transfer = transfers_.at(index);
     std::vector<LoadedBlock> blocks;
     for (; num_blocks > 0 && !transfer.blocks.empty(); --num_blocks, transfer.blocks.pop_front()) {
-        const auto& [g, block, marks] = transfer.blocks.front();
+        const auto& [g, block, key, marks] = transfer.blocks.front();
         Mark* const at = block_marks(g, block);
         if (is_loaded) {
             std::copy(marks.begin(), marks.end(), at);
@@ -355,12 +366,152 @@ void SimulatedEngine::give_up(int index) {
     scheduler_.forget_loading(blocks);
 }
 
+void SimulatedEngine::lose_storage(bool is_filled_before) {
+    if (is_filled_before) {
+        scheduler_.set_write_policy(WritePolicy::kWriteThrough);
+        store(std::numeric_limits<int>::max());
+        if (scheduler_.num_offers() == 0) check_all_is_stored();
+    }
+    scheduler_.set_write_policy(WritePolicy::kNever);
+    require(scheduler_.num_offers() == 0, "something is on offer where there is no storage");
+    storage_.clear();
+    is_storage_away_ = true;
+}
+
+void SimulatedEngine::find_storage() {
+    scheduler_.set_write_policy(setup_.write_policy);
+    is_storage_away_ = has_full_offers_ = false;
+    doubt_loading();
+}
+
+void SimulatedEngine::doubt_loading() {
+    for (const Transfer& transfer : transfers_)
+        for (const Loading& loading : transfer.blocks) doubtful_.insert({loading.key, loading.group});
+}
+
+// The blocks that one must have to use the longest prefix that can be used, from its definition.
+std::vector<SimulatedEngine::Name> SimulatedEngine::usable_prefix(std::span<const BlockKey> keys) const {
+    std::set<Name> here;
+    for (const ResidentBlock& block : scheduler_.resident_blocks()) here.insert({block.key, block.group});
+    const int size = setup_.limits.block_size, num_groups = static_cast<int>(setup_.groups.size());
+    for (int length = static_cast<int>(keys.size()); length > 0; --length) {
+        std::vector<Name> names;
+        for (int g = 0; g < num_groups; ++g) {
+            const int window = setup_.groups[g].window;
+            for (int i = window > 0 ? std::max(0, length - ceil_div(window - 1, size)) : 0; i < length; ++i)
+                names.emplace_back(keys[i], g);
+        }
+        const auto is_here = [&](const Name& name) { return here.count(name) > 0; };
+        if (std::all_of(names.begin(), names.end(), is_here)) return names;
+    }
+    return {};
+}
+
+void SimulatedEngine::offer_prefix(std::span<const TokenId> tokens, uint8_t cache_namespace, bool is_stored) {
+    const std::vector<BlockKey> keys = keys_of(tokens, cache_namespace);
+    scheduler_.offer_prefix(keys);
+    if (!is_stored) return;
+    store(std::numeric_limits<int>::max());
+    // A step in progress may keep storage from copying; blocks that are loading count as here for who offers them.
+    if (scheduler_.num_offers() > 0 || is_storage_away_ || num_transfers() + num_loads() > 0) return;
+    for (const Name& name : usable_prefix(keys))
+        require(storage_.count(name) || doubtful_.count(name) || has_full_offers_,
+                "a prefix that is offered is stored");
+}
+
+// Storage has what is written through to it: all blocks of full attention that are here.
+void SimulatedEngine::check_all_is_stored() const {
+    for (const ResidentBlock& block : scheduler_.resident_blocks()) {
+        const Name name{block.key, block.group};
+        if (setup_.groups[block.group].window > 0 || doubtful_.count(name)) continue;
+        require(storage_.count(name) || has_full_offers_, "a block that is written through is not in storage");
+    }
+}
+
+bool SimulatedEngine::may_have_dropped_offers() const {
+    int num_blocks = 0;  // the most that wait
+    for (const GroupSpec& group : setup_.groups) num_blocks += group.num_blocks;
+    for (const Link& link : setup_.borrow) num_blocks += link.num_extents * link.blocks_per_extent;
+    return scheduler_.num_offers() >= num_blocks;
+}
+
+// ---- one block from elsewhere ----
+
+void SimulatedEngine::begin_loading(std::span<const TokenId> tokens, uint8_t cache_namespace) {
+    const std::vector<BlockKey> keys = keys_of(tokens, cache_namespace);
+    if (keys.empty()) return;
+    const std::vector<BlockId> blocks = scheduler_.begin_loading(keys.back());
+    if (blocks.empty()) return;
+    require(blocks.size() == setup_.groups.size(), "a block is loaded in every group");
+    for (const ResidentBlock& block : scheduler_.resident_blocks())
+        require(block.key != keys.back(), "a block is loaded that is here");
+    std::vector<Mark> prefixes{mix(0, cache_namespace)};
+    for (const TokenId token : tokens) prefixes.push_back(mix(prefixes.back(), token));
+    std::vector<Loading>& load = loads_.emplace_back();
+    for (int g = 0; g < static_cast<int>(blocks.size()); ++g) {
+        std::fill_n(block_marks(g, blocks[g]), marks_per_block(g), 0);
+        load.push_back({g, blocks[g], keys.back(), expected_marks(prefixes, g, static_cast<int>(keys.size()) - 1)});
+        doubtful_.insert({keys.back(), g});  // it comes from elsewhere
+    }
+}
+
+void SimulatedEngine::end_loading(int index, bool is_loaded) {
+    std::vector<BlockId> blocks;
+    for (const auto& [g, block, key, marks] : loads_.at(index)) {
+        if (is_loaded) std::copy(marks.begin(), marks.end(), block_marks(g, block));
+        blocks.push_back(block);
+    }
+    scheduler_.end_loading(blocks, is_loaded);
+    loads_.erase(loads_.begin() + index);
+}
+
+// ---- events ----
+
+void SimulatedEngine::take_events() {
+    const KvEvents taken = scheduler_.take_kv_events();
+    require(static_cast<int>(taken.events.size()) <= setup_.max_kv_events, "more events wait than may");
+    std::span<const TokenId> tokens = taken.tokens;
+    for (const KvEvent& event : taken.events) {
+        const size_t num_tokens = event.has_tokens ? setup_.limits.block_size : 0;
+        require(tokens.size() >= num_tokens, "an event has the tokens that it says it has");
+        apply(event, tokens.first(num_tokens));
+        tokens = tokens.subspan(num_tokens);
+    }
+    require(tokens.empty(), "tokens belong to an event");
+    check_follower();
+}
+
+void SimulatedEngine::apply(const KvEvent& event, std::span<const TokenId> tokens) {
+    const std::tuple entry(event.key, event.group, event.place);
+    switch (event.kind) {
+        case KvEventKind::kCleared:
+            followed_.clear();
+            is_follower_behind_ = true;
+            break;
+        case KvEventKind::kRemoved:
+            require(followed_.erase(entry) == 1 || is_follower_behind_, "an event removes what was never stored");
+            break;
+        case KvEventKind::kStored:
+            require(followed_.insert(entry).second, "an event stores what is there");
+            if (tokens.empty()) break;
+            std::vector<BlockKey> keys;
+            extend_keys(keys, event.parent, tokens, setup_.limits.block_size);
+            require(keys.at(0) == event.key, "the tokens of an event are those that its key names");
+    }
+}
+
+void SimulatedEngine::check_follower() const {
+    std::set<std::tuple<BlockKey, int, Place>> here;
+    for (const ResidentBlock& block : scheduler_.resident_blocks()) here.insert({block.key, block.group, block.place});
+    require(std::includes(here.begin(), here.end(), followed_.begin(), followed_.end()),
+            "a follower of the events believes what is not here");
+    require(is_follower_behind_ || followed_.size() == here.size(), "a follower of all events knows all that is here");
+}
+
 // ---- pins ----
 
 void SimulatedEngine::pin(std::span<const TokenId> tokens, uint8_t cache_namespace, double max_share) {
-    std::vector<BlockKey> keys;
-    extend_keys(keys, blake3({&cache_namespace, 1}), tokens, setup_.limits.block_size);
-    const PinOutcome outcome = scheduler_.pin(next_pin_, keys, max_share);
+    const PinOutcome outcome = scheduler_.pin(next_pin_, keys_of(tokens, cache_namespace), max_share);
     require(outcome.is_kept == (outcome.length > 0 && outcome.share <= max_share), "a pin is kept if it may be");
     if (outcome.is_kept) pins_.insert(next_pin_);
     ++next_pin_;
@@ -662,6 +813,7 @@ void SimulatedEngine::check() const {
     std::vector<int> num_loading(stats.groups.size());
     for (const Transfer& transfer : transfers_)
         for (const Loading& loading : transfer.blocks) ++num_loading[loading.group];
+    for (int& count : num_loading) count += num_loads();
     for (int g = 0; g < static_cast<int>(stats.groups.size()); ++g) {
         const GroupStats& s = stats.groups[g];
         require(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging + s.loading + s.elsewhere == s.total &&
@@ -693,6 +845,7 @@ void SimulatedEngine::check() const {
 void SimulatedEngine::drain() {
     while (!open_.empty()) commit();
     while (!transfers_.empty()) read(0, setup_.limits.max_model_len * static_cast<int>(setup_.groups.size()), true);
+    while (!loads_.empty()) end_loading(0, true);
     while (!held_.empty()) let_go(*held_.begin());
     for (int steps = 0; scheduler_.has_work(); ++steps) {
         require(steps < kMaxStepsToDrain, "requests never end");
@@ -711,6 +864,12 @@ void SimulatedEngine::drain() {
     for (int link = 0; link < static_cast<int>(borrowed_.size()); ++link)
         require(extents_in(link, Tenure::kRecalled).empty(), "an engine at rest keeps a recalled extent");
     check();
+    if (setup_.is_changing && setup_.write_policy == WritePolicy::kWriteThrough) {
+        if (is_storage_away_) find_storage();
+        store(std::numeric_limits<int>::max());
+        check_all_is_stored();
+    }
+    if (setup_.max_kv_events > 0) take_events();
 }
 
 }  // namespace swiftkv::fuzz

@@ -15,6 +15,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,8 @@ struct Setup {
     std::vector<int> waste_bytes;  // per borrow link, at the end of each extent
     SchedulerLimits limits;
     WritePolicy write_policy = WritePolicy::kNever;  // there is no storage
+    bool is_changing = false;  // storage goes and comes, prefixes are offered, and blocks are loaded one by one
+    int max_kv_events = 0;     // 0: nobody reads them
 
     bool shares_extents() const { return groups[0].blocks_per_extent > 0; }
     bool has_storage() const { return write_policy != WritePolicy::kNever; }
@@ -96,6 +99,20 @@ class SimulatedEngine {
     void read(int transfer, int num_blocks, bool is_loaded);
     // Nobody waits for the rest of a transfer, which storage may still write.
     void give_up(int transfer);
+    // Storage goes away with all that it has, or an empty one comes.
+    bool is_storage_away() const { return is_storage_away_; }
+    void lose_storage(bool is_filled_before);
+    void find_storage();
+    // Offers what is here of a prefix, and stores it at once or later.
+    void offer_prefix(std::span<const TokenId> tokens, uint8_t cache_namespace, bool is_stored);
+
+    // The last full block of a prompt is loaded from elsewhere, alone: loads count from 0.
+    int num_loads() const { return static_cast<int>(loads_.size()); }
+    void begin_loading(std::span<const TokenId> tokens, uint8_t cache_namespace);
+    void end_loading(int load, bool is_loaded);
+
+    // A follower of the events of the prefix index reads those that wait.
+    void take_events();
 
     bool has_pins() const { return !pins_.empty(); }
     void pin(std::span<const TokenId> tokens, uint8_t cache_namespace, double max_share);
@@ -131,8 +148,10 @@ class SimulatedEngine {
     struct Loading {
         int group;
         BlockId block;
+        BlockKey key;
         std::vector<Mark> marks;
     };
+    using Name = std::pair<BlockKey, int>;  // a key and a group
     struct Transfer {
         std::deque<Loading> blocks;  // in the order in which they are read
         bool is_forgotten = false;
@@ -185,9 +204,18 @@ class SimulatedEngine {
     // The layer block of the pool with which a group's blocks begin.
     int64_t first_of(int group) const;
     bool is_lent(int64_t layer_block) const;
-    std::vector<Mark> expected_marks(const Request& request, int group, int index) const;
+    // `prefixes`: as in Request.
+    std::vector<Mark> expected_marks(std::span<const Mark> prefixes, int group, int index) const;
+    std::vector<BlockKey> keys_of(std::span<const TokenId> tokens, uint8_t cache_namespace) const;
     // Returns the blocks of the prefix that is loaded, and how many of them are on their way now.
     std::pair<int, size_t> begin_load(RequestId id, int max_blocks, int first);
+    // Notes the blocks that are loading: the storage that has just come may lack them, and they are not offered to it.
+    void doubt_loading();
+    std::vector<Name> usable_prefix(std::span<const BlockKey> keys) const;
+    void check_all_is_stored() const;
+    bool may_have_dropped_offers() const;
+    void apply(const KvEvent& event, std::span<const TokenId> tokens);
+    void check_follower() const;
     void note_lost_pins();
     void empty_extent(int link, int extent);
     std::vector<int32_t> extents_in(int link, Tenure tenure) const;
@@ -205,8 +233,14 @@ class SimulatedEngine {
     std::vector<std::vector<Extent>> borrowed_;
     std::vector<std::set<int>> lent_;
     std::set<RequestId> held_;
-    std::map<std::pair<BlockKey, int>, std::vector<Mark>> storage_;  // by key and group
+    std::map<Name, std::vector<Mark>> storage_;
     std::vector<Transfer> transfers_;
+    std::vector<std::vector<Loading>> loads_;  // of one block each, in every group
+    bool is_storage_away_ = false;
+    bool has_full_offers_ = false;  // offers may have been dropped for want of room in their queue
+    std::set<Name> doubtful_;       // blocks that storage may lack: doubt_loading() found them, or they came alone
+    std::set<std::tuple<BlockKey, int, Place>> followed_;  // what a follower of the events knows
+    bool is_follower_behind_ = false;                      // events were dropped: it knows less than there is
     std::set<PinId> pins_;
     PinId next_pin_ = 0;
 };
