@@ -105,7 +105,7 @@ TEST(nobody_who_is_past_its_share_passes_one_that_waits_for_room) {
         Parts parts(8);
         parts.roster.start(parts.add(1, tokens(4), 0, 2));
         Request& runs = *parts.roster.find(1);
-        EXPECT(parts.cache.extend(runs.table, 4, 4, 0));
+        EXPECT(parts.cache.extend(runs.table, 4, 4, {}));
         Request& large = parts.add(2, tokens(32, 2), 0, 0);  // there is no room for it
         parts.add(3, tokens(4, 3), 0, 1);
         if (is_past) parts.shares.charge_prompt(1, 1000);

@@ -74,7 +74,7 @@ TEST(borrowed_blocks_are_staged_side_by_side) {
     Request& r = parts.add(1, tokens(8));
     StepBuilder step = parts.begin_step();
     parts.roster.start(r);
-    EXPECT(parts.cache.extend(r.table, 8, 8, 0));
+    EXPECT(parts.cache.extend(r.table, 8, 8, {}));
     r.num_scheduled = 8;
     r.num_unknown = 1;
     std::vector<StepRow> rows{{&r, r.id, 8, true}};

@@ -30,7 +30,7 @@ TEST(who_is_preempted_waits_in_its_old_place_without_blocks) {
     Request& r = parts.add(1, tokens(8));
     parts.add(2, tokens(8, 2));
     parts.roster.start(r);
-    EXPECT(parts.cache.extend(r.table, 8, 8, 0));
+    EXPECT(parts.cache.extend(r.table, 8, 8, {}));
     r.num_computed = 8;
     parts.roster.preempt(r);
     EXPECT(parts.roster.waiting().all().front() == &r);
