@@ -1,4 +1,4 @@
-"""Measure how well `swiftkv simulate` foretells a real server:
+"""Measure how well `swiftkv simulate` predicts a real server:
 
     python benchmarks/fidelity.py --requests 300 --out benchmarks/out/fidelity.json
 

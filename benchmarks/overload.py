@@ -3,7 +3,7 @@
     python benchmarks/overload.py mooncake_conversation.jsonl
 
 A trace comes at several loads, in parts of what the engine can do. Three runs each: nobody is refused; who has no first
-token in time is given up then; and, as a gateway does, who is foretold to have none in time is refused on arrival, by
+token in time is given up then; and, as a gateway does, who is forecast to have none in time is refused on arrival, by
 the same code (swiftkv/server/forecast.py). A step takes as long as a law says, and noise; the law is what the engine is
 taken to have learnt. A first token is due within --target-s, or --times-alone as long as it would take alone if that
 is more, and a token within 0.3 s on average. The figures do not depend on the machine. Columns, in parts of all
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +33,11 @@ from swiftkv import _core
 from swiftkv.bench.traces import Arrival, read_trace, spread_ties
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.server.forecast import ForecastLimits
-from swiftkv.simulate.doors import ForetellingDoor, OpenDoor, Target
+from swiftkv.simulate.doors import OpenDoor, Target
 from swiftkv.simulate.simulator import Outcome, simulate
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.forecasting_door import ForecastingDoor
 
 _MAX_MODEL_LEN = 16_384
 _BLOCK_SIZE = 16
@@ -99,7 +103,7 @@ class Setting:
 
         return simulate(scheduler, _MAX_MODEL_LEN, step_s, arrivals, door=door)
 
-    def door(self, *, refuses: bool) -> ForetellingDoor:
+    def door(self, *, refuses: bool) -> ForecastingDoor:
         limits = ForecastLimits(
             policy=self.policy,
             max_num_seqs=self.max_num_seqs,
@@ -107,7 +111,7 @@ class Setting:
             block_size=_BLOCK_SIZE,
             step_limit_s=_STEP_LIMIT_S,
         )
-        return ForetellingDoor(limits, _LAW, self.pool_tokens, target_ttft_s=self.target_ttft_s, refuses=refuses)
+        return ForecastingDoor(limits, _LAW, self.pool_tokens, target_ttft_s=self.target_ttft_s, refuses=refuses)
 
 
 def alone_s(num_tokens: int) -> float:
@@ -170,7 +174,7 @@ def study(setting: Setting, arrivals: Sequence[Arrival]) -> dict[str, dict[str, 
     target_s = np.array([setting.target_ttft_s(arrival) for arrival in arrivals])
     shadow = setting.door(refuses=False)
     unrefused = Verdict(setting.serve(arrivals, shadow), target_s)
-    named = np.array([shadow.foretold[i].cautious_ttft_s for i in range(len(arrivals))]) > target_s
+    named = np.array([shadow.forecasts[i].cautious_ttft_s for i in range(len(arrivals))]) > target_s
     found: dict[str, dict[str, float]] = {}
     runs = {
         "nobody": unrefused,

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from swiftkv.errors import ConfigError
-from swiftkv.locks import hold_lock, is_private, remove_if_unlocked
+from swiftkv.locks import hold_lock, is_private, make_private_directory, remove_if_unlocked, runtime_directories
 from swiftkv.node_config import is_loopback
 
 _SUFFIX = ".key"
@@ -47,22 +47,14 @@ def find_admin_key(url: str) -> str | None:
         return None
     if host is None or port is None or not is_loopback(host):
         return None
-    keys = (_read(directory / f"{port}{_SUFFIX}") for directory in _directories())
+    keys = (_read(directory / f"{port}{_SUFFIX}") for directory in runtime_directories())
     return next((key for key in keys if key is not None), None)
-
-
-def _directories() -> list[Path]:
-    """Return where a key may be, the best place first. Node and client may differ in their environment."""
-    user = os.getuid()
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    places = [Path(runtime, "swiftkv")] if runtime else []
-    return [*places, Path(f"/run/user/{user}/swiftkv"), Path(f"/tmp/swiftkv-{user}")]
 
 
 def _write(port: int, key: str) -> tuple[Path, int]:
     """Return the file and the descriptor that locks it."""
     reasons = []
-    for directory in _directories():
+    for directory in runtime_directories():
         if directory.parent.is_dir():
             try:
                 return _write_in(directory, port, key)
@@ -75,9 +67,7 @@ def _write(port: int, key: str) -> tuple[Path, int]:
 
 def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
     """Return what `_write` does, for one directory. Raises `OSError`, or `ConfigError` as `_write_new` does."""
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(os.lstat(directory), stat.S_ISDIR):
-        raise PermissionError(0, "it is not a directory that belongs to this user alone")
+    make_private_directory(directory)
     starting = hold_lock(directory)  # nobody else looks at a stale file of this port while it is replaced
     try:
         for stale in directory.glob(f"*{_SUFFIX}"):

@@ -41,6 +41,24 @@ def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
+def runtime_directories() -> list[Path]:
+    """Return where this user's nodes may leave files for each other, the best place first.
+
+    Programs may differ in their environment: look in all of them.
+    """
+    user = os.getuid()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    places = [Path(runtime, "swiftkv")] if runtime else []
+    return [*places, Path(f"/run/user/{user}/swiftkv"), Path(f"/tmp/swiftkv-{user}")]
+
+
+def make_private_directory(directory: Path) -> None:
+    """Make a directory with mode 0700 if need be. Raises `OSError` for one that others may touch."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(os.lstat(directory), stat.S_ISDIR):
+        raise PermissionError(0, "it is not a directory that belongs to this user alone")
+
+
 def remove_if_unlocked(path: Path) -> None:
     """Remove a file or a directory of this user's, with all that is in it, unless its process still holds the lock.
 

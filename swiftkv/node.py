@@ -39,6 +39,7 @@ from swiftkv.server.request_log import RequestLog, open_request_log
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.sockets import ipc_directory, listen
 from swiftkv.state import state_directory
+from swiftkv.stopping import StoppingMark, wait_for_stopping
 from swiftkv.tasks import Tasks
 from swiftkv.tenant_config import TenantConfig
 from swiftkv.units import format_size
@@ -54,6 +55,8 @@ _EXAMPLES: dict[Task, tuple[str, str]] = {
 }
 """The route and the body, without the model, of the request that the node shows for a model of each task."""
 _RESERVED_FILES = 256  # for all that is not a client's connection
+_ENGINES_STOP_S = 30.0
+"""The time in which a node that has no more requests is gone, with its engines."""
 
 
 def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
@@ -66,7 +69,9 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     open_standard_descriptors()
     limits = _checked_limits(config, plans)
     _run_without_triton()
+    wait_for_stopping(config.node.port, config.node.shutdown_timeout + _ENGINES_STOP_S, say)
     with (
+        StoppingMark(config.node.port) as stopping,
         open_request_log(config.node.request_log) as request_log,
         open_sink(None if config.node.otlp is None else config.node.otlp.endpoint) as traces,
         listen(config) as sockets,
@@ -87,6 +92,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
                 request_log=request_log,
                 trace_sink=traces,
                 state=state,
+                stopping=stopping,
             )
             await node.run()
 
@@ -143,6 +149,7 @@ class Node:
         request_log: RequestLog | None,
         trace_sink: OtlpSink | None,
         state: Path | None,
+        stopping: StoppingMark,
     ) -> None:
         """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop.
 
@@ -155,6 +162,7 @@ class Node:
         self._request_log = request_log
         self._trace_sink = trace_sink
         self._state = state
+        self._stopping = stopping
         self._batches: BatchService | None = None
         self._grammars = GrammarChecker()
         self._templates = TemplateRenderer()
@@ -185,6 +193,7 @@ class Node:
             await self._drain()
             await self._fleet.keep_learnt()
         finally:
+            self._stopping.set()
             if self._ports is not None:
                 await self._ports.close()
             await self._grammars.close()
@@ -202,6 +211,7 @@ class Node:
         """Stop at the first signal; at the second, do not wait for requests."""
         if self._stop.is_set():
             self._hurry.set()
+        self._stopping.set()
         self._stop.set()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
@@ -346,4 +356,4 @@ def _run_without_triton() -> None:
 
 def say(text: str) -> None:
     """Print one of the node's few lines on standard output."""
-    print(text)
+    print(text, flush=True)

@@ -21,7 +21,7 @@ LAYERS = [
     {"handles", "ports"},
     {"fleet"},
     {"host_tiers"},
-    {"supervisor", "engine_configs", "devices", "sockets", "admin_key", "state", "learnt"},
+    {"supervisor", "engine_configs", "devices", "sockets", "admin_key", "state", "stopping", "learnt"},
     {"watch", "restarts"},
     {"server"},
     {"engine"},

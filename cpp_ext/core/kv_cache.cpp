@@ -43,9 +43,9 @@ void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const 
 }
 
 KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
-                 const std::vector<Link>& borrow_links, int num_reserved_extents)
+                 const std::vector<Link>& borrow_links, int extents_for_windows)
     : block_size_(block_size),
-      num_reserved_extents_(num_reserved_extents),
+      extents_for_windows_(extents_for_windows),
       index_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)),
       boundaries_(tails_of(groups, block_size)),
       offers_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {

@@ -111,9 +111,9 @@ struct Portions {
 
 class KvCache {
   public:
-    // `num_reserved_extents`: how many of the extents that groups share never stage borrowed blocks.
+    // `extents_for_windows`: how many of the extents that groups share never stage borrowed blocks.
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
-            const std::vector<Link>& borrow_links, int num_reserved_extents = 0);
+            const std::vector<Link>& borrow_links, int extents_for_windows = 0);
 
     int num_groups() const { return static_cast<int>(groups_.size()); }
     const GroupSpec& spec(int group) const { return groups_[group].spec; }
@@ -361,7 +361,7 @@ class KvCache {
     int num_extents_to_take(int group) const;
     bool may_take_from(int group, int other) const;
     bool can_stage_more(int group) const;
-    void make_reserve();
+    void make_room_for_windows();
     bool stage_block(int group);
     bool stage_extent(int group);
     ExtentId empty_for_staging(int group);
@@ -437,7 +437,7 @@ class KvCache {
     void check_boundaries() const;
 
     int block_size_;
-    int num_reserved_extents_;
+    int extents_for_windows_;
     std::unique_ptr<House> house_;  // null: every group has its blocks to itself
     std::vector<Group> groups_;
     std::vector<LocalMove> local_moves_;

@@ -54,7 +54,7 @@ void KvCache::shrink_staging() {
 
 void KvCache::grow_staging() {
     if (is_draining()) return;
-    if (house_ && can_borrow()) make_reserve();
+    if (house_ && can_borrow()) make_room_for_windows();
     for (int g = 0; g < num_groups(); ++g)
         while (static_cast<int>(groups_[g].staging.size()) < staging_target(g))
             if (!(house_ ? stage_extent(g) : stage_block(g))) break;
@@ -98,7 +98,7 @@ int32_t KvCache::staging_layer_block(int g, int index) const {
 
 // A whole extent stages blocks of one group: with layer blocks of several groups in it, no group could have it.
 int KvCache::staging_extents_of(int group) const {
-    int left = std::max(0, num_home_extents() - num_reserved_extents_);
+    int left = std::max(0, num_home_extents() - extents_for_windows_);
     for (int g = 0; g < group; ++g) left -= staging_extents(spec(g), groups_[g].pool.num_held(), left);
     return staging_extents(spec(group), groups_[group].pool.num_held(), left);
 }
@@ -107,7 +107,7 @@ bool KvCache::could_hold_in_house(std::span<const int> num_blocks) const {
     int of_histories = 0, of_windows = 0;
     for (int g = 0; g < num_groups(); ++g)
         (spec(g).window > 0 ? of_windows : of_histories) += extents_of_one_sequence(g, num_blocks[g]);
-    return of_histories + std::max(of_windows, borrows() ? num_reserved_extents_ : 0) <= num_home_extents();
+    return of_histories + std::max(of_windows, borrows() ? extents_for_windows_ : 0) <= num_home_extents();
 }
 
 int KvCache::extents_of_one_sequence(int g, int num_blocks) const {
@@ -125,7 +125,7 @@ bool KvCache::can_stage_more(int g) const {
 }
 
 // Takes the extents that are kept for windows from histories, as far as nothing pins them.
-void KvCache::make_reserve() {
+void KvCache::make_room_for_windows() {
     while (num_left_for_histories() < 0) {
         int oldest = kNone;
         for (int g = 0; g < num_groups(); ++g) {
@@ -196,7 +196,7 @@ int KvCache::spare_for_histories(std::span<const int> wanted, bool is_compacted)
 // The extents that histories may still take. While anything is borrowed, room for the windows of one sequence is kept
 // from them: otherwise a sequence whose history lies here, and not with lenders, could not go on.
 int KvCache::num_left_for_histories() const {
-    int left = num_home_extents() - (borrows() ? num_reserved_extents_ : 0);
+    int left = num_home_extents() - (borrows() ? extents_for_windows_ : 0);
     for (int g = 0; g < num_groups(); ++g) {
         const BlockPool& pool = groups_[g].pool;
         const int held = pool.num_local() - pool.count(Place::kLocal, BlockState::kAbsent) -

@@ -75,7 +75,7 @@ class Policy {
     // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft
     // follows what is known.
     int draft_length(const Request& request, int most) const;
-    // The most tokens that one step samples, drafts included: memory is reserved for the logits of so many rows.
+    // The most tokens that one step samples, drafts included: there is memory for the logits of so many rows.
     int max_samples() const { return limits_.max_num_seqs; }
     // How much of a chunk of `wanted` tokens the sliding-window groups have room for, beside `spare` blocks and those
     // of the other groups up to `prompt_end`: a chunk shrinks before a request waits.

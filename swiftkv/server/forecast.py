@@ -126,7 +126,7 @@ class EngineForecast:
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
         self._errors = ForecastErrors()
-        self._foretold: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
+        self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # sequences without a token; unused rows are zero
         self._unused = list(range(_FIRST_ROWS))
@@ -152,10 +152,10 @@ class EngineForecast:
 
     # ---- sequences come and go ----
 
-    def add(self, request_id: int, prompt: NewPrompt, now_s: float, foretold_s: float | None = None) -> None:
-        """Note that a sequence has come; `foretold_s` is its `Forecast.ttft_s`, if one was made."""
-        if foretold_s is not None:
-            self._foretold[request_id] = prompt.num_left, foretold_s, now_s
+    def add(self, request_id: int, prompt: NewPrompt, now_s: float, forecast_s: float | None = None) -> None:
+        """Note that a sequence has come; `forecast_s` is its `Forecast.ttft_s`, if one was made."""
+        if forecast_s is not None:
+            self._forecasts[request_id] = prompt.num_left, forecast_s, now_s
         if not self._unused:
             self._unused = list(range(len(self._rows), 2 * len(self._rows)))
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
@@ -187,16 +187,16 @@ class EngineForecast:
             self._leave_queue(request_id)
             answer = self._answers[request_id] = _Answer(int(length), int(left), priority)
             self._context += answer.context
-            if request_id in self._foretold:
-                num_left, foretold_s, arrived_s = self._foretold.pop(request_id)
-                self._errors.note(num_left, foretold_s, now_s - arrived_s)
+            if request_id in self._forecasts:
+                num_left, forecast_s, arrived_s = self._forecasts.pop(request_id)
+                self._errors.note(num_left, forecast_s, now_s - arrived_s)
         answer.context += 1
         answer.num_tokens += 1
         self._context += 1
 
     def end(self, request_id: int, now_s: float) -> None:
         """Forget a sequence, however it ended."""
-        self._foretold.pop(request_id, None)
+        self._forecasts.pop(request_id, None)
         answer = self._answers.pop(request_id, None)
         if answer is not None:
             self._context -= answer.context

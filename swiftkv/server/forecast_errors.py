@@ -24,16 +24,16 @@ class ForecastErrors:
         self._rows = np.zeros((_RECENT, 3))  # binary logarithms of tokens and of seconds forecast; actual over forecast
         self._num_noted = 0
 
-    def note(self, num_left: int, foretold_s: float, actual_s: float) -> None:
+    def note(self, num_left: int, forecast_s: float, actual_s: float) -> None:
         """Note when a first token came, of a prompt with so many tokens left to compute."""
-        row = (math.log2(num_left), math.log2(foretold_s), actual_s / foretold_s)
+        row = (math.log2(num_left), math.log2(forecast_s), actual_s / forecast_s)
         self._rows[self._num_noted % _RECENT] = row
         self._num_noted += 1
 
-    def allowance(self, num_left: int, foretold_s: float) -> float:
+    def allowance(self, num_left: int, forecast_s: float) -> float:
         """Return the factor on the forecast within which most similar requests had a token; 1 while these are few."""
         rows = self._rows[: self._num_noted]
-        octaves = np.abs(rows[:, 0] - math.log2(num_left)) + np.abs(rows[:, 1] - math.log2(foretold_s))
+        octaves = np.abs(rows[:, 0] - math.log2(num_left)) + np.abs(rows[:, 1] - math.log2(forecast_s))
         ratios = rows[octaves < _ALIKE_OCTAVES, 2]
         if len(ratios) < _LEAST_ALIKE:
             return 1.0

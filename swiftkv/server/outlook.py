@@ -16,8 +16,8 @@ from swiftkv.server.targets import NO_TARGETS, Targets
 from swiftkv.server.tenants import ANYBODY, Sender
 
 _LEAST_RETRY_S = 1.0
-_FORETOLD_OF = 16
-"""One in so many requests without targets is foretold, for the metric: a forecast takes 0.15 ms."""
+_FORECAST_ONE_OF = 16
+"""One in so many requests without targets gets a forecast, for the metric: it takes 0.15 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Waiting:
 
     num_tokens: int
     arrived_s: float
-    foretold_s: float | None
+    forecast_s: float | None
 
 
 class Outlook:
@@ -53,7 +53,7 @@ class Outlook:
         self._last_prompt: tuple[bytes, str, list[bytes]] = (b"", "", [])
         self._has_storage = False
         self._num_without_targets = 0
-        self._foretold: tuple[int, float] | None = None  # the last request that was checked, and its seconds
+        self._last_forecast: tuple[int, float] | None = None  # the request that was checked last, and its seconds
         self._waiting: dict[int, _Waiting] = {}
 
     # ---- the engine ----
@@ -81,12 +81,12 @@ class Outlook:
         """Note that the engine was sent a sequence."""
         pieces = self._pieces(message)
         request_id, num_tokens = message.request_id, len(message.prompt) // 4
-        is_foretold = self._foretold is not None and self._foretold[0] == request_id
-        foretold_s = self._foretold[1] if self._foretold and is_foretold else None
-        self.forecast.add(request_id, self._prompt(message, pieces), now_s, foretold_s)
+        last_id, last_s = self._last_forecast or (None, None)
+        forecast_s = last_s if last_id == request_id else None
+        self.forecast.add(request_id, self._prompt(message, pieces), now_s, forecast_s)
         self._sent.add(pieces)
         self.queued.num_tokens += num_tokens
-        self._waiting[request_id] = _Waiting(num_tokens, now_s, foretold_s)
+        self._waiting[request_id] = _Waiting(num_tokens, now_s, forecast_s)
 
     def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
         self.forecast.admitted(request_id, num_cached, now_s)
@@ -98,8 +98,8 @@ class Outlook:
         if waiting is None:
             return
         self.queued.num_tokens -= waiting.num_tokens
-        if waiting.foretold_s is not None:
-            self._metrics.observe_forecast(waiting.foretold_s, now_s - waiting.arrived_s)
+        if waiting.forecast_s is not None:
+            self._metrics.observe_forecast(waiting.forecast_s, now_s - waiting.arrived_s)
 
     def ended(self, request_id: int, now_s: float) -> None:
         """Note that a sequence is over, however it ended."""
@@ -113,7 +113,7 @@ class Outlook:
         """Refuse a request that cannot meet its targets even if its prompt is as short as its text allows.
 
         Raises:
-            ApiError: 429 that says what is foretold, and what is wanted.
+            ApiError: 429 that says what is forecast, and what is wanted.
         """
         if targets == NO_TARGETS:
             return
@@ -128,17 +128,17 @@ class Outlook:
         """Refuse a sequence that cannot meet its targets.
 
         Raises:
-            ApiError: 429 that says what is foretold, and what is wanted.
+            ApiError: 429 that says what is forecast, and what is wanted.
         """
-        self._foretold = None
+        self._last_forecast = None
         if targets == NO_TARGETS:
             self._num_without_targets += 1
-            if self._num_without_targets % _FORETOLD_OF != 1:
+            if self._num_without_targets % _FORECAST_ONE_OF != 1:
                 return
         forecast = self.forecast.of(self._prompt(message, self._pieces(message)), time.perf_counter())
         if forecast is not None:
             self._check(forecast, forecast.cautious_ttft_s, targets, "about")
-            self._foretold = message.request_id, forecast.ttft_s
+            self._last_forecast = message.request_id, forecast.ttft_s
 
     def check_queue(self) -> None:
         """Raise `ApiError` 429 if too many prompt tokens wait."""

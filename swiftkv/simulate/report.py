@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,35 +95,34 @@ def _spread(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
     return {"mean": float(seconds.mean()), **quantiles}
 
 
+def _mean_size(num_bytes: dict[str, float]) -> str:
+    return format_size(round(num_bytes["mean"]))
+
+
 def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
     """Return the figures, a column for each model."""
     table = plain_table(("",), models)
 
-    def row(heading: str, key: str, text: str) -> None:
+    def row(heading: str, key: str, shown: Callable[[Any], str]) -> None:
         if any(key in model for model in models.values()):
-            table.add_row(heading, *(text.format(model[key]) if key in model else "-" for model in models.values()))
+            table.add_row(heading, *(shown(model[key]) if key in model else "-" for model in models.values()))
 
-    def sizes(heading: str, key: str) -> None:
-        if any(key in model for model in models.values()):
-            cells = [format_size(round(model[key]["mean"])) if key in model else "-" for model in models.values()]
-            table.add_row(heading, *cells)
-
-    row("requests", "requests", "{:,}")
-    row("refused: too long", "refused", "{:,}")
-    row("given up for want of memory", "given_up", "{:,}")
-    row("seconds", "elapsed_s", "{:,.0f}")
-    row("busy", "busy_part", "{:.0%}")
-    row("prompt tokens from the cache", "hit_rate", "{:.1%}")
-    row("from borrowed memory", "borrowed_hit_rate", "{:.1%}")
-    sizes("lent, mean", "lent_bytes")
-    sizes("borrowed, mean", "borrowed_bytes")
-    row("core seconds", "core_s", "{:,.0f}")
-    row("seconds waited for turns", "turn_wait_s", "{:,.0f}")
-    row("prompt tokens a second", "input_tokens_per_s", "{:,.1f}")
-    row("answer tokens a second", "output_tokens_per_s", "{:,.1f}")
-    row("preemptions", "preemptions", "{:,}")
-    row("targets met", "targets_met", "{:.1%}")
-    row("tokens of these", "targets_met_tokens", "{:.1%}")
+    row("requests", "requests", "{:,}".format)
+    row("refused: too long", "refused", "{:,}".format)
+    row("given up for want of memory", "given_up", "{:,}".format)
+    row("seconds", "elapsed_s", "{:,.0f}".format)
+    row("busy", "busy_part", "{:.0%}".format)
+    row("prompt tokens from the cache", "hit_rate", "{:.1%}".format)
+    row("from borrowed memory", "borrowed_hit_rate", "{:.1%}".format)
+    row("lent, mean", "lent_bytes", _mean_size)
+    row("borrowed, mean", "borrowed_bytes", _mean_size)
+    row("core seconds", "core_s", "{:,.0f}".format)
+    row("seconds waited for turns", "turn_wait_s", "{:,.0f}".format)
+    row("prompt tokens a second", "input_tokens_per_s", "{:,.1f}".format)
+    row("answer tokens a second", "output_tokens_per_s", "{:,.1f}".format)
+    row("preemptions", "preemptions", "{:,}".format)
+    row("targets met", "targets_met", "{:.1%}".format)
+    row("tokens of these", "targets_met_tokens", "{:.1%}".format)
     for heading, key in (("first token", "ttft_s"), ("per token", "tpot_s"), ("whole answer", "e2e_s")):
         for statistic in ("mean", *_QUANTILES):
             cells = [f"{1e3 * model[key][statistic]:,.1f}" if model.get(key) else "-" for model in models.values()]

@@ -70,11 +70,6 @@ class HostMedium:
     def capabilities(self) -> Capabilities:
         return Capabilities(is_durable=False, is_shared=False, max_calls=_MAX_CALLS)
 
-    @property
-    def num_repairs(self) -> int:
-        """The number of processes that died with the lock."""
-        return self._usage()[3]
-
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """Return which keys are there."""
         return self._memory.exists(keys, deadline_s)
@@ -93,14 +88,11 @@ class HostMedium:
 
     def usage(self) -> Usage:
         """Return the size of what all engines keep there, in whole chunks."""
-        num_objects, num_bytes, bound_bytes, _ = self._usage()
+        num_objects, num_bytes, bound_bytes, _ = self._memory.usage(_soon_s())
         return Usage(num_objects, num_bytes, bound_bytes)
 
     def close(self) -> None:
         """Do nothing: the mapping goes with this object, for a call may still be in it."""
-
-    def _usage(self) -> tuple[int, int, int, int]:
-        return self._memory.usage(_soon_s())
 
 
 def _soon_s() -> float:

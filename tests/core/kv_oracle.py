@@ -123,7 +123,7 @@ class Engine:
         self.setup = setup
         self.scheduler = setup.scheduler()
         self.naive = NaiveScheduler(setup)
-        self.foretellers = [] if setup.blocks_per_extent else [self.naive]
+        self.predicted_by = [] if setup.blocks_per_extent else [self.naive]
         self.prefixes = Prefixes()
         self.requests: dict[int, Request] = {}
         self.finished: dict[int, Finished] = {}
@@ -171,7 +171,7 @@ class Engine:
             flow=flow,
             flow_weight=flow_weight,
         )
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             naive.add(
                 request_id,
                 prompt,
@@ -193,7 +193,7 @@ class Engine:
     def abort(self, *request_ids: int) -> None:
         self.scheduler.abort(np.array(request_ids, np.uint64))
         for request_id in request_ids:
-            for naive in self.foretellers:
+            for naive in self.predicted_by:
                 naive.abort(request_id)
             self.requests.pop(request_id, None)
             self.slots.pop(request_id, None)
@@ -206,7 +206,7 @@ class Engine:
             tokens.append(sampled_behind(tokens))
         draft = tokens[len(request.tokens) :] + wrong
         self.scheduler.set_draft(request_id, np.array(draft, np.int32))
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             naive.set_draft(request_id, draft)
         request.draft = draft
 
@@ -216,7 +216,7 @@ class Engine:
         key = _core.block_keys(namespace, np.array(tokens, np.int32), size)[-32:]
         blocks = self.scheduler.begin_loading(key).tolist()
         load, prefix = self.num_loads, (namespace, *tokens)
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             assert bool(blocks) == naive.begin_loading(load, prefix)
         if blocks:
             self.loads[load] = Load(blocks, prefix, self.prefixes.of(namespace, tokens)[-size:])
@@ -227,7 +227,7 @@ class Engine:
         for g, block in enumerate(ended.blocks):
             self.fill(g, block, ended.numbers if is_loaded else [-1] * self.setup.block_size)
         self.scheduler.end_loading(np.array(ended.blocks, np.int32), is_loaded)
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             naive.end_loading(load, ended.prefix, is_loaded)
 
     def pin(self, namespace: bytes, tokens: list[int], max_share: float) -> int | None:
@@ -236,7 +236,7 @@ class Engine:
         keys = _core.block_keys(namespace, np.array(tokens, np.int32), self.setup.block_size)
         length, share, is_kept = self.scheduler.pin(pin_id, keys, max_share)
         assert is_kept == (length > 0 and share <= max_share)
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             assert (length, is_kept) == naive.pin(pin_id, namespace, tokens, max_share)
         if is_kept:
             self.pins[pin_id] = keys[: length * KEY_BYTES]
@@ -245,21 +245,21 @@ class Engine:
     def unpin(self, pin_id: int) -> None:
         is_known = self.scheduler.unpin(pin_id)
         assert is_known == (self.pins.pop(pin_id, None) is not None)
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             assert is_known == naive.unpin(pin_id)
 
     def _note_lost_pins(self) -> None:
         lost = self.scheduler.take_lost_pins().tolist()
         for pin_id in lost:
             del self.pins[pin_id]
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             assert lost == naive.lost_pins
             naive.lost_pins = []
 
     def write_back(self) -> None:
         """Offer blocks to storage when they are evicted next."""
         self.scheduler.set_write_policy("write_back")
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             naive.writes_back = True
 
     def take_offers(self, max_blocks: int) -> list[tuple[int, bytes]]:
@@ -267,7 +267,7 @@ class Engine:
         keys, groups, _, _ = self.scheduler.take_offers(max_blocks)
         self.scheduler.end_copying()
         taken = [(group, keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]) for i, group in enumerate(groups.tolist())]
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             assert taken == [(group, self._key(prefix)) for group, prefix in naive.take_offers(max_blocks)]
         return taken
 
@@ -278,7 +278,7 @@ class Engine:
 
     def schedule(self) -> _core.StepPlan | None:
         plan = self.scheduler.schedule(self.now_s)
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             self._compare(plan, naive.schedule(self.now_s))
         self._note_lost_pins()
         if plan is not None:
@@ -378,7 +378,7 @@ class Engine:
 
     def abandon(self) -> None:
         """The only step in progress fails: nobody may read what its moves were to write, nor where they read it."""
-        assert not self.foretellers
+        assert not self.predicted_by
         [plan] = self.plans
         for group, block, place in plan.local_moves.tolist():
             for touched in (block, place):
@@ -490,7 +490,7 @@ class Engine:
         sampled = [token for tokens in by_request.values() for token in tokens]
         self.last_tokens.update(zip(plan.row_slots[plan.logits_seqs].tolist(), sampled, strict=True))
         result = self.scheduler.commit(np.array(sampled, np.int32))
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             naive.commit(by_request)
         assert result.request_ids.tolist() == ids
         assert result.token_ids.tolist() == sampled
@@ -573,7 +573,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             naive.reset_prefix_cache()
 
     def check(self) -> None:
@@ -590,7 +590,7 @@ class Engine:
             assert g.in_flight == 0 or self.plans
         in_name_of_the_first = len(self.away) * sum(self.setup.blocks_per_extent[:1])
         assert [g.lent for g in stats.groups] == [in_name_of_the_first, *(0 for _ in stats.groups[1:])]
-        for naive in self.foretellers:
+        for naive in self.predicted_by:
             assert stats.num_running == len(self.slots) - len(naive.preempted)
             assert stats.num_preemptions_total == naive.num_preemptions
             assert stats.num_displaced_total == naive.num_displaced

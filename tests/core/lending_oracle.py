@@ -73,7 +73,7 @@ class LendingSetup:
         return self.groups[0][1] // self.blocks_per_extent[0]
 
     @property
-    def num_reserved_extents(self) -> int:
+    def extents_for_windows(self) -> int:
         """The extents that the windows of one sequence need, in which nothing is staged."""
         whole, total = -(-self.max_model_len // self.block_size), 0
         for (_, _, window), size in zip(self.groups, self.blocks_per_extent, strict=True):

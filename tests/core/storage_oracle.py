@@ -44,7 +44,7 @@ class StorageEngine(Engine):
 
     def __init__(self, setup: Setup, write_policy: str = "write_through", num_lent_extents: int = 0) -> None:
         super().__init__(setup)
-        self.foretellers = []
+        self.predicted_by = []
         # A layer block has one byte, so that an offset is the number of a layer block.
         sizes = setup.blocks_per_extent or [0] * len(setup.groups)
         specs = [GroupSpec(*group, 1, 0, size) for group, size in zip(setup.groups, sizes, strict=True)]

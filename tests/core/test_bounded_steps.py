@@ -228,7 +228,7 @@ def test_how_fast_prompts_are_computed_beside_answers() -> None:
     assert Setup(((1, 64, 0),), 4, 4, 32, 64).scheduler().stats().prefill_tokens_per_s is None
 
 
-def test_how_long_a_prompt_takes_is_foretold_chunk_by_chunk() -> None:
+def test_how_long_a_prompt_takes_is_forecast_chunk_by_chunk() -> None:
     alone, beside = clock(num_streams=0), clock()
     works = [work_of((0, 2048)), work_of((2048, 2048)), work_of((4096, 100))]
     assert alone.scheduler.prefill_s(0, 4196) == pytest.approx(sum(map(time_of, works)), rel=0.05)

@@ -109,7 +109,7 @@ def _staging_extents(engine: LendingEngine) -> list[int]:
     """
     setup, found = engine.setup, []
     lent = engine.scheduler.stats().groups[0].lent // setup.blocks_per_extent[0]
-    left = max(0, setup.num_extents - lent - setup.num_reserved_extents)
+    left = max(0, setup.num_extents - lent - setup.extents_for_windows)
     for g, ((num_layers, _, window), size) in enumerate(zip(setup.groups, setup.blocks_per_extent, strict=True)):
         links = [i for i, link in enumerate(setup.borrow) if link.group == g]
         held = sum(len(engine.held[i]) * setup.borrow[i].blocks_per_extent for i in links)

@@ -20,6 +20,7 @@ from tests.support.node_process import (
     DEADLINE_S,
     MAX_MODEL_LEN,
     NodeProcess,
+    free_ports,
     remove,
     short_temporary_directory,
     small_models,
@@ -169,6 +170,31 @@ def test_a_second_signal_does_not_wait(checkpoint: Path, tmp_path: Path, tempora
         assert last["error"]["message"] == "model 'only' is shutting down"
         assert node.process.wait(DEADLINE_S) == 0
         node.assert_nothing_left()
+
+
+def test_a_node_waits_until_the_last_one_at_its_port_has_stopped(
+    checkpoint: Path, tmp_path: Path, temporary: Path
+) -> None:
+    """The engine of the last one stands still, so that its request ends when the test wants it to."""
+    settings = config(checkpoint, "only", port=free_ports(1)[0], shutdown_timeout="1h", watchdog="off")
+    settings["node"]["state_dir"] = str(tmp_path / "state")
+    with ExitStack() as ends:
+        last = ends.enter_context(NodeProcess(settings, tmp_path, temporary))
+        (engine,) = last.engines().values()
+        stream = ends.enter_context(streaming(last, "only", max_tokens=MAX_MODEL_LEN - 100))
+        engine.send_signal(signal.SIGSTOP)
+        last.process.send_signal(signal.SIGTERM)
+        last.wait_line("stopping: up to 3600 s for 1 sequences in flight")
+        node = ends.enter_context(NodeProcess(settings, tmp_path, temporary, wait=False))
+        node.wait_line(f"waiting for the node that has had port {settings['node']['port']} to stop, for 3630 s")
+        engine.send_signal(signal.SIGCONT)
+        last.process.send_signal(signal.SIGTERM)
+        *_, end = stream.events
+        assert end["error"]["message"] == "model 'only' is shutting down"
+        assert last.process.wait(DEADLINE_S) == 0
+        node.url = node.wait_line(r"all models: (http\S+)/v1")[1]
+        assert node.url == last.url
+        assert complete(node, "only").status_code == 200
 
 
 def test_a_killed_node_takes_its_engines_along_and_the_next_one_tidies_up(

@@ -27,7 +27,7 @@ def ttft_s(of: EngineForecast, prompt: NewPrompt, now_s: float = 0.0) -> float:
     return found.ttft_s
 
 
-def test_nothing_is_foretold_before_the_times_of_steps_are_known() -> None:
+def test_nothing_is_forecast_before_the_times_of_steps_are_known() -> None:
     assert forecast(costs=[]).of(NewPrompt(10), 0.0) is None
     known = forecast()
     known.learn([])

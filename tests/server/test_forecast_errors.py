@@ -25,9 +25,9 @@ def test_most_of_those_that_come_later_are_within_the_allowance(scale: float) ->
     ratios = scale * rng.lognormal(0.0, 0.4, 3000)
     is_within = []
     for ratio in ratios:
-        num_left, foretold_s = int(rng.integers(400, 800)), float(rng.uniform(3.0, 6.0))
-        is_within.append(ratio <= errors.allowance(num_left, foretold_s))
-        errors.note(num_left, foretold_s, ratio * foretold_s)
+        num_left, forecast_s = int(rng.integers(400, 800)), float(rng.uniform(3.0, 6.0))
+        is_within.append(ratio <= errors.allowance(num_left, forecast_s))
+        errors.note(num_left, forecast_s, ratio * forecast_s)
     assert np.mean(is_within[512:]) == pytest.approx(0.8, abs=0.03)
 
 
@@ -51,7 +51,7 @@ def test_the_latest_replace_what_came_long_ago() -> None:
     assert errors.allowance(100, 1.0) == 1.5
 
 
-def test_a_forecast_learns_from_those_that_were_foretold_and_got_a_token() -> None:
+def test_a_forecast_learns_from_those_that_were_forecast_and_got_a_token() -> None:
     of = EngineForecast(ForecastLimits("fcfs"))
     of.learn([0.001, 0.0, 0.0, 0.0, 0.0, 0.02])
     for request_id in range(60):
@@ -60,9 +60,9 @@ def test_a_forecast_learns_from_those_that_were_foretold_and_got_a_token() -> No
         assert found is not None
         if request_id < 48:
             assert found.cautious_ttft_s == found.ttft_s
-        is_foretold, is_answered = request_id % 3 > 0, request_id % 3 > 1
-        of.add(request_id, NewPrompt(500), now_s, found.ttft_s if is_foretold else None)
-        if is_answered or not is_foretold:
+        has_forecast, is_answered = request_id % 3 > 0, request_id % 3 > 1
+        of.add(request_id, NewPrompt(500), now_s, found.ttft_s if has_forecast else None)
+        if is_answered or not has_forecast:
             of.token(request_id, now_s + 3 * found.ttft_s)
         of.end(request_id, now_s + 4 * found.ttft_s)
     found = of.of(NewPrompt(500), 1e4)

@@ -1,4 +1,4 @@
-"""Requests that cannot meet their targets are refused on arrival, with what is foretold; nobody else is."""
+"""Requests that cannot meet their targets are refused on arrival, with what is forecast; nobody else is."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_all_protocols_refuse(paced: Gateway, path: str) -> None:
     assert refused.headers["retry-after"] == "600"
 
 
-def test_first_tokens_are_compared_with_what_was_foretold(paced: Gateway) -> None:
+def test_first_tokens_are_compared_with_what_was_forecast(paced: Gateway) -> None:
     name = "swiftkv:time_to_first_token_forecast_ratio"
     before = samples(paced, f"{name}_count", model_name="code")
     for _ in range(3):
         assert post(paced, {TTFT: "600000"}, model="code").status_code == 200
     assert samples(paced, f"{name}_count", model_name="code") == before + 3
-    for _ in range(16):  # one of them is foretold, too
+    for _ in range(16):  # one of them is forecast, too
         assert post(paced, model="code").status_code == 200
     assert samples(paced, f"{name}_count", model_name="code") == before + 4
 
@@ -145,7 +145,7 @@ async def say_costs(client: EngineClient, reader: LateReader, step_time_s: list[
     await until(lambda: client.stats is not None)
 
 
-def test_when_to_come_again_follows_from_what_is_foretold(tmp_path: Path) -> None:
+def test_when_to_come_again_follows_from_what_is_forecast(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_and_reader(tmp_path) as (client, reader):
             begin(client, 100, 0.001)  # nobody knows yet how long steps take
@@ -204,7 +204,7 @@ def test_memory_that_others_lend_is_no_reason_to_refuse(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_gone_foretells_nothing(tmp_path: Path) -> None:
+def test_an_engine_that_is_gone_forecasts_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_and_reader(tmp_path) as (client, reader):
             await say_costs(client, reader, COSTS)

@@ -9,8 +9,9 @@ from swiftkv._core import GroupSpec, Scheduler, StepPlan, StepTime
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.server.forecast import ForecastLimits
-from swiftkv.simulate.doors import ForetellingDoor, OpenDoor, same_for_all
+from swiftkv.simulate.doors import OpenDoor, same_for_all
 from swiftkv.simulate.simulator import Outcome, simulate
+from tests.support.forecasting_door import ForecastingDoor
 
 MAX_MODEL_LEN = 8192
 NUM_BLOCKS = 8192
@@ -53,10 +54,10 @@ def serve(arrivals: list[Arrival], policy: SchedulingPolicy, door: OpenDoor) -> 
     return simulate(scheduler, MAX_MODEL_LEN, step_s, arrivals, door=door)
 
 
-def door(policy: SchedulingPolicy, *, refuses: bool) -> ForetellingDoor:
+def door(policy: SchedulingPolicy, *, refuses: bool) -> ForecastingDoor:
     limits = ForecastLimits(policy=policy, step_limit_s=STEP_LIMIT_S)
     target = same_for_all(TARGET_S)
-    return ForetellingDoor(limits, LAW, NUM_BLOCKS * 16, target_ttft_s=target, refuses=refuses)
+    return ForecastingDoor(limits, LAW, NUM_BLOCKS * 16, target_ttft_s=target, refuses=refuses)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "hrrn"])
@@ -64,7 +65,7 @@ def test_the_forecast_names_those_that_miss(policy: SchedulingPolicy) -> None:
     arrivals = traffic(load=1.1)
     shadow = door(policy, refuses=False)
     outcome = serve(arrivals, policy, shadow)
-    named = np.array([shadow.foretold[i].cautious_ttft_s for i in range(len(arrivals))]) > TARGET_S
+    named = np.array([shadow.forecasts[i].cautious_ttft_s for i in range(len(arrivals))]) > TARGET_S
     missed = outcome.ttft_s > TARGET_S
     assert missed.sum() > 40
     assert missed[named].mean() > 0.9
@@ -83,13 +84,13 @@ def test_those_that_are_let_in_are_in_time(policy: SchedulingPolicy) -> None:
     assert (unrefused.ttft_s <= TARGET_S).mean() < 0.6
 
 
-def test_a_short_prompt_is_foretold_to_interrupt_a_long_one() -> None:
+def test_a_short_prompt_is_forecast_to_interrupt_a_long_one() -> None:
     arrivals = [Arrival(0.0, 6000, 1, tuple(range(12))), Arrival(1.0, 200, 1, (100,))]
     shadow = door("hrrn", refuses=False)
     outcome = serve(arrivals, "hrrn", shadow)
     long_s = outcome.end_s[0]
     assert outcome.end_s[1] < long_s
-    assert shadow.foretold[1].ttft_s < 0.5 * long_s
+    assert shadow.forecasts[1].ttft_s < 0.5 * long_s
 
 
 def test_an_engine_with_little_to_do_refuses_nobody() -> None:

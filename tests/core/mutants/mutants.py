@@ -444,9 +444,7 @@ MUTANTS = [
         "",
     ),
     one("blocks move to where a copy is still read", CACHE_HOUSE, "if (!house_ || has_copies())", "if (!house_)"),
-    one(
-        "windows have no room but what histories leave", CACHE_STAGING, "- (borrows() ? num_reserved_extents_ : 0)", ""
-    ),
+    one("windows have no room but what histories leave", CACHE_STAGING, "- (borrows() ? extents_for_windows_ : 0)", ""),
     one(
         "what cannot be staged comes last",
         CACHE,

@@ -1,0 +1,102 @@
+"""The mark of a node that is stopping, by which one that is started at the same port knows to wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from swiftkv.errors import ConfigError
+from swiftkv.locks import is_private, is_still_at, make_private_directory, remove_if_unlocked, runtime_directories
+
+_SUFFIX = ".stopping"
+_LOOK_S = 0.05
+
+
+class StoppingMark:
+    """A context manager: a file named by a node's port, there from `set` until the node has given everything back.
+
+    It is locked, so that nobody waits for a node that was killed.
+    """
+
+    def __init__(self, port: int) -> None:
+        """`port` 0, any free port, is never marked: no other node is started at it."""
+        self._port = port
+        self._file: Path | None = None
+        self._lock = -1
+
+    def __enter__(self) -> StoppingMark:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            if is_still_at(self._file, self._lock):
+                self._file.unlink()
+            os.close(self._lock)
+
+    def set(self) -> None:
+        """Write the file, unless it is written or there is no place for it."""
+        if self._file is not None or not self._port:
+            return
+        for directory in runtime_directories():
+            with contextlib.suppress(OSError):
+                make_private_directory(directory)
+                self._file, self._lock = _write(directory / f"{self._port}{_SUFFIX}")
+                return
+
+
+def wait_for_stopping(port: int, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Return once no node of this user that had `port` is stopping; `say` beforehand what is waited for, if one is.
+
+    Raises `ConfigError` after `timeout_s`.
+    """
+    if _find_mark(port) is None:
+        return
+    say(f"waiting for the node that has had port {port} to stop, for {timeout_s:g} s at most")
+    deadline_s = time.monotonic() + timeout_s
+    while (file := _find_mark(port)) is not None:
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"node.port: the node that has had port {port} is still stopping after {timeout_s:g} s: wait until "
+                f"process {_read(file)} has ended, kill it, or choose another port"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _write(file: Path) -> tuple[Path, int]:
+    """Put a locked file with the process id there, in place of what is left of another; return it and the lock."""
+    lock, name = tempfile.mkstemp(dir=file.parent)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        os.rename(name, file)
+    except OSError:
+        os.close(lock)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    return file, lock
+
+
+def _find_mark(port: int) -> Path | None:
+    """Return the mark of a process that lives; remove those of others."""
+    for directory in runtime_directories():
+        with contextlib.suppress(OSError):
+            if is_private(os.lstat(directory), stat.S_ISDIR):
+                file = directory / f"{port}{_SUFFIX}"
+                remove_if_unlocked(file)
+                if file.exists():
+                    return file
+    return None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # it is gone in this moment
+        return "of it"

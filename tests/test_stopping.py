@@ -1,0 +1,109 @@
+"""The mark of a node that is stopping: seen while its process lives, by those who start at the same port."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swiftkv.errors import ConfigError
+from swiftkv.stopping import StoppingMark, wait_for_stopping
+
+PORT = 65535
+PATIENCE_S = 600.0
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that marks are in."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "swiftkv"
+
+
+@contextmanager
+def stopping_process(port: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that has set the mark, and clears it when its standard input ends."""
+    code = (
+        "import sys\nfrom swiftkv.stopping import StoppingMark\n"
+        f"with StoppingMark({port}) as mark:\n    mark.set()\n    print('set', flush=True)\n    sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "set\n"
+        yield process
+        process.kill()
+
+
+def test_nobody_waits_before_a_node_stops_nor_after_it(runtime: Path) -> None:
+    said: list[str] = []
+    wait_for_stopping(PORT, PATIENCE_S, said.append)
+    with StoppingMark(PORT) as mark:
+        wait_for_stopping(PORT, PATIENCE_S, said.append)
+        mark.set()
+        mark.set()
+        assert [file.name for file in runtime.iterdir()] == [f"{PORT}.stopping"]
+        assert runtime.stat().st_mode & 0o777 == 0o700
+        wait_for_stopping(PORT - 1, PATIENCE_S, said.append)
+    wait_for_stopping(PORT, PATIENCE_S, said.append)
+    assert not said
+    assert not list(runtime.iterdir())
+
+
+def test_a_node_is_waited_for_until_it_has_ended() -> None:
+    said: list[str] = []
+    has_said, has_ended = threading.Event(), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        has_said.set()
+
+    def wait() -> None:
+        wait_for_stopping(PORT, PATIENCE_S, say)
+        has_ended.set()
+
+    with stopping_process(PORT) as process:
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        assert has_said.wait(PATIENCE_S)
+        assert not has_ended.is_set()
+        assert process.stdin is not None
+        process.stdin.close()
+        assert has_ended.wait(PATIENCE_S)
+    assert said == [f"waiting for the node that has had port {PORT} to stop, for 600 s at most"]
+
+
+def test_who_waits_in_vain_is_told_for_which_process() -> None:
+    with stopping_process(PORT) as process, pytest.raises(ConfigError) as caught:
+        wait_for_stopping(PORT, 0.0, lambda text: None)
+    assert str(caught.value).startswith(f"node.port: the node that has had port {PORT} is still stopping after 0 s")
+    assert f"process {process.pid} has ended" in str(caught.value)
+
+
+def test_a_node_that_was_killed_is_not_waited_for(runtime: Path) -> None:
+    with stopping_process(PORT) as process:
+        process.kill()
+        process.wait(PATIENCE_S)
+        assert [file.name for file in runtime.iterdir()] == [f"{PORT}.stopping"]
+        wait_for_stopping(PORT, PATIENCE_S, pytest.fail)
+    assert not list(runtime.iterdir())
+
+
+def test_a_node_at_any_free_port_has_no_mark(runtime: Path) -> None:
+    with StoppingMark(0) as mark:
+        mark.set()
+        assert not runtime.exists()
+
+
+def test_a_directory_that_others_may_touch_is_not_used(runtime: Path) -> None:
+    runtime.mkdir()
+    runtime.chmod(0o777)
+    with StoppingMark(PORT - 2) as mark:
+        mark.set()
+        assert not list(runtime.iterdir())
