@@ -48,9 +48,13 @@ def _import_run() -> Callable[[bytes, Background], int]:
 
 
 def _quieten_threads() -> None:
-    """Let no thread of the libraries that torch brings spin while it waits: the cores belong to other engines too."""
+    """Let no thread of the libraries that torch brings spin while it waits: the cores belong to other engines too.
+
+    numpy's would begin when it is imported, with the priority of the thread that imports it, and has no work here.
+    """
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["GOMP_SPINCOUNT"] = "0"
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 
 def _exit_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -55,6 +56,13 @@ def test_sigterm_ends_it_in_the_middle_of_its_work(engine: EngineProcess) -> Non
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="of Linux")
+def priorities(pid: int) -> Iterator[int]:
+    """The niceness of a process' threads that go on."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            yield os.getpriority(os.PRIO_PROCESS, int(thread.name))
+
+
 def test_no_thread_of_an_engine_that_gave_way_goes_on_doing_so(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,8 +70,7 @@ def test_no_thread_of_an_engine_that_gave_way_goes_on_doing_so(
     with EngineProcess(checkpoint) as engine:
         [answer] = engine.generate([[3, 4]], max_tokens=2)
         assert len(answer.token_ids) == 2
-        threads = Path(f"/proc/{engine.process.pid}/task")
-        nice = {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads.iterdir()}
+        nice = set(priorities(engine.process.pid))
     assert nice <= {os.getpriority(os.PRIO_PROCESS, 0), PREFAULT_NICENESS}
 
 
