@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -180,6 +181,7 @@ class Fleet:
         lending = engine.lending
         coordinator = None if lending is None else CoordinatorClient(plan.name, lending.leases_address)
         shape = fingerprint(engine)
+        give_way_s = partial(self.give_way_s, plan.name)
         supervisor = EngineSupervisor(
             engine,
             client,
@@ -188,7 +190,7 @@ class Fleet:
             say=self._say,
             environment=self._environment,
             step_time_s=lambda: self._learnt.of(shape),
-            give_way_s=lambda: self.give_way_s(plan.name),
+            give_way_s=give_way_s,
         )
         self.lending.add(
             LendingMember(
@@ -207,7 +209,7 @@ class Fleet:
             client,
             self.lending,
             supervisor.put_to_rest,
-            give_way_s=lambda: self.give_way_s(plan.name),
+            give_way_s=give_way_s,
             can_stay=model.tensor_parallel_size == 1,
         )
         lenders = () if lending is None else tuple(peer.name for peer in lending.lenders)

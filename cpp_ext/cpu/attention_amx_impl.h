@@ -71,19 +71,27 @@ struct TileProducts {
             if (lines_left_ == 0 && !next_piece()) return;
             const int count = smaller(lines_at_once_, lines_left_);
             if (is_near_)
-                for (int i = 0; i < count; ++i, line_ += stride_) __builtin_prefetch(line_, 0, 3);
+                fetch<3>(count);
             else
-                for (int i = 0; i < count; ++i, line_ += stride_) __builtin_prefetch(line_, 0, 2);
-            lines_left_ -= count;
+                fetch<2>(count);
+            pass(count);
         }
 
       private:
-        // What the partition before has fetched.
+        template <int kLocality>
+        void fetch(int count) const {
+            for (int i = 0; i < count; ++i) __builtin_prefetch(line_ + i * stride_, 0, kLocality);
+        }
+        void pass(int count) {
+            line_ += count * stride_;
+            lines_left_ -= count;
+        }
+
+        // Passes over lines that are fetched with the partition before.
         void skip(int num_lines) {
             while (num_lines > 0 && (lines_left_ > 0 || next_piece())) {
                 const int count = smaller(num_lines, lines_left_);
-                line_ += count * stride_;
-                lines_left_ -= count;
+                pass(count);
                 num_lines -= count;
             }
         }

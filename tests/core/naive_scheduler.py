@@ -42,7 +42,7 @@ class Setup:
     max_num_partial_prefills: int | None = None
     max_long_partial_prefills: int = 1
     scheduling_policy: SchedulingPolicy = "priority"
-    # Of each group, where they share extents: then the plans are not predicted.
+    # Each group has its own, where they share extents; the plans are not predicted then.
     blocks_per_extent: tuple[int, ...] = ()
     lend: tuple[tuple[int, int], ...] = ()  # of each link its extents, and how many of the pool's are one of them
 
