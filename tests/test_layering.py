@@ -55,6 +55,7 @@ LAYERS = [
         "tables",
         "tasks",
         "units",
+        "wakeup",
         "__init__",
     },
 ]

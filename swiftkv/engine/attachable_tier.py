@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_storage
 from swiftkv.errors import SwiftkvError
 from swiftkv.tier.messages import LoadStop, TierSpec, TierStats
+from swiftkv.wakeup import Wakeup
 
 _T = TypeVar("_T")
 _FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, SwiftkvError, TypeError, ValueError)
@@ -35,9 +35,8 @@ class AttachableTier(Tier):
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Open the storage that the configuration names. Raises `ConfigError` or `OSError` if that cannot be done."""
-        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable when the engine should look whether there is something to do."""
-        self._is_closed = False
+        self.wakeup = Wakeup()
+        """Wakes the engine when there may be something to do."""
         self._config = config
         self._runner = runner
         self._scheduler = scheduler
@@ -56,7 +55,7 @@ class AttachableTier(Tier):
     def attach(self, message: AttachStorage) -> None:
         """Begin to open storage; `take_answers` tells how it went."""
         if self._begins(message.change_id, has_storage=False):
-            self._opening = _Work("storage opening", self._opener(message.storage), self._wake)
+            self._opening = _Work("storage opening", self._opener(message.storage), self.wakeup.wake)
 
     def detach(self, message: DetachStorage) -> None:
         """Do without storage from now on; `take_answers` tells when it is closed."""
@@ -108,8 +107,7 @@ class AttachableTier(Tier):
     def close(self) -> None:
         """Let go of storage. What is just being opened or closed ends with the process."""
         self._tier.close()
-        self._is_closed = True
-        os.close(self.wake_fd)
+        self.wakeup.close()
 
     def _begins(self, change_id: int, *, has_storage: bool) -> bool:
         """Return whether a change can be made; if not, it is answered."""
@@ -140,7 +138,7 @@ class AttachableTier(Tier):
         leaving.before_step()
         if self._closing is None:
             if not leaving.is_reading or time.monotonic() >= self._patience_ends_s:
-                self._closing = _Work("storage closing", leaving.end, self._wake)
+                self._closing = _Work("storage closing", leaving.end, self.wakeup.wake)
         elif self._closing.is_over and not leaving.is_reading:
             last = leaving.stats()
             last = last if self._past is None else last.after(self._past)
@@ -162,16 +160,12 @@ class AttachableTier(Tier):
         return StorageTier(
             opened,
             self._scheduler,
-            self._wake,
+            self.wakeup.wake,
             groups=self._groups,
             pool=self._runner.pool.tensor.numpy(),
             transport=self._runner.transport,
             max_num_seqs=self._config.max_num_seqs,
         )
-
-    def _wake(self) -> None:
-        if not self._is_closed:
-            os.eventfd_write(self.wake_fd, 1)
 
 
 class _Work(Generic[_T]):

@@ -24,7 +24,6 @@ plan, `counts` says whether what the step computed for it is kept.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -146,14 +145,14 @@ class Engine:
         self._kv_events = open_kv_events(config.kv_events, self._scheduler, groups, config.device, context)
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
-        self._poller.register(self._lending.wake_fd, zmq.POLLIN)
-        self._poller.register(self._tier.wake_fd, zmq.POLLIN)
+        self._poller.register(self._lending.wakeup.fd, zmq.POLLIN)
+        self._poller.register(self._tier.wakeup.fd, zmq.POLLIN)
         self._sampler: TokenSampler = (
             open_sampler(runner.kernels, runner.vocab_size, runner.last_token_ids)
             if config.task == "generate"
             else Pooler(config.max_num_seqs)
         )
-        wake = self._lending.wake  # ends `_wait`, whatever the news is
+        wake = self._lending.wakeup.wake  # ends `_wait`, whatever the news is
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=wake)
         self._weights = SleepingWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
@@ -292,10 +291,9 @@ class Engine:
     def _wait(self) -> None:
         """Wait until a message comes, a coordinator or storage has news, or it is time to look around."""
         timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else _IDLE_POLL_MS
-        ready = dict(self._poller.poll(self._tier.longest_rest_ms(timeout_ms)))
-        for wake_fd in (self._lending.wake_fd, self._tier.wake_fd):
-            if wake_fd in ready:
-                os.eventfd_read(wake_fd)
+        self._poller.poll(self._tier.longest_rest_ms(timeout_ms))
+        for wakeup in (self._lending.wakeup, self._tier.wakeup):
+            wakeup.take()
 
     def _receive(self) -> list[ToEngine]:
         """Return messages that have come, as many as one step may wait for: running requests must go on meanwhile."""

@@ -10,7 +10,6 @@ that moves is stored in one and removed from the other, without its tokens.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -26,6 +25,7 @@ from swiftkv._core import Scheduler, blake3
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.engine.messages import KVEventsSpec
 from swiftkv.errors import ConfigError
+from swiftkv.wakeup import Wakeup
 
 MAX_EVENTS = 1 << 16
 """Events that the core keeps between two calls of `collect`; beyond that, subscribers are told to forget all."""
@@ -206,7 +206,7 @@ class ZmqKVEvents(KVEvents):
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=spec.buffer_steps)  # numbers and payloads
         self._next = 0
         self._is_closing = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         scheduler.enable_kv_events(MAX_EVENTS)
         self._thread = threading.Thread(target=self._serve, name="kv events", daemon=True)
         self._thread.start()
@@ -222,22 +222,21 @@ class ZmqKVEvents(KVEvents):
         taken = Taken(*self._scheduler.take_kv_events())
         if len(taken.kinds):
             self._taken.append((time.time(), taken))
-            os.eventfd_write(self._wake_fd, 1)
+            self._wakeup.wake()
 
     def close(self) -> None:
         self._is_closing = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.wake()
         self._thread.join(_CLOSE_PATIENCE_S)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
+        poller.register(self._wakeup.fd, zmq.POLLIN)
         if self._replayer is not None:
             poller.register(self._replayer, zmq.POLLIN)
         while not self._is_closing:
             ready = dict(poller.poll())
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
+            self._wakeup.take()
             while self._taken:
                 self._send(*self._taken.popleft())
             if self._replayer is not None and self._replayer in ready:
@@ -245,7 +244,7 @@ class ZmqKVEvents(KVEvents):
         self._publisher.close(linger=0)
         if self._replayer is not None:
             self._replayer.close(linger=0)
-        os.close(self._wake_fd)
+        self._wakeup.close()
 
     def _send(self, time_s: float, taken: Taken) -> None:
         payload = encode(list(self._format.events_of(taken)), time_s, self._spec.encoding)

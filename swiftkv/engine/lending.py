@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from swiftkv.master.layer_stream import CopyKind
 from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool, Transport, TwoSidedTransport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
+from swiftkv.wakeup import Wakeup
 
 _RENDEZVOUS_TIMEOUT_S = 10.0
 _COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
@@ -64,8 +64,8 @@ class Lending:
     def __init__(
         self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
-        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable when the engine should look whether there is something to do."""
+        self.wakeup = Wakeup()
+        """Wakes the engine when there may be something to do."""
         self._runner = runner
         self._scheduler = scheduler
         self._wire: SocketWire | None = None
@@ -108,7 +108,7 @@ class Lending:
             self._borrower.close()
         if self._wire is not None:
             self._wire.close()
-        os.close(self.wake_fd)
+        self.wakeup.close()
 
     def _start(self, config: EngineConfig, spec: LendingSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         wire = self._wire = SocketWire(context, spec.leases_address, spec.lenders)
@@ -121,14 +121,10 @@ class Lending:
             pool_bytes=self._runner.pool.nbytes,
             serve_link=partial(_serve_link, self._runner.pool, spec.transport, config.copy_deadline_s),
             peer_pools=_PeerPools(self._runner),
-            wake_engine=self.wake,
+            wake_engine=self.wakeup.wake,
         )
         self._borrower, self._coordinator = party.borrower, party.coordinator
         self._coordinator.start()
-
-    def wake(self) -> None:
-        """Have the engine look whether there is something to do. Any thread may call this."""
-        os.eventfd_write(self.wake_fd, 1)
 
 
 class _PeerPools:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -22,6 +21,7 @@ from swiftkv.lease.messages import (
     ToAdmin,
 )
 from swiftkv.lease.process import PeerProcess
+from swiftkv.wakeup import Wakeup
 
 _RECONNECT_MS = 50
 _DROP_LOG_INTERVAL_S = 10.0
@@ -91,8 +91,8 @@ class SocketWire:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.bind(address)
         self._dealers = [self._connect(peer) for peer in lenders]
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poller.register(self._wakeup, zmq.POLLIN)
+        self._wakeup = Wakeup()
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._dropped_total = 0
         self._drop_log_due_s = 0.0
 
@@ -127,7 +127,7 @@ class SocketWire:
 
     def wake(self) -> None:
         """End the `wait` that is in progress, or else the next one; from any thread."""
-        os.eventfd_write(self._wakeup, 1)
+        self._wakeup.wake()
 
     def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:
         """Call `on_exit` once, in `wait`, when the process is gone, and close its file descriptor."""
@@ -153,10 +153,7 @@ class SocketWire:
         for source, _ in ready:
             if isinstance(source, int) and (exited := self._exits.get(source)):
                 exited()
-        try:
-            return os.eventfd_read(self._wakeup) > 0
-        except BlockingIOError:
-            return False
+        return self._wakeup.take()
 
     def received(self) -> Iterator[tuple[Route, FromBorrower | FromAdmin]]:
         """Yield what borrowers and the gateway said; drop what cannot be read."""
@@ -200,7 +197,7 @@ class SocketWire:
         for fd in list(self._exits):
             del self._exits[fd]
             PeerProcess(fd).close()
-        os.close(self._wakeup)
+        self._wakeup.close()
 
     def _connect(self, peer: PeerSpec) -> zmq.Socket[bytes]:
         dealer = self._socket(zmq.DEALER)

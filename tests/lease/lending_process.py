@@ -41,6 +41,7 @@ from swiftkv.lease.messages import (
 from swiftkv.lease.wire import SocketWire
 from swiftkv.lending_party import borrow_links, lend_links, open_party
 from swiftkv.transport.base import PeerHandle
+from swiftkv.wakeup import Wakeup
 
 TIMEOUT_S = 120.0
 BLOCK_SIZE = 16
@@ -69,7 +70,7 @@ class Setup(msgspec.Struct, frozen=True):
 class EngineWithoutModel:
     def __init__(self, setup: Setup, serve_link: Callable[[str], threading.Thread | None]) -> None:
         self.setup = setup
-        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK)
+        self.wakeup = Wakeup()
         self.attached: set[int] = set()
         self.failing_attaches = setup.failing_attaches
         spec = setup.lending
@@ -98,7 +99,7 @@ class EngineWithoutModel:
             pool_bytes=setup.pool_bytes,
             serve_link=serve_link,
             peer_pools=self,
-            wake_engine=self.wake,
+            wake_engine=self.wakeup.wake,
         )
         self.borrower, self.coordinator = party.borrower, party.coordinator
         self.next_id = 1
@@ -120,18 +121,14 @@ class EngineWithoutModel:
     def detach(self, link: int) -> None:
         self.attached.discard(link)
 
-    def wake(self) -> None:
-        os.eventfd_write(self.wakeup, 1)
-
     def run(self) -> None:
         self.coordinator.start()
         commands = os.fdopen(os.dup(0), "rb", buffering=0)
         unread = b""
         busy = False
         while True:
-            ready = select.select([commands, self.wakeup], [], [], 0 if busy else None)[0]
-            if self.wakeup in ready:
-                os.eventfd_read(self.wakeup)
+            ready = select.select([commands, self.wakeup.fd], [], [], 0 if busy else None)[0]
+            self.wakeup.take()
             if commands in ready:
                 read = commands.read(1 << 16)
                 if not read:
