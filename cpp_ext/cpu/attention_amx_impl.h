@@ -3,7 +3,7 @@
 // Attention's products on AMX tiles. Include after simd_avx512.h and a definition of Tiles, the eight tile registers;
 // all of it has internal linkage.
 #include "amx_tile_config.h"
-#include "attention_bf16_dot.h"
+#include "attention_amx_weights.h"
 #include "attention_kernel.h"
 
 namespace swiftkv {
@@ -14,15 +14,14 @@ namespace {
 // the four take half of the registers.
 struct TileProducts {
     using Element = BFloat16Dot;
+    using Rows = Softmax<Element>;
     using Elem = uint16_t;
     using Keys = PartitionKeys<Element, kPartitionGroups>;
     static constexpr int kTileRows = 16;
     static constexpr int kTileBytes = 64;
     static constexpr int kStep = 32;  // summed elements
     static constexpr int kTileElements = kTileRows * kStep;
-    static constexpr int kKeyAlignment = kStep;
     static constexpr int kPartitionSteps = kPartitionTokens / kStep;
-    static constexpr int kStepsPerSlice = 4;  // of 16 products, about as long as weighing a row
     static constexpr int kStepsStagedAtOnce = 2;
     static constexpr int kLinesAhead = 256;
     static constexpr int kRowsPerTask = 256;
@@ -133,9 +132,16 @@ struct TileProducts {
         Elem* v_staged;     // [kPartitionSteps][kStep / 2][v_dim][2]
         const Elem** v;     // [kPartitionSteps], in the pool or in v_staged
         int steps_at_once;  // whose values are in v_staged, step s as its (s % steps_at_once)-th
+        Elem* weights[2];   // [block rows, kRowStride], of the block that is scored and the one before
+        StepWeights::Scratch step_weights;
+        SoftmaxState part;       // a block's, of a partition that is not the first
+        Rows::Factors* factors;  // [kMaxBlockRows], of such a block
         Fetcher fetcher;
 
-        Scratch(Arena& arena, const AttentionSpec& spec, int rows) {
+        Scratch(Arena& arena, const AttentionSpec& spec, int rows)
+            : step_weights(arena), part(arena, kMaxBlockRows, spec.v_head_dim) {
+            factors = arena.take<Rows::Factors>(kMaxBlockRows);
+            for (Elem*& of_block : weights) of_block = arena.take<Elem>(kMaxBlockRows * kRowStride);
             q = arena.take<Elem>(int64_t{padded_rows(rows)} * padded_dim(spec));
             k_tails = arena.take<Elem>(spec.head_dim % kStep == 0 ? 0 : kPartitionGroups * kTileElements);
             v_staged = arena.take<Elem>(int64_t{kPartitionTokens} * spec.v_head_dim);
@@ -162,52 +168,114 @@ struct TileProducts {
         for (int group = keys.begin / kGroupTokens; group * kGroupTokens < keys.end; ++group)
             stage_tail(spec, keys.k[group], scratch.k_tails + group * kTileElements);
     }
-    // scores[r, t] = q[r] . k[t] for a block of rows and the keys of a partition that it sees.
-    template <typename Meanwhile>
-    static void score(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
-                      float* scores, Meanwhile&& meanwhile) {
-        const Elem* q = scratch.q + int64_t{block.begin} * padded_dim(spec);
-        for (int key = block.key_begin; key < block.key_end; key += kStep) {
-            // Where one of a step's two groups is not in the table, the other's scores fill its place, to be masked.
-            const int first = keys.nearest_group(key / kGroupTokens);
-            const int second = keys.nearest_group(key / kGroupTokens + 1);
-            if (block.end - block.begin > kTileRows)
-                score_step<true>(spec, scratch, q, keys, first, second, scores + key);
-            else
-                score_step<false>(spec, scratch, q, keys, first, second, scores + key);
-            meanwhile();
-        }
-    }
 
-    // out[r] = sum(weights[r, t] v[t]) for a block of rows, over the keys of a partition that it sees.
-    template <typename Meanwhile>
-    static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
-                           const Elem* weights, float* out, Meanwhile&& meanwhile) {
-        const bool two_rows = block.end - block.begin > kTileRows;
-        float* sums = out + int64_t{block.begin} * spec.v_head_dim;
-        const int first = block.key_begin / kStep, last = block.key_end / kStep;
-        for (int begin = first; begin < last; begin += scratch.steps_at_once) {
-            const Steps steps{begin, smaller(begin + scratch.steps_at_once, last), begin == first};
-            if (scratch.steps_at_once < kPartitionSteps) stage_steps(spec, keys, steps.begin, steps.end, scratch);
-            for (int d = 0; d < spec.v_head_dim; d += 2 * kTileRows) {
-                const bool two_columns = spec.v_head_dim - d > kTileRows;
-                if (two_rows && two_columns)
-                    accumulate_columns<true, true>(spec, scratch, steps, weights, d, sums + d, meanwhile);
-                else if (two_rows)
-                    accumulate_columns<true, false>(spec, scratch, steps, weights, d, sums + d, meanwhile);
-                else if (two_columns)
-                    accumulate_columns<false, true>(spec, scratch, steps, weights, d, sums + d, meanwhile);
-                else
-                    accumulate_columns<false, false>(spec, scratch, steps, weights, d, sums + d, meanwhile);
-            }
+    // Adds the keys of one partition to `total`, or begins it with those of the task's first. The scores of a block of
+    // rows are found and weighed while values are multiplied by the weights of the block before.
+    static void add_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
+                              const AttendTask* next_task, Scratch& scratch, const SoftmaxState& total) {
+        const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);
+        const int num_blocks = (rows + per_block - 1) / per_block, start = partition * kPartitionTokens;
+        const bool is_first = partition == task.partition_begin;
+        const Keys keys(spec, task, partition, next_task);
+        stage(spec, keys, num_blocks, scratch);
+        Sums before{};
+        for (int i = 0; i <= num_blocks; ++i) {
+            RowBlock block{};
+            if (i < num_blocks)
+                block = row_block(spec, task, start, i * per_block, smaller((i + 1) * per_block, rows), kStep);
+            const SoftmaxState part = is_first ? total.from(block.begin, spec.v_head_dim) : scratch.part;
+            StepWeights weights(spec, task, start, block, scratch.step_weights, scratch.weights[i % 2], part);
+            if (i == 0)
+                score(spec, scratch, keys, block, 0, 1, weights);
+            else
+                accumulate(spec, scratch, keys, before, block, weights);
+            while (weights.end_pass()) score(spec, scratch, keys, block, 0, 1, weights);
+            before = {block, scratch.weights[i % 2], part.out, is_first ? nullptr : total.out};
+            if (!is_first) add_rows(spec, block, total, scratch);
         }
     }
 
   private:
+    // Weighted values of a block of rows to be summed.
+    struct Sums {
+        RowBlock block;
+        const Elem* weights;
+        float* out;
+        float* total;  // what they are added to, from the task's first row on; or nullptr
+    };
     struct Steps {
         int begin, end;
         bool is_first;  // of what is summed
     };
+
+    // Scores of a block of rows and the keys that it sees, the given one of `num_shares` parts of them.
+    static void score(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block, int share,
+                      int num_shares, StepWeights& weights) {
+        const Elem* q = scratch.q + int64_t{block.begin} * padded_dim(spec);
+        const int first_step = block.key_begin / kStep, num_steps = block.key_end / kStep - first_step;
+        const int end = first_step + num_steps * (share + 1) / num_shares;
+        for (int step = first_step + num_steps * share / num_shares; step < end; ++step) {
+            // Where one of a step's two groups is not in the table, the other's scores fill its place, to be masked.
+            const int first = keys.nearest_group(2 * step), second = keys.nearest_group(2 * step + 1);
+            float* scores = weights.next_scores();
+            if (block.end - block.begin > kTileRows)
+                score_step<true>(spec, scratch, q, keys, first, second, scores, weights);
+            else
+                score_step<false>(spec, scratch, q, keys, first, second, scores, weights);
+            weights.scored();
+        }
+    }
+
+    // Sums the values of the block before, while the next one is scored and weighed.
+    static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const Sums& sums,
+                           const RowBlock& next, StepWeights& next_weights) {
+        const int first = sums.block.key_begin / kStep, last = sums.block.key_end / kStep;
+        const int num_columns = (spec.v_head_dim + kStep - 1) / kStep;
+        int begin = first;
+        do {
+            const Steps steps{begin, smaller(begin + scratch.steps_at_once, last), begin == first};
+            if (scratch.steps_at_once < kPartitionSteps) stage_steps(spec, keys, steps.begin, steps.end, scratch);
+            for (int column = 0; column < num_columns; ++column) {
+                score(spec, scratch, keys, next, column, num_columns, next_weights);
+                accumulate_columns(spec, scratch, steps, sums, column * kStep, next_weights);
+                if (steps.end == last && sums.total != nullptr) add_columns(spec, scratch, sums, column * kStep);
+            }
+            begin += scratch.steps_at_once;
+        } while (begin < last);
+    }
+
+    static void accumulate_columns(const AttentionSpec& spec, Scratch& scratch, const Steps& steps, const Sums& sums,
+                                   int d, StepWeights& next_weights) {
+        const bool two_rows = sums.block.end - sums.block.begin > kTileRows;
+        const bool two_columns = spec.v_head_dim - d > kTileRows;
+        if (two_rows && two_columns)
+            accumulate_steps<true, true>(spec, scratch, steps, sums, d, next_weights);
+        else if (two_rows)
+            accumulate_steps<true, false>(spec, scratch, steps, sums, d, next_weights);
+        else if (two_columns)
+            accumulate_steps<false, true>(spec, scratch, steps, sums, d, next_weights);
+        else
+            accumulate_steps<false, false>(spec, scratch, steps, sums, d, next_weights);
+    }
+
+    // Adds a block's maxima and sums of weights to `total`, and keeps what its values are multiplied by.
+    static void add_rows(const AttentionSpec& spec, const RowBlock& block, const SoftmaxState& total,
+                         Scratch& scratch) {
+        const float c = Rows::exponent_scale(spec);
+        for (int row = block.begin; row < block.end; ++row) {
+            const int i = row - block.begin;
+            scratch.factors[i] =
+                Rows::add_row(c, total.max[row], total.sum[row], scratch.part.max[i], scratch.part.sum[i]);
+        }
+    }
+    static void add_columns(const AttentionSpec& spec, const Scratch& scratch, const Sums& sums, int d) {
+        const int64_t v_dim = spec.v_head_dim;
+        for (int row = sums.block.begin; row < sums.block.end; ++row) {
+            const int i = row - sums.block.begin;
+            Rows::add_values(scratch.factors[i], d, smaller(d + kStep, spec.v_head_dim), sums.total + row * v_dim,
+                             sums.out + i * v_dim);
+        }
+    }
 
     static void stage_steps(const AttentionSpec& spec, const Keys& keys, int begin, int end, Scratch& scratch) {
         for (int step = begin; step < end; ++step) {
@@ -265,9 +333,10 @@ struct TileProducts {
     }
 
     template <bool kTwoRows, bool kTwoColumns>
-    static void multiply(Fetcher& fetcher, const Elem* rows, int64_t row_bytes, const Elem* columns,
-                         const Elem* more_columns, int64_t column_bytes) {
+    static void multiply(Fetcher& fetcher, StepWeights& weights, const Elem* rows, int64_t row_bytes,
+                         const Elem* columns, const Elem* more_columns, int64_t column_bytes) {
         fetcher();
+        weights();
         Tiles::load<4>(rows, row_bytes);
         Tiles::load<6>(columns, column_bytes);
         Tiles::dot<0, 4, 6>();
@@ -293,35 +362,35 @@ struct TileProducts {
 
     template <bool kTwoRows>
     static void score_step(const AttentionSpec& spec, Scratch& scratch, const Elem* q, const Keys& keys, int first,
-                           int second, float* scores) {
+                           int second, float* scores, StepWeights& weights) {
         const int64_t q_bytes = padded_dim(spec) * static_cast<int64_t>(sizeof(Elem));
         zero_sums<kTwoRows, true>();
         int d = 0;
         for (; d + kStep <= spec.head_dim; d += kStep) {
             const int64_t offset = int64_t{d} * spec.block_size;
-            multiply<kTwoRows, true>(scratch.fetcher, q + d, q_bytes, keys.k[first] + offset, keys.k[second] + offset,
-                                     int64_t{spec.block_size} * 2 * sizeof(Elem));
+            multiply<kTwoRows, true>(scratch.fetcher, weights, q + d, q_bytes, keys.k[first] + offset,
+                                     keys.k[second] + offset, int64_t{spec.block_size} * 2 * sizeof(Elem));
         }
         if (d < spec.head_dim)
-            multiply<kTwoRows, true>(scratch.fetcher, q + d, q_bytes, scratch.k_tails + first * kTileElements,
+            multiply<kTwoRows, true>(scratch.fetcher, weights, q + d, q_bytes, scratch.k_tails + first * kTileElements,
                                      scratch.k_tails + second * kTileElements, kTileBytes);
-        store_sums<kTwoRows, true>(scores, kRowStride);
+        store_sums<kTwoRows, true>(scores, kStep);
     }
 
-    template <bool kTwoRows, bool kTwoColumns, typename Meanwhile>
-    static void accumulate_columns(const AttentionSpec& spec, Scratch& scratch, const Steps& steps, const Elem* weights,
-                                   int d, float* sums, Meanwhile&& meanwhile) {
+    template <bool kTwoRows, bool kTwoColumns>
+    static void accumulate_steps(const AttentionSpec& spec, Scratch& scratch, const Steps& steps, const Sums& sums,
+                                 int d, StepWeights& next_weights) {
         if (steps.is_first)
             zero_sums<kTwoRows, kTwoColumns>();
         else
-            load_sums<kTwoRows, kTwoColumns>(sums, spec.v_head_dim);
+            load_sums<kTwoRows, kTwoColumns>(sums.out + d, spec.v_head_dim);
         for (int step = steps.begin; step < steps.end; ++step) {
             const Elem* columns = scratch.v[step] + d * 2;
-            multiply<kTwoRows, kTwoColumns>(scratch.fetcher, weights + step * kStep, kRowStride * sizeof(Elem), columns,
-                                            columns + kTileRows * 2, spec.v_head_dim * 2 * sizeof(Elem));
-            if (step % kStepsPerSlice == kStepsPerSlice - 1) meanwhile();
+            multiply<kTwoRows, kTwoColumns>(scratch.fetcher, next_weights, sums.weights + step * kStep,
+                                            kRowStride * sizeof(Elem), columns, columns + kTileRows * 2,
+                                            spec.v_head_dim * 2 * sizeof(Elem));
         }
-        store_sums<kTwoRows, kTwoColumns>(sums, spec.v_head_dim);
+        store_sums<kTwoRows, kTwoColumns>(sums.out + d, spec.v_head_dim);
     }
 };
 

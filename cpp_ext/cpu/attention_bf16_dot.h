@@ -29,6 +29,9 @@ struct BFloat16Dot : BFloat16 {
         return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
     }
     static void pack(Packed* p, V x) { store(p, x); }
+    static void pack(Packed* p, V first, V second) {
+        _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+    }
 
   private:
     static __m256i narrow(V x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }

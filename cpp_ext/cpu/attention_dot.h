@@ -23,7 +23,6 @@ struct DotProducts {
     using Keys = PartitionKeys<E, kMaxGroups>;
     // A constant, so that one register addresses the queries of all rows; and not a power of two, as with kRowStride.
     static constexpr int kQueryStride = kMaxHeadDim + 32;
-    static constexpr int kKeyAlignment = kGroupTokens;
     static constexpr int kRowsPerTask = 48;
 
     // Blocks of equal size but for the last.
@@ -38,9 +37,19 @@ struct DotProducts {
     };
 
     struct Scratch {
-        Packed* q;  // [rows, kQueryStride]
+        Packed* q;           // [rows, kQueryStride]
+        float* scores[2];    // [rows of a block, kRowStride]
+        Packed* weights[2];  // [rows of a block, kRowStride]
+        SoftmaxState part;   // of a partition that is not the first
 
-        Scratch(Arena& arena, const AttentionSpec&, int rows) : q(arena.take<Packed>(int64_t{rows} * kQueryStride)) {}
+        Scratch(Arena& arena, const AttentionSpec& spec, int rows)
+            : q(arena.take<Packed>(int64_t{rows} * kQueryStride)), part(arena, rows, spec.v_head_dim) {
+            const int64_t in_block = block_rows(rows);
+            for (int i = 0; i < 2; ++i) {
+                scores[i] = arena.take<float>(in_block * kRowStride);
+                weights[i] = arena.take<Packed>(in_block * kRowStride);
+            }
+        }
     };
 
     static void pack_queries(const AttentionSpec& spec, const AttendTask& task, Scratch& scratch) {
@@ -52,7 +61,14 @@ struct DotProducts {
         }
     }
 
-    static void stage(const AttentionSpec&, const Keys&, int, Scratch&) {}
+    // Adds the keys of one partition to `total`, or begins it with those of the task's first.
+    static void add_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
+                              const AttendTask* next_task, Scratch& scratch, const SoftmaxState& total) {
+        if (partition == task.partition_begin)
+            return attend_partition(spec, task, partition, next_task, scratch, total);
+        attend_partition(spec, task, partition, next_task, scratch, scratch.part);
+        Softmax<E>::merge(spec, total, scratch.part, task.num_queries * spec.group_size());
+    }
 
     // scores[r, t] = q[r] . k[t] for a block of rows and the keys of a partition that it sees.
     template <typename Meanwhile>
@@ -86,6 +102,72 @@ struct DotProducts {
     }
 
   private:
+    // Turns a block's scores into weights, a row each time it is called.
+    struct Weighing {
+        const AttentionSpec& spec;
+        const AttendTask& task;
+        const RowBlock& block;
+        int start;  // position of the partition's first key
+        float* scores;
+        Packed* weights;
+        const SoftmaxState& part;
+        int row;
+
+        void operator()() {
+            if (row >= block.end) return;
+            const int64_t offset = int64_t{row - block.begin} * kRowStride;
+            const int query = task.first_position + row / spec.group_size();
+            const int lo = larger(spec.first_visible(query) - start, block.key_begin);
+            const int hi = smaller(query + 1 - start, block.key_end);
+            Softmax<E>::weigh(spec, block.key_begin, block.key_end, lo, hi, scores + offset, weights + offset,
+                              part.max[row], part.sum[row]);
+            ++row;
+        }
+        void finish() {
+            while (row < block.end) (*this)();
+        }
+    };
+
+    // Attends to the keys of one partition; the result goes to `part`. Blocks of rows pass through scores,
+    // weights and sums; while one block's scores are weighed, products of those before and after it are under way.
+    static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
+                                 const AttendTask* next_task, Scratch& scratch, const SoftmaxState& part) {
+        const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);
+        const int start = partition * kPartitionTokens;
+        const int num_blocks = (rows + per_block - 1) / per_block;
+        const Keys keys(spec, task, partition, next_task);
+        const auto block_at = [&](int i) {
+            return row_block(spec, task, start, i * per_block, smaller((i + 1) * per_block, rows), kGroupTokens);
+        };
+        for (int i = 0; i < num_blocks + 2; ++i) {
+            const bool weighs = i >= 1 && i <= num_blocks;
+            const RowBlock weighed = block_at(weighs ? i - 1 : 0);
+            const int parity = (i + 1) % 2;
+            Weighing weighing{spec,
+                              task,
+                              weighed,
+                              start,
+                              scratch.scores[parity],
+                              scratch.weights[parity],
+                              part,
+                              weighs ? weighed.begin : weighed.end};
+            if (i < num_blocks) score(spec, scratch, keys, block_at(i), scratch.scores[i % 2], weighing);
+            if (i >= 2) {
+                const RowBlock block = block_at(i - 2);
+                clear_unseen(spec, block, part);
+                accumulate(spec, scratch, keys, block, scratch.weights[i % 2], part.out, weighing);
+            }
+            weighing.finish();
+        }
+    }
+
+    // A block that sees none of the keys has no products, and its sums are zero.
+    static void clear_unseen(const AttentionSpec& spec, const RowBlock& block, const SoftmaxState& part) {
+        if (block.lo < block.hi) return;
+        const int64_t v_dim = spec.v_head_dim;
+        for (int64_t i = block.begin * v_dim; i < block.end * v_dim; ++i) part.out[i] = 0.0f;
+    }
+
     template <int N>
     struct Constant {
         constexpr int operator()() const { return N; }

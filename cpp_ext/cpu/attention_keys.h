@@ -98,5 +98,17 @@ struct RowBlock {
     int key_begin, key_end;  // the same, in whole multiples of what a product takes
 };
 
+// `start` is the position of the partition's first key, `unit` the keys that a product takes.
+[[maybe_unused]] RowBlock row_block(const AttentionSpec& spec, const AttendTask& task, int start, int begin, int end,
+                                    int unit) {
+    const auto clamped = [](int token) { return larger(0, smaller(token, kPartitionTokens)); };
+    const int first_query = task.first_position + begin / spec.group_size();
+    const int last_query = task.first_position + (end - 1) / spec.group_size();
+    const int lo = clamped(spec.first_visible(first_query) - start);
+    const int hi = larger(clamped(last_query + 1 - start), lo);
+    if (lo == hi) return {begin, end, lo, lo, lo, lo};
+    return {begin, end, lo, hi, lo / unit * unit, (hi + unit - 1) / unit * unit};
+}
+
 }  // namespace
 }  // namespace swiftkv

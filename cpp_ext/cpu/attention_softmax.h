@@ -1,7 +1,7 @@
 #pragma once
 
 // Softmax of rows of scores, and of partitions of them. Include after a simd_*.h; all of it has internal linkage.
-#include "attention_element.h"
+#include "attention_keys.h"
 
 namespace swiftkv {
 namespace {
@@ -14,6 +14,12 @@ struct SoftmaxState {
     float* max;  // [rows]; kLowest if a row saw no key
     float* sum;  // [rows], of weights
     float* out;  // [rows, v_head_dim]
+
+    SoftmaxState(float* max, float* sum, float* out) : max(max), sum(sum), out(out) {}
+    SoftmaxState(Arena& arena, int64_t rows, int v_head_dim)
+        : max(arena.take<float>(rows)), sum(arena.take<float>(rows)), out(arena.take<float>(rows * v_head_dim)) {}
+
+    SoftmaxState from(int64_t row, int v_head_dim) const { return {max + row, sum + row, out + row * v_head_dim}; }
 };
 
 template <typename E>
@@ -73,20 +79,31 @@ struct Softmax {
         sum = Simd::sum(sums);
     }
 
+    // What sums of weighted values are multiplied by where a partition is added to those before it.
+    struct Factors {
+        float total, part;
+    };
+    static Factors add_row(float c, float& max, float& sum, float part_max, float part_sum) {
+        if (part_max == kLowest) return {1.0f, 0.0f};
+        const float new_max = max > part_max ? max : part_max;
+        const Factors factors{exp2_of((max - new_max) * c), exp2_of((part_max - new_max) * c)};
+        max = new_max;
+        sum = sum * factors.total + part_sum * factors.part;
+        return factors;
+    }
+    static void add_values(const Factors& factors, int begin, int end, float* total, const float* part) {
+        if (factors.part == 0.0f) return;
+        const V a = Simd::set1(factors.total), b = Simd::set1(factors.part);
+        for (int d = begin; d < end; d += kWidth)
+            Simd::store(total + d, Simd::fma(Simd::load(part + d), b, Simd::mul(Simd::load(total + d), a)));
+    }
+
     static void merge(const AttentionSpec& spec, const SoftmaxState& total, const SoftmaxState& part, int rows) {
         const float c = exponent_scale(spec);
-        const int v_dim = spec.v_head_dim;
+        const int64_t v_dim = spec.v_head_dim;
         for (int row = 0; row < rows; ++row) {
-            if (part.max[row] == kLowest) continue;
-            const float new_max = total.max[row] > part.max[row] ? total.max[row] : part.max[row];
-            const float a = exp2_of((total.max[row] - new_max) * c), b = exp2_of((part.max[row] - new_max) * c);
-            total.max[row] = new_max;
-            total.sum[row] = total.sum[row] * a + part.sum[row] * b;
-            float* out = total.out + int64_t{row} * v_dim;
-            const float* more = part.out + int64_t{row} * v_dim;
-            for (int d = 0; d < v_dim; d += kWidth)
-                Simd::store(out + d, Simd::fma(Simd::load(more + d), Simd::set1(b),
-                                               Simd::mul(Simd::load(out + d), Simd::set1(a))));
+            const Factors factors = add_row(c, total.max[row], total.sum[row], part.max[row], part.sum[row]);
+            add_values(factors, 0, spec.v_head_dim, total.out + row * v_dim, part.out + row * v_dim);
         }
     }
 

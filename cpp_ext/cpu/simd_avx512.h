@@ -23,7 +23,14 @@ struct Simd {
     static V min(V a, V b) { return _mm512_min_ps(a, b); }
     static V max(V a, V b) { return _mm512_max_ps(a, b); }
     static V round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    // x 2^n for whole n < 128.
+    // x - floor(x).
+    static V fraction(V x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+    // Lanes [begin, end) of x, which may lie outside of it, and `others` elsewhere.
+    static V only(V x, int begin, int end, V others) {
+        const auto below = [](int lane) { return (1u << (lane < 0 ? 0 : lane > kLanes ? kLanes : lane)) - 1; };
+        return _mm512_mask_mov_ps(others, static_cast<__mmask16>(below(end) & ~below(begin)), x);
+    }
+    // x 2^floor(n) for n < 128.
     static V scale(V x, V n) { return _mm512_scalef_ps(x, n); }
     static float sum(V x) {
         const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
