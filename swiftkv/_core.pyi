@@ -429,7 +429,8 @@ class Scheduler:
     def begin_loading(self, key: bytes) -> Int32Array:
         """Take a free local block of each KV group for a block key whose bytes are on their way.
 
-        Requests that would find the key wait for it. Empty if the key is known, or some group has no free block.
+        Requests that would find the key wait for it. Empty if the key is known, some group has no free block, or a
+        running request waits for the room of what is loading.
         """
 
     def end_loading(self, blocks: Int32Array, is_loaded: bool) -> None:
@@ -494,8 +495,8 @@ class Scheduler:
 
         Other cached blocks are forgotten for them. Room is left for those before `first`, which are computed.
         Return for each the index of its key, its group, its number, and the offset of its bytes in the pool; nothing if
-        there is no room, or nothing to load, or while a step in progress copies blocks. Requests that would find these
-        blocks wait for them.
+        there is no room, or nothing to load, or while a running request waits for the room of what is loading, or a
+        step in progress copies blocks. Requests that would find these blocks wait for them.
         """
 
     @property

@@ -162,6 +162,9 @@ class KvCache {
     // that does so lessens `spare` by one; kNone: all of them do not suffice. Blocks may have to move; see compact().
     int releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                         std::span<const BlockTable* const> tables) const;
+    // Whether extend() would find the room that it lacks if nothing were loading. Blocks may have to move; see
+    // compact().
+    bool is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const;
     // Grows whenever extend() may find room in a group, or acquire_prefix() find more so that less is needed there,
     // where it did not before; other than by a commit of the very blocks that are looked for. kNone: in any group.
     int64_t room_version(int group) const;

@@ -42,6 +42,14 @@ int KvCache::releases_needed(const BlockTable& table, int chunk_end, int prompt_
     return count;
 }
 
+bool KvCache::is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const {
+    if (!has_loading()) return false;
+    std::vector<Gain> gains;
+    for (const Group& group : groups_)
+        gains.push_back({.local = group.pool.count(Place::kLocal, BlockState::kLoading)});
+    return has_room_with(gains, table, chunk_end, prompt_end, 0);
+}
+
 // The blocks that nobody holds any more once those are gone that `num_gone` counts, and this table.
 Gain KvCache::gain_of(int g, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const {
     const BlockPool& pool = groups_[g].pool;

@@ -63,6 +63,7 @@ struct Request {
     bool is_in_step = false;      // the one being planned
     bool is_held = false;         // it waits to hear from storage
     bool is_lost = false;         // steps in progress have it, and a block that they read or write is gone
+    bool awaits_loads = false;    // it runs, and gets the blocks that it lacks when those that are loading are here
     double stuck_since_s = -1;    // while it waits for room that is not there even if it were alone
     double refused_since_s = -1;  // while it is the first that waits for room, and others might go before it
 

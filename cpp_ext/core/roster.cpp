@@ -18,6 +18,10 @@ Request* Roster::find(RequestId id) const {
     return found == requests_.end() ? nullptr : found->second.get();
 }
 
+bool Roster::awaits_loads() const {
+    return std::any_of(running_.begin(), running_.end(), [](const Request* r) { return r->awaits_loads; });
+}
+
 std::vector<BlockTable*> Roster::running_tables() const {
     std::vector<BlockTable*> tables;
     for (Request* r : running_) tables.push_back(&r->table);
@@ -85,6 +89,7 @@ void Roster::stop(Request& r) {
         cache_.release(r.table);
     }
     r.num_scheduled = r.num_unknown = 0;
+    r.awaits_loads = false;
     free_slots_.push_back(r.slot);
     std::push_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = kNone;

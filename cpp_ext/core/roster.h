@@ -29,6 +29,8 @@ class Roster {
     bool has_free_slot() const { return !free_slots_.empty(); }
     Request* find(RequestId id) const;  // null: unknown
     std::vector<BlockTable*> running_tables() const;
+    // Whether a running request waits for the room of blocks that are loading: then no more of them begin to load.
+    bool awaits_loads() const;
 
     // Takes a request that arrives last; it waits.
     void add(std::unique_ptr<Request> request);

@@ -79,7 +79,8 @@ class Scheduler {
     void lose(int borrow_link);
 
     // ---- of places further down ----
-    // These do what they do in KvCache; requests that want a prefix which is loading wait.
+    // These do what they do in KvCache; requests that want a prefix which is loading wait. Nothing begins to load while
+    // a running request waits for the room of what is loading.
     std::vector<BlockId> begin_loading(const BlockKey& key);
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
 
@@ -113,7 +114,8 @@ class Scheduler {
     // size than look_up() said.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
     // Takes blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here, and leaves room
-    // for those before. Returns none if there is no room, or a step in progress copies blocks.
+    // for those before. Returns none if there is no room, a running request waits for the room of
+    // what is loading, or a step in progress copies blocks.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
     // Whether the front of a prompt can be computed while its back is loading: not where a prompt is computed as a
     // whole, nor without full attention, for of windows only a tail is loaded.

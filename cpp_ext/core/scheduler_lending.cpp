@@ -58,7 +58,7 @@ void Scheduler::lose(int borrow_link) {
 
 std::vector<BlockId> Scheduler::begin_loading(const BlockKey& key) {
     const std::lock_guard lock(mutex_);
-    return is_step_copying() ? std::vector<BlockId>{} : cache_.begin_loading(key);
+    return is_step_copying() || roster_.awaits_loads() ? std::vector<BlockId>{} : cache_.begin_loading(key);
 }
 
 void Scheduler::end_loading(std::span<const BlockId> blocks, bool is_loaded) {

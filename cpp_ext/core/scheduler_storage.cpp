@@ -107,6 +107,7 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     check_has_keys(num_blocks, keys);
     if (first < 0 || first > num_blocks) throw std::invalid_argument("first: it is not from 0 to num_blocks");
     if (is_step_copying()) return {};  // it reads blocks that leave their places, which are free already
+    if (roster_.awaits_loads()) return {};
     // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
     const int num_to_compute = first - cache_.usable_length(cache_.residency(keys.first(first)));

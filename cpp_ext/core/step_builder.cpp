@@ -210,7 +210,7 @@ std::vector<Request*> StepBuilder::who_must_leave(const Request& r, std::vector<
     if (giving_way.empty() || policy_.first_chunk(r, token_budget, work_, limit_s_) > token_budget) return {};
     std::vector<const BlockTable*> tables;
     for (const Request* other : giving_way) tables.push_back(&other->table);
-    const int least = policy_.splits_prompts() ? 1 : r.num_remaining();
+    const int least = least_chunk(r.num_remaining());
     const int count = cache_.releases_needed(r.table, r.num_computed + least, r.num_tokens(),
                                              policy_.spare_blocks(roster_.running()), tables);
     if (count == kNone) return {};
@@ -256,6 +256,7 @@ void StepBuilder::take_out(Request& r) {
 // Gets blocks for the next `num_tokens` tokens of a running request, from others if need be; or for fewer where
 // sliding-window groups have no more room. Returns for how many; 0: there is no room.
 int StepBuilder::make_room(Request& r, int num_tokens) {
+    r.awaits_loads = false;
     while (true) {
         const int fitting = policy_.fitting_chunk(r, num_tokens, table_end(r, num_tokens), {});
         if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, table_end(r, fitting), {})) return fitting;
@@ -263,10 +264,19 @@ int StepBuilder::make_room(Request& r, int num_tokens) {
         Request& victim = policy_.victim(roster_.running());
         must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
         if (victim.num_scheduled > 0) return 0;
+        r.awaits_loads = &victim == &r && must_await_loads(r, num_tokens);
+        if (r.awaits_loads) return 0;
         if (roster_.num_running() == 1 && pins_.give_way()) continue;
         roster_.preempt(victim);
         if (&victim == &r) return 0;
     }
+}
+
+// Whether a request must keep its blocks until those that it lacks are no longer loading. Without them it would be
+// preempted, and if it does not match the prefix cache, it would compute the same tokens in every step.
+bool StepBuilder::must_await_loads(const Request& r, int num_tokens) const {
+    const int least = least_chunk(num_tokens);
+    return r.skip_prefix_match && cache_.is_short_of_loads(r.table, r.num_planned() + least, table_end(r, least));
 }
 
 // Makes room for the least part of a request that a step can compute, if moving used blocks about does.
@@ -275,7 +285,7 @@ bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
     std::vector<BlockTable*> tables = roster_.running_tables();
     for (BlockTable* pinned : pins_.tables()) tables.push_back(pinned);
     if (std::find(tables.begin(), tables.end(), &r.table) == tables.end()) tables.push_back(&r.table);
-    const int least = policy_.splits_prompts() ? 1 : num_tokens;
+    const int least = least_chunk(num_tokens);
     return cache_.compact(r.table, r.num_planned() + least, table_end(r, least), spare, tables);
 }
 

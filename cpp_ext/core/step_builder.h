@@ -89,7 +89,10 @@ class StepBuilder {
     void take_out(Request& request);
     std::vector<StepRow>::iterator row_of(const Request& request);
     int make_room(Request& request, int num_tokens);
+    bool must_await_loads(const Request& request, int num_tokens) const;
     bool compact(Request& request, int num_tokens, int spare);
+    // The fewest tokens of `num_tokens` that a step may compute.
+    int least_chunk(int num_tokens) const { return policy_.splits_prompts() ? 1 : num_tokens; }
     void add(Request& request, int num_tokens);
     int longest_chunk(Request& request);
     int blocks_to_meet(const Request& request, int next, int here) const;

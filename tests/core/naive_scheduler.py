@@ -93,6 +93,7 @@ class NaiveRequest:
     draft: list[int] = field(default_factory=list)
     drafting: bool = False  # a step in progress has a draft of it
     in_step: bool = False  # that is being planned
+    awaits_loads: bool = False  # it runs, and gets the blocks that it lacks when loads end
     admitted: bool = False
     begun: int = 0  # its number among those that have begun, when it did so last
     displaced_len: int = 0  # its tokens when it was displaced last
@@ -378,7 +379,7 @@ class NaiveScheduler:
     def clear(self, request: NaiveRequest) -> None:
         request.tables = [[] for _ in self.pools]
         request.computed = request.scheduled = request.unknown = 0
-        request.drafting = False
+        request.drafting = request.awaits_loads = False
 
     def abort(self, request_id: int) -> None:
         self.preempted = [i for i in self.preempted if i != request_id]
@@ -663,7 +664,7 @@ class NaiveScheduler:
 
     def begin_loading(self, load: int, prefix: Prefix) -> bool:
         is_known = any(prefix in pool.holders or prefix in pool.loading for pool in self.pools)
-        if is_known or any(pool.num_free() == 0 for pool in self.pools):
+        if is_known or any(pool.num_free() == 0 for pool in self.pools) or any(r.awaits_loads for r in self.running):
             return False
         for pool, window in zip(self.pools, self.windows, strict=True):
             pool.loading[prefix] = load
@@ -880,14 +881,11 @@ class NaiveScheduler:
         self.budget -= n
 
     def extend(self, request: NaiveRequest, n: int, spare: int) -> bool:
-        size = self.setup.block_size
-        missing = []
-        for pool, window, table in zip(self.pools, self.windows, request.tables, strict=True):
-            chunk_end = request.computed + request.scheduled + n
-            end = max(request.num_tokens(), chunk_end) if window == 0 else chunk_end
-            missing.append(-(-end // size) - len(table))
-            if missing[-1] > 0 and missing[-1] + spare > pool.num_available():
-                return False
+        missing = self.missing(request, n)
+        if any(
+            count > 0 and count + spare > pool.num_available() for pool, count in zip(self.pools, missing, strict=True)
+        ):
+            return False
         for g, (pool, table, count) in enumerate(zip(self.pools, request.tables, missing, strict=True)):
             for _ in range(count):
                 if pool.num_free() == 0:
@@ -895,6 +893,12 @@ class NaiveScheduler:
                 pool.num_private += 1
                 table.append(PRIVATE)
         return True
+
+    def missing(self, request: NaiveRequest, n: int) -> list[int]:
+        """Return how many blocks a request lacks in each group for its next `n` tokens; below 0: it has more."""
+        chunk_end = request.computed + request.scheduled + n
+        ends = [chunk_end if window else max(request.num_tokens(), chunk_end) for window in self.windows]
+        return [-(-end // self.setup.block_size) - len(table) for end, table in zip(ends, request.tables, strict=True)]
 
     def fit(self, request: NaiveRequest, n: int, spare: int) -> int:
         """Extend a request by as many of `n` tokens as there is room for, and return how many; 0: there is none."""
@@ -904,10 +908,14 @@ class NaiveScheduler:
         return 0
 
     def make_room(self, request: NaiveRequest, n: int) -> int:
+        request.awaits_loads = False
         while not (fitting := self.fit(request, n, spare=0)):
             victim = self.running[-1]
             if victim.scheduled:
                 self.must_commit = not victim.in_step
+                return 0
+            if victim is request and self.must_await_loads(request, n):
+                request.awaits_loads = True
                 return 0
             if len(self.running) == 1 and self.give_way():
                 continue
@@ -915,6 +923,16 @@ class NaiveScheduler:
             if victim is request:
                 return 0
         return fitting
+
+    def must_await_loads(self, request: NaiveRequest, n: int) -> bool:
+        """Return whether a request would begin anew in vain: it lacks no more blocks than are loading."""
+        if not request.skip_prefix_match or not any(pool.num_loading() for pool in self.pools):
+            return False
+        least = 1 if self.setup.enable_chunked_prefill else n
+        return all(
+            count <= pool.num_available() + pool.num_loading()
+            for pool, count in zip(self.pools, self.missing(request, least), strict=True)
+        )
 
     # ---- commit ----
 

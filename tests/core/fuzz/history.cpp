@@ -374,11 +374,9 @@ void History::add(bool is_held) {
     namespaces_.push_back(prompt.cache_namespace);
 }
 
-// Until nothing is left to run; nothing is planned after the last commit. A request whose windows lack the room that
-// loads take begins again in every step, so these end first.
+// Until nothing is left to run; nothing is planned after the last commit.
 void History::finish() {
     say("finish");
-    while (engine_.num_loads() > 0) engine_.end_loading(0, true);
     while (engine_.num_open() > 0 || (!engine_.request_ids().empty() && engine_.schedule())) engine_.commit();
 }
 

@@ -474,8 +474,8 @@ MUTANTS = [
     one(
         "a block is loaded to where another has not left",
         LENDING,
-        "return is_step_copying() ? std::vector<BlockId>{} : cache_.begin_loading(key);",
-        "return cache_.begin_loading(key);",
+        "is_step_copying() || roster_.awaits_loads() ?",
+        "roster_.awaits_loads() ?",
     ),
     one(
         "an extent is lent from which a block is still moving",
@@ -523,6 +523,19 @@ MUTANTS = [
         "if (!is_loaded && groups_[g].pool.node(blocks[g]) != kNone)",
         "if (false)",
     ),
+    one(
+        "a request computes the same tokens in every step",
+        BUILDER,
+        "return r.skip_prefix_match && ",
+        "return false && ",
+    ),
+    one(
+        "a request waits for loads that do not help it",
+        CACHE_ROOM,
+        "return has_room_with(gains, table, chunk_end, prompt_end, 0);",
+        "return true;",
+    ),
+    one("one load after the other takes the room", STORAGE, "    if (roster_.awaits_loads()) return {};\n", ""),
     one("a computed block waits for one that loads", CACHE, " || pool.state(known) == BlockState::kLoading", ""),
     one("what is cached further down is evicted in any order", POOL, "|| is_older(cached, oldest)", "|| true"),
     one("two blocks have one node", CACHE, "            pool.forget(known);\n", ""),

@@ -22,6 +22,7 @@ TESTS = {
         for name in (
             "pins",
             "storage",
+            "room_of_loads",
             "lending",
             "lending_shared",
             "scheduler",
