@@ -84,7 +84,12 @@ def test_json_object_is_an_object(client: openai.OpenAI) -> None:
     vocabulary = client.post("/../tokenize", body={"prompt": '"}'}, cast_to=object)
     bias = {str(token): 12 for token in vocabulary["tokens"]}  # type: ignore[index]
     answer = client.chat.completions.create(
-        model="chat", messages=MESSAGES, response_format={"type": "json_object"}, logit_bias=bias, max_tokens=1000
+        model="chat",
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        logit_bias=bias,
+        max_tokens=1000,
+        seed=3,
     )
     assert answer.choices[0].finish_reason == "stop"
     assert isinstance(json.loads(str(answer.choices[0].message.content)), dict)
