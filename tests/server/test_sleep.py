@@ -12,7 +12,9 @@ import httpx
 import pytest
 from echo_coordinator import FIRST_BUDGET_BYTES, POOL_BYTES
 from echo_gateway import Gateway, start_gateway
+from typer.testing import CliRunner
 
+from swiftkv.cli import app
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.tokenizer import Tokenizer
 from tests.support.node_process import wait_for
@@ -53,6 +55,26 @@ def lending(gateway: Gateway) -> dict[str, Any]:
     with gateway.admin() as http:
         (code,) = (m for m in http.get("/admin/lending").json()["models"] if m["model"] == "code")
     return dict(code)
+
+
+@pytest.mark.parametrize(
+    ("give_way_s", "says"), [(1e6, "weights loaded; it gives way to models that have requests"), (0.0, "weights loaded")]
+)
+def test_a_model_that_wakes_says_whether_it_gives_way(own_gateway: Gateway, give_way_s: float, says: str) -> None:
+    client, engine = own_gateway.clients["code"], own_gateway.engines["code"]
+    admin(own_gateway, "code/sleep?level=1").raise_for_status()
+    with engine.standing_still():
+        own_gateway.call(lambda: client.wake(give_way_s))
+        assert state(own_gateway, "code") is EngineState.WAKING
+        with own_gateway.http() as http:
+            loading = http.get("/ready").json()["engines"]["code"]["loading"]
+        assert loading["gives_way"] == (give_way_s > 0)
+        shown = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["status", "--url", own_gateway.url])
+        assert shown.exit_code == 1
+        assert f"code: 0B of 0B of {says}" in shown.stdout.splitlines()
+    wait_for("the model serves again", lambda: state(own_gateway, "code") is EngineState.READY)
+    with own_gateway.http() as http:
+        assert http.get("/ready").json()["engines"]["code"]["loading"] is None
 
 
 @pytest.mark.parametrize("level", [1, 2])
