@@ -1,4 +1,4 @@
-"""Parts of the metrics: those of some models."""
+"""Parts of the metrics: those of some models, and single ones."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ class SomeModels(Collector):
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if self._wanted(sample.labels.get("model_name"))]
             yield metric
+
+
+class OneMetric(Collector):
+    """A metric that has been collected."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._metric,)

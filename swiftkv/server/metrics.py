@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,7 +19,7 @@ from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limit_metrics import LimitMetrics
 from swiftkv.server.limits import NodeLimits
-from swiftkv.server.metric_filters import SomeModels
+from swiftkv.server.metric_filters import OneMetric, SomeModels
 from swiftkv.server.metric_tables import (
     COUNTERS,
     FIRST_TOKEN_S,
@@ -94,12 +94,15 @@ class GatewayMetrics:
     def for_model(self, name: str) -> ModelMetrics:
         return ModelMetrics(self, name)
 
-    def render(self, only_model: str | None = None) -> bytes:
-        """Return the text that Prometheus scrapes, for every model or for one; nothing in it is about tenants."""
+    def render(self, only_model: str | None = None) -> Iterator[bytes]:
+        """Yield the text that Prometheus scrapes, for every model or for one; nothing in it is about tenants.
+
+        Each piece is one metric.
+        """
         return self._render(self.registry, only_model)
 
-    def render_tenants(self, only_model: str | None = None) -> bytes:
-        """Return the rest of that text, which names the node's tenants."""
+    def render_tenants(self, only_model: str | None = None) -> Iterator[bytes]:
+        """Yield the rest of that text, which names the node's tenants."""
         return self._render(self.tenants.registry, only_model)
 
     def hide_model(self, name: str) -> None:
@@ -109,13 +112,13 @@ class GatewayMetrics:
     def show_model(self, name: str) -> None:
         self._hidden.discard(name)
 
-    def _render(self, registry: CollectorRegistry, only_model: str | None) -> bytes:
-        if only_model is None and not self._hidden:
-            return generate_latest(registry)
-        some = CollectorRegistry()
-        hidden = self._hidden
-        some.register(SomeModels(registry, lambda m: m not in hidden if only_model is None else m == only_model))
-        return generate_latest(some)
+    def _render(self, registry: CollectorRegistry, only_model: str | None) -> Iterator[bytes]:
+        source: Collector = registry
+        if only_model is not None or self._hidden:
+            hidden = self._hidden
+            source = SomeModels(registry, lambda m: m not in hidden if only_model is None else m == only_model)
+        for metric in source.collect():
+            yield generate_latest(OneMetric(metric))
 
 
 class ModelMetrics:

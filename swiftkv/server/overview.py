@@ -40,12 +40,13 @@ class Overviews:
     async def _observe(self) -> None:
         self._lent = await self._lending.overview()
 
-    def _render(self) -> bytes:
+    def _render(self) -> list[bytes]:
         lent = self._lent
         assert lent is not None
         lending = {model.model: model for model in lent.models}
         models = [_view(model, lending[model.name]) for model in self._models.all() if model.name in lending]
-        return msgspec.json.encode(NodeOverview(__version__, time.monotonic(), lent.enabled, lent.transport, models))
+        view = NodeOverview(__version__, time.monotonic(), lent.enabled, lent.transport, models)
+        return [msgspec.json.encode(view)]
 
 
 def _view(model: ModelHandle, lending: ModelLending) -> ModelOverview:

@@ -1,10 +1,13 @@
-"""The text of the metrics, made once for all scrapes that wait for it, and not too often."""
+"""The text of the metrics, made once for all scrapes that wait for it, in short slices of time and not too often."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+
+SLICE_S = 0.0005
+"""Rendering lets the rest of the event loop run after so long, or after the piece that takes longer."""
 
 
 class ScrapePace:
@@ -18,12 +21,22 @@ class ScrapePace:
         self.lock = asyncio.Lock()
         self.not_before_s = 0.0
 
+    def rest_after(self, rendering_s: float) -> None:
+        """Note that a rendering, which took the event loop for so long, has ended now."""
+        rest_s = rendering_s * (1 / self.part_of_time - 1)
+        self.not_before_s = time.monotonic() + max(rest_s, self.interval_s)
+
 
 class Scrapes:
     """Answers scrapes with fresh metrics. Each rendering serves all scrapes that came before it began."""
 
-    def __init__(self, observe: Callable[[], Awaitable[None]], render: Callable[[], bytes], pace: ScrapePace) -> None:
-        """`observe` brings the figures up to date, `render` makes the text of them."""
+    def __init__(
+        self, observe: Callable[[], Awaitable[None]], render: Callable[[], Iterable[bytes]], pace: ScrapePace
+    ) -> None:
+        """`observe` brings the figures up to date, `render` makes the text of them, piece by piece.
+
+        Figures may change between two pieces.
+        """
         self._observe = observe
         self._render = render
         self._pace = pace
@@ -40,9 +53,21 @@ class Scrapes:
             await asyncio.sleep(max(0.0, self._pace.not_before_s - time.monotonic()))
             self._next = None
             await self._observe()
-            started_s = time.monotonic()
-            text = self._render()
-            ended_s = time.monotonic()
-            rest_s = (ended_s - started_s) * (1 / self._pace.part_of_time - 1)
-            self._pace.not_before_s = ended_s + max(rest_s, self._pace.interval_s)
+            text, rendering_s = await _joined(self._render())
+            self._pace.rest_after(rendering_s)
             return text
+
+
+async def _joined(pieces: Iterable[bytes]) -> tuple[bytes, float]:
+    """Return the whole text, and the seconds that it took without those in which others ran."""
+    made: list[bytes] = []
+    total_s = 0.0
+    begun_s = time.monotonic()
+    for piece in pieces:
+        made.append(piece)
+        slice_s = time.monotonic() - begun_s
+        if slice_s >= SLICE_S:
+            total_s += slice_s
+            await asyncio.sleep(0)
+            begun_s = time.monotonic()
+    return b"".join(made), total_s + time.monotonic() - begun_s

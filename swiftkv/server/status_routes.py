@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 from fastapi import APIRouter, Request
@@ -67,8 +68,10 @@ def _metrics_router(
             metrics.engines.observe(models.engines())
             await lending.observe(metrics.lending, only)
 
-        def render() -> bytes:
-            return metrics.render(only) + (metrics.render_tenants(only) if names_tenants else b"")
+        def render() -> Iterator[bytes]:
+            yield from metrics.render(only)
+            if names_tenants:
+                yield from metrics.render_tenants(only)
 
         return Scrapes(observe, render, metrics.scrape_pace)
 

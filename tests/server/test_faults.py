@@ -73,7 +73,7 @@ def test_a_client_that_hangs_up_within_its_body_is_nobodys_error(
             connection.sendall("\r\n".join([*lines, "Content-Length: 100", "", '{"model": ']).encode())
             wait_until(lambda: open_connections(http) == alone + 1)
         wait_until(lambda: open_connections(http) == alone)
-    assert "swiftkv:http_body_bytes 0.0" in slow_gateway.metrics.render(None).decode()
+    assert "swiftkv:http_body_bytes 0.0" in b"".join(slow_gateway.metrics.render(None)).decode()
     assert not caplog.records
 
 

@@ -120,7 +120,7 @@ def test_routers_learn_the_sizes_of_an_engine_anew_when_it_restarts() -> None:
     metrics = GatewayMetrics()
     metrics.for_model("m").engine_came_up(READY)
     metrics.for_model("m").engine_came_up(msgspec.structs.replace(READY, num_blocks=280))
-    text = metrics.render().decode()
+    text = b"".join(metrics.render()).decode()
     assert 'vllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="280"} 1.0' in text
     assert text.count("vllm:cache_config_info{") == 1
 
@@ -129,7 +129,7 @@ def test_load_factors_of_experts_by_layer() -> None:
     metrics = GatewayMetrics()
     metrics.for_model("dense").observe_engine(EngineStats(*[0] * 12))
     metrics.for_model("experts").observe_engine(EngineStats(*[0] * 12, expert_load_factors={0: 0.25, 3: 0.5}))
-    text = metrics.render().decode()
+    text = b"".join(metrics.render()).decode()
     assert 'swiftkv:expert_load_factor{layer="3",model_name="experts"} 0.5' in text
     assert text.count("swiftkv:expert_load_factor{") == 2
 
@@ -137,7 +137,7 @@ def test_load_factors_of_experts_by_layer() -> None:
 def test_the_error_of_predicted_step_times_is_shown() -> None:
     metrics = GatewayMetrics()
     metrics.for_model("timed").observe_engine(EngineStats(*[0] * 12, step_time_error_ratio=0.125))
-    assert 'swiftkv:step_time_error_ratio{model_name="timed"} 0.125' in metrics.render().decode()
+    assert 'swiftkv:step_time_error_ratio{model_name="timed"} 0.125' in b"".join(metrics.render()).decode()
 
 
 def test_graphs_are_counted_where_there_are_any() -> None:
@@ -166,7 +166,9 @@ def test_where_kv_lies_and_what_streaming_it_takes() -> None:
                     layer_stream_exposed=exposed)
     )  # fmt: skip
     other.observe_engine(EngineStats(*[0] * 12))
-    families = {family.name: family for family in text_string_to_metric_families(metrics.render("m").decode())}
+    families = {
+        family.name: family for family in text_string_to_metric_families(b"".join(metrics.render("m")).decode())
+    }
     held = {sample.labels["tier"]: sample.value for sample in families["swiftkv:kv_tier_tokens"].samples}
     assert held == {"local": 300, "peer": 700}
     samples = families["swiftkv:layer_stream_load_seconds"].samples
@@ -187,12 +189,14 @@ def test_blocks_are_told_by_group_and_state() -> None:
     model = metrics.for_model("m")
     groups = [GroupBlocks(1, 2, 3, 0, 4, 0, 5, 6, 21, 0, 0, 0, 0, 0), GroupBlocks(*[0] * 7, 7, 7, 0, 0, 0, 0, 0)]
     model.observe_engine(EngineStats(*[0] * 12, groups=groups))
-    families = {family.name: family for family in text_string_to_metric_families(metrics.render("m").decode())}
+    families = {
+        family.name: family for family in text_string_to_metric_families(b"".join(metrics.render("m")).decode())
+    }
     blocks = {(s.labels["group"], s.labels["state"]): s.value for s in families["swiftkv:kv_blocks"].samples}
     assert [blocks["0", state] for state in ("free", "used", "cached", "in_flight", "loading")] == [1, 2, 3, 4, 5]
     assert [blocks[group, "elsewhere"] for group in "01"] == [6, 7]
     model.engine_went_down()
-    assert "swiftkv:kv_blocks{" not in metrics.render().decode()
+    assert "swiftkv:kv_blocks{" not in b"".join(metrics.render()).decode()
 
 
 @pytest.mark.parametrize("path", ["/health", "/version", "/ready"])
@@ -217,4 +221,4 @@ def test_limits_are_the_nodes_and_no_models() -> None:
         assert value("swiftkv:http_refused_total", {"limit": "max_connections"}) == 2
         assert value("swiftkv:http_body_bytes") == 1 << 20
         assert value("swiftkv:http_refused_total", {"limit": "max_bodies"}) == 1
-    assert b"\nswiftkv:http_connections" not in metrics.render("m")
+    assert b"\nswiftkv:http_connections" not in b"".join(metrics.render("m"))

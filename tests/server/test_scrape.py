@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 
-from swiftkv.server.scrape import ScrapePace, Scrapes
+from prometheus_client.exposition import generate_latest
+
+from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.scrape import SLICE_S, ScrapePace, Scrapes
 
 
 class Figures:
@@ -22,12 +26,12 @@ class Figures:
         self.asked.set()
         await self.may_go_on.wait()
 
-    def render(self) -> bytes:
+    def render(self) -> Iterator[bytes]:
         begun_s = time.monotonic()
         while time.monotonic() < begun_s + self._render_s:
             pass
         self.rendered.append((begun_s, time.monotonic()))
-        return b"%d" % len(self.rendered)
+        yield b"%d" % len(self.rendered)
 
 
 def test_those_who_wait_share_an_answer_that_is_newer_than_their_question() -> None:
@@ -81,9 +85,52 @@ def test_a_failure_is_everybodys_who_waited_and_not_the_next_ones() -> None:
             if calls == 1:
                 raise ConnectionError("no coordinator")
 
-        scrapes = Scrapes(observe, lambda: b"text", ScrapePace())
+        scrapes = Scrapes(observe, lambda: [b"te", b"xt"], ScrapePace())
         for failed in await asyncio.gather(scrapes.text(), scrapes.text(), return_exceptions=True):
             assert isinstance(failed, ConnectionError)
         return await scrapes.text()
 
     assert asyncio.run(run()) == b"text"
+
+
+def test_others_run_between_pieces_that_take_long() -> None:
+    async def run() -> tuple[bytes, list[int]]:
+        rounds_before: list[int] = []
+        num_rounds = 0
+
+        async def observe() -> None:
+            pass
+
+        async def count_rounds() -> None:
+            nonlocal num_rounds
+            while True:
+                num_rounds += 1
+                await asyncio.sleep(0)
+
+        def render() -> Iterator[bytes]:
+            for piece in range(4):
+                rounds_before.append(num_rounds)
+                begun_s = time.monotonic()
+                while time.monotonic() < begun_s + SLICE_S:
+                    pass
+                yield b"%d" % piece
+
+        others = asyncio.create_task(count_rounds())
+        text = await Scrapes(observe, render, ScrapePace()).text()
+        others.cancel()
+        return text, rounds_before
+
+    text, rounds_before = asyncio.run(run())
+    assert text == b"0123"
+    assert all(before < after for before, after in pairwise(rounds_before))
+
+
+def test_each_metric_is_a_piece() -> None:
+    metrics = GatewayMetrics()
+    for name in ("chat", "code"):
+        metrics.for_model(name)
+    for only in (None, "chat"):
+        pieces = list(metrics.render(only))
+        assert all(piece.count(b"# TYPE ") <= 2 for piece in pieces)  # the second is of when it was created
+        assert len({piece.partition(b"\n")[0] for piece in pieces}) == len(pieces)
+    assert b"".join(metrics.render()) == generate_latest(metrics.registry)

@@ -58,7 +58,8 @@ def lending(gateway: Gateway) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("give_way_s", "says"), [(1e6, "weights loaded; it gives way to models that have requests"), (0.0, "weights loaded")]
+    ("give_way_s", "says"),
+    [(1e6, "weights loaded; it gives way to models that have requests"), (0.0, "weights loaded")],
 )
 def test_a_model_that_wakes_says_whether_it_gives_way(own_gateway: Gateway, give_way_s: float, says: str) -> None:
     client, engine = own_gateway.clients["code"], own_gateway.engines["code"]

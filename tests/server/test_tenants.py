@@ -120,7 +120,7 @@ def test_each_has_its_part_of_the_places(tenants_gateway: Gateway) -> None:
 
 
 def test_metrics_name_tenants_and_nobody_else(tenants_gateway: Gateway) -> None:
-    before = tenants_gateway.metrics.render_tenants().decode()
+    before = b"".join(tenants_gateway.metrics.render_tenants()).decode()
 
     def value(text: str, metric: str) -> float:
         return float(next((line.split()[-1] for line in text.splitlines() if line.startswith(metric)), 0))
