@@ -210,21 +210,22 @@ class NodeLending:
 
     async def lend_all(self, name: str) -> None:
         """Have a model lend its whole pool, as far as anybody borrows; until it is started again, or told otherwise."""
-        await self._lend_up_to(name, self._member(name).pool_bytes)
+        await self._lend_up_to(name, lambda member: member.pool_bytes)
 
     async def lend_as_before(self, name: str) -> None:
         """Have a model lend what its budget allows; wait until what it lends beyond that is home, if that comes."""
-        await self._lend_up_to(name, self._member(name).budget_bytes())
+        await self._lend_up_to(name, lambda member: member.budget_bytes())
 
     async def recall_all(self, name: str) -> None:
         """Take home what a model lends, if its borrowers answer."""
-        await self._lend_up_to(name, 0)
+        await self._lend_up_to(name, lambda member: 0)
 
-    async def _lend_up_to(self, name: str, budget_bytes: int) -> None:
+    async def _lend_up_to(self, name: str, budget_bytes: Callable[[LendingMember], int]) -> None:
+        """Have a model lend so much if it lends at all: one without lending has no budget."""
         member = self._member(name)
         if member.why_not_lend is None and member.coordinator is not None and member.engine.engine is not None:
             with suppress(ApiError):
-                await member.coordinator.set_budget(budget_bytes, dry_run=False)
+                await member.coordinator.set_budget(budget_bytes(member), dry_run=False)
 
     async def observe(self, metrics: LendingMetrics, only_model: str | None) -> None:
         """Ask the coordinators of all models, or of one, for what `metrics` shows; silent ones are left out."""

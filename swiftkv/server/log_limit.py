@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _LOGGERS = ("uvicorn.error", "asyncio")
+MAX_KINDS = 256
+"""The kinds of messages that are remembered; a new one takes the place of the oldest."""
 
 
 @dataclass(slots=True)
@@ -25,6 +27,11 @@ class LogLimit(logging.Filter):
         self._clock = clock
         self._messages: dict[tuple[object, ...], _Message] = {}
 
+    @property
+    def num_kinds(self) -> int:
+        """The number of kinds that are remembered."""
+        return len(self._messages)
+
     def install(self) -> None:
         """Limit what a gateway logs because of its clients. May be called more than once."""
         for name in _LOGGERS:
@@ -32,7 +39,10 @@ class LogLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         now_s = self._clock()
-        message = self._messages.setdefault(_kind(record), _Message(now_s))
+        kind = _kind(record)
+        if kind not in self._messages and len(self._messages) >= MAX_KINDS:
+            del self._messages[next(iter(self._messages))]
+        message = self._messages.setdefault(kind, _Message(now_s))
         if now_s < message.next_s:
             message.num_left_out += 1
             return False
@@ -43,9 +53,12 @@ class LogLimit(logging.Filter):
 
 
 def _kind(record: logging.LogRecord) -> tuple[object, ...]:
-    """Return the message before its arguments are filled in, and the line of its exception: there are finitely many."""
+    """Return the first line of the message before its arguments are filled in, and the line of its exception.
+
+    What asyncio says of a task that failed has the task's number in its second line, which no other message has.
+    """
     _, error, traceback = record.exc_info or (None, None, None)
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     where = None if traceback is None else (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
-    return record.name, record.msg, type(error), where
+    return record.name, str(record.msg).partition("\n")[0], type(error), where

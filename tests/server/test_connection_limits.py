@@ -10,7 +10,7 @@ import pytest
 from protocol_server import GET, LINE, PATIENT, SOON, serving
 
 from swiftkv.server.limits import SPARE_CONNECTIONS
-from swiftkv.server.log_limit import LogLimit
+from swiftkv.server.log_limit import MAX_KINDS, LogLimit
 
 
 def test_connections_beyond_the_limit_are_refused_and_health_is_not() -> None:
@@ -94,3 +94,18 @@ def test_messages_that_were_left_out_are_counted(caplog: pytest.LogCaptureFixtur
     assert [record.getMessage() for record in caplog.records] == [
         "request 0 is bad", "something else", "request 5 is bad (4 more like it were left out)",
     ]  # fmt: skip
+
+
+def test_messages_that_differ_in_a_later_line_are_one_kind_and_kinds_are_bounded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("tests.log_limit")
+    limit = LogLimit(interval_s=10.0, clock=lambda: 1000.0)
+    logger.addFilter(limit)
+    for number in range(5):
+        logger.warning(f"a task failed\ntask: number {number}")
+    assert [record.getMessage() for record in caplog.records] == ["a task failed\ntask: number 0"]
+    for number in range(10 * MAX_KINDS):
+        logger.warning(f"message {number}")
+    logger.removeFilter(limit)
+    assert limit.num_kinds == MAX_KINDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from swiftkv.cli import app
 from swiftkv.server.engine_state import EngineState
+from swiftkv.server.lending import LendingMember, NodeLending
 from swiftkv.server.tokenizer import Tokenizer
 from tests.support.node_process import wait_for
 
@@ -198,3 +200,16 @@ def test_a_model_that_is_down_cannot_be_put_to_sleep(own_gateway: Gateway) -> No
     assert answer.status_code == 409
     assert "is down, and only one that serves" in answer.json()["error"]["message"]
     assert admin(own_gateway, "code/wake").status_code == 503
+
+
+def test_a_model_without_lending_is_asked_for_no_budget(own_gateway: Gateway) -> None:
+    """Supervisors know none, and say so with an error."""
+
+    def budget_bytes() -> int:
+        raise AssertionError("it does not lend")
+
+    client = own_gateway.clients["code"]
+    member = LendingMember("code", "worker", 0, 0, "has no part in lending", client, None, set().add, budget_bytes)
+    lending = NodeLending([member], True, "shm")
+    for change in (lending.lend_all, lending.lend_as_before, lending.recall_all):
+        asyncio.run(change("code"))
