@@ -13,8 +13,9 @@ table has the ratio to them.
 Attacker, probes and streams are processes of their own. The attacker runs only when nothing else would (SCHED_IDLE),
 for it would be another machine's load; probes and streams run before all others where the system lets them (SCHED_RR,
 as root), for they would be machines of their own. The engine that streams has one core, all else shares the others;
-with --shared-cores the system decides. After an attack that failed, the node is started anew, so that what it left does
-not count against the next.
+with --shared-cores the system decides. With --decoy the attacks go to a server beside the node that only refuses them
+(hostile_decoy.py): what the streams notice then is the price of sharing a core with any server. After an attack that
+failed, the node is started anew, so that what it left does not count against the next.
 
 Asked for: `/health` within 100 ms (P99 50 ms) and always answered; the P99 time between tokens at most 1.2 times the
 calm one; the gateway's memory at most 200 MiB above its start; no stream that fails. `cores`: only the time between
@@ -38,7 +39,7 @@ from typing import Any, Literal
 import httpx
 from hostile_items import COMPUTED, CONTROLS, ITEMS, Item, control
 from hostile_target import KEY_VARIABLE
-from lending_node import model, parser, pin, quantile, say, table, write_report
+from lending_node import free_port, model, parser, pin, quantile, say, table, write_report
 from watched_node import DEMO_CHECKPOINTS, GATEWAY, MIB, Monitor, WatchedNode, plain_table
 
 HERE = Path(__file__).parent
@@ -179,6 +180,23 @@ class Clients:
         self._process.wait()
 
 
+class Decoy:
+    """A process of hostile_decoy.py."""
+
+    def __init__(self) -> None:
+        self.url = httpx.URL(f"http://127.0.0.1:{free_port()}")
+        command = [sys.executable, str(HERE / "hostile_decoy.py"), str(self.url.port)]
+        self._process = subprocess.Popen(command)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 class Stage:
     """A node with its streams and probes; measures calm and attacked windows."""
 
@@ -200,6 +218,12 @@ class Stage:
             stack.callback(self._health.stop)
             self._streams = Clients("streams", url, "--model", STREAMED, "--streams", str(self._args.streams))
             stack.callback(self._streams.stop)
+            self._attacked_url = url
+            if self._args.decoy:
+                decoy = Decoy()
+                stack.callback(decoy.stop)
+                self._attacked_url = decoy.url
+                self._pin_to_others(decoy.pid)
             self._pin()
             self._monitor = stack.enter_context(Monitor(lambda: {GATEWAY: self.node.pid}, _SAMPLE_S))
             time.sleep(_WARM_UP_S)
@@ -224,7 +248,7 @@ class Stage:
 
     def attack(self, item: Item) -> tuple[Window, dict[str, int], str, float]:
         """Attack; what was measured, how the sends were answered, why it ended early, and when it began."""
-        url = httpx.URL(self.node.url)
+        url = self._attacked_url
         command = [sys.executable, str(HERE / "hostile_items.py"), item.name, url.host, str(url.port), ATTACKED]
         command += ["--seconds", str(self._args.seconds)]
         self._take()
@@ -340,6 +364,7 @@ def main() -> None:
         "--checkpoint", type=Path, default=DEMO_CHECKPOINTS / "code", help="of the model that streams"
     )
     arguments.add_argument("--shared-cores", action="store_true", help="let all processes run on all cores")
+    arguments.add_argument("--decoy", action="store_true", help="attack a server beside the node")
     arguments.add_argument("--memory-limit", type=int, default=4096, help="MiB of growth at which the node is killed")
     arguments.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = arguments.parse_args()

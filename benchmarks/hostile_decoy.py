@@ -1,0 +1,26 @@
+"""A server that has nothing to do with the node, for hostile.py to attack in its place:
+
+    python benchmarks/hostile_decoy.py PORT
+
+It refuses every request with a few bytes and does nothing else, as a plain application of uvicorn on uvloop. What
+streams lose while it is attacked, they lose to a machine whose cores they share.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+_BODY = b'{"error": {"message": "wrong or missing API key"}}'
+_HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(_BODY))]
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 401, "headers": _HEADERS})
+    await send({"type": "http.response.body", "body": _BODY})
+
+
+if __name__ == "__main__":
+    uvicorn.run(refuse, port=int(sys.argv[1]), lifespan="off", log_level="warning", access_log=False)
