@@ -21,6 +21,10 @@ class BlockMetrics(Collector):
     def observe(self, model: str, groups: Sequence[GroupBlocks]) -> None:
         self._groups[model] = groups
 
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        self._groups.pop(model, None)
+
     def collect(self) -> Iterable[Metric]:
         blocks = GaugeMetricFamily(
             "swiftkv:kv_blocks",

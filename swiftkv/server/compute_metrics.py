@@ -25,6 +25,10 @@ class ComputeMetrics(Collector):
         if stats is not None:
             self._stats[model] = stats
 
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        self._stats.pop(model, None)
+
     def collect(self) -> Iterable[Metric]:
         for name, (text, field) in _COUNTERS.items():
             counter = CounterMetricFamily(f"swiftkv:{name}", text, labels=("model_name",))

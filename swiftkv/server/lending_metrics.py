@@ -24,6 +24,10 @@ class LendingMetrics(Collector):
         else:
             self._states[model] = state
 
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        self._states.pop(model, None)
+
     def collect(self) -> Iterable[Metric]:
         lent = GaugeMetricFamily(
             "swiftkv:lent_bytes", "Bytes of the model's pool lent now", labels=("model_name", "lender", "borrower")

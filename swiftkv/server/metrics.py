@@ -36,6 +36,8 @@ from swiftkv.server.tier_metrics import TierMetrics
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 LOCAL_TIER, PEER_TIER = "local", "peer"
+MAX_HIDDEN = 16
+"""The models that were removed and whose counters are kept: a model that comes and goes is one of few."""
 M = TypeVar("M", Gauge, Counter)
 
 _MODEL = ("model_name",)
@@ -54,7 +56,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.scrape_pace = ScrapePace()
-        self._hidden: set[str] = set()
+        self._hidden: dict[str, None] = {}  # the models that were removed, in order
         self.gauges = {name: Gauge(name, text, _MODEL, registry=registry) for name, text in GAUGES.items()}
         self.labelled_gauges = {
             name: Gauge(name, text, (*_MODEL, label), registry=registry)
@@ -84,8 +86,18 @@ class GatewayMetrics:
         self.blocks, self.tiers = BlockMetrics(), TierMetrics()
         self.compute, self.lending = ComputeMetrics(), LendingMetrics()
         of_engines = (self.layer_stream, self.cache_configs, self.blocks, self.tiers, self.compute, self.lending)
-        for collector in (self.engines, *of_engines):
+        self._collectors = (self.engines, *of_engines)
+        for collector in self._collectors:
             registry.register(collector)
+        self._labelled = (
+            *self.gauges.values(),
+            *self.labelled_gauges.values(),
+            *self.counters.values(),
+            *self.labelled_counters.values(),
+            *self.histograms.values(),
+            self.batch_lines,
+            self.batch_sequences,
+        )
 
     def watch(self, limits: NodeLimits) -> None:
         """Tell also how much of these limits is in use."""
@@ -106,11 +118,26 @@ class GatewayMetrics:
         return self._render(self.tenants.registry, only_model)
 
     def hide_model(self, name: str) -> None:
-        """Leave out a model that was removed. Its counters go on if one of the same name is added."""
-        self._hidden.add(name)
+        """Leave out a model that was removed.
+
+        Its counters go on if one of the same name is added before `MAX_HIDDEN` others are removed.
+        """
+        self._hidden.pop(name, None)
+        self._hidden[name] = None
+        if len(self._hidden) > MAX_HIDDEN:
+            self._forget(next(iter(self._hidden)))
 
     def show_model(self, name: str) -> None:
-        self._hidden.discard(name)
+        self._hidden.pop(name, None)
+
+    def _forget(self, name: str) -> None:
+        """Keep nothing of a model that was removed."""
+        del self._hidden[name]
+        for metric in self._labelled:
+            metric.remove_by_labels({"model_name": name})
+        for collector in self._collectors:
+            collector.forget(name)
+        self.tenants.forget(name)
 
     def _render(self, registry: CollectorRegistry, only_model: str | None) -> Iterator[bytes]:
         source: Collector = registry
@@ -256,6 +283,10 @@ class _LayerStream(Collector):
     def observe(self, model: str, stats: EngineStats) -> None:
         self._stats[model] = stats
 
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        self._stats.pop(model, None)
+
     def collect(self) -> Iterable[Metric]:
         load, store, exposed = (
             HistogramMetricFamily(f"swiftkv:layer_stream_{name}_seconds", text, labels=("model_name",))
@@ -285,6 +316,10 @@ class _CacheConfigs(Collector):
     def observe(self, model: str, ready: Ready) -> None:
         self._ready[model] = ready
 
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        self._ready.pop(model, None)
+
     def collect(self) -> Iterable[Metric]:
         labels = ("model_name", "block_size", "num_gpu_blocks")
         info = GaugeMetricFamily(
@@ -305,6 +340,10 @@ class _EngineStates(Collector):
 
     def observe(self, views: Mapping[str, EngineView]) -> None:
         self._views.update(views)
+
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        self._views.pop(model, None)
 
     def collect(self) -> Iterable[Metric]:
         states = GaugeMetricFamily(

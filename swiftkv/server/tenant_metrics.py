@@ -45,3 +45,8 @@ class TenantMetrics:
         self._tokens.labels(model, tenant, "generated").inc(request.generation_tokens)
         if request.first_token_s is not None:
             self._first_token.labels(model, tenant).observe(request.first_token_s)
+
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        for metric in (self._requests, self._tokens, self._first_token):
+            metric.remove_by_labels({"model_name": model})

@@ -42,6 +42,10 @@ class TierMetrics(Collector):
         if stats is not None:
             self._stats[model] = stats
 
+    def forget(self, model: str) -> None:
+        """Show nothing more of a model that was removed."""
+        self._stats.pop(model, None)
+
     def collect(self) -> Iterable[Metric]:
         for name, (text, field) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"swiftkv:tier_{name}", text, labels=_LABELS)

@@ -3,13 +3,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 from echo_gateway import Gateway
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineStats, Ready
+from swiftkv.engine.messages import DURATION_BOUNDS_S, ComputeStats, EngineStats, Ready
 from swiftkv.histogram import Histogram
-from swiftkv.lease.messages import GroupBlocks
+from swiftkv.lease.messages import GroupBlocks, LendingState
+from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
-from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.metrics import MAX_HIDDEN, GatewayMetrics
+from swiftkv.server.node_views import EngineView
+from swiftkv.tier.messages import TierStats
 
 # The metrics of the dashboards that come with vLLM.
 DASHBOARD = {
@@ -222,3 +226,51 @@ def test_limits_are_the_nodes_and_no_models() -> None:
         assert value("swiftkv:http_body_bytes") == 1 << 20
         assert value("swiftkv:http_refused_total", {"limit": "max_bodies"}) == 1
     assert b"\nswiftkv:http_connections" not in b"".join(metrics.render("m"))
+
+
+def observe_everything(metrics: GatewayMetrics, name: str) -> None:
+    """Have a model leave its name wherever a model can."""
+    model = metrics.for_model(name)
+    model.engine_came_up(READY)
+    stats = EngineStats(
+        *[0] * 12,
+        layer_stream_load=Histogram(DURATION_BOUNDS_S),
+        groups=[GroupBlocks(*[0] * 14)],
+        tier=TierStats(backend="file"),
+        compute=ComputeStats(0.0, 0.0),
+    )
+    model.observe_engine(stats)
+    model.count_refused("max_num_queued_reqs")
+    model.engine_restarts("killed")
+    model.observe_finished(FinishedRequest("stop", 3, 1, 2, 2, 0.2, 0.1, 0.1, 0.0, tenant="somebody"))
+    metrics.batch_lines.labels(name, "done").inc()
+    metrics.batch_sequences.labels(name).set(1)
+    metrics.engines.observe({name: EngineView("ready", None, 0.0, 0, 0.0, 0, 1)})
+    metrics.lending.observe(name, LendingState(1, name, 0, [], 0))
+
+
+def named_models(registry: CollectorRegistry) -> set[str]:
+    return {sample.labels["model_name"] for metric in registry.collect() for sample in metric.samples}
+
+
+def test_models_that_were_removed_are_forgotten_but_for_the_last_ones() -> None:
+    metrics = GatewayMetrics()
+    metrics.for_model("stays")
+    for number in range(3 * MAX_HIDDEN):
+        observe_everything(metrics, f"guest-{number}")
+        metrics.hide_model(f"guest-{number}")
+    kept = {f"guest-{number}" for number in range(2 * MAX_HIDDEN, 3 * MAX_HIDDEN)}
+    assert named_models(metrics.registry) == {"stays", *kept}
+    assert named_models(metrics.tenants.registry) == kept
+    assert b"guest" not in b"".join(metrics.render())
+
+
+def test_counters_of_a_model_that_comes_and_goes_go_on() -> None:
+    metrics = GatewayMetrics()
+    for _ in range(3 * MAX_HIDDEN):
+        metrics.for_model("guest").count_prompt_tokens(1)
+        metrics.show_model("guest")
+        metrics.hide_model("guest")
+    metrics.show_model("guest")
+    text = b"".join(metrics.render()).decode()
+    assert samples(text)["vllm:prompt_tokens_total", "guest"] == 3 * MAX_HIDDEN
