@@ -78,9 +78,10 @@ class RedisMedium:
             if time.monotonic() > deadline_s:
                 break
             named = [self._name(key) for key in keys[begin:end]]
-            is_known = self._send([("PEXPIRE", name, self._ttl_ms) for name in named])
+            is_known = self._renewed(named)
             new = [i for i in range(end - begin) if not is_known[i]]
-            replies = self._send([("SET", named[i], b"".join(sources[begin + i]), "PX", self._ttl_ms) for i in new])
+            objects = sources[begin:end]
+            replies = self._send([("SET", named[i], _value(objects[i]), "PX", self._ttl_ms) for i in new])
             written = dict(zip(new, map(_status_of_write, replies), strict=True))
             statuses += [written.get(i, Status.OK) for i in range(end - begin)]
         return statuses + [Status.LATE] * (len(keys) - len(statuses))
@@ -102,6 +103,13 @@ class RedisMedium:
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key
 
+    def _renewed(self, named: Sequence[bytes]) -> Sequence[bool]:
+        """Return which names are there, with a new time to live. Mostly none is, and one command says so."""
+        [num_known] = self._send([("EXISTS", *named)])
+        if num_known == 0:
+            return [False] * len(named)
+        return [reply == 1 for reply in self._send([("PEXPIRE", name, self._ttl_ms) for name in named])]
+
     def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send all commands, then read the replies; those of commands that failed are exceptions."""
         if not commands:
@@ -110,6 +118,29 @@ class RedisMedium:
             for command in commands:
                 pipeline.execute_command(*command)
             return pipeline.execute(raise_on_error=False)
+
+
+class _Packer:
+    """Writes commands as Redis reads them. A value may be given in parts, which are sent from where they lie."""
+
+    def pack(self, *command: Any) -> list[bytes | memoryview]:
+        name, *arguments = command
+        words = name.encode().split() if isinstance(name, str) else [name]  # the client has some of two words
+        pieces: list[bytes | memoryview] = [b"*%d\r\n" % (len(words) + len(arguments))]
+        for argument in [*words, *arguments]:
+            parts = argument if isinstance(argument, tuple) else (_as_bytes(argument),)
+            pieces += [b"$%d\r\n" % sum(map(len, parts)), *parts, b"\r\n"]
+        return pieces
+
+
+def _value(parts: Parts) -> tuple[bytes, memoryview]:
+    """Return an object as `_Packer` takes it: the client joins bytes, and sends what is a view alone."""
+    header, block = parts
+    return bytes(header), block
+
+
+def _as_bytes(argument: bytes | str | int) -> bytes:
+    return argument if isinstance(argument, bytes) else str(argument).encode()
 
 
 def _connect(options: RedisOptions) -> Redis:
@@ -130,6 +161,7 @@ def _connect(options: RedisOptions) -> Redis:
             socket_timeout=options.timeout,
             socket_connect_timeout=options.timeout,
             retry=retry,
+            command_packer=_Packer(),
         )
     except ValueError as error:
         raise ConfigError(f"url: {_without_password(options.url)}: {error}") from None
