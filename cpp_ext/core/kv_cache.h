@@ -271,6 +271,8 @@ class KvCache {
     // The back of the prefix `keys` behind its first `num_before` blocks, of which only local blocks count: in
     // sliding-window groups the tail of its end.
     Back find_back(std::span<const BlockKey> keys, int num_before) const;
+    // The bytes of what a prefix of `length` blocks needs of blocks `begin` to `end`.
+    int64_t needed_bytes(int begin, int end, int length) const;
     // Replaces the blocks of a table that it has not committed by those of `keys`, of which all that the prefix needs
     // are here, and keeps the boundary at their end.
     void take_back(BlockTable& table, std::span<const BlockKey> keys);

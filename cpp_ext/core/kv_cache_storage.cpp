@@ -285,6 +285,16 @@ Back KvCache::find_back(std::span<const BlockKey> keys, int num_before) const {
     return back;
 }
 
+int64_t KvCache::needed_bytes(int begin, int end, int length) const {
+    int64_t num_bytes = 0;
+    for (int g = 0; g < num_groups(); ++g) {
+        const GroupSpec& group = spec(g);
+        const int num_blocks = std::max(0, end - std::max(begin, first_of_match(g, length)));
+        num_bytes += int64_t{num_blocks} * group.num_layers * group.layer_block_bytes;
+    }
+    return num_bytes;
+}
+
 void KvCache::take_back(BlockTable& table, std::span<const BlockKey> keys) {
     const int length = static_cast<int>(keys.size());
     for (int g = 0; g < num_groups(); ++g) {

@@ -1,8 +1,10 @@
 #include "step_builder.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <map>
+#include <ranges>
 #include <utility>
 
 #include "../common/check.h"
@@ -182,6 +184,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     if (!r.was_admitted) {
         r.was_admitted = true;
         r.num_cached = r.num_computed;
+        r.begun_s = now_s_;
         r.borrowed_hits = std::move(borrowed_hits);
         r.num_window_missed = (found.num_known - found.length) * block_size;
         shares_.charge_prompt(r.flow, r.num_remaining());
@@ -292,9 +295,9 @@ bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
 // ---- the front of a prompt is computed while storage loads its back ----
 
 // Returns the most tokens that the next chunk of a prompt may have. While storage loads the back, chunks end where that
-// begins. If blocks are still missing then, the request computes half of them, at least one and fewer if storage was
-// faster: so the two meet, whichever is late. 0: all of the back is here, and the request skips it as soon as no step
-// in progress computes the request.
+// begins. If blocks are still missing then, the request computes some of them, and the two meet, whichever is late.
+// 0: all of the back is here, and the request skips it as soon as no step in progress computes the request; or it waits
+// for what is missing.
 int StepBuilder::longest_chunk(Request& r) {
     if (r.back_end == 0) return r.num_remaining();
     const int next = r.num_planned() / cache_.block_size();
@@ -309,17 +312,39 @@ int StepBuilder::longest_chunk(Request& r) {
         return r.num_remaining();
     }
     const int end = back.coming > next ? back.coming : next + blocks_to_meet(r, next, back.here);
-    return end * cache_.block_size() - r.num_planned();
+    return std::max(0, end * cache_.block_size() - r.num_planned());
 }
 
-// Returns how many of the missing blocks, `next` to `here`, the request computes: as large a share as it has had of the
-// blocks that it has computed and storage has loaded so far. It is half at most, for a block counts as loaded only when
-// its last part is here, and a small chunk takes longer per token.
-int StepBuilder::blocks_to_meet(const Request& r, int next, int here) const {
+// Returns how many of the missing blocks, `next` to `here`, the request computes: as many as take no longer than
+// storage takes for the others, by what it has read since the request began. 0: it waits, for that is expected to be
+// over sooner. It is half at most, for a block counts as loaded only when its last part is here.
+int StepBuilder::blocks_to_meet(Request& r, int next, int here) const {
+    const int num_begun = r.num_cached / cache_.block_size();
+    const std::optional<double> front_s = compute_s(num_begun, next);
+    const double elapsed_s = now_s_ - r.begun_s;
+    const auto read_bytes = static_cast<double>(cache_.needed_bytes(here, r.back_end, r.back_end));
+    if (next <= num_begun || !front_s || elapsed_s <= 0 || read_bytes == 0) return share_of_missing(r, next, here);
+    if (r.front_slowness == 0) r.front_slowness = elapsed_s / *front_s;
+    const auto takes_longer = [&](int count) {
+        const auto left_bytes = static_cast<double>(cache_.needed_bytes(next + count, here, r.back_end));
+        return r.front_slowness * *compute_s(next, next + count) > elapsed_s * left_bytes / read_bytes;
+    };
+    const auto counts = std::views::iota(1, ceil_div(here - next, 2) + 1);
+    return static_cast<int>(std::ranges::partition_point(counts, std::not_fn(takes_longer)) - counts.begin());
+}
+
+// Returns the share where nobody knows how long steps take: as large as the request has had of the blocks that it has
+// computed and storage has read so far. It is a block at least.
+int StepBuilder::share_of_missing(const Request& r, int next, int here) const {
     const int64_t computed = r.was_admitted ? next - r.num_cached / cache_.block_size() : 0;
     const int64_t both = computed + r.back_end - here + 2;
     const int64_t share = ((here - next) * (computed + 1) + both - 1) / both;
     return std::min(ceil_div(here - next, 2), static_cast<int>(share));
+}
+
+// The seconds that blocks `begin` to `end` of a prompt are expected to take beside those that run.
+std::optional<double> StepBuilder::compute_s(int begin, int end) const {
+    return policy_.prefill_s(begin * cache_.block_size(), end * cache_.block_size(), roster_.running());
 }
 
 void StepBuilder::meet(Request& r) {

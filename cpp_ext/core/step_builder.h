@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -95,7 +96,9 @@ class StepBuilder {
     int least_chunk(int num_tokens) const { return policy_.splits_prompts() ? 1 : num_tokens; }
     void add(Request& request, int num_tokens);
     int longest_chunk(Request& request);
-    int blocks_to_meet(const Request& request, int next, int here) const;
+    int blocks_to_meet(Request& request, int next, int here) const;
+    int share_of_missing(const Request& request, int next, int here) const;
+    std::optional<double> compute_s(int begin, int end) const;
     void meet(Request& request);
     int table_end(const Request& request, int num_tokens) const;
     int blocks_behind_front(const Request& request, int num_tokens) const;

@@ -333,12 +333,12 @@ class Loads:
         """Return whether nothing is missing from block `first` on of a prefix of `length` blocks."""
         cells = is_resident.reshape(-1, len(self._groups))
         return all(
-            cells[length - _num_needed(group, first, length) : length, g].all() for g, group in enumerate(self._groups)
+            cells[length - num_needed(group, first, length) : length, g].all() for g, group in enumerate(self._groups)
         )
 
     def _load_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs."""
-        return sum(_num_needed(group, begin, end) * group.block_bytes for group in self._groups)
+        return sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
 
     def _bytes_at(self, offset_bytes: int, group: int) -> memoryview:
         return self._pool[offset_bytes : offset_bytes + self._groups[group].block_bytes].data
@@ -388,7 +388,7 @@ def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArr
     return groups, np.array([target.block for target in targets], np.int32)
 
 
-def _num_needed(group: KVGroup, begin: int, end: int) -> int:
+def num_needed(group: KVGroup, begin: int, end: int) -> int:
     """Return how many blocks from `begin` on a prefix of `end` blocks needs: with a window, those of the tail."""
     return min(end - begin, group.tail_blocks) if group.kind == "window" else end - begin
 

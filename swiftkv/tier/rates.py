@@ -10,11 +10,9 @@ from swiftkv.arithmetic import ceil_div
 
 _DECAY = 0.8  # the weight of earlier measurements with each new one
 _TRIAL_INTERVAL_S = 30.0
-_LATENESS = 1.1
-"""The factor on a load's expected time: a load that takes no longer holds up no request that computes meanwhile."""
-_WORTH = 0.85
+_WORTH = 0.8
 """Loading and computing at once must be expected to take at most this part of the time of the faster of the two."""
-_DIVISION_COST = 0.05
+_DIVISION_COST = 0.07
 """The most extra time, as a part, that a front may take because it is computed in two parts."""
 
 
@@ -103,7 +101,7 @@ class LoadPlanner:
             return None
 
         def is_loaded_meanwhile(num_computed: int) -> bool:
-            return (compute_s(num_computed) or 0.0) >= _LATENESS * (load_s(num_computed) or 0.0)
+            return (compute_s(num_computed) or 0.0) >= (load_s(num_computed) or 0.0)
 
         num_computed = bisect_left(range(num_blocks), True, key=is_loaded_meanwhile)
         both_s = compute_s(num_computed) or 0.0

@@ -88,7 +88,7 @@ class StorageEngine(Engine):
 
     def schedule(self) -> _core.StepPlan | None:
         before = {request_id: self._is_here(request_id) for request_id in self.backs}
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now_s)
         if plan is not None:
             rows = rows_of(plan)
             self._note_meetings(plan)

@@ -556,6 +556,60 @@ def test_a_front_leaves_more_to_storage_that_was_faster() -> None:
     e.drain()
 
 
+def timed_meeting(setup: Setup, num_read: int, step_s: float, front_s: float) -> tuple[StorageEngine, Transfer]:
+    """Return an engine that has computed blocks 0 and 1 of a prompt of 20 while storage read some of the others.
+
+    A step is expected to take a second for each token and `step_s`; the first one took `front_s`.
+    """
+    e = stored(prompt(81), setup)
+    e.scheduler.remember_step_time([1.0, 0, 0, 0, 0, step_s])
+    transfer = e.meet(2, 2)
+    assert transfer is not None
+    e.unsure.add(2)  # its next part is not the share that the engine checks
+    assert chunk(e) == (0, 2 * BLOCK)
+    e.now_s = front_s
+    e.read(transfer, num_read)
+    return e, transfer
+
+
+@pytest.mark.parametrize("front_s", [8.0, 16.0], ids=["as expected", "slower"])
+def test_a_front_computes_what_takes_no_longer_than_reading_the_rest(front_s: float) -> None:
+    """A block takes four seconds, or eight, in which storage reads four: two of ten, while it reads eight."""
+    e, transfer = timed_meeting(LARGE, 8, step_s=0.001, front_s=front_s)
+    assert chunk(e) == (8, 8 + 2 * BLOCK)
+    e.read(transfer, 8)
+    assert chunk(e) == (80, 81)
+    e.give_up(transfer)
+    e.drain()
+
+
+def test_a_front_knows_that_tails_of_windows_take_longer_to_read() -> None:
+    """Storage has read 16 of 30 bytes but only 4 of 18 blocks: it reads 13 more while one of 14 is computed."""
+    e, transfer = timed_meeting(Setup(((1, 48, 0), (6, 48, 8)), BLOCK, 4, 128, 96), 6, step_s=0.001, front_s=8.0)
+    assert [block[:2] for block in transfer.blocks[:2]] == [(15, 0), (14, 0)]
+    assert chunk(e) == (8, 8 + BLOCK)
+    e.drain()
+
+
+def test_a_front_waits_for_what_is_read_sooner_than_it_could_be_computed() -> None:
+    """Two blocks are missing, which storage reads in a second and a half; one of them takes eight to compute."""
+    e, transfer = timed_meeting(LARGE, 16, step_s=4.0, front_s=12.0)
+    assert e.schedule() is None
+    e.now_s += 1.5
+    e.read(transfer, 2)
+    assert chunk(e) == (80, 81)
+    assert e.num_met == 1
+    e.drain()
+
+
+def test_a_front_does_not_wait_for_storage_that_stalls() -> None:
+    e, _ = timed_meeting(LARGE, 16, step_s=4.0, front_s=12.0)
+    assert e.schedule() is None
+    e.now_s = 200.0
+    assert chunk(e) == (8, 8 + BLOCK)
+    e.drain()
+
+
 def test_who_computes_its_front_takes_no_more_blocks_than_it_needs() -> None:
     """The pool has room for the prompt once, not for its back twice."""
     e, transfer = meeting(prompt(33), 4, Setup(((1, 10, 0),), BLOCK, 4, 64, 39))

@@ -50,7 +50,7 @@ class GatedMedium(MemoryMedium):
 class Meeting:
     """A request that computes the front of its prompt, and a storage that is about to read the back.
 
-    Computing a block takes as long as loading one. So six blocks of ten are to be computed, and half of these,
+    Computing a block takes as long as loading one. So five blocks of ten are to be computed, and half of these,
     `FIRST_OF_BACK`, are not loaded at all.
     """
 

@@ -59,7 +59,7 @@ def blocks_of(num_bytes: int) -> Callable[[int], int]:
     return lambda num_computed: (100 - num_computed) * num_bytes
 
 
-@pytest.mark.parametrize("factor", [0.4, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("factor", [0.4, 0.5, 1.0, 2.0, 3.0])
 def test_both_ends_are_divided_so_that_they_take_equally_long(factor: float) -> None:
     """Computing a block takes a second, and loading one `factor` of it."""
     planner = LoadPlanner()
@@ -67,8 +67,8 @@ def test_both_ends_are_divided_so_that_they_take_equally_long(factor: float) -> 
     num_computed = planner.num_to_compute(100, blocks_of(MIB), 0, float)
     assert num_computed is not None
     load_s = factor * (100 - num_computed)
-    assert load_s <= num_computed <= 1.2 * load_s + 1
-    assert num_computed <= 0.85 * 100 * min(1, factor)
+    assert load_s <= num_computed <= load_s + 1 + factor
+    assert num_computed <= 0.8 * 100 * min(1, factor)
 
 
 def test_one_of_both_alone_is_chosen_where_both_together_gain_little() -> None:
@@ -116,4 +116,4 @@ def test_bytes_that_are_loaded_in_any_case_are_time_to_compute() -> None:
     def num_computed(tail: int) -> int | None:
         return planner.num_to_compute(100, lambda count: (100 - count + tail) * MIB, 0, float)
 
-    assert [num_computed(tail) for tail in (0, 20, 100)] == [53, 63, None]
+    assert [num_computed(tail) for tail in (0, 20, 100)] == [50, 60, None]

@@ -253,7 +253,25 @@ MUTANTS = [
         " and both_s <= _WORTH * min(load_all_s, compute_all_s)",
         "",
     ),
-    one("a back is late", RATES, "_LATENESS * (load_s(num_computed) or 0.0)", "0.5 * (load_s(num_computed) or 0.0)"),
+    one("a back is late", RATES, ">= (load_s(num_computed) or 0.0)", ">= 0.5 * (load_s(num_computed) or 0.0)"),
+    one(
+        "a front never waits",
+        BUILDER,
+        "return static_cast<int>(std::ranges::partition_point(",
+        "return 1 + static_cast<int>(std::ranges::partition_point(",
+    ),
+    one(
+        "a front waits for storage that stalls",
+        BUILDER,
+        "if (r.front_slowness == 0) r.front_slowness = ",
+        "r.front_slowness = ",
+    ),
+    one(
+        "a front takes the tail of a window for any other block",
+        CACHE_STORAGE,
+        "num_bytes += int64_t{num_blocks} * group.num_layers * group.layer_block_bytes;",
+        "num_bytes += num_blocks;",
+    ),
     one(
         "a back is read from its first block on",
         LOADS,
