@@ -1,12 +1,15 @@
 """Turn 2 of a conversation from storage of five speeds: loading it, computing it, and what the planner chose:
 
     python benchmarks/tier_speeds.py --history 1024 --rounds 3 --out benchmarks/out/tier_speeds.json
+    swiftkv checkpoint make --arch gemma3_text --size small HYBRID
+    python benchmarks/tier_speeds.py --checkpoint HYBRID --history 2048
 
 One node. Conversations are computed and stored at full speed; then storage that moves so many bytes a second (`fault`
 with `bandwidth`) is attached while the node runs, and the engine is killed, so that its pool is empty. It computes
 fresh prompts first, by which it learns how long its steps take. Then a conversation is continued: nothing is known yet
-of how fast storage reads, so it is loaded. Another one is continued as the planner decides. A fresh prompt of the same
-length is computed. The speeds are multiples of the one at which computing and loading take equally long.
+of how fast storage reads, so it is loaded. --turns others are continued as the planner decides; after each of them a
+fresh prompt of the same length is computed. The speeds are multiples of the one at which computing and loading take
+equally long; of a model with windows only their tails are loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ from lending_node import (
 from tiers import NAME, engine_view, metric, restart_engine, ttft_s, wait_until
 
 from swiftkv.admin_key import find_admin_key
+from swiftkv.tier.loads import num_needed
 
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _WARMUP_PROMPTS = 6
@@ -48,7 +53,8 @@ class Speed:
     loading_s: list[float] = field(default_factory=list)
     computing_s: list[float] = field(default_factory=list)
     chosen_s: list[float] = field(default_factory=list)
-    loaded: list[bool] = field(default_factory=list)  # whether the planner chose to load
+    loaded: list[float] = field(default_factory=list)  # the part of each prompt that came from storage by choice
+    ratios: list[float] = field(default_factory=list)  # of `chosen_s` to the faster way alone
 
 
 def change_storage(node: Node, storage: dict[str, Any] | None) -> None:
@@ -69,32 +75,43 @@ def stored_conversation(node: Node, tokens: Tokens, length: int) -> list[int]:
     return [*history, *answer.token_ids, *tokens.fresh(24)]
 
 
-def measure(node: Node, tokens: Tokens, speed: Speed, file: dict[str, Any], length: int) -> None:
+def measure(node: Node, tokens: Tokens, speed: Speed, file: dict[str, Any], args: Namespace) -> None:
     change_storage(node, file)
-    turns = [stored_conversation(node, tokens, length) for _ in range(2)]
+    first, *others = [stored_conversation(node, tokens, args.history) for _ in range(1 + args.turns)]
     narrow = {"backend": "fault", "inner": file, "bandwidth": speed.bytes_per_s, "prefetch_timeout_base": "60s"}
     change_storage(node, narrow)
     restart_engine(node)
     for _ in range(_WARMUP_PROMPTS):
-        ttft_s(node, tokens.fresh(min(length, 512)))
-    speed.loading_s.append(ttft_s(node, turns[0], 1))
-    wait_until("its report", lambda: metric(node, "swiftkv:tier_loads_total") == 1)
-    speed.chosen_s.append(ttft_s(node, turns[1], 1))
-    declined = "swiftkv:tier_loads_declined_total"
-    wait_until("its report", lambda: metric(node, "swiftkv:tier_loads_total") + metric(node, declined) == 2)
-    speed.loaded.append(metric(node, declined) == 0)
-    speed.computing_s.append(ttft_s(node, tokens.fresh(len(turns[1])), 1))
+        ttft_s(node, tokens.fresh(min(args.history, 512)))
+    loading_s = ttft_s(node, first, 1)
+    speed.loading_s.append(loading_s)
+    for number, turn in enumerate(others, 1):
+        wait_until("the reports of those before", lambda: num_decided(node) >= number)  # noqa: B023
+        answer = asyncio.run(ask(node.target(NAME), turn, 1))
+        computing_s = ttft_s(node, tokens.fresh(len(turn)), 1)
+        speed.chosen_s.append(answer.ttft_s)
+        speed.computing_s.append(computing_s)
+        speed.loaded.append(answer.num_cached_tokens / args.history)
+        speed.ratios.append(answer.ttft_s / min(loading_s, computing_s))
+
+
+def num_decided(node: Node) -> float:
+    """Return for how many prompts it was decided whether to load them."""
+    return metric(node, "swiftkv:tier_loads_total") + metric(node, "swiftkv:tier_loads_declined_total")
 
 
 def crossing(node: Node, tokens: Tokens, length: int) -> float:
     """Return the bytes per second at which loading would take as long as computing."""
     times_s = [ttft_s(node, tokens.fresh(length), 1) for _ in range(3)]
-    return length * node.plan(NAME).bytes_per_token / statistics.median(times_s)
+    groups = node.plan(NAME).groups
+    num_bytes = sum(num_needed(group, 0, length // group.block_size) * group.block_bytes for group in groups)
+    return num_bytes / statistics.median(times_s)
 
 
 def main() -> None:
     options = parser(__doc__, rounds=3, default_model=SMALL_MODEL)
     options.add_argument("--history", type=int, default=1024, help="tokens of turn 1")
+    options.add_argument("--turns", type=int, default=1, help="that the planner decides on, at each speed in a round")
     options.add_argument("--memory", default="1GiB", help="of the pool")
     options.add_argument(
         "--multiples", type=float, nargs="+", default=MULTIPLES, help="of the speed that makes no odds"
@@ -114,7 +131,7 @@ def main() -> None:
             speeds = [Speed(round(multiple * equal)) for multiple in args.multiples]
             for number in range(args.rounds):
                 for speed in speeds:
-                    measure(node, tokens, speed, file, args.history)
+                    measure(node, tokens, speed, file, args)
                     say(f"round {number + 1}: {speed}")
     report(speeds)
     write_report(args, speeds=[vars(speed) for speed in speeds])
@@ -123,16 +140,13 @@ def main() -> None:
 def report(speeds: list[Speed]) -> None:
     rows = []
     for speed in speeds:
-        loading_s, computing_s = statistics.median(speed.loading_s), statistics.median(speed.computing_s)
-        chosen_s = statistics.median(speed.chosen_s)
-        ratio = statistics.median(
-            chosen / min(loaded, computed)
-            for chosen, loaded, computed in zip(speed.chosen_s, speed.loading_s, speed.computing_s, strict=True)
-        )
-        times = (f"{1000 * time_s:.0f}" for time_s in (loading_s, computing_s, chosen_s))
-        loads = f"{sum(speed.loaded)} of {len(speed.loaded)}"
-        rows.append([f"{speed.bytes_per_s / 1e6:.1f}", *times, loads, f"{ratio:.2f}"])
-    say(table(["MB/s", "loading, ms", "computing, ms", "chosen, ms", "loaded", "of the better"], rows))
+        times_s = map(statistics.median, (speed.loading_s, speed.computing_s, speed.chosen_s))
+        loaded = ", ".join(f"{part:.2f}" for part in speed.loaded)
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in speed.ratios)
+        ratio = f"{statistics.median(speed.ratios):.2f}"
+        rows.append([f"{speed.bytes_per_s / 1e6:.1f}", *(f"{1000 * s:.0f}" for s in times_s), loaded, ratio, ratios])
+    heads = ["MB/s", "loading, ms", "computing, ms", "chosen, ms", "loaded", "of the better", "each"]
+    say(table(heads, rows))
 
 
 if __name__ == "__main__":
