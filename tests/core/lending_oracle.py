@@ -11,10 +11,12 @@ It is one file, for it is one model: who checks a rule of it should find all rul
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -63,16 +65,21 @@ class LendingSetup:
         return link.blocks_per_extent * self.block_bytes(link.group) + link.waste_bytes
 
     def base_bytes(self, group: int) -> int:
+        return self._bases_bytes[group]
+
+    @cached_property
+    def _bases_bytes(self) -> list[int]:
         if self.blocks_per_extent:
-            return LOCAL_BASE_BYTES
-        return LOCAL_BASE_BYTES + sum(self.groups[g][1] * self.block_bytes(g) for g in range(group))
+            return [LOCAL_BASE_BYTES] * len(self.groups)
+        sizes = (num_blocks * self.block_bytes(group) for group, (_, num_blocks, _) in enumerate(self.groups))
+        return list(itertools.accumulate(sizes, initial=LOCAL_BASE_BYTES))
 
     @property
     def num_extents(self) -> int:
         """The extents that groups share."""
         return self.groups[0][1] // self.blocks_per_extent[0]
 
-    @property
+    @cached_property
     def extents_for_windows(self) -> int:
         """The extents that the windows of one sequence need, in which nothing is staged."""
         whole, total = -(-self.max_model_len // self.block_size), 0
@@ -121,6 +128,20 @@ class Planned:
     number: int
     drafts: dict[int, list[int]]  # by request id, of the rows that sample
     void: set[int] = field(default_factory=set)  # requests that were dropped since
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a step in one KV group."""
+
+    request_id: int
+    begin: int  # of its new positions
+    end: int
+    prefix: list[int] | None  # a number for each position; None: computed in vain, and written all the same
+    tables: list[list[int]]  # for each buffer of the layer stream
+
+    def entries(self, layer: int) -> list[int]:
+        return self.tables[layer % len(self.tables)]
 
 
 @dataclass
@@ -428,6 +449,7 @@ class LendingEngine:
         ahead = num_buffers - 1
         if plan.num_stream_buffers:
             self._spoil_staged(plan, group)
+        rows = self._rows(step, group)
         loaded = 0
         for layer in range(num_layers):
             while loaded < min(num_layers, layer + 1 + ahead):
@@ -436,10 +458,10 @@ class LendingEngine:
                 self._load(plan, group, loaded)
                 loaded += 1
                 yield
-            self._write(step, group, layer)
+            self._write(rows, group, layer)
             yield
             if is_checked:
-                self._read(step, group, layer)
+                self._read(rows, group, layer)
             yield
             self._store(plan, group, layer)
             yield
@@ -500,54 +522,60 @@ class LendingEngine:
             self.local[local] = list(self.peers[link].get(peer, []))
             self.streamed_blocks += 1
 
-    def _rows(self, plan: _core.StepPlan, group: int, layer: int) -> Iterator[tuple[int, int, int, list[int]]]:
-        """(request, first new position, end, table) of every row."""
-        table = plan.stream_tables[self._buffer(plan, layer)][group]
-        starts = plan.table_starts[group]
+    def _rows(self, step: Planned, group: int) -> list[Row]:
+        plan = step.plan
+        starts, context_lens = plan.query_starts.tolist(), plan.context_lens.tolist()
+        buffers = plan.stream_tables[: max(1, plan.num_stream_buffers)]
+        tables, table_starts = [tables[group].tolist() for tables in buffers], plan.table_starts[group].tolist()
+        rows = []
         for s, request_id in enumerate(plan.request_ids.tolist()):
-            end = int(plan.context_lens[s])
-            begin = end - int(plan.query_starts[s + 1] - plan.query_starts[s])
-            yield request_id, begin, end, table[starts[s] : starts[s + 1]].tolist()
+            end, counts = context_lens[s], self._counts(step, request_id)
+            prefix = self.prefixes.of(b"", self._tokens(step, request_id)[:end]) if counts else None
+            begin = end - (starts[s + 1] - starts[s])
+            row_tables = [table[table_starts[s] : table_starts[s + 1]] for table in tables]
+            rows.append(Row(request_id, begin, end, prefix, row_tables))
+        return rows
 
-    def _address(self, group: int, entry: int, layer: int) -> int:
-        assert entry != _core.NO_BLOCK
+    def _addresses(self, group: int, entries: list[int], layer: int) -> list[int]:
+        """Return where the layer blocks of entries of a block table lie."""
+        assert _core.NO_BLOCK not in entries
         num_layers, num_blocks, _ = self.setup.groups[group]
-        index = ~entry if entry < 0 else entry + layer
-        assert 0 <= index < num_layers * num_blocks
-        offset = index * WIDTH_BYTES
+        indices = [~entry if entry < 0 else entry + layer for entry in entries]
+        assert all(0 <= index < num_layers * num_blocks for index in indices)
         for link, (lent_group, _, blocks_per_extent) in enumerate(self.setup.lend):
             if lent_group == group or self.setup.blocks_per_extent:
-                extent = offset // self.setup.block_bytes(lent_group) // blocks_per_extent
-                assert extent not in self.lent[link], "a lent block is in use"
-        return self.setup.base_bytes(group) + offset
+                in_extent = self.setup.groups[lent_group][0] * blocks_per_extent
+                assert self.lent[link].isdisjoint(index // in_extent for index in indices), "a lent block is in use"
+        base_bytes = self.setup.base_bytes(group)
+        return [base_bytes + index * WIDTH_BYTES for index in indices]
 
-    def _write(self, step: Planned, group: int, layer: int) -> None:
+    def _write(self, rows: list[Row], group: int, layer: int) -> None:
         size = self.setup.block_size
         written = set()
-        for request_id, begin, end, table in self._rows(step.plan, group, layer):
-            if self._counts(step, request_id):
-                prefix = self.prefixes.of(b"", self._tokens(step, request_id)[:end])
-            else:
-                prefix = [-1] * end  # computed in vain, and written all the same
-            for position in range(begin, end):
-                address = self._address(group, table[position // size], layer)
+        for row in rows:
+            first_block = row.begin // size
+            addresses = self._addresses(group, row.entries(layer)[first_block : -(-row.end // size)], layer)
+            for position in range(row.begin, row.end):
+                address = addresses[position // size - first_block]
                 assert (address, position % size) not in written, "two requests write to one place"
                 written.add((address, position % size))
                 marks = self.local.setdefault(address, [])
                 marks.extend([None] * (size - len(marks)))
-                marks[position % size] = (prefix[position], group, layer)
+                number = -1 if row.prefix is None else row.prefix[position]
+                marks[position % size] = (number, group, layer)
 
-    def _read(self, step: Planned, group: int, layer: int) -> None:
+    def _read(self, rows: list[Row], group: int, layer: int) -> None:
         size, window = self.setup.block_size, self.setup.groups[group][2]
-        for request_id, begin, end, table in self._rows(step.plan, group, layer):
-            if not self._counts(step, request_id):
+        for row in rows:
+            if row.prefix is None:
                 continue
-            prefix = self.prefixes.of(b"", self._tokens(step, request_id)[:end])
-            first = max(0, begin - window + 1) if window else 0
-            for position in range(first, end):
-                marks = self.local.get(self._address(group, table[position // size], layer), [])
-                if len(marks) != size or marks[position % size] != (prefix[position], group, layer):
-                    self.misread[request_id] = f"layer {layer}: not the bytes of position {position}"
+            first = max(0, row.begin - window + 1) if window else 0
+            first_block = first // size
+            addresses = self._addresses(group, row.entries(layer)[first_block : -(-row.end // size)], layer)
+            for position in range(first, row.end):
+                marks = self.local.get(addresses[position // size - first_block], [])
+                if len(marks) != size or marks[position % size] != (row.prefix[position], group, layer):
+                    self.misread[row.request_id] = f"layer {layer}: not the bytes of position {position}"
 
     def reset_prefix_cache(self) -> None:
         self._note("reset")

@@ -345,7 +345,7 @@ Pools = Literal["regions", "shared"]
 
 
 @functools.cache
-def run_seeds(first: int, pools: Pools = "regions") -> Visits:
+def run_seeds(first: int, pools: Pools) -> Visits:
     visits, streamed, moved = Visits(), 0, 0
     for seed in range(first, first + SEEDS_PER_TEST):
         run = Run(seed) if pools == "regions" else SharedRun(seed)
@@ -364,7 +364,7 @@ def run_seeds(first: int, pools: Pools = "regions") -> Visits:
 
 @pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_seeds(first: int) -> None:
-    run_seeds(first)
+    run_seeds(first, "regions")
 
 
 @pytest.mark.parametrize("first", FIRST_SEEDS_OF_SHARED)
