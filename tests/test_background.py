@@ -17,6 +17,8 @@ from swiftkv.background import FOREGROUND, Background
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="of Linux")
 
 DEADLINE_S = 60.0
+LOWEST_PRIORITY = 19  # as niceness
+AUTOGROUP = Path("/proc/self/autogroup")
 
 # Prints the niceness of its session before it gives way, while it does, and afterwards.
 SESSION = """
@@ -62,7 +64,8 @@ def can_raise() -> bool:
 def test_the_work_has_a_low_priority_and_its_caller_keeps_its_own() -> None:
     before = niceness()
     background = Background(DEADLINE_S)
-    assert background.run(niceness) > before
+    lower = background.run(niceness)
+    assert lower > before or before == LOWEST_PRIORITY
     assert niceness() == before
     background.end()
     assert background.run(niceness) == before
@@ -90,7 +93,7 @@ def test_work_that_outlasts_the_patience_goes_on_with_the_priority_of_its_caller
     assert Background(0.05).run(until_raised) == before
 
 
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions are not weighed here")
+@pytest.mark.skipif(not os.access(AUTOGROUP, os.W_OK), reason="sessions are not weighed here, or not by us")
 @pytest.mark.parametrize("leads_session", [True, False])
 def test_a_session_of_its_own_gives_way_meanwhile(leads_session: bool) -> None:
     done = subprocess.run(

@@ -55,14 +55,14 @@ def test_sigterm_ends_it_in_the_middle_of_its_work(engine: EngineProcess) -> Non
     assert engine.process.wait(TIMEOUT_S) == 0
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="of Linux")
 def priorities(pid: int) -> Iterator[int]:
-    """The niceness of a process' threads that go on."""
+    """Yield the niceness of each thread of a process that still runs."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             yield os.getpriority(os.PRIO_PROCESS, int(thread.name))
 
 
+@pytest.mark.skipif(platform.system() != "Linux", reason="of Linux")
 def test_no_thread_of_an_engine_that_gave_way_goes_on_doing_so(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,9 @@ from tests.support.node_process import (
     wait_for,
 )
 
+MOST_EXPENDABLE = 1000
+"""The highest score that there is: some containers begin with it."""
+
 WATCHDOG_S = 8.0
 """An engine is seen to be stopped for about so long before it is ended."""
 
@@ -160,11 +163,13 @@ def test_an_engine_that_says_what_makes_no_sense_is_ended_and_started_again(node
     assert metric(node, "swiftkv:engine_restarts_total", model_name="other", reason="bad_message") == 1
 
 
+@pytest.mark.skipif(not os.access("/proc/self/oom_score_adj", os.W_OK), reason="scores stay as they are here")
 def test_the_kernel_prefers_engines_when_memory_runs_out(node: NodeProcess) -> None:
     def score(pid: int) -> int:
         return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
-    assert score(node.engines()["steady"].pid) > score(node.process.pid)
+    of_node = score(node.process.pid)
+    assert score(node.engines()["steady"].pid) > of_node or of_node == MOST_EXPENDABLE
 
 
 def test_a_stopped_engine_does_not_outlive_a_killed_node(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
