@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +25,19 @@ class Nothing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Nothing())
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "tests/gpu"]))
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "tests/gpu"]))
 """
 
 
 def test_gpu_tests_are_collected_without_extension_and_server() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", COLLECT],
+        cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "tests/gpu/test_gpu_attention.py" in run.stdout

@@ -386,10 +386,17 @@ def test_shapes_that_are_not_supported(spec: AttentionSpec, message: str) -> Non
         Node(spec, Rope(cos_sin_table(16)), torch.float32).run([make_sequence(spec, 4, 0, torch.float32)])
 
 
+PYTEST = ("-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # other plugins are imported for seconds
+
+
 def in_subprocess(isa: str, *arguments: str) -> None:
-    environment = os.environ | {"SWIFTKV_CPU_ISA": isa}
+    environment = os.environ | {"SWIFTKV_CPU_ISA": isa, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+# Where the tests above ran on tiles, a model of them shows the same once more, and the test below compares the two.
+MODEL_OF_TILES = (pytest.mark.slow,) if _cpu.isa() == "amx" else ()
 
 
 @pytest.mark.parametrize(
@@ -398,7 +405,7 @@ def in_subprocess(isa: str, *arguments: str) -> None:
         ("avx2", "mixed or depend or writes"),
         ("avx512", "mixed or depend or writes"),
         ("avx512_bf16", "beyond or bfloat16 and (mixed or depend)"),
-        ("amx_emulated", "beyond or bfloat16 and (mixed or depend) or nan"),
+        pytest.param("amx_emulated", "beyond or bfloat16 and (mixed or depend) or nan", marks=MODEL_OF_TILES),
     ],
 )
 def test_other_instruction_sets(isa: str, tests: str) -> None:
@@ -407,7 +414,7 @@ def test_other_instruction_sets(isa: str, tests: str) -> None:
         pytest.skip("this run is of one instruction set")
     if isa == _cpu.isa():
         pytest.skip("the tests above ran on it")
-    in_subprocess(isa, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", tests)
+    in_subprocess(isa, *PYTEST, __file__, "-k", tests)
 
 
 def save_outputs(path: str) -> None:
