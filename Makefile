@@ -45,8 +45,12 @@ check: setup
 	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
+# Their tests only compute, so that two processes may share them. All others start servers, for which nobody competes.
+COMPUTING := $(addprefix tests/,cache core kernels models planning)
+
 unit: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
 
 # How long to fuzz; see tests/core/fuzz/run.py.
 FUZZ_SECONDS ?= 900

@@ -5,6 +5,7 @@ An object file is kept under a hash of everything that it is made from, so that 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -64,11 +65,13 @@ class Build:
         for source in self._sources(unit):
             inputs.update(source.name.encode() + source.read_bytes())
         to = OBJECTS / f"{unit.stem}-{inputs.hexdigest()[:24]}.o"
-        if not to.exists():
-            OBJECTS.mkdir(parents=True, exist_ok=True)
-            partial = to.with_suffix(f".{os.getpid()}")  # another process may build the same
-            self._run("-std=c++20", *self.flags, "-c", str(unit), "-o", str(partial))
-            partial.rename(to)
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with to.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may build the same
+            if not to.exists():
+                partial = to.with_suffix(".partial")
+                self._run("-std=c++20", *self.flags, "-c", str(unit), "-o", str(partial))
+                partial.rename(to)
         return to
 
     def _sources(self, unit: Path) -> list[Path]:
