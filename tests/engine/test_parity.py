@@ -1,4 +1,4 @@
-"""An engine process says what transformers says: the same greedy tokens, however the step loop cuts up the work."""
+"""An engine says what transformers says: the same greedy tokens, however the step loop cuts up the work."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from swiftkv.engine.runner import ModelRunner
 from swiftkv.models.registry import read_config
-from tests.engine.engine_process import Answer, EngineProcess
+from tests.engine.engine_process import Answer
+from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import ARCHITECTURES, SHAPE, make_checkpoint
 
 NUM_TOKENS = 128
@@ -51,10 +53,10 @@ MODELS: dict[str, dict[str, object]] = {arch: {"arch": arch} for arch in ARCHITE
 DENSE = ("qwen3", "qwen2", "llama", "mistral")
 SERVINGS = [
     *product(("qwen3", "qwen3 with a window layer"), MODES),
-    *product([name for name in MODELS if name not in ("qwen3", *HYBRIDS)], ["chunked", "preempted ahead"]),
+    *product([name for name in MODELS if name not in ("qwen3", *HYBRIDS)], ["preempted ahead"]),
     *product([WINDOWS_ONLY], ["chunked", "ahead"]),  # never preempted: a few blocks are enough for all of its windows
 ]
-MORE_SERVINGS = [serving for serving in product(DENSE, MODES) if serving not in SERVINGS]
+MORE_SERVINGS = sorted({*product(DENSE, MODES), *product(ARCHITECTURES, ["chunked"])} - {*SERVINGS})
 
 
 def mixed_prompts() -> list[list[int]]:
@@ -90,14 +92,15 @@ def greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens:
     return answers
 
 
-def start_engine(checkpoint: Path, mode: str, dtype: str = "float32") -> EngineProcess:
+def engine_of(checkpoint: Path, mode: str, dtype: str = "float32") -> EngineThread[ModelRunner]:
     options = dict(MODES[mode])
     num_blocks = int(str(options.pop("num_blocks", 16 * ONE_SEQUENCE_BLOCKS)))
     groups = read_config(checkpoint).kv_groups(16, dtype)
     if mode.startswith("preempted") and len(groups) > 1:
         num_blocks = ONE_SEQUENCE_BLOCKS + 2  # windows take few blocks, so a hybrid has more room in the same bytes
-    return EngineProcess(
+    return EngineThread(
         checkpoint,
+        ModelRunner,
         dtype=dtype,
         kv_bytes=num_blocks * sum(group.block_bytes for group in groups),
         max_model_len=16 * ONE_SEQUENCE_BLOCKS,
@@ -117,7 +120,7 @@ class Oracle:
 class Serving:
     oracle: Oracle
     mode: str
-    engine: EngineProcess
+    engine: EngineThread[ModelRunner]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,8 @@ def oracle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracl
 def serving(oracle_of: Callable[[str], Oracle], request: pytest.FixtureRequest) -> Iterator[Serving]:
     name, mode = request.param
     oracle = oracle_of(name)
-    with start_engine(oracle.checkpoint, mode) as engine:
+    engine = engine_of(oracle.checkpoint, mode)
+    with engine.running():
         yield Serving(oracle, mode, engine)
 
 
@@ -183,7 +187,8 @@ def test_bfloat16_is_the_same_to_the_bit_in_every_mode(tmp_path_factory: pytest.
     prompts = mixed_prompts()
     answers: dict[str, list[Answer]] = {}
     for mode in MODES:
-        with start_engine(checkpoint, mode, "bfloat16") as engine:
+        engine = engine_of(checkpoint, mode, "bfloat16")
+        with engine.running():
             answers[mode] = [
                 *engine.generate(prompts[:1], max_tokens=64, logprobs=2),
                 *engine.generate(prompts, max_tokens=64, logprobs=2),
