@@ -2,16 +2,17 @@
 
     python benchmarks/overload.py mooncake_conversation.jsonl
 
-A trace comes at several loads, in parts of what the engine can do. Three runs each: nobody is refused; who has no first
-token in time is given up then; and, as a gateway does, who is forecast to have none in time is refused on arrival, by
-the same code (swiftkv/server/forecast.py). A step takes as long as a law says, and noise; the law is what the engine is
-taken to have learnt. A first token is due within --target-s, or --times-alone as long as it would take alone if that
-is more, and a token within 0.3 s on average. The figures do not depend on the machine. Columns, in parts of all
-requests: refused or given up; served late; in time. Of those that missed in the run without refusals, how many the
-forecast had named (recall), and of those it had named, how many missed (precision); then how many of those refused
-missed in that run. Of all tokens computed, those of requests that were not in time; how busy the engine was in the 10 s
-after each refusal (one that oscillates stands still then); and how many were refused or late, in relation to the run
-that gives up who is late.
+A trace comes at several loads, in parts of what the engine can do. Three runs each: nobody is refused; a request that
+has no first token in time is given up then; and, as a gateway does and by the same code, a request that is forecast to
+have none in time is refused on arrival (swiftkv/server/forecast.py), and one that waits until it is too late to begin
+is refused then (swiftkv/server/last_starts.py). A step takes as long as a law says, and noise; the law is what the
+engine is taken to have learnt. A first token is due within --target-s, or --times-alone as long as it would take alone
+if that is more, and a token within 0.3 s on average. The figures do not depend on the machine. Columns, in parts of all
+requests: refused or given up, and of these, refused while they waited; served late; in time. Of those that missed in
+the run without refusals, how many were named (recall), and of those named, how many missed (precision): by the forecast
+on arrival alone, and by it or later, before they began. Then how many of those refused missed in that run. Of all
+tokens computed, those of requests that were not in time; how busy the engine was in the 10 s after each refusal (one
+that oscillates stands still then); and how many were refused or late, in relation to the run that gives up who is late.
 """
 
 from __future__ import annotations
@@ -174,12 +175,14 @@ def study(setting: Setting, arrivals: Sequence[Arrival]) -> dict[str, dict[str, 
     target_s = np.array([setting.target_ttft_s(arrival) for arrival in arrivals])
     shadow = setting.door(refuses=False)
     unrefused = Verdict(setting.serve(arrivals, shadow), target_s)
-    named = np.array([shadow.forecasts[i].cautious_ttft_s for i in range(len(arrivals))]) > target_s
+    named = np.array([shadow.forecasts[i].hopeful_ttft_s for i in range(len(arrivals))]) > target_s
+    waited = np.isin(np.arange(len(arrivals)), list(shadow.refused_waiting))
     found: dict[str, dict[str, float]] = {}
+    refusing = setting.door(refuses=True)
     runs = {
         "nobody": unrefused,
         "when late": Verdict(setting.serve(arrivals, LateDoor(setting.target_ttft_s)), target_s),
-        "on arrival": Verdict(setting.serve(arrivals, setting.door(refuses=True)), target_s),
+        "forecast": Verdict(setting.serve(arrivals, refusing), target_s),
     }
     for name, run in runs.items():
         is_refused, is_missed = run.is_refused, run.is_missed
@@ -191,10 +194,16 @@ def study(setting: Setting, arrivals: Sequence[Arrival]) -> dict[str, dict[str, 
             "wasted": run.wasted_part,
             "busy_after": run.busy_after_part,
         }
-    found["nobody"] |= {"precision": parts(unrefused.is_late, named), "recall": parts(named, unrefused.is_late)}
-    late, arrival = runs["when late"], runs["on arrival"]
-    failed = (arrival.is_refused | arrival.is_missed).sum()
-    found["on arrival"]["of_late_refusals"] = float(failed / max(1, (late.is_refused | late.is_missed).sum()))
+    found["nobody"] |= {
+        "precision": parts(unrefused.is_late, named),
+        "recall": parts(named, unrefused.is_late),
+        "precision_waiting": parts(unrefused.is_late, named | waited),
+        "recall_waiting": parts(named | waited, unrefused.is_late),
+    }
+    late, forecast = runs["when late"], runs["forecast"]
+    failed = (forecast.is_refused | forecast.is_missed).sum()
+    found["forecast"]["of_late_refusals"] = float(failed / max(1, (late.is_refused | late.is_missed).sum()))
+    found["forecast"]["refused_waiting"] = len(refusing.refused_waiting) / len(arrivals)
     return found
 
 
@@ -208,7 +217,11 @@ def rows_of(load: float, policy: str, runs: dict[str, dict[str, float]]) -> list
     def part(value: float | None) -> str:
         return "" if value is None or np.isnan(value) else f"{value:.1%}"
 
-    keys = ("refused", "missed", "in_time", "precision", "recall", "would_have_missed", "wasted", "busy_after")
+    keys = (
+        *("refused", "refused_waiting", "missed", "in_time"),
+        *("precision", "recall", "precision_waiting", "recall_waiting"),
+        *("would_have_missed", "wasted", "busy_after"),
+    )
     rows = []
     for name, run in runs.items():
         ratio = run.get("of_late_refusals")
@@ -244,8 +257,12 @@ def main() -> None:
             runs = study(setting, at_load(arrivals, load, busy_s))
             results[f"{policy} {load:g}"] = runs
             rows += rows_of(load, policy, runs)
-    heads = ("load", "policy", "refused", "", "late", "in time", "precision", "recall", "rightly", "wasted")
-    say(table((*heads, "busy after", "failed, of when late"), rows))
+    heads = (
+        *("load", "policy", "", "refused", "waiting", "late", "in time"),
+        *("precision", "recall", "or waiting: precision", "recall"),
+        *("rightly", "wasted", "busy after", "failed, of when late"),
+    )
+    say(table(heads, rows))
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -195,7 +195,7 @@ class EngineClient:
                 self._note_idle()
                 raise self.status.refusal(self.name)
             self._in_flight[message.request_id] = InFlight(generation, index, request, arrived_s)
-            self.outlook.sent(message, arrived_s)
+            self.outlook.sent(message, arrived_s, None if index else terms.targets.ttft_s)
         return generation
 
     def _send_now(self, message: ToEngine) -> None:
@@ -373,6 +373,17 @@ class EngineClient:
             self.metrics.observe_engine(step.stats)
             self.outlook.observe(step.stats)
             self.storage.observe(step.stats.tier)
+        self._refuse_late(now_s)
+
+    def _refuse_late(self, now_s: float) -> None:
+        """Refuse the requests that wait for the engine and can meet their targets no more."""
+        for request_id in self.outlook.too_late(now_s):
+            sequence = self._in_flight[request_id]
+            if sequence.generation.admitted:
+                continue  # another of its sequences may have sent a token
+            error = self.outlook.refuse_waiting(request_id, now_s)
+            self._abort([request_id], "abort")
+            sequence.generation.fail(sequence.index, error)
 
     def _on_error(self, error: RequestError) -> None:
         if sequence := self._in_flight.get(error.request_id):

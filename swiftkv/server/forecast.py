@@ -27,6 +27,8 @@ _RECENT_STEPS = 16
 _RECENT_PROMPTS = 512
 _MAX_OVERTAKING_PART = 0.9
 _LEAST_TTFT_S = 1e-6
+_PART_IN_TIME = 0.1
+"""A request is refused unless so many like it would be in time; benchmarks/README.md compares others."""
 _INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "deadline"})
 
 Floats = npt.NDArray[np.float64]
@@ -70,17 +72,26 @@ class Forecast:
 
     Attributes:
         ttft_s: Until its first token, if as many prompts overtake it as of late.
-        cautious_ttft_s: `ttft_s`, times the error that recent forecasts for similar prompts had.
+        hopeful_ttft_s: Until its first token, as 1 in 10 similar prompts had it: `ttft_s` times an error of late.
         alone_ttft_s: `ttft_s` if nothing else waited.
         tpot_s: The least time for each further token: of a step with the answers that go on, and with its own.
         answer_s: How long an answer usually goes on.
     """
 
     ttft_s: float
-    cautious_ttft_s: float
+    hopeful_ttft_s: float
     alone_ttft_s: float
     tpot_s: float
     answer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The tokens that are left of a prompt, the seconds to compute them, and those that the step before may take."""
+
+    num_tokens: int
+    computing_s: float
+    step_s: float
 
 
 @dataclass(slots=True)
@@ -115,6 +126,10 @@ class _Pace:
         """Return how many steps prompts fill, parts of steps included."""
         return np.maximum(left / self.budget, work_s / self.spare_s)
 
+    def computing_s(self, work_s: float, num_steps: float) -> float:
+        """Return how long a prompt takes that nothing interrupts."""
+        return work_s + math.ceil(num_steps - 1e-9) * self.overhead_s
+
 
 class EngineForecast:
     """Follows the sequences of one engine, and forecasts when those that arrive begin. Times are of one clock."""
@@ -125,7 +140,7 @@ class EngineForecast:
         """The tokens that the engine's memory holds, once they are known."""
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
-        self._errors = ForecastErrors()
+        self._errors = ForecastErrors(_PART_IN_TIME)
         self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # sequences without a token; unused rows are zero
@@ -194,6 +209,13 @@ class EngineForecast:
         answer.num_tokens += 1
         self._context += 1
 
+    def miss(self, request_id: int, now_s: float) -> None:
+        """Note that a sequence which waits is given up: its first token would have come too late."""
+        work = self.work_of(request_id)
+        if work is not None and request_id in self._forecasts:
+            num_left, forecast_s, arrived_s = self._forecasts.pop(request_id)
+            self._errors.note(num_left, forecast_s, now_s + work.computing_s - arrived_s)
+
     def end(self, request_id: int, now_s: float) -> None:
         """Forget a sequence, however it ended."""
         self._forecasts.pop(request_id, None)
@@ -207,6 +229,19 @@ class EngineForecast:
             self._leave_queue(request_id)
 
     # ---- prospects ----
+
+    def work_of(self, request_id: int) -> Work | None:
+        """Return the work on a sequence without a token; `None` for others, or while nobody knows how long steps take.
+
+        It is all that was left when the sequence came or was admitted.
+        """
+        row = self._row_of.get(request_id)
+        if row is None or not self._costs:
+            return None
+        pace, left = self._pace(), self._rows[row, [_LEFT]]
+        work_s = pace.work_s(left, self._rows[row, [_PAIRS]])
+        computing_s = pace.computing_s(float(work_s[0]), float(pace.steps(left, work_s)[0]))
+        return Work(int(left[0]), computing_s, pace.step_s)
 
     def of(self, prompt: NewPrompt, now_s: float) -> Forecast | None:
         """Return the prospects of a prompt that arrives now; `None` while nobody knows how long steps take."""
@@ -233,15 +268,15 @@ class EngineForecast:
         steps_behind, behind_s = float(steps @ behind), float(work_s @ behind)
         beside_s = behind_s * min(1.0, (whole - end) / steps_behind) if steps_behind else 0.0
         ahead_s = float(work_s[ahead] @ part[ahead])
-        alone_s = self._rest_of_step_s(now_s) + own_s + math.ceil(own_steps - 1e-9) * pace.overhead_s
+        alone_s = self._rest_of_step_s(now_s) + pace.computing_s(own_s, own_steps)
         queued_s = self._rest_of_step_s(now_s) + ahead_s + own_s + beside_s + whole * pace.overhead_s
         queued_s /= 1 - self._overtaking_part(prompt, pace, queued_s, now_s)
         waits = ahead & (rows[:, _HAS_BEGUN] == 0) & (rows[:, _LENGTH] > 0)
         room_s = self._room_s(prompt, int(share[waits].sum()), float(rows[waits, _LEFT] @ share[waits]))
         tpot_s = self._decodes_s(1, prompt.num_tokens)
         ttft_s = max(queued_s, room_s + alone_s, _LEAST_TTFT_S)
-        cautious_s = ttft_s * self._errors.allowance(prompt.num_left, ttft_s)
-        return Forecast(ttft_s, cautious_s, alone_s, tpot_s, self._answer_tokens * tpot_s)
+        hopeful_s = ttft_s * self._errors.allowance(prompt.num_left, ttft_s)
+        return Forecast(ttft_s, hopeful_s, alone_s, tpot_s, self._answer_tokens * tpot_s)
 
     def _share(self, prompt: NewPrompt, ahead: Bools, service_s: Floats, own_s: float) -> Floats:
         """Return the part of each sequence ahead of a prompt that is computed before it, [rows]; 1 for the others.

@@ -1,4 +1,4 @@
-"""Expects when the requests of one model get their tokens, and refuses those for which that is too late."""
+"""Expects when the requests of one model get their tokens, and refuses those that would get them too late."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from swiftkv.engine.messages import AddRequest, EngineStats, Ready
 from swiftkv.server.errors import ApiError
 from swiftkv.server.forecast import EngineForecast, Forecast, ForecastLimits, NewPrompt
+from swiftkv.server.last_starts import LastStarts
 from swiftkv.server.metrics import ModelMetrics
 from swiftkv.server.queued_prompts import MAX_RETRY_S, QueuedPrompts
 from swiftkv.server.sent_prefixes import SentPrefixes
@@ -27,10 +28,11 @@ class _Waiting:
     num_tokens: int
     arrived_s: float
     forecast_s: float | None
+    target_ttft_s: float | None
 
 
 class Outlook:
-    """Follows what an engine is sent and answers, so that its client can refuse on arrival what would come too late.
+    """Follows what an engine is sent and answers, so that its client can refuse what would come too late.
 
     Times are of `time.perf_counter`, in seconds.
     """
@@ -46,6 +48,7 @@ class Outlook:
     ) -> None:
         self.queued = QueuedPrompts(max_queued_tokens)
         self.forecast = EngineForecast(limits)
+        self._starts = LastStarts(self.forecast)
         self._model = model
         self._metrics = metrics
         self._caches_prefixes = caches_prefixes
@@ -77,19 +80,22 @@ class Outlook:
 
     # ---- sequences ----
 
-    def sent(self, message: AddRequest, now_s: float) -> None:
-        """Note that the engine was sent a sequence."""
+    def sent(self, message: AddRequest, now_s: float, target_ttft_s: float | None = None) -> None:
+        """Note that the engine was sent a sequence, which is to be refused if it cannot meet its target any more."""
         pieces = self._pieces(message)
         request_id, num_tokens = message.request_id, len(message.prompt) // 4
         last_id, last_s = self._last_forecast or (None, None)
         forecast_s = last_s if last_id == request_id else None
         self.forecast.add(request_id, self._prompt(message, pieces), now_s, forecast_s)
+        if target_ttft_s is not None and not self._has_storage:  # a prompt that is loaded waits for less
+            self._starts.add(request_id, now_s + target_ttft_s)
         self._sent.add(pieces)
         self.queued.num_tokens += num_tokens
-        self._waiting[request_id] = _Waiting(num_tokens, now_s, forecast_s)
+        self._waiting[request_id] = _Waiting(num_tokens, now_s, forecast_s, target_ttft_s)
 
     def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
         self.forecast.admitted(request_id, num_cached, now_s)
+        self._starts.admitted(request_id, now_s)
 
     def token(self, request_id: int, now_s: float) -> None:
         """Note that a sequence has got a token."""
@@ -97,6 +103,7 @@ class Outlook:
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return
+        self._starts.token(request_id, now_s)
         self.queued.num_tokens -= waiting.num_tokens
         if waiting.forecast_s is not None:
             self._metrics.observe_forecast(waiting.forecast_s, now_s - waiting.arrived_s)
@@ -104,6 +111,7 @@ class Outlook:
     def ended(self, request_id: int, now_s: float) -> None:
         """Note that a sequence is over, however it ended."""
         self.forecast.end(request_id, now_s)
+        self._starts.end(request_id)
         if waiting := self._waiting.pop(request_id, None):
             self.queued.num_tokens -= waiting.num_tokens
 
@@ -122,7 +130,7 @@ class Outlook:
         standing = (priority, targets.ttft_s, sender.flow, sender.weight)
         forecast = self.forecast.of(NewPrompt(least_tokens, num_cached, *standing), time.perf_counter())
         if forecast is not None:
-            self._check(forecast, forecast.ttft_s, targets, "at least")
+            self._check(forecast, min(forecast.ttft_s, forecast.hopeful_ttft_s), targets, "at least")
 
     def check(self, message: AddRequest, targets: Targets) -> None:
         """Refuse a sequence that cannot meet its targets.
@@ -137,8 +145,22 @@ class Outlook:
                 return
         forecast = self.forecast.of(self._prompt(message, self._pieces(message)), time.perf_counter())
         if forecast is not None:
-            self._check(forecast, forecast.cautious_ttft_s, targets, "about")
+            self._check(forecast, forecast.hopeful_ttft_s, targets, "about")
             self._last_forecast = message.request_id, forecast.ttft_s
+
+    def too_late(self, now_s: float) -> list[int]:
+        """Return the sequences that have not begun and can meet their targets no more, each of them once."""
+        return self._starts.passed(now_s)
+
+    def refuse_waiting(self, request_id: int, now_s: float) -> ApiError:
+        """Return the refusal of a sequence that is `too_late`."""
+        waiting, work = self._waiting[request_id], self.forecast.work_of(request_id)
+        assert waiting.target_ttft_s is not None
+        assert work is not None, "whoever is too late has a forecast"
+        self.forecast.miss(request_id, now_s)
+        least_s = max(now_s + work.computing_s - waiting.arrived_s, waiting.target_ttft_s)
+        takes = f"about {least_s:.3g} s to the first token"
+        return self._too_late("target_ttft", takes, waiting.target_ttft_s, self.queued.retry_after_s())
 
     def check_queue(self) -> None:
         """Raise `ApiError` 429 if too many prompt tokens wait."""

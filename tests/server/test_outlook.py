@@ -16,13 +16,14 @@ from echo_gateway import TEXT, Gateway, start_gateway
 from prometheus_client.parser import text_string_to_metric_families
 from test_outbox import LateReader, client_and_reader, until
 
-from swiftkv.engine.messages import EngineStats, SamplingParams, StepOutput
+from swiftkv.engine.messages import Admitted, EngineStats, SamplingParams, StepOutput
 from swiftkv.lease.messages import GroupBlocks
 from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation, SequenceRequest, Terms
 from swiftkv.server.targets import Targets
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.tier.messages import TierStats
 
 TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
 BODY = {"model": "chat", "prompt": "one two", "max_tokens": 3}
@@ -158,6 +159,72 @@ def test_when_to_come_again_follows_from_what_is_forecast(tmp_path: Path) -> Non
             assert client.num_in_flight == 4
             client.abort_all()
             begin(client, 3500, 5.0)
+
+    asyncio.run(run())
+
+
+async def say_steps(reader: LateReader, until_it_fails: Generation) -> ApiError:
+    """Have the engine do steps that compute nothing until a request fails; return why it did."""
+
+    async def read() -> None:
+        async for _ in until_it_fails:
+            pass
+
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(60):
+        while not reading.done():
+            await reader.say(StepOutput(b"", b"", b""))
+            await asyncio.sleep(0.01)
+    with pytest.raises(ApiError) as caught:
+        reading.result()
+    return caught.value
+
+
+def test_a_request_for_which_it_has_become_too_late_is_refused_before_it_begins(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_and_reader(tmp_path) as (client, reader):
+            await say_costs(client, reader, COSTS)
+            late = begin(client, 100, 2.3)  # a step takes 2.07 s, and the prompt 0.12
+            error = await say_steps(reader, late)
+            assert (error.status, error.code) == (429, "predicted_ttft")
+            assert re.fullmatch(
+                r"model 'late' would take about [0-9.e+]+ s to the first token, and 2\.3 s are wanted \(target_ttft\)",
+                error.message,
+            )
+            assert int(error.response().headers["retry-after"]) >= 1
+            assert client.num_in_flight == 0
+            await reader.take_until(lambda: reader.aborted == list(late.request_ids))
+
+    asyncio.run(run())
+
+
+def test_a_request_that_has_begun_or_has_no_target_is_not_refused_later(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_and_reader(tmp_path) as (client, reader):
+            await say_costs(client, reader, COSTS)
+            terms = Terms(targets=Targets(2.3))
+            one = SequenceRequest(bytes(400), SamplingParams(16))
+            begun, in_part = client.generate([one], terms), client.generate([one, one], terms)
+            untargeted, late = begin(client, 100), begin(client, 100, 2.3)
+            admitted = [Admitted(begun.request_ids[0], 0), Admitted(in_part.request_ids[1], 0)]
+            await reader.say(StepOutput(b"", b"", b"", admitted=admitted))
+            await say_steps(reader, late)  # the others would have been refused before it
+            assert [request.num_unfinished for request in (begun, in_part, untargeted)] == [1, 2, 1]
+            assert client.num_in_flight == 4
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_storage_may_have_is_not_refused_later(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_and_reader(tmp_path) as (client, reader):
+            await say_costs(client, reader, COSTS)
+            late = begin(client, 100, 2.3)
+            await reader.say(StepOutput(b"", b"", b"", stats=EngineStats(*[0] * 12, tier=TierStats())))
+            await until(lambda: client.stats is not None and client.stats.tier is not None)
+            stays = begin(client, 90, 0.5)
+            await say_steps(reader, late)
+            assert stays.num_unfinished == 1
 
     asyncio.run(run())
 

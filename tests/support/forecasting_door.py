@@ -5,6 +5,7 @@ from __future__ import annotations
 from swiftkv._core import StepTime
 from swiftkv.bench.traces import Arrival
 from swiftkv.server.forecast import EngineForecast, Forecast, ForecastLimits, NewPrompt
+from swiftkv.server.last_starts import LastStarts
 from swiftkv.server.sent_prefixes import SentPrefixes
 from swiftkv.simulate.doors import OpenDoor, Target
 
@@ -14,6 +15,7 @@ class ForecastingDoor(OpenDoor):
 
     Attributes:
         forecasts: The forecasts, by request.
+        refused_waiting: The requests that were let in, and for which it was too late before they began.
     """
 
     def __init__(
@@ -31,6 +33,8 @@ class ForecastingDoor(OpenDoor):
         self._forecast = EngineForecast(limits)
         self._forecast.pool_tokens = pool_tokens
         self._forecast.learn(step_time.coefficients)
+        self._starts = LastStarts(self._forecast)
+        self.refused_waiting: set[int] = set()
         self._sent = SentPrefixes()
         self._sent.max_tokens = pool_tokens
         self._refuses = refuses
@@ -43,17 +47,31 @@ class ForecastingDoor(OpenDoor):
         forecast = self._forecast.of(new, now_s)
         assert forecast is not None, "the times of steps are known"
         self.forecasts[request_id] = forecast
-        if self._refuses and forecast.cautious_ttft_s > target_s:
+        if self._refuses and forecast.hopeful_ttft_s > target_s:
             return False
         self._forecast.add(request_id, new, now_s, forecast.ttft_s)
+        self._starts.add(request_id, now_s + target_s)
         self._sent.add(pieces)
         return True
 
     def begun(self, request_id: int, num_cached: int, now_s: float) -> None:
         self._forecast.admitted(request_id, num_cached, now_s)
+        self._starts.admitted(request_id, now_s)
 
     def token(self, request_id: int, now_s: float) -> None:
         self._forecast.token(request_id, now_s)
+        self._starts.token(request_id, now_s)
 
     def ended(self, request_id: int, now_s: float) -> None:
         self._forecast.end(request_id, now_s)
+        self._starts.end(request_id)
+
+    def dropped(self, now_s: float) -> list[int]:
+        passed = self._starts.passed(now_s)
+        self.refused_waiting.update(passed)
+        if not self._refuses:
+            return []
+        for request_id in passed:
+            self._forecast.miss(request_id, now_s)
+            self.ended(request_id, now_s)
+        return passed

@@ -1,0 +1,76 @@
+"""The latest time at which each prompt that waits can begin and still have its first token when it is due."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from swiftkv.server.forecast import EngineForecast, Work
+from swiftkv.server.forecast_errors import ForecastErrors
+
+_PART = 0.5
+"""The part of prompts alike that are computed within the allowance; benchmarks/README.md compares others."""
+
+
+class LastStarts:
+    """Finds the prompts for which it has become too late to begin, before any time is spent on them.
+
+    Nobody knows on arrival which prompts will come later and go first, but once a prompt has waited for too long, that
+    is certain. A prompt is expected to take as long as the median of those alike of late, which others may have
+    interrupted. Times are of the clock of `forecast`.
+    """
+
+    def __init__(self, forecast: EngineForecast) -> None:
+        self._forecast = forecast
+        self._errors = ForecastErrors(_PART)
+        self._due_s: dict[int, float] = {}  # of the prompts that wait
+        self._checks: list[tuple[float, int]] = []  # a heap: when to look at each of them again
+        self._begun: dict[int, tuple[Work, float]] = {}  # before its first token: the work expected, and its beginning
+
+    def add(self, request_id: int, due_s: float) -> None:
+        """Note when the first token of a sequence is due; without times of steps, nothing follows from it."""
+        if self._forecast.work_of(request_id) is not None:
+            self._due_s[request_id] = due_s
+            heapq.heappush(self._checks, (-math.inf, request_id))
+
+    def admitted(self, request_id: int, now_s: float) -> None:
+        """Note that the engine has begun with a sequence."""
+        self._due_s.pop(request_id, None)
+        work = self._forecast.work_of(request_id)
+        if work is not None:
+            self._begun.setdefault(request_id, (work, now_s))
+
+    def token(self, request_id: int, now_s: float) -> None:
+        """Note that a sequence has got a token."""
+        self._due_s.pop(request_id, None)
+        if begun := self._begun.pop(request_id, None):
+            work, begun_s = begun
+            self._errors.note(work.num_tokens, work.computing_s, now_s - begun_s)
+
+    def end(self, request_id: int) -> None:
+        """Forget a sequence, however it ended."""
+        self._due_s.pop(request_id, None)
+        self._begun.pop(request_id, None)
+
+    def passed(self, now_s: float) -> list[int]:
+        """Return the sequences that wait and can no longer begin in time, each of them once."""
+        passed = []
+        while self._checks and self._checks[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._checks)
+            due_s = self._due_s.get(request_id)
+            if due_s is None:
+                continue
+            last_start_s = self._last_start_s(request_id, due_s)
+            if last_start_s > now_s:
+                heapq.heappush(self._checks, (last_start_s, request_id))
+            else:
+                del self._due_s[request_id]
+                passed.append(request_id)
+        return passed
+
+    def _last_start_s(self, request_id: int, due_s: float) -> float:
+        work = self._forecast.work_of(request_id)
+        if work is None:
+            return math.inf
+        allowance = max(1.0, self._errors.allowance(work.num_tokens, work.computing_s))
+        return due_s - work.step_s - work.computing_s * allowance
