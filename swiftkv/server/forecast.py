@@ -27,8 +27,11 @@ _RECENT_STEPS = 16
 _RECENT_PROMPTS = 512
 _MAX_OVERTAKING_PART = 0.9
 _LEAST_TTFT_S = 1e-6
-_PART_IN_TIME = 0.1
-"""A request is refused unless so many like it would be in time; benchmarks/README.md compares others."""
+_PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.2
+"""A request is refused unless so many like it would be in time, by whether later ones may go before it.
+
+benchmarks/README.md compares others.
+"""
 _INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "deadline"})
 
 Floats = npt.NDArray[np.float64]
@@ -72,7 +75,7 @@ class Forecast:
 
     Attributes:
         ttft_s: Until its first token, if as many prompts overtake it as of late.
-        hopeful_ttft_s: Until its first token, as 1 in 10 similar prompts had it: `ttft_s` times an error of late.
+        hopeful_ttft_s: Until its first token, as a part of similar prompts had it: `ttft_s` times an error of late.
         alone_ttft_s: `ttft_s` if nothing else waited.
         tpot_s: The least time for each further token: of a step with the answers that go on, and with its own.
         answer_s: How long an answer usually goes on.
@@ -140,7 +143,8 @@ class EngineForecast:
         """The tokens that the engine's memory holds, once they are known."""
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
-        self._errors = ForecastErrors(_PART_IN_TIME)
+        may_be_overtaken = self._limits.policy in _INTERRUPTING
+        self._errors = ForecastErrors(_PART_IN_TIME_OVERTAKEN if may_be_overtaken else _PART_IN_TIME_IN_ORDER)
         self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._rows: Floats = np.zeros((_FIRST_ROWS, 10))  # sequences without a token; unused rows are zero

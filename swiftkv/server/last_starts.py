@@ -8,7 +8,7 @@ import math
 from swiftkv.server.forecast import EngineForecast, Work
 from swiftkv.server.forecast_errors import ForecastErrors
 
-_PART = 0.5
+_PART = 0.8
 """The part of prompts alike that are computed within the allowance; benchmarks/README.md compares others."""
 
 
@@ -16,8 +16,8 @@ class LastStarts:
     """Finds the prompts for which it has become too late to begin, before any time is spent on them.
 
     Nobody knows on arrival which prompts will come later and go first, but once a prompt has waited for too long, that
-    is certain. A prompt is expected to take as long as the median of those alike of late, which others may have
-    interrupted. Times are of the clock of `forecast`.
+    is certain. A prompt is allowed the time within which most of those alike were computed of late, for others may
+    interrupt it. Times are of the clock of `forecast`.
     """
 
     def __init__(self, forecast: EngineForecast) -> None:
