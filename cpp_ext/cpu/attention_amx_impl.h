@@ -25,6 +25,7 @@ struct TileProducts {
     static constexpr int kStepsStagedAtOnce = 2;
     static constexpr int kLinesAhead = 256;
     static constexpr int kRowsPerTask = 256;
+    static_assert(kStep == kStepKeys && 2 * kTileRows == kMaxBlockRows);
 
     static int block_rows(int) { return 2 * kTileRows; }
     static int padded_rows(int rows) { return static_cast<int>(round_up(rows, 2 * kTileRows)); }
