@@ -79,7 +79,7 @@ struct Softmax {
         sum = Simd::sum(sums);
     }
 
-    // What sums of weighted values are multiplied by where a partition is added to those before it.
+    // A partition is added to those before it by multiplying the sums of weighted values of both by these.
     struct Factors {
         float total, part;
     };

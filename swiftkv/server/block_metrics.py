@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from swiftkv.lease.messages import GroupBlocks
+from swiftkv.server.model_collector import ModelCollector
 
 STATES = ("free", "used", "cached", "lent", "in_flight", "staging", "loading", "elsewhere")
 
 
-class BlockMetrics(Collector):
+class BlockMetrics(ModelCollector[Sequence[GroupBlocks]]):
     """Gauges of engines' blocks, as last reported; there are none of an engine that is down."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, Sequence[GroupBlocks]] = {}
-
-    def observe(self, model: str, groups: Sequence[GroupBlocks]) -> None:
-        self._groups[model] = groups
-
-    def forget(self, model: str) -> None:
-        """Show nothing more of a model that was removed."""
-        self._groups.pop(model, None)
 
     def collect(self) -> Iterable[Metric]:
         blocks = GaugeMetricFamily(
@@ -31,7 +21,7 @@ class BlockMetrics(Collector):
             "Blocks in the engine's own pool by KV group and state; those elsewhere are in memory of other groups",
             labels=("model_name", "group", "state"),
         )
-        for model, groups in self._groups.items():
+        for model, groups in self._by_model.items():
             for number, group in enumerate(groups):
                 for state in STATES:
                     blocks.add_metric((model, str(number), state), getattr(group, state))
@@ -40,7 +30,7 @@ class BlockMetrics(Collector):
             "Blocks in use that pins keep, by KV group",
             labels=("model_name", "group"),
         )
-        for model, groups in self._groups.items():
+        for model, groups in self._by_model.items():
             for number, group in enumerate(groups):
                 pinned.add_metric((model, str(number)), group.pinned)
         return [blocks, pinned]

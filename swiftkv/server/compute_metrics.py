@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from swiftkv.engine.messages import ComputeStats
+from swiftkv.server.model_collector import ModelCollector
 
 _COUNTERS = {
     "core_seconds": ("Core time that the model's engine has taken", "core_s_total"),
@@ -15,23 +15,12 @@ _COUNTERS = {
 }
 
 
-class ComputeMetrics(Collector):
+class ComputeMetrics(ModelCollector[ComputeStats]):
     """Counts from the start of each engine: a restarted engine begins anew, as Prometheus expects of counters."""
-
-    def __init__(self) -> None:
-        self._stats: dict[str, ComputeStats] = {}
-
-    def observe(self, model: str, stats: ComputeStats | None) -> None:
-        if stats is not None:
-            self._stats[model] = stats
-
-    def forget(self, model: str) -> None:
-        """Show nothing more of a model that was removed."""
-        self._stats.pop(model, None)
 
     def collect(self) -> Iterable[Metric]:
         for name, (text, field) in _COUNTERS.items():
             counter = CounterMetricFamily(f"swiftkv:{name}", text, labels=("model_name",))
-            for model, stats in self._stats.items():
+            for model, stats in self._by_model.items():
                 counter.add_metric((model,), getattr(stats, field))
             yield counter

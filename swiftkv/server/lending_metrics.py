@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import LendingState, LinkState
+from swiftkv.server.model_collector import ModelCollector
 
 
-class LendingMetrics(Collector):
+class LendingMetrics(ModelCollector[LendingState]):
     """Coordinators keep the counters; one that is started again begins anew, and one that is silent shows nothing."""
 
-    def __init__(self) -> None:
-        self._states: dict[str, LendingState] = {}
-
-    def observe(self, model: str, state: LendingState | None) -> None:
+    def observe(self, model: str, known: LendingState | None) -> None:
         """Keep the answer of a model's coordinator; `None` says that none came."""
-        if state is None:
-            self._states.pop(model, None)
+        if known is None:
+            self.forget(model)
         else:
-            self._states[model] = state
-
-    def forget(self, model: str) -> None:
-        """Show nothing more of a model that was removed."""
-        self._states.pop(model, None)
+            super().observe(model, known)
 
     def collect(self) -> Iterable[Metric]:
         lent = GaugeMetricFamily(
@@ -45,7 +38,7 @@ class LendingMetrics(Collector):
         dropped = CounterMetricFamily(
             "swiftkv:lease_messages_dropped", "Lease messages that meant nothing", labels=("model_name",)
         )
-        for model, state in self._states.items():
+        for model, state in self._by_model.items():
             dropped.add_metric((model,), state.messages_dropped_total)
             for peer, num_bytes in _by_peer(state.lends):
                 lent.add_metric((model, model, peer), num_bytes)

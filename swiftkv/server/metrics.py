@@ -28,6 +28,7 @@ from swiftkv.server.metric_tables import (
     LABELLED_COUNTERS,
     LABELLED_GAUGES,
 )
+from swiftkv.server.model_collector import ModelCollector
 from swiftkv.server.node_views import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
 from swiftkv.server.tenant_metrics import TenantMetrics
@@ -274,18 +275,8 @@ class ModelMetrics:
             self._histograms["vllm:request_time_per_output_token_seconds"].observe(mean_s)
 
 
-class _LayerStream(Collector):
+class _LayerStream(ModelCollector[EngineStats]):
     """Histograms that engines keep, as last reported; those of a restarted engine begin anew."""
-
-    def __init__(self) -> None:
-        self._stats: dict[str, EngineStats] = {}
-
-    def observe(self, model: str, stats: EngineStats) -> None:
-        self._stats[model] = stats
-
-    def forget(self, model: str) -> None:
-        """Show nothing more of a model that was removed."""
-        self._stats.pop(model, None)
 
     def collect(self) -> Iterable[Metric]:
         load, store, exposed = (
@@ -296,7 +287,7 @@ class _LayerStream(Collector):
                 ("exposed", "Time of both that no computing hid, per step that streams"),
             )
         )
-        for model, stats in self._stats.items():
+        for model, stats in self._by_model.items():
             for family, durations in (
                 (load, stats.layer_stream_load),
                 (store, stats.layer_stream_store),
@@ -307,18 +298,8 @@ class _LayerStream(Collector):
         return load, store, exposed
 
 
-class _CacheConfigs(Collector):
+class _CacheConfigs(ModelCollector[Ready]):
     """The block sizes and pools of engines, as vLLM shows them, for routers that count in blocks."""
-
-    def __init__(self) -> None:
-        self._ready: dict[str, Ready] = {}
-
-    def observe(self, model: str, ready: Ready) -> None:
-        self._ready[model] = ready
-
-    def forget(self, model: str) -> None:
-        """Show nothing more of a model that was removed."""
-        self._ready.pop(model, None)
 
     def collect(self) -> Iterable[Metric]:
         labels = ("model_name", "block_size", "num_gpu_blocks")
@@ -327,23 +308,16 @@ class _CacheConfigs(Collector):
             "Tokens per block, and blocks for whole sequences, wherever they lie",
             labels=labels,
         )
-        for model, ready in self._ready.items():
+        for model, ready in self._by_model.items():
             info.add_metric((model, str(ready.block_size), str(ready.num_blocks)), 1)
         return [info]
 
 
-class _EngineStates(Collector):
+class _EngineStates(ModelCollector[EngineView]):
     """The state of every engine at the last scrape."""
 
-    def __init__(self) -> None:
-        self._views: dict[str, EngineView] = {}
-
-    def observe(self, views: Mapping[str, EngineView]) -> None:
-        self._views.update(views)
-
-    def forget(self, model: str) -> None:
-        """Show nothing more of a model that was removed."""
-        self._views.pop(model, None)
+    def observe_all(self, views: Mapping[str, EngineView]) -> None:
+        self._by_model.update(views)
 
     def collect(self) -> Iterable[Metric]:
         states = GaugeMetricFamily(
@@ -352,7 +326,7 @@ class _EngineStates(Collector):
         ages = GaugeMetricFamily(
             "swiftkv:engine_progress_age_seconds", "Time since the engine last showed progress", labels=("model_name",)
         )
-        for model, view in self._views.items():
+        for model, view in self._by_model.items():
             for state in EngineState:
                 states.add_metric((model, state), float(view.state == state))
             if view.progress_age_s is not None:

@@ -65,7 +65,7 @@ def _metrics_router(
     @cache
     def scrapes_of(only: str | None, names_tenants: bool) -> Scrapes:
         async def observe() -> None:
-            metrics.engines.observe(models.engines())
+            metrics.engines.observe_all(models.engines())
             await lending.observe(metrics.lending, only)
 
         def render() -> Iterator[bytes]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from swiftkv.server.model_collector import ModelCollector
 from swiftkv.tier.messages import TierStats
 
 _GAUGES = {
@@ -32,35 +32,24 @@ _ALL_TIERS = "storage"
 """The label of what the tiers below a pool have in common."""
 
 
-class TierMetrics(Collector):
+class TierMetrics(ModelCollector[TierStats]):
     """Counts from the start of each engine: a restarted engine begins anew, as Prometheus expects of counters."""
-
-    def __init__(self) -> None:
-        self._stats: dict[str, TierStats] = {}
-
-    def observe(self, model: str, stats: TierStats | None) -> None:
-        if stats is not None:
-            self._stats[model] = stats
-
-    def forget(self, model: str) -> None:
-        """Show nothing more of a model that was removed."""
-        self._stats.pop(model, None)
 
     def collect(self) -> Iterable[Metric]:
         for name, (text, field) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"swiftkv:tier_{name}", text, labels=_LABELS)
-            for model, stats in self._stats.items():
+            for model, stats in self._by_model.items():
                 gauge.add_metric((model, _ALL_TIERS), float(getattr(stats, field)))
             yield gauge
         for name, (text, field) in _COUNTERS.items():
             counter = CounterMetricFamily(f"swiftkv:tier_{name}", text, labels=_LABELS)
-            for model, stats in self._stats.items():
+            for model, stats in self._by_model.items():
                 counter.add_metric((model, _ALL_TIERS), float(getattr(stats, field)))
             yield counter
         yield from self._collect_levels()
 
     def _collect_levels(self) -> Iterable[Metric]:
-        levels = [(model, level) for model, stats in self._stats.items() for level in stats.levels]
+        levels = [(model, level) for model, stats in self._by_model.items() for level in stats.levels]
         degraded = GaugeMetricFamily(
             "swiftkv:tier_degraded",
             "1 while the tier is left alone, because it failed or was slow too often",

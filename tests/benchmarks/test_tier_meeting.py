@@ -21,7 +21,7 @@ def program() -> Iterator[ModuleType]:
 @pytest.mark.parametrize("model", ["dense", "hybrid"])
 @pytest.mark.parametrize("num_blocks", [64, 256, 1024])
 def test_the_choice_is_at_most_as_slow_as_the_better_of_both(program: ModuleType, model: str, num_blocks: int) -> None:
-    """Where both together could take 0.7 of the time of the better, they take 0.75 at most."""
+    """Both together take at most 0.75 of the time of the better way wherever they could take 0.7."""
     for multiple in MULTIPLES:
         chosen, best = program.of_the_better(program.MODELS[model], num_blocks, multiple, slowness=1.0)
         assert chosen <= 1.05

@@ -245,7 +245,7 @@ def observe_everything(metrics: GatewayMetrics, name: str) -> None:
     model.observe_finished(FinishedRequest("stop", 3, 1, 2, 2, 0.2, 0.1, 0.1, 0.0, tenant="somebody"))
     metrics.batch_lines.labels(name, "done").inc()
     metrics.batch_sequences.labels(name).set(1)
-    metrics.engines.observe({name: EngineView("ready", None, 0.0, 0, 0.0, 0, 1)})
+    metrics.engines.observe_all({name: EngineView("ready", None, 0.0, 0, 0.0, 0, 1)})
     metrics.lending.observe(name, LendingState(1, name, 0, [], 0))
 
 
