@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from swiftkv import _core, _cpu
 from swiftkv.kernels import cpu_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
+from tests.support.instruction_sets import MODEL_OF_TILES, PYTEST, in_subprocess
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -386,17 +386,9 @@ def test_shapes_that_are_not_supported(spec: AttentionSpec, message: str) -> Non
         Node(spec, Rope(cos_sin_table(16)), torch.float32).run([make_sequence(spec, 4, 0, torch.float32)])
 
 
-PYTEST = ("-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # other plugins are imported for seconds
-
-
-def in_subprocess(isa: str, *arguments: str) -> None:
-    environment = os.environ | {"SWIFTKV_CPU_ISA": isa, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+def succeeds(isa: str, *arguments: str) -> None:
+    run = in_subprocess(isa, *arguments)
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-# Where the tests above ran on tiles, a model of them shows the same once more, and the test below compares the two.
-MODEL_OF_TILES = (pytest.mark.slow,) if _cpu.isa() == "amx" else ()
 
 
 @pytest.mark.parametrize(
@@ -414,7 +406,7 @@ def test_other_instruction_sets(isa: str, tests: str) -> None:
         pytest.skip("this run is of one instruction set")
     if isa == _cpu.isa():
         pytest.skip("the tests above ran on it")
-    in_subprocess(isa, *PYTEST, __file__, "-k", tests)
+    succeeds(isa, *PYTEST, __file__, "-k", tests)
 
 
 def save_outputs(path: str) -> None:
@@ -434,7 +426,7 @@ def test_tiles_give_what_dot_products_give(tmp_path: Path) -> None:
         pytest.skip("the model of the tiles needs AVX512-BF16")
     outputs = {}
     for isa in {"avx512_bf16", "amx_emulated", _cpu.isa()}:
-        in_subprocess(isa, __file__, str(tmp_path / isa))
+        succeeds(isa, __file__, str(tmp_path / isa))
         outputs[isa] = torch.load(tmp_path / isa)
     dots, tiles = outputs["avx512_bf16"], outputs["amx_emulated"]
     torch.testing.assert_close(dots, tiles, rtol=1.6e-2, atol=1.6e-2)

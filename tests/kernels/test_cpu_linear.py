@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +15,7 @@ from swiftkv import _cpu
 from swiftkv.kernels import cpu
 from swiftkv.kernels.experts import GELU_TANH, SILU, GatedActivation
 from swiftkv.kernels.ops import PackedMlp
+from tests.support.instruction_sets import MODEL_OF_TILES, PYTEST, in_subprocess
 
 ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -306,18 +304,6 @@ def test_wrong_arguments_are_refused() -> None:
         cpu.pack_linear([torch.ones(3, 4), torch.ones(2, 4)], interleave=True)
     with pytest.raises(ValueError, match="at least 1"):
         cpu.set_num_threads(0)
-
-
-PYTEST = ("-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # other plugins are imported for seconds
-
-
-def in_subprocess(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"SWIFTKV_CPU_ISA": isa, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
-
-
-# Where the tests above ran on tiles, a model of them shows the same once more.
-MODEL_OF_TILES = (pytest.mark.slow,) if _cpu.isa() == "amx" else ()
 
 
 @pytest.mark.timeout(900)  # all of this file, with two threads that may have to share one core with others
