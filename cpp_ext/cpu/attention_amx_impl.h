@@ -4,7 +4,9 @@
 // all of it has internal linkage.
 #include "amx_tile_config.h"
 #include "attention_amx_weights.h"
+#include "attention_fetch.h"
 #include "attention_kernel.h"
+#include "attention_tile_order.h"
 
 namespace swiftkv {
 namespace {
@@ -23,18 +25,29 @@ struct TileProducts {
     static constexpr int kTileElements = kTileRows * kStep;
     static constexpr int kPartitionSteps = kPartitionTokens / kStep;
     static constexpr int kStepsStagedAtOnce = 2;
-    static constexpr int kLinesAhead = 256;
     static constexpr int kRowsPerTask = 256;
+    static constexpr int kFewRows = 8;  // of a task, up to which vectors are faster
     static_assert(kStep == kStepKeys && 2 * kTileRows == kMaxBlockRows);
 
     static int block_rows(int) { return 2 * kTileRows; }
     static int padded_rows(int rows) { return static_cast<int>(round_up(rows, 2 * kTileRows)); }
     static int padded_dim(const AttentionSpec& spec) { return static_cast<int>(round_up(spec.head_dim, kStep)); }
 
+    // Tiles take numbers that are too small to be normal as zero; with this, all else does.
+    class Rounding {
+      public:
+        Rounding() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
+        ~Rounding() { _mm_setcsr(before_); }
+
+      private:
+        unsigned before_;
+    };
+
     // Tiles of rows and of sums have as many rows as a task of one block, for each costs time; else every tile is whole
     // for as long as a task takes: rows beyond the last hold anything, and nobody reads them.
     struct Registers {
-        explicit Registers(int rows) {
+        explicit Registers(int rows) : has_tiles_(rows > kFewRows) {
+            if (!has_tiles_) return;
             TileConfig config;
             for (int tile = 0; tile < 8; ++tile) {
                 config.bytes_per_row[tile] = kTileBytes;
@@ -42,93 +55,17 @@ struct TileProducts {
             }
             Tiles::configure(&config);
         }
-        ~Registers() { Tiles::release(); }
-    };
-
-    // Fetches keys and values before they are needed, a few lines with each product: many at once would keep the tiles'
-    // own loads waiting. One block of rows reads a line as soon as the one before it is multiplied, so the first-level
-    // cache gets what is read kLinesAhead lines later, keys, then values, then the keys that follow the partition's.
-    // Several blocks read a partition's lines again and again; meanwhile the second-level cache gets what follows it.
-    class Fetcher {
-      public:
-        void begin(const AttentionSpec& spec, const Keys& keys, int num_blocks) {
-            keys_ = &keys;
-            k_stride_ = int64_t{spec.block_size} * 2;
-            k_lines_ = spec.head_dim / 2;
-            v_lines_ = kGroupTokens * spec.v_head_dim / kStep;
-            is_near_ = num_blocks == 1;
-            run_begin_ = is_near_ ? keys.first_group() : keys.end_group();
-            run_end_ = is_near_ ? keys.end_group() : keys.end_group() + keys.num_ahead;
-            group_ = run_begin_;
-            is_k_ = true;
-            lines_left_ = 0;
-            const int num_steps = (keys.end - keys.begin + kStep - 1) / kStep;
-            const int num_products = num_blocks * num_steps * (spec.head_dim + spec.v_head_dim) / kStep;
-            lines_at_once_ = ((run_end_ - run_begin_) * (k_lines_ + v_lines_) + num_products - 1) / num_products;
-            if (is_near_) skip(kLinesAhead);
-        }
-        void operator()() {
-            if (lines_left_ == 0 && !next_piece()) return;
-            const int count = smaller(lines_at_once_, lines_left_);
-            if (is_near_)
-                fetch<3>(count);
-            else
-                fetch<2>(count);
-            pass(count);
+        ~Registers() {
+            if (has_tiles_) Tiles::release();
         }
 
       private:
-        template <int kLocality>
-        void fetch(int count) const {
-            for (int i = 0; i < count; ++i) __builtin_prefetch(line_ + i * stride_, 0, kLocality);
-        }
-        void pass(int count) {
-            line_ += count * stride_;
-            lines_left_ -= count;
-        }
-
-        // Passes over lines that are fetched with the partition before.
-        void skip(int num_lines) {
-            while (num_lines > 0 && (lines_left_ > 0 || next_piece())) {
-                const int count = smaller(num_lines, lines_left_);
-                pass(count);
-                num_lines -= count;
-            }
-        }
-
-        bool next_piece() {
-            if (group_ == run_end_ && !next_run()) return false;
-            line_ = (is_k_ ? keys_->k : keys_->v)[group_++];
-            stride_ = is_k_ ? k_stride_ : kStep;
-            lines_left_ = is_k_ ? k_lines_ : v_lines_;
-            return true;
-        }
-        bool next_run() {
-            if (!is_k_ && run_end_ > keys_->end_group()) return false;
-            if (!is_k_) {
-                run_begin_ = run_end_;
-                run_end_ += keys_->num_ahead;
-            }
-            is_k_ = !is_k_;
-            group_ = run_begin_;
-            return true;
-        }
-
-        const Keys* keys_;
-        bool is_near_;
-        int k_lines_, v_lines_, lines_at_once_;
-        int64_t k_stride_;
-        // The groups whose keys, and then values, are fetched; first the partition's own, if they are near.
-        int run_begin_, run_end_;
-        bool is_k_;
-        int group_;         // the next one
-        const Elem* line_;  // the next one of the group before it
-        int64_t stride_;    // from line to line, in elements
-        int lines_left_;
+        bool has_tiles_;
     };
 
     struct Scratch {
-        Elem* q;            // [padded_rows, padded_dim]
+        Elem* q;            // [padded_rows, padded_dim], unless they are few
+        float* few_q;       // [kFewRows, head_dim], as TileOrder takes them
         Elem* k_tails;      // [kPartitionGroups][kTileElements], if head_dim ends in half a step; zeros fill it
         Elem* v_staged;     // [kPartitionSteps][kStep / 2][v_dim][2]
         const Elem** v;     // [kPartitionSteps], in the pool or in v_staged
@@ -137,13 +74,15 @@ struct TileProducts {
         StepWeights::Scratch step_weights;
         SoftmaxState part;       // a block's, of a partition that is not the first
         Rows::Factors* factors;  // [kMaxBlockRows], of such a block
-        Fetcher fetcher;
+        Fetcher<Element> fetcher;
+        int lines_per_product;  // fetched with each product of tiles
 
         Scratch(Arena& arena, const AttentionSpec& spec, int rows)
             : step_weights(arena), part(arena, kMaxBlockRows, spec.v_head_dim) {
             factors = arena.take<Rows::Factors>(kMaxBlockRows);
             for (Elem*& of_block : weights) of_block = arena.take<Elem>(kMaxBlockRows * kRowStride);
             q = arena.take<Elem>(int64_t{padded_rows(rows)} * padded_dim(spec));
+            few_q = arena.take<float>(int64_t{kFewRows} * spec.head_dim);
             k_tails = arena.take<Elem>(spec.head_dim % kStep == 0 ? 0 : kPartitionGroups * kTileElements);
             v_staged = arena.take<Elem>(int64_t{kPartitionTokens} * spec.v_head_dim);
             v = arena.take<const Elem*>(kPartitionSteps);
@@ -152,6 +91,7 @@ struct TileProducts {
 
     static void pack_queries(const AttentionSpec& spec, const AttendTask& task, Scratch& scratch) {
         const int rows = task.num_queries * spec.group_size(), dim = padded_dim(spec);
+        if (rows <= kFewRows) return pack_few_queries(spec, task, rows, scratch.few_q);
         for (int row = 0; row < rows; ++row) {
             Elem* out = scratch.q + int64_t{row} * dim;
             __builtin_memcpy(out, query_row<Elem>(spec, task, row), spec.head_dim * sizeof(Elem));
@@ -162,7 +102,13 @@ struct TileProducts {
     // Brings what cannot be loaded as whole tiles from where it lies into scratch: values at once where several blocks
     // of rows need them, else a few steps at a time, which then are in the first-level cache when they are multiplied.
     static void stage(const AttentionSpec& spec, const Keys& keys, int num_blocks, Scratch& scratch) {
-        scratch.fetcher.begin(spec, keys, num_blocks);
+        if (num_blocks == 1)
+            scratch.fetcher.begin_within(spec, keys);
+        else
+            scratch.fetcher.begin_behind(spec, keys);
+        const int num_steps = (keys.end - keys.begin + kStep - 1) / kStep;
+        const int num_products = num_blocks * num_steps * (spec.head_dim + spec.v_head_dim) / kStep;
+        scratch.lines_per_product = (scratch.fetcher.num_lines() + num_products - 1) / num_products;
         scratch.steps_at_once = num_blocks == 1 ? kStepsStagedAtOnce : kPartitionSteps;
         if (num_blocks > 1) stage_steps(spec, keys, keys.begin / kStep, (keys.end + kStep - 1) / kStep, scratch);
         if (spec.head_dim % kStep == 0) return;
@@ -178,6 +124,14 @@ struct TileProducts {
         const int num_blocks = (rows + per_block - 1) / per_block, start = partition * kPartitionTokens;
         const bool is_first = partition == task.partition_begin;
         const Keys keys(spec, task, partition, next_task);
+        if (rows <= kFewRows) {
+            scratch.fetcher.begin_within(spec, keys);
+            const auto add = rows == 1   ? add_few<1>
+                             : rows == 2 ? add_few<2>
+                             : rows <= 4 ? add_few<4>
+                                         : add_few<kFewRows>;
+            return add(spec, task, start, keys, is_first, scratch, total);
+        }
         stage(spec, keys, num_blocks, scratch);
         Sums before{};
         for (int i = 0; i <= num_blocks; ++i) {
@@ -197,6 +151,45 @@ struct TileProducts {
     }
 
   private:
+    static void pack_few_queries(const AttentionSpec& spec, const AttendTask& task, int rows, float* to) {
+        __builtin_memset(to, 0, int64_t{kFewRows} * spec.head_dim * sizeof(float));
+        for (int row = 0; row < rows; ++row, to += spec.head_dim) {
+            const Elem* q = query_row<Elem>(spec, task, row);
+            for (int d = 0; d < spec.head_dim; d += kTileRows) Simd::store(to + d, Simd::load_bf16(q + d));
+        }
+    }
+
+    // Adds the keys of one partition to the sums of a few rows.
+    template <int kRows>
+    static void add_few(const AttentionSpec& spec, const AttendTask& task, int start, const Keys& keys, bool is_first,
+                        Scratch& scratch, const SoftmaxState& total) {
+        using Order = TileOrder<kRows, Element>;
+        const int rows = task.num_queries * spec.group_size();
+        const RowBlock block = row_block(spec, task, start, 0, rows, kStep);
+        const int first_step = block.key_begin / kStep, last_step = block.key_end / kStep;
+        const SoftmaxState part = is_first ? total : scratch.part;
+        StepWeights weights(spec, task, start, block, scratch.step_weights, scratch.weights[0], part);
+        do {
+            for (int step = first_step; step < last_step; ++step) {
+                const Elem* const pair[] = {keys.k[keys.nearest_group(2 * step)],
+                                            keys.k[keys.nearest_group(2 * step + 1)]};
+                Order::score(spec, scratch.fetcher, scratch.few_q, pair, weights.next_scores(), kStep);
+                weights.scored();
+                weights();
+            }
+        } while (weights.end_pass());
+        __builtin_memset(part.out, 0, int64_t{kRows} * spec.v_head_dim * sizeof(float));
+        for (int step = first_step; step < last_step; ++step) {
+            const int key = step * kStep;
+            Order::accumulate(spec, scratch.fetcher, scratch.weights[0] + key, rows, kRowStride, keys.v + 2 * step,
+                              larger(keys.first_group() * kGroupTokens - key, 0), smaller(keys.end - key, kStep),
+                              part.out);
+        }
+        if (is_first) return;
+        add_rows(spec, block, total, scratch);
+        add_columns(spec, scratch, {block, nullptr, part.out, total.out}, 0, spec.v_head_dim);
+    }
+
     // Weighted values of a block of rows to be summed.
     struct Sums {
         RowBlock block;
@@ -239,7 +232,8 @@ struct TileProducts {
             for (int column = 0; column < num_columns; ++column) {
                 score(spec, scratch, keys, next, column, num_columns, next_weights);
                 accumulate_columns(spec, scratch, steps, sums, column * kStep, next_weights);
-                if (steps.end == last && sums.total != nullptr) add_columns(spec, scratch, sums, column * kStep);
+                if (steps.end < last || sums.total == nullptr) continue;
+                add_columns(spec, scratch, sums, column * kStep, smaller((column + 1) * kStep, spec.v_head_dim));
             }
             begin += scratch.steps_at_once;
         } while (begin < last);
@@ -269,12 +263,11 @@ struct TileProducts {
                 Rows::add_row(c, total.max[row], total.sum[row], scratch.part.max[i], scratch.part.sum[i]);
         }
     }
-    static void add_columns(const AttentionSpec& spec, const Scratch& scratch, const Sums& sums, int d) {
+    static void add_columns(const AttentionSpec& spec, const Scratch& scratch, const Sums& sums, int begin, int end) {
         const int64_t v_dim = spec.v_head_dim;
         for (int row = sums.block.begin; row < sums.block.end; ++row) {
             const int i = row - sums.block.begin;
-            Rows::add_values(scratch.factors[i], d, smaller(d + kStep, spec.v_head_dim), sums.total + row * v_dim,
-                             sums.out + i * v_dim);
+            Rows::add_values(scratch.factors[i], begin, end, sums.total + row * v_dim, sums.out + i * v_dim);
         }
     }
 
@@ -334,9 +327,9 @@ struct TileProducts {
     }
 
     template <bool kTwoRows, bool kTwoColumns>
-    static void multiply(Fetcher& fetcher, StepWeights& weights, const Elem* rows, int64_t row_bytes,
+    static void multiply(Scratch& scratch, StepWeights& weights, const Elem* rows, int64_t row_bytes,
                          const Elem* columns, const Elem* more_columns, int64_t column_bytes) {
-        fetcher();
+        scratch.fetcher(scratch.lines_per_product);
         weights();
         Tiles::load<4>(rows, row_bytes);
         Tiles::load<6>(columns, column_bytes);
@@ -369,11 +362,11 @@ struct TileProducts {
         int d = 0;
         for (; d + kStep <= spec.head_dim; d += kStep) {
             const int64_t offset = int64_t{d} * spec.block_size;
-            multiply<kTwoRows, true>(scratch.fetcher, weights, q + d, q_bytes, keys.k[first] + offset,
-                                     keys.k[second] + offset, int64_t{spec.block_size} * 2 * sizeof(Elem));
+            multiply<kTwoRows, true>(scratch, weights, q + d, q_bytes, keys.k[first] + offset, keys.k[second] + offset,
+                                     int64_t{spec.block_size} * 2 * sizeof(Elem));
         }
         if (d < spec.head_dim)
-            multiply<kTwoRows, true>(scratch.fetcher, weights, q + d, q_bytes, scratch.k_tails + first * kTileElements,
+            multiply<kTwoRows, true>(scratch, weights, q + d, q_bytes, scratch.k_tails + first * kTileElements,
                                      scratch.k_tails + second * kTileElements, kTileBytes);
         store_sums<kTwoRows, true>(scores, kStep);
     }
@@ -387,7 +380,7 @@ struct TileProducts {
             load_sums<kTwoRows, kTwoColumns>(sums.out + d, spec.v_head_dim);
         for (int step = steps.begin; step < steps.end; ++step) {
             const Elem* columns = scratch.v[step] + d * 2;
-            multiply<kTwoRows, kTwoColumns>(scratch.fetcher, next_weights, sums.weights + step * kStep,
+            multiply<kTwoRows, kTwoColumns>(scratch, next_weights, sums.weights + step * kStep,
                                             kRowStride * sizeof(Elem), columns, columns + kTileRows * 2,
                                             spec.v_head_dim * 2 * sizeof(Elem));
         }

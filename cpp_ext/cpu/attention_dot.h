@@ -1,7 +1,7 @@
 #pragma once
 
 // Attention's products on the vector unit. Include after a simd_*.h; all of it has internal linkage.
-#include "attention_keys.h"
+#include "attention_fetch.h"
 #include "attention_softmax.h"
 
 namespace swiftkv {
@@ -20,10 +20,12 @@ struct DotProducts {
     static constexpr int kMaxRows = 6;
     static constexpr int kMaxVectors = kWidth == 16 ? 4 : 2;
     static constexpr int kMaxGroups = kMaxVectors / kVectorsPerGroup;
-    using Keys = PartitionKeys<E, kMaxGroups>;
+    using Keys = PartitionKeys<E, Fetcher<E>::kGroupsInTurn>;
     // A constant, so that one register addresses the queries of all rows; and not a power of two, as with kRowStride.
     static constexpr int kQueryStride = kMaxHeadDim + 32;
     static constexpr int kRowsPerTask = 48;
+    static constexpr int kLinesWhileWeighing = 32;
+    static constexpr int kTokensAtOnce = 4 * kGroupTokens;  // whose values one block of rows sums, all dimensions
 
     // Blocks of equal size but for the last.
     static int block_rows(int rows) {
@@ -32,6 +34,7 @@ struct DotProducts {
     }
     static int padded_rows(int rows) { return rows; }
 
+    struct Rounding {};
     struct Registers {
         explicit Registers(int) {}
     };
@@ -41,6 +44,7 @@ struct DotProducts {
         float* scores[2];    // [rows of a block, kRowStride]
         Packed* weights[2];  // [rows of a block, kRowStride]
         SoftmaxState part;   // of a partition that is not the first
+        Fetcher<E> fetcher;
 
         Scratch(Arena& arena, const AttentionSpec& spec, int rows)
             : q(arena.take<Packed>(int64_t{rows} * kQueryStride)), part(arena, rows, spec.v_head_dim) {
@@ -72,29 +76,31 @@ struct DotProducts {
 
     // scores[r, t] = q[r] . k[t] for a block of rows and the keys of a partition that it sees.
     template <typename Meanwhile>
-    static void score(const AttentionSpec& spec, const Scratch& scratch, const Keys& keys, const RowBlock& block,
+    static void score(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
                       float* scores, Meanwhile&& meanwhile) {
         const Packed* q = scratch.q + int64_t{block.begin} * kQueryStride;
         const int end = block.key_end / kGroupTokens;
         for (int group = block.key_begin / kGroupTokens; group < end; group += kMaxGroups) {
             with_rows(block.end - block.begin, [&](auto rows) {
                 with_vectors(smaller(kMaxGroups, end - group) * kVectorsPerGroup, [&](auto vectors) {
-                    score_groups<rows(), vectors()>(spec, q, keys.k + group, scores + group * kGroupTokens);
+                    score_groups<rows(), vectors()>(spec, scratch.fetcher, q, keys.k + group,
+                                                    scores + group * kGroupTokens);
                 });
             });
             meanwhile();
         }
     }
 
-    // out[r] = sum(weights[r, t] v[t]) for a block of rows, over the keys of a partition that it sees.
+    // out[r] += sum(weights[r, t] v[t]) for a block of rows, over the given keys of a partition.
     template <typename Meanwhile>
-    static void accumulate(const AttentionSpec& spec, const Scratch&, const Keys& keys, const RowBlock& block,
-                           const Packed* weights, float* out, Meanwhile&& meanwhile) {
+    static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
+                           int key_begin, int key_end, const Packed* weights, float* out, Meanwhile&& meanwhile) {
         for (int d = 0; d < spec.v_head_dim; d += kMaxVectors * kWidth) {
             float* sums = out + int64_t{block.begin} * spec.v_head_dim + d;
             with_rows(block.end - block.begin, [&](auto rows) {
                 with_vectors(smaller(kMaxVectors, (spec.v_head_dim - d) / kWidth), [&](auto vectors) {
-                    accumulate_dims<rows(), vectors()>(spec, weights, keys, block, d, sums);
+                    accumulate_dims<rows(), vectors()>(spec, scratch.fetcher, weights, keys, key_begin, key_end, d,
+                                                       sums);
                 });
             });
             meanwhile();
@@ -104,6 +110,7 @@ struct DotProducts {
   private:
     // Turns a block's scores into weights, a row each time it is called.
     struct Weighing {
+        Fetcher<E>& fetcher;
         const AttentionSpec& spec;
         const AttendTask& task;
         const RowBlock& block;
@@ -115,6 +122,7 @@ struct DotProducts {
 
         void operator()() {
             if (row >= block.end) return;
+            fetcher(kLinesWhileWeighing);
             const int64_t offset = int64_t{row - block.begin} * kRowStride;
             const int query = task.first_position + row / spec.group_size();
             const int lo = larger(spec.first_visible(query) - start, block.key_begin);
@@ -136,6 +144,9 @@ struct DotProducts {
         const int start = partition * kPartitionTokens;
         const int num_blocks = (rows + per_block - 1) / per_block;
         const Keys keys(spec, task, partition, next_task);
+        scratch.fetcher.begin_within(spec, keys);
+        // One block of rows reads values in the order in which they lie; several keep sums of all keys in registers.
+        const int tokens_at_once = num_blocks == 1 ? kTokensAtOnce : kPartitionTokens;
         const auto block_at = [&](int i) {
             return row_block(spec, task, start, i * per_block, smaller((i + 1) * per_block, rows), kGroupTokens);
         };
@@ -143,7 +154,8 @@ struct DotProducts {
             const bool weighs = i >= 1 && i <= num_blocks;
             const RowBlock weighed = block_at(weighs ? i - 1 : 0);
             const int parity = (i + 1) % 2;
-            Weighing weighing{spec,
+            Weighing weighing{scratch.fetcher,
+                              spec,
                               task,
                               weighed,
                               start,
@@ -154,18 +166,18 @@ struct DotProducts {
             if (i < num_blocks) score(spec, scratch, keys, block_at(i), scratch.scores[i % 2], weighing);
             if (i >= 2) {
                 const RowBlock block = block_at(i - 2);
-                clear_unseen(spec, block, part);
-                accumulate(spec, scratch, keys, block, scratch.weights[i % 2], part.out, weighing);
+                clear(spec, block, part);
+                for (int token = block.lo / tokens_at_once * tokens_at_once; token < block.hi; token += tokens_at_once)
+                    accumulate(spec, scratch, keys, block, larger(token, block.lo),
+                               smaller(token + tokens_at_once, block.hi), scratch.weights[i % 2], part.out, weighing);
             }
             weighing.finish();
         }
     }
 
-    // A block that sees none of the keys has no products, and its sums are zero.
-    static void clear_unseen(const AttentionSpec& spec, const RowBlock& block, const SoftmaxState& part) {
-        if (block.lo < block.hi) return;
+    static void clear(const AttentionSpec& spec, const RowBlock& block, const SoftmaxState& part) {
         const int64_t v_dim = spec.v_head_dim;
-        for (int64_t i = block.begin * v_dim; i < block.end * v_dim; ++i) part.out[i] = 0.0f;
+        __builtin_memset(part.out + block.begin * v_dim, 0, (block.end - block.begin) * v_dim * sizeof(float));
     }
 
     template <int N>
@@ -205,17 +217,12 @@ struct DotProducts {
         }
     }
 
-    // What follows is fetched into the second-level cache: one decoding thread of a Zen 4 reads 21 GB/s so, and 14 when
-    // it goes to the first, which has fewer reads under way.
     template <int R, int NV>
-    static void score_groups(const AttentionSpec& spec, const Packed* q, const Elem* const* groups, float* scores) {
+    static void score_groups(const AttentionSpec& spec, Fetcher<E>& fetcher, const Packed* q, const Elem* const* groups,
+                             float* scores) {
+        constexpr int kLines = (NV + kVectorsPerGroup - 1) / kVectorsPerGroup;
         const Elem* k[NV];
-        const Elem* next_k[NV];
-        for (int j = 0; j < NV; ++j) {
-            const int lane = j % kVectorsPerGroup * kWidth * kPack;
-            k[j] = groups[j / kVectorsPerGroup] + lane;
-            next_k[j] = groups[j / kVectorsPerGroup + kMaxGroups] + lane;
-        }
+        for (int j = 0; j < NV; ++j) k[j] = groups[j / kVectorsPerGroup] + j % kVectorsPerGroup * kWidth * kPack;
         const int64_t k_stride = int64_t{spec.block_size} * kPack;
         V acc[R][NV];
 #pragma GCC unroll 8
@@ -224,12 +231,10 @@ struct DotProducts {
             for (int j = 0; j < NV; ++j) acc[r][j] = Simd::zero();
         int64_t offset = 0;
         for (int d = 0; d < spec.head_dim; d += kPack, offset += k_stride) {
+            fetcher(kLines);
             typename E::Fragment key[NV];
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) {
-                key[j] = E::fragment(k[j] + offset);
-                __builtin_prefetch(next_k[j] + offset, 0, 2);
-            }
+            for (int j = 0; j < NV; ++j) key[j] = E::fragment(k[j] + offset);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const typename E::Operand query = E::operand(q + r * kQueryStride + d);
@@ -244,28 +249,26 @@ struct DotProducts {
     }
 
     template <int R, int NV>
-    static void accumulate_dims(const AttentionSpec& spec, const Packed* weights, const Keys& keys,
-                                const RowBlock& block, int d, float* out) {
+    static void accumulate_dims(const AttentionSpec& spec, Fetcher<E>& fetcher, const Packed* weights, const Keys& keys,
+                                int key_begin, int key_end, int d, float* out) {
+        constexpr int kLines = larger(1, NV * kWidth * kPack * int{sizeof(Elem)} / 64);
         const int64_t v_dim = spec.v_head_dim, v_stride = v_dim * kPack;
         V acc[R][NV];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; ++j) acc[r][j] = Simd::zero();
-        for (int token = block.lo & ~(kPack - 1); token < block.hi;) {
+            for (int j = 0; j < NV; ++j) acc[r][j] = Simd::load(out + r * v_dim + j * kWidth);
+        for (int token = key_begin & ~(kPack - 1); token < key_end;) {
             const int group = token / kGroupTokens, in_block = token % kGroupTokens;
-            const int count = smaller(kGroupTokens - in_block, block.hi - token);
+            const int count = smaller(kGroupTokens - in_block, key_end - token);
             const int64_t offset = in_block * v_dim + int64_t{d} * kPack;
             const Elem* value = keys.v[group] + offset;
-            const Elem* next_value = keys.v[group + kMaxGroups] + offset;
             const Packed* weight = weights + token;
-            for (int i = count / kPack; i > 0; --i, value += v_stride, next_value += v_stride, weight += kPack) {
+            for (int i = count / kPack; i > 0; --i, value += v_stride, weight += kPack) {
+                fetcher(kLines);
                 typename E::Fragment row[NV];
 #pragma GCC unroll 8
-                for (int j = 0; j < NV; ++j) {
-                    row[j] = E::fragment(value + j * kWidth * kPack);
-                    __builtin_prefetch(next_value + j * kWidth * kPack, 0, 2);
-                }
+                for (int j = 0; j < NV; ++j) row[j] = E::fragment(value + j * kWidth * kPack);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const typename E::Operand w = E::operand(weight + r * kRowStride);

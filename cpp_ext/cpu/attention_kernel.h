@@ -31,6 +31,7 @@ struct Attention {
         const int rows = task.num_queries * spec.group_size();
         Arena arena(memory);
         Scratch scratch(arena, spec, rows);
+        [[maybe_unused]] const typename Products::Rounding rounding;
         [[maybe_unused]] const typename Products::Registers registers(rows);
         Products::pack_queries(spec, task, scratch.products);
         for (int p = task.partition_begin; p < task.partition_end; ++p)
@@ -44,6 +45,7 @@ struct Attention {
     static void merge(const AttentionSpec& spec, const MergeTask& task) {
         const int rows = task.num_queries * spec.group_size();
         const int64_t floats = int64_t{rows} * (spec.v_head_dim + 2);
+        [[maybe_unused]] const typename Products::Rounding rounding;
         const SoftmaxState total = partial_state(task.partials, rows);
         for (int p = 1; p < task.num_partitions; ++p)
             Rows::merge(spec, total, partial_state(task.partials + p * floats, rows), rows);

@@ -44,8 +44,8 @@ const Elem* query_row(const AttentionSpec& spec, const AttendTask& task, int row
 }
 
 // The keys of one partition that some query of the task sees, [begin, end) counted from the partition's first, and
-// where they lie, group by group. Behind the last group come num_ahead groups that may be used next, of the task's next
-// partition or of the thread's next task, to be fetched ahead; entries up to kGroupsAhead can be read, too.
+// where they lie, group by group. Behind the last group come num_ahead groups, at most kGroupsAhead, that are likely to
+// be used next, of the task's next partition or of the thread's next task, to be fetched ahead.
 template <typename E, int kGroupsAhead>
 struct PartitionKeys {
     using Elem = typename E::Elem;
@@ -67,7 +67,7 @@ struct PartitionKeys {
             find_ahead(spec, *next_task,
                        larger(visible_begin(spec, *next_task), next_task->partition_begin * kPartitionTokens));
         else
-            find_ahead(spec, task, visible_end(task) - 1);
+            num_ahead = 0;
     }
 
     int first_group() const { return begin / kGroupTokens; }
@@ -79,8 +79,8 @@ struct PartitionKeys {
     void find_ahead(const AttentionSpec& spec, const AttendTask& next, int next_begin) {
         const int first = next_begin / kGroupTokens * kGroupTokens, last = visible_end(next) - 1;
         num_ahead = smaller((last - first) / kGroupTokens + 1, kGroupsAhead);
-        for (int ahead = 0; ahead < kGroupsAhead; ++ahead)
-            find(spec, next, smaller(first + ahead * kGroupTokens, last), end_group() + ahead);
+        for (int ahead = 0; ahead < num_ahead; ++ahead)
+            find(spec, next, first + ahead * kGroupTokens, end_group() + ahead);
     }
 
     void find(const AttentionSpec& spec, const AttendTask& task, int position, int group) {

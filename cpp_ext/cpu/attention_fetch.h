@@ -1,0 +1,108 @@
+#pragma once
+
+// Fetches keys and values before they are multiplied. Include after a simd_*.h; all of it has internal linkage.
+#include "attention_keys.h"
+
+namespace swiftkv {
+namespace {
+
+// Fetches what a thread reads next into the second-level cache, a few lines at a time, for many at once would keep its
+// own loads waiting. A group often is a page of memory of its own, and processors look ahead within a page only: lines
+// of four groups take turns, so that all four are looked ahead in.
+template <typename E>
+class Fetcher {
+  public:
+    using Elem = typename E::Elem;
+    static constexpr int kGroupsInTurn = 4;
+
+    // Begins with what is read after the partition's first groups, which were fetched with what came before: the rest
+    // of its keys, its values, and the first of the keys that follow.
+    template <typename Keys>
+    void begin_within(const AttentionSpec& spec, const Keys& keys) {
+        const int first = keys.first_group(), end = keys.end_group();
+        begin(spec);
+        add(true, keys.k, smaller(first + kGroupsInTurn, end), end);
+        add(false, keys.v, first, end);
+        add(true, keys.k, end, end + smaller(kGroupsInTurn, keys.num_ahead));
+    }
+
+    // Begins with what follows the partition, whose own lines are read again and again.
+    template <typename Keys>
+    void begin_behind(const AttentionSpec& spec, const Keys& keys) {
+        const int end = keys.end_group();
+        begin(spec);
+        add(true, keys.k, end, end + keys.num_ahead);
+        add(false, keys.v, end, end + keys.num_ahead);
+    }
+
+    // The lines of everything.
+    int num_lines() const {
+        int lines = 0;
+        for (int i = 0; i < num_runs_; ++i) lines += (runs_[i].end - runs_[i].begin) * lines_of(runs_[i]);
+        return lines;
+    }
+
+    void operator()(int num_lines) {
+        for (; num_lines > 0; --num_lines) {
+            if (turn_ == num_turns_ && !next_line()) return;
+            __builtin_prefetch(groups_[turn_++] + offset_, 0, 2);
+        }
+    }
+
+  private:
+    static constexpr int kLineElements = 64 / sizeof(Elem);
+
+    struct Run {
+        bool is_keys;
+        const Elem* const* groups;
+        int begin, end;
+    };
+
+    void begin(const AttentionSpec& spec) {
+        k_stride_ = spec.block_size * E::kPack;
+        k_lines_ = spec.head_dim / E::kPack;
+        v_lines_ = kGroupTokens * spec.v_head_dim / kLineElements;
+        num_runs_ = run_ = 0;
+        num_turns_ = turn_ = 0;
+        lines_left_ = 0;
+    }
+    void add(bool is_keys, const Elem* const* groups, int begin, int end) {
+        runs_[num_runs_++] = {is_keys, groups, begin, end};
+    }
+    int lines_of(const Run& run) const { return run.is_keys ? k_lines_ : v_lines_; }
+
+    // Goes to the next line of the groups that take turns, or to the next groups; returns whether there are any.
+    bool next_line() {
+        if (lines_left_ <= 1) return next_groups();
+        --lines_left_;
+        offset_ += stride_;
+        turn_ = 0;
+        return true;
+    }
+    bool next_groups() {
+        while (run_ < num_runs_ && runs_[run_].begin == runs_[run_].end) ++run_;
+        if (run_ == num_runs_) {
+            lines_left_ = 0;
+            return false;
+        }
+        Run& run = runs_[run_];
+        groups_ = run.groups + run.begin;
+        num_turns_ = smaller(kGroupsInTurn, run.end - run.begin);
+        run.begin += num_turns_;
+        stride_ = run.is_keys ? k_stride_ : kLineElements;
+        lines_left_ = lines_of(run);
+        offset_ = turn_ = 0;
+        return true;
+    }
+
+    int k_stride_, k_lines_, v_lines_;
+    Run runs_[3];
+    int num_runs_, run_;
+    const Elem* const* groups_;  // that take turns
+    int num_turns_, turn_;
+    int64_t offset_, stride_;  // of their line
+    int lines_left_;           // of each, with this one
+};
+
+}  // namespace
+}  // namespace swiftkv
