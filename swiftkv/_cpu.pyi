@@ -4,7 +4,10 @@ import enum
 from collections.abc import Sequence
 
 def isa() -> str:
-    """Return the instruction set in use: avx2, avx512, avx512_bf16 or amx. SWIFTKV_CPU_ISA lowers it."""
+    """Return the instruction set in use: avx2, avx512, avx512_bf16 or amx. SWIFTKV_CPU_ISA chooses another."""
+
+def supported_isa() -> str:
+    """Return the last of these that the CPU has, which may not be the fastest."""
 
 def num_threads() -> int: ...
 def set_num_threads(n: int) -> None: ...

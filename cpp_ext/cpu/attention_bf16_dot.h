@@ -8,6 +8,7 @@ namespace {
 
 // Pairs multiplied and summed by vdpbf16ps; weights are rounded to bfloat16, as transformers does.
 struct BFloat16Dot : BFloat16 {
+    static constexpr bool kIsWidened = false;
     using Packed = uint16_t;
     using Fragment = __m512i;
     using Operand = __m512i;

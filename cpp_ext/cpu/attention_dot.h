@@ -16,9 +16,10 @@ struct DotProducts {
     static constexpr int kWidth = Simd::kLanes;
     static constexpr int kPack = E::kPack;
     static constexpr int kVectorsPerGroup = kGroupTokens / kWidth;
-    // Rows and vectors whose accumulators fill the registers: 24 of 32, or 12 of 16.
-    static constexpr int kMaxRows = 6;
-    static constexpr int kMaxVectors = kWidth == 16 ? 4 : 2;
+    // Rows and vectors whose accumulators fill the registers: 24 of 32, or 12 of 16. Widening takes the same units as
+    // multiplying, so that many rows share it.
+    static constexpr int kMaxRows = kWidth == 16 && E::kIsWidened ? 12 : 6;
+    static constexpr int kMaxVectors = kWidth == 16 && !E::kIsWidened ? 4 : 2;
     static constexpr int kMaxGroups = kMaxVectors / kVectorsPerGroup;
     using Keys = PartitionKeys<E, Fetcher<E>::kGroupsInTurn>;
     // A constant, so that one register addresses the queries of all rows; and not a power of two, as with kRowStride.
@@ -81,8 +82,8 @@ struct DotProducts {
         const Packed* q = scratch.q + int64_t{block.begin} * kQueryStride;
         const int end = block.key_end / kGroupTokens;
         for (int group = block.key_begin / kGroupTokens; group < end; group += kMaxGroups) {
-            with_rows(block.end - block.begin, [&](auto rows) {
-                with_vectors(smaller(kMaxGroups, end - group) * kVectorsPerGroup, [&](auto vectors) {
+            with_constant<kMaxRows>(block.end - block.begin, [&](auto rows) {
+                with_constant<kMaxVectors>(smaller(kMaxGroups, end - group) * kVectorsPerGroup, [&](auto vectors) {
                     score_groups<rows(), vectors()>(spec, scratch.fetcher, q, keys.k + group,
                                                     scores + group * kGroupTokens);
                 });
@@ -97,8 +98,8 @@ struct DotProducts {
                            int key_begin, int key_end, const Packed* weights, float* out, Meanwhile&& meanwhile) {
         for (int d = 0; d < spec.v_head_dim; d += kMaxVectors * kWidth) {
             float* sums = out + int64_t{block.begin} * spec.v_head_dim + d;
-            with_rows(block.end - block.begin, [&](auto rows) {
-                with_vectors(smaller(kMaxVectors, (spec.v_head_dim - d) / kWidth), [&](auto vectors) {
+            with_constant<kMaxRows>(block.end - block.begin, [&](auto rows) {
+                with_constant<kMaxVectors>(smaller(kMaxVectors, (spec.v_head_dim - d) / kWidth), [&](auto vectors) {
                     accumulate_dims<rows(), vectors()>(spec, scratch.fetcher, weights, keys, key_begin, key_end, d,
                                                        sums);
                 });
@@ -185,36 +186,12 @@ struct DotProducts {
         constexpr int operator()() const { return N; }
     };
 
-    // Calls f(n) with n as a constant.
-    template <typename F>
-    static void with_rows(int n, F&& f) {
-        switch (n) {
-            case 1:
-                return f(Constant<1>{});
-            case 2:
-                return f(Constant<2>{});
-            case 3:
-                return f(Constant<3>{});
-            case 4:
-                return f(Constant<4>{});
-            case 5:
-                return f(Constant<5>{});
-            default:
-                return f(Constant<kMaxRows>{});
-        }
-    }
-    template <typename F>
-    static void with_vectors(int n, F&& f) {
-        switch (n) {
-            case 1:
-                return f(Constant<1>{});
-            case 2:
-                return f(Constant<2>{});
-            case 3:
-                return f(Constant<smaller(3, kMaxVectors)>{});
-            default:
-                return f(Constant<kMaxVectors>{});
-        }
+    // Calls f(n) with n, at most kMax, as a constant.
+    template <int kMax, typename F>
+    static void with_constant(int n, F&& f) {
+        if constexpr (kMax > 1)
+            if (n < kMax) return with_constant<kMax - 1>(n, f);
+        f(Constant<kMax>{});
     }
 
     template <int R, int NV>
@@ -225,26 +202,26 @@ struct DotProducts {
         for (int j = 0; j < NV; ++j) k[j] = groups[j / kVectorsPerGroup] + j % kVectorsPerGroup * kWidth * kPack;
         const int64_t k_stride = int64_t{spec.block_size} * kPack;
         V acc[R][NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) acc[r][j] = Simd::zero();
         int64_t offset = 0;
         for (int d = 0; d < spec.head_dim; d += kPack, offset += k_stride) {
             fetcher(kLines);
             typename E::Fragment key[NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) key[j] = E::fragment(k[j] + offset);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const typename E::Operand query = E::operand(q + r * kQueryStride + d);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], key[j], query);
             }
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) Simd::store(scores + r * kRowStride + j * kWidth, acc[r][j]);
     }
 
@@ -254,9 +231,9 @@ struct DotProducts {
         constexpr int kLines = larger(1, NV * kWidth * kPack * int{sizeof(Elem)} / 64);
         const int64_t v_dim = spec.v_head_dim, v_stride = v_dim * kPack;
         V acc[R][NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) acc[r][j] = Simd::load(out + r * v_dim + j * kWidth);
         for (int token = key_begin & ~(kPack - 1); token < key_end;) {
             const int group = token / kGroupTokens, in_block = token % kGroupTokens;
@@ -267,30 +244,30 @@ struct DotProducts {
             for (int i = count / kPack; i > 0; --i, value += v_stride, weight += kPack) {
                 fetcher(kLines);
                 typename E::Fragment row[NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int j = 0; j < NV; ++j) row[j] = E::fragment(value + j * kWidth * kPack);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
                     const typename E::Operand w = E::operand(weight + r * kRowStride);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                     for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], row[j], w);
                 }
             }
             // The partner of the last token may not be written yet.
             if (count % kPack != 0) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int j = 0; j < NV; ++j) {
                     const typename E::Fragment last = E::first_of_fragment(value + j * kWidth * kPack);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                     for (int r = 0; r < R; ++r)
                         acc[r][j] = E::multiply_add(acc[r][j], last, E::operand(weight + r * kRowStride));
                 }
             }
             token += count;
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) Simd::store(out + r * v_dim + j * kWidth, acc[r][j]);
     }
 };

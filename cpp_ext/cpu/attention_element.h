@@ -42,8 +42,10 @@ Simd::V tanh_of_log2(Simd::V x) {
 }
 
 // How a dtype is multiplied. kPack of its elements lie together along the summed dimension: a Fragment is kLanes times
-// kPack elements of K or V, an Operand kPack queries or weights, kept as Packed.
+// kPack elements of K or V, an Operand kPack queries or weights, kept as Packed. kIsWidened: elements are turned into
+// floats each time they are multiplied.
 struct Float32 {
+    static constexpr bool kIsWidened = false;
     using V = Simd::V;
     using Elem = float;
     using Packed = float;
@@ -64,6 +66,7 @@ struct Float32 {
 };
 
 struct Float16 : Float32 {
+    static constexpr bool kIsWidened = true;
     using Elem = uint16_t;
 
     static V load(const Elem* p) { return Simd::load_f16(p); }
@@ -80,6 +83,7 @@ struct Float16 : Float32 {
 
 // In float32, the first of a pair before the second.
 struct BFloat16 {
+    static constexpr bool kIsWidened = true;
     using V = Simd::V;
     using Elem = uint16_t;
     using Packed = float;

@@ -16,6 +16,7 @@ void bind_turns(nb::module_& m);      // turns_bind.cpp
 
 NB_MODULE(_cpu, m) {
     m.doc() = "CPU kernels of swiftkv.";
+    m.def("supported_isa", [] { return swiftkv::isa_name(swiftkv::supported_isa()); });
     m.def("isa", [] { return swiftkv::isa_name(swiftkv::active_isa()); });
     m.def("num_threads", &swiftkv::num_threads);
     m.def("set_num_threads", &swiftkv::set_num_threads, nb::arg("n"));

@@ -2,8 +2,9 @@
 // The kernels are written in terms of the Simd above.
 #include "gemm_kernel_impl.h"
 
+// Widening takes the same units as multiplying: the more rows share it, the better.
 const swiftkv::GemmKernel swiftkv::kGemmAvx512[kNumDTypes] = {
     make_kernel<FloatProduct, 6, 4>(1, false),
-    make_kernel<WidenedBf16Product, 6, 4>(2, true),
-    make_kernel<HalfProduct, 6, 4>(1, true),
+    make_kernel<WidenedBf16Product, 12, 2>(2, true),
+    make_kernel<HalfProduct, 12, 2>(1, true),
 };

@@ -28,12 +28,12 @@ void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int
     constexpr int kWidth = kVectors * Simd::kLanes;
     V acc[kRows][kVectors];
     if (first) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::zero();
     } else {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::load(sums + r * kWidth + v * Simd::kLanes);
@@ -45,7 +45,7 @@ void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int
             decltype(Product::weights(panel, sub)) b[kVectors];
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) b[v] = Product::weights(panel + v * Product::kVectorBytes, sub);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int r = 0; r < kRows; ++r) {
                 const auto x = Product::broadcast(a + r * a_stride_bytes + sub * sizeof(Activation));
 #pragma GCC unroll 4
@@ -55,7 +55,7 @@ void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int
         a += Product::kSubSteps * sizeof(Activation);
         panel += kVectors * Product::kVectorBytes;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) Simd::store(sums + r * kWidth + v * Simd::kLanes, acc[r][v]);

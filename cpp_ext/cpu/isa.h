@@ -7,8 +7,11 @@ namespace swiftkv {
 // Instruction sets in order of preference: a later one includes all earlier ones.
 enum class Isa { kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
-// Returns the best instruction set of this CPU, lowered by the environment variable SWIFTKV_CPU_ISA (avx2 | avx512 |
-// avx512_bf16 | amx), fixed at the first call. Throws std::runtime_error if the CPU lacks AVX2, FMA or F16C,
+// Returns the last instruction set that this CPU has. Throws std::runtime_error if it lacks AVX2, FMA or F16C.
+Isa supported_isa();
+
+// Returns the fastest instruction set of this CPU, or the one that the environment variable SWIFTKV_CPU_ISA names (avx2
+// | avx512 | avx512_bf16 | amx) if the CPU has it; fixed at the first call. Throws as supported_isa() does, and
 // std::invalid_argument if the variable has another value.
 Isa active_isa();
 
