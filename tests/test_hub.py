@@ -72,6 +72,7 @@ def test_a_revision_is_what_the_hub_is_asked_for(
     hub: ThreadingHTTPServer, tmp_path: Path, revision: str | None, asked: set[str]
 ) -> None:
     environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+    environment["no_proxy"] = "127.0.0.1"  # a proxy that the environment names does not reach this hub
     environment.pop("HF_HUB_OFFLINE", None)
     command = [sys.executable, "-c", FETCH, json.dumps(revision)]
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
