@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -33,8 +33,8 @@ def run(gateway: Gateway, *arguments: str) -> Result:
     return runner.invoke(app, ["cache", *arguments, "--url", gateway.url])
 
 
-def complete(gateway: Gateway, request_id: str, model: str = "chat") -> None:
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 2}
+def complete(gateway: Gateway, request_id: str, model: str = "chat", prompt: Sequence[int] = PROMPT) -> None:
+    body = {"model": model, "prompt": prompt, "max_tokens": 2}
     answer = httpx.post(
         f"{gateway.url}/v1/completions", json=body, headers={"X-Request-Id": request_id}, timeout=PATIENCE_S
     )
@@ -42,8 +42,9 @@ def complete(gateway: Gateway, request_id: str, model: str = "chat") -> None:
 
 
 def test_why_a_request_found_no_more(own_gateway: Gateway) -> None:
-    complete(own_gateway, "first", model="code")
-    complete(own_gateway, "again", model="code")
+    prompt = PROMPT[::-1]  # no other test asks for it
+    complete(own_gateway, "first", "code", prompt)
+    complete(own_gateway, "again", "code", prompt)
     with own_gateway.admin() as http:
         first, again = (http.get(f"/admin/cache/requests/{name}").json() for name in ("first", "again"))
     assert (first["request_id"], first["model"]) == ("first", "code")
@@ -88,7 +89,8 @@ def test_clear(own_gateway: Gateway) -> None:
 
 
 def test_show(own_gateway: Gateway) -> None:
-    complete(own_gateway, "shown")
+    for model in ("chat", "code"):
+        complete(own_gateway, f"shown-{model}", model)
     table = run(own_gateway, "show")
     assert table.exit_code == 0, table.stderr
     assert [line.split()[0] for line in table.stdout.splitlines()[1:]] == ["chat", "code"]
