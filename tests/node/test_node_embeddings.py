@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lending_node import LendingNode
-from tests.support.node_process import NodeProcess, remove, short_temporary_directory, wait_for
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
 from tests.support.pooling import (
     card_prompt,
     card_score,
@@ -98,7 +98,7 @@ def test_a_ranking(tmp_path: Path) -> None:
     temporary = short_temporary_directory()
     body = {"query": "where is it", "documents": TEXTS}
     with NodeProcess({"node": {"port": 0}, "models": [model]}, tmp_path, temporary) as node:
-        results = httpx.post(f"{node.url}/v1/rerank", json=body, timeout=60).json()["results"]
+        results = httpx.post(f"{node.url}/v1/rerank", json=body, timeout=DEADLINE_S).json()["results"]
     remove(temporary)
     scores = [card_score(reranker, tokenizer, card_prompt(tokenizer, "where is it", text)) for text in TEXTS]
     found = {result["index"]: result["relevance_score"] for result in results}

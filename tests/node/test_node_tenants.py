@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.node_process import NodeProcess, remove, short_temporary_directory
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory
 
 KEYS = {"SWIFTKV_TEST_KEY_A": "the key of alice", "SWIFTKV_TEST_KEY_B": "the key of bobby"}
 PROMPT = [1 + i % 100 for i in range(100)]
@@ -33,7 +33,7 @@ def test_a_node_serves_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def complete(key: str) -> dict[str, Any]:
             body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
             headers = {"Authorization": f"Bearer {key}"}
-            answer = httpx.post(f"{node.url}/v1/completions", json=body, headers=headers, timeout=60)
+            answer = httpx.post(f"{node.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S)
             found: dict[str, Any] = answer.raise_for_status().json()
             return found
 
@@ -42,10 +42,13 @@ def test_a_node_serves_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             for key in (KEYS["SWIFTKV_TEST_KEY_A"], KEYS["SWIFTKV_TEST_KEY_A"], KEYS["SWIFTKV_TEST_KEY_B"])
         ]
         assert cached == [0, 96, 0]
-        assert httpx.get(f"{node.url}/v1/models").status_code == 401
-        headers = {"x-api-key": KEYS["SWIFTKV_TEST_KEY_A"]}
-        assert httpx.get(f"{node.url}/v1/batches", headers=headers).status_code == 404
-        assert 'tenant="bob"' in httpx.get(f"{node.url}/metrics", headers=node.admin_headers()).text
+
+        def get(path: str, headers: dict[str, str]) -> httpx.Response:
+            return httpx.get(f"{node.url}/{path}", headers=headers, timeout=DEADLINE_S)
+
+        assert get("v1/models", {}).status_code == 401
+        assert get("v1/batches", {"x-api-key": KEYS["SWIFTKV_TEST_KEY_A"]}).status_code == 404
+        assert 'tenant="bob"' in get("metrics", node.admin_headers()).text
         assert any("$SWIFTKV_TEST_KEY_A" in line for line in node.lines)
         (engine,) = node.engines().values()
         for process in (engine, *psutil.Process(engine.pid).children(recursive=True)):
