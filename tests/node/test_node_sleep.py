@@ -141,6 +141,7 @@ def test_a_worker_that_is_removed_and_added_anew_lends_again(node: LendingNode, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # a fifth of the cycles load the model anew in a new process
 @pytest.mark.parametrize("num_cycles", [20, 100])
 def test_cycles_leave_nothing_behind(node: LendingNode, reference: Reference, num_cycles: int) -> None:
     """Two models answer meanwhile, and right; every fifth sleep ends the process."""
