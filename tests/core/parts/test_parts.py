@@ -10,6 +10,7 @@ import pytest
 from core_build import checked_build
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(1800)  # the first test compiles the core
 NAMES = [name for file in sorted(HERE.glob("*.cpp")) for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)]
 
 
