@@ -66,7 +66,10 @@ void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, Sp
     std::vector<std::vector<BlockId>> below(groups_.size());
     for (int g = 0; g < num_groups(); ++g)
         for (int i = 0; i < taken.staged[g]; ++i) below[g].push_back(take_below(g, Place::kLocal));
-    enter_missing(taken.local, taken.wanted);
+    // Blocks in use that cannot be staged move in next: a block that is taken first may keep their extents from them.
+    std::vector<int> entered = taken.local;
+    for (int g = 0; g < num_groups(); ++g) entered[g] += overdraft(g);
+    enter_missing(entered, taken.wanted);
     for (int g = 0; g < num_groups(); ++g) {
         BlockPool& pool = groups_[g].pool;
         for (; taken.local[g] > 0; --taken.local[g], --taken.wanted[g]) {

@@ -129,3 +129,23 @@ def test_an_extent_changes_hands_when_what_it_held_is_copied() -> None:
     e.drain()
     assert converse(e, 4, [*prompt(6, 2), 1]) == 6
     assert len(e.outputs) == 3
+
+
+def test_a_window_that_moves_in_has_its_extent_before_others_take_blocks() -> None:
+    """The tail of its window is with a lender, and the extent that it needs here is the history's to give up or pin."""
+    setup = LendingSetup(
+        ((2, 26, 0), (4, 13, 5)),
+        (BorrowSetup(0, 8, 2), BorrowSetup(1, 1, 1)),
+        max_model_len=100,
+        blocks_per_extent=(2, 1),
+    )
+    e = LendingEngine(setup, random.Random(0))
+    e.borrow(0, 8)
+    e.borrow(1, 1)
+    tokens = prompt(29, 2)
+    converse(e, 1, tokens[:4])
+    converse(e, 2, prompt(32, 5))
+    assert e.scheduler.stats().groups[1].borrowed_cached == 1
+    assert converse(e, 3, tokens) == 4
+    assert e.scheduler.stats().groups[1].borrowed_used == 0
+    assert len(e.outputs) == 3

@@ -431,6 +431,12 @@ MUTANTS = [
         "house_->num_free();",
     ),
     one(
+        "blocks that move in get their extents when others have taken blocks",
+        CACHE_HOUSE,
+        "for (int g = 0; g < num_groups(); ++g) entered[g] += overdraft(g);",
+        "",
+    ),
+    one(
         "a group gives up what it is about to take",
         CACHE_HOUSE,
         "pool.available(Place::kLocal) - wanted[h] < pool.house_extent_blocks()",
