@@ -39,6 +39,7 @@ from swiftkv import _core
 SEEDS_PER_TEST = 200
 FIRST_SEEDS = range(0, 2_000, SEEDS_PER_TEST)
 FIRST_SEEDS_OF_SHARED = range(0, 1_000, SEEDS_PER_TEST)
+NUM_CONVERSATION_SEEDS = 100
 TOKENS = 3  # so few that prompts have prefixes in common
 
 
@@ -111,6 +112,21 @@ def shared_setup(rng: random.Random) -> LendingSetup:
         enable_chunked_prefill=rng.random() < 0.8,
         stream_buffers=rng.choice([1, 2]),
         retention_interval=rng.choice([None, None, 4]),
+        blocks_per_extent=sizes,
+    )
+
+
+def conversation_setup(rng: random.Random) -> LendingSetup:
+    """A few long histories have room in the pool, and lenders for them and for windows."""
+    sizes, num_layers = rng.choice([((2, 1), (2, 4)), ((3, 2), (2, 3)), ((1, 1), (4, 4))])
+    num_extents, windows = rng.choice([10, 14, 18, 24, 36]), (0, 10)
+    return LendingSetup(
+        tuple((n, num_extents * size, w) for n, size, w in zip(num_layers, sizes, windows, strict=True)),
+        tuple(BorrowSetup(link % 2, rng.choice([4, 8, 16, 40]), rng.choice([1, 1, 2, 3])) for link in range(4)),
+        max_num_seqs=rng.choice([2, 4, 8]),
+        max_num_batched_tokens=rng.choice([16, 32, 64]),
+        max_model_len=rng.choice([4, 5, 6, 8]) * num_extents,
+        stream_buffers=rng.choice([1, 2]),
         blocks_per_extent=sizes,
     )
 
@@ -341,6 +357,52 @@ class SharedRun(Run):
         return self.rare.choice([0, 1, 1, 2]) * _core.PRIORITIES_PER_CLASS
 
 
+class ConversationRun(SharedRun):
+    """Conversations beside each other find their histories and windows with lenders, who come and go."""
+
+    draw_setup = staticmethod(conversation_setup)
+
+    def go(self) -> None:
+        self.talks = [self._new_tokens(self.rng.choice([4, 28, self.engine.setup.max_model_len])) for _ in range(6)]
+        self.asked: dict[int, int] = {}  # by conversation, the last request
+        self._phase(self.talk, 300)
+        self.engine.drain()
+        self.engine.check()
+
+    def talk(self) -> dict[Callable[[], None], int]:
+        return {
+            self.step: 20,
+            self.say: 20,
+            self.borrow_much: 8,
+            self.take_returned: 4,
+            self.recall_much: 1,
+            self.lose: 1,
+            self.abort: 1,
+        }
+
+    def say(self) -> None:
+        """Add the next turn of a conversation that waits for none; a long one begins anew."""
+        talk, setup = self.rng.randrange(len(self.talks)), self.engine.setup
+        if self.asked.get(talk) in self.engine.requests:
+            return
+        if talk in self.asked:
+            self.talks[talk] += self._new_tokens(self.rng.randint(4, 20))
+        most = setup.max_model_len - 12
+        prompt = self.talks[talk][: most if len(self.talks[talk]) < most else most // 2]
+        self.asked[talk] = len(self.prompts)
+        self.engine.add(len(self.prompts), prompt, self.rng.randint(1, 12))
+        self.prompts.append(prompt)
+
+    def borrow_much(self) -> None:
+        self.engine.borrow(self._borrow_link(), self.rng.choice([1, 4, 40]))
+
+    def recall_much(self) -> None:
+        self.engine.recall(self._borrow_link(), self.rng.choice([2, 40]))
+
+    def _new_tokens(self, most: int) -> list[int]:
+        return [self.rng.randrange(50) for _ in range(self.rng.randint(4, most))]
+
+
 Pools = Literal["regions", "shared"]
 
 
@@ -370,6 +432,15 @@ def test_seeds(first: int) -> None:
 @pytest.mark.parametrize("first", FIRST_SEEDS_OF_SHARED)
 def test_seeds_of_pools_that_groups_share(first: int) -> None:
     run_seeds(first, "shared")
+
+
+def test_conversations_in_pools_that_groups_share() -> None:
+    for seed in range(NUM_CONVERSATION_SEEDS):
+        run = ConversationRun(seed)
+        try:
+            run.go()
+        except (AssertionError, RuntimeError) as error:
+            raise AssertionError(f"seed {seed}, {run.engine.setup}") from error
 
 
 @pytest.mark.parametrize(
