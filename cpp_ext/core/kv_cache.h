@@ -266,8 +266,10 @@ class KvCache {
     // that can be loaded.
     int local_room(std::span<const BlockKey> keys) const;
     // Takes blocks for all that the prefix `keys` needs from block `first` on and that is not here, and leaves `spare`
-    // blocks available; or changes nothing and returns none. Forgets cached blocks for them if it may.
-    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict);
+    // blocks available; or changes nothing and returns none. Forgets cached blocks for them if it may, but none of the
+    // prefixes `kept`.
+    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
+                                         std::span<const std::span<const BlockKey>> kept);
     // The back of the prefix `keys` behind its first `num_before` blocks, of which only local blocks count: in
     // sliding-window groups the tail of its end.
     Back find_back(std::span<const BlockKey> keys, int num_before) const;
@@ -428,6 +430,7 @@ class KvCache {
     bool is_lost_unstored(int group, NodeId node) const;
     bool can_store(int group, BlockId block) const;
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
+    std::vector<LoadingBlock> hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held);
     bool has_room_to_load(std::span<const int> wanted, bool may_evict) const;
     void load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted);
     int64_t local_offset_bytes(int group, BlockId local) const;

@@ -205,37 +205,49 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
 }
 
 // Blocks of the prefix that are here are held meanwhile, so that they are not evicted for those that are not, and are
-// evicted last afterwards.
-std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict) {
-    const int length = static_cast<int>(keys.size());
-    std::vector<LoadingBlock> loading;
+// evicted last afterwards. So are those of `kept` if others have to be evicted.
+std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
+                                              std::span<const std::span<const BlockKey>> kept) {
     std::vector<std::pair<int, BlockId>> held;
+    std::vector<LoadingBlock> loading = hold_present(keys, held);
+    std::erase_if(loading, [&](const LoadingBlock& load) { return load.index < first; });
     std::vector<int> needed(groups_.size(), 0);
+    for (const LoadingBlock& load : loading) ++needed[load.group];
+    std::vector<int> wanted = needed;
+    for (int g = 0; g < num_groups(); ++g) wanted[g] += wanted[g] > 0 ? spare.of(spec(g)) : 0;
+    bool has_room = has_room_to_load(wanted, false);
+    if (!has_room && may_evict) {
+        for (std::span<const BlockKey> prefix : kept) hold_present(prefix, held);
+        has_room = has_room_to_load(wanted, true);
+    }
+    if (has_room) {
+        if (house_) enter_missing(needed, wanted);
+        for (LoadingBlock& load : loading) load_into(load, keys[load.index], wanted);
+        if (has_windows_ && !loading.empty()) keep_boundary(keys, static_cast<int>(keys.size()), Worth::kKept);
+    }
+    for (auto it = held.rbegin(); it != held.rend(); ++it) groups_[it->first].pool.drop_ref(it->second);
+    if (!has_room) loading.clear();
+    return loading;
+}
+
+// Holds the blocks that a prefix needs and that are here, and returns those that are not.
+std::vector<LoadingBlock> KvCache::hold_present(std::span<const BlockKey> keys,
+                                                std::vector<std::pair<int, BlockId>>& held) {
+    const int length = static_cast<int>(keys.size());
+    std::vector<LoadingBlock> missing;
     for (int g = 0; g < num_groups(); ++g) {
         for (int i = first_of_match(g, length); i < length; ++i) {
             const NodeId node = index_.find(keys[i]);
             const BlockId block = node == kNone ? kNone : index_.block(node, g);
             if (block == kNone) {
-                if (i < first) continue;
-                loading.push_back({i, g, kNone, 0});
-                ++needed[g];
+                missing.push_back({i, g, kNone, 0});
             } else if (groups_[g].pool.state(block) != BlockState::kLoading) {
                 groups_[g].pool.add_ref(block);
                 held.emplace_back(g, block);
             }
         }
     }
-    std::vector<int> wanted = needed;
-    for (int g = 0; g < num_groups(); ++g) wanted[g] += wanted[g] > 0 ? spare.of(spec(g)) : 0;
-    const bool has_room = has_room_to_load(wanted, may_evict);
-    if (has_room) {
-        if (house_) enter_missing(needed, wanted);
-        for (LoadingBlock& load : loading) load_into(load, keys[load.index], wanted);
-        if (has_windows_ && !loading.empty()) keep_boundary(keys, length, Worth::kKept);
-    }
-    for (auto it = held.rbegin(); it != held.rend(); ++it) groups_[it->first].pool.drop_ref(it->second);
-    if (!has_room) loading.clear();
-    return loading;
+    return missing;
 }
 
 bool KvCache::has_room_to_load(std::span<const int> wanted, bool may_evict) const {

@@ -54,8 +54,9 @@ struct Request {
     int num_cached = 0;         // of them, found in the prefix cache at admission
     std::vector<int32_t> borrowed_hits = {};  // of their blocks, those that were found in borrowed memory
     int num_window_missed = 0;                // behind them, known at admission, but without the tail of their end
-    int back_end = 0;    // the end, in blocks, of the back that storage loads while the front is computed; 0: none
-    double begun_s = 0;  // when a step first had the request
+    int load_end = 0;  // the end, in blocks, of what storage loads for it before it begins; 0: nothing, or it has begun
+    int back_end = 0;  // the end, in blocks, of the back that storage loads while the front is computed; 0: none
+    double begun_s = 0;         // when a step first had the request
     double front_slowness = 0;  // how long its front took beside what was predicted; 0: not known yet
     int num_scheduled = 0;      // tokens that steps in progress compute, or the one being planned
     int num_unknown = 0;        // rows of steps in progress that sample: each brings a token behind `tokens`, or more

@@ -53,6 +53,7 @@ void Roster::start(Request& r) {
     r.slot = free_slots_.back();
     free_slots_.pop_back();
     r.begun = num_begun_++;
+    r.load_end = 0;
     running_.insert(std::lower_bound(running_.begin(), running_.end(), &r, Policy::Order{}), &r);
 }
 

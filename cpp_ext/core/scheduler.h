@@ -114,8 +114,8 @@ class Scheduler {
     // size than look_up() said.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
     // Takes blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here, and leaves room
-    // for those before. Returns none if there is no room, a running request waits for the room of
-    // what is loading, or a step in progress copies blocks.
+    // for those before. Returns none if there is no room but that of blocks which storage has brought for requests that
+    // have not begun, a running request waits for the room of what is loading, or a step in progress copies blocks.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
     // Whether the front of a prompt can be computed while its back is loading: not where a prompt is computed as a
     // whole, nor without full attention, for of windows only a tail is loaded.
@@ -182,6 +182,7 @@ class Scheduler {
     void drop_steps(Request& request);
     void leave_steps(const Request& request, bool is_dropped);
     bool reads_lost(const StepRow& row) const;
+    std::vector<std::span<const BlockKey>> prefixes_brought_before(const Request& request) const;
     void check_is_open(const char* what) const;
     bool is_step_copying() const { return !open_.empty() && open_.back().has_copies; }
     void check_steps(const Request& running) const;

@@ -101,7 +101,7 @@ int Scheduler::loadable(RequestId id, std::span<const uint8_t> is_stored, int ma
 
 std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, int first) {
     const std::lock_guard lock(mutex_);
-    const Request* request = roster_.find(id);
+    Request* request = roster_.find(id);
     if (!request) return {};
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
     check_has_keys(num_blocks, keys);
@@ -112,9 +112,25 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     const bool may_evict = !cache_.can_borrow() || open_.empty();
     const int num_to_compute = first - cache_.usable_length(cache_.residency(keys.first(first)));
     const Spare spare{policy_.spare_blocks(roster_.running()), num_to_compute};
-    std::vector<LoadingBlock> loading = cache_.begin_load(keys.first(num_blocks), first, spare, may_evict);
+    std::vector<LoadingBlock> loading =
+        cache_.begin_load(keys.first(num_blocks), first, spare, may_evict, prefixes_brought_before(*request));
+    if (!loading.empty() && request->slot == kNone) request->load_end = num_blocks;
     cache_.describe_loading(loading, request->tokens, request->root_key, keys);
     return loading;
+}
+
+// The prefixes that storage has brought for other requests, or still brings, and that these have not begun to use: a
+// load may not evict them for a request that does not go before. Requests that no room would help do not count.
+std::vector<std::span<const BlockKey>> Scheduler::prefixes_brought_before(const Request& request) const {
+    std::vector<std::span<const BlockKey>> prefixes;
+    const auto add = [&](const Request* other) {
+        const int length = std::max(other->load_end, other->back_end);
+        if (length > 0 && other != &request && other->priority <= request.priority && policy_.could_hold(*other))
+            prefixes.push_back(std::span(other->keys).first(length));
+    };
+    for (const Request* other : roster_.waiting().all()) add(other);
+    for (const Request* other : roster_.running()) add(other);
+    return prefixes;
 }
 
 void Scheduler::meet(RequestId id, int num_blocks) {

@@ -66,13 +66,16 @@ class StorageEngine(Engine):
         self.held: set[int] = set()
         self.backs: dict[int, int] = {}  # the blocks up to which backs are loaded, by request that computes its front
         self.begins: dict[int, int] = {}  # the blocks that requests found when they began, by request
+        self.brought: dict[int, int] = {}  # the blocks up to which something was loaded, by request that has not begun
         self.lent: list[int] = []
         self.unsure: set[int] = set()  # requests that may have given up their backs
         self.num_met = 0  # backs that requests came to
         self.windows = [window for _, _, window in setup.groups]
 
-    def add_held(self, request_id: int, prompt: list[int], max_tokens: int = 4, namespace: bytes = b"") -> None:
-        self.add(request_id, prompt, max_tokens, namespace=namespace)
+    def add_held(
+        self, request_id: int, prompt: list[int], max_tokens: int = 4, namespace: bytes = b"", priority: int = 0
+    ) -> None:
+        self.add(request_id, prompt, max_tokens, namespace=namespace, priority=priority)
         self.scheduler.hold(request_id)
         self.held.add(request_id)
 
@@ -85,6 +88,7 @@ class StorageEngine(Engine):
         self.held.difference_update(request_ids)
         for request_id in request_ids:
             self.backs.pop(request_id, None)
+            self.brought.pop(request_id, None)
 
     def schedule(self) -> _core.StepPlan | None:
         before = {request_id: self._is_here(request_id) for request_id in self.backs}
@@ -96,6 +100,7 @@ class StorageEngine(Engine):
             self._check_budget(rows)
             for request_id, cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
                 self.begins[request_id] = cached // self.setup.block_size
+                self.brought.pop(request_id, None)
             for row in rows:
                 assert row.request_id not in self.held
                 self._check_progress(self.requests[row.request_id], row)
@@ -207,7 +212,9 @@ class StorageEngine(Engine):
         length, keys, resident, stored = self._loadable(request_id, max_blocks)
         first = min(first, length)
         blocks = []
+        before = self._brought_for_others(request_id)
         loading = self.scheduler.begin_load(request_id, length, first)
+        assert before <= self._brought_for_others(request_id), "one load evicts what another has brought"
         for index, group, block, offset in zip(*(array.tolist() for array in loading), strict=True):
             assert not resident[index, group]
             assert stored[index, group]
@@ -219,7 +226,23 @@ class StorageEngine(Engine):
         missing = {(i, g) for g, begin in enumerate(begins) for i in range(begin, length) if not resident[i, g]}
         assert {(index, group) for index, group, _ in blocks} == {(i, g) for i, g in missing if i >= first}
         self.transfers.append(Transfer(request_id, keys, blocks))
+        self.brought[request_id] = length
         return self.transfers[-1]
+
+    def _brought_for_others(self, request_id: int) -> set[tuple[int, int, int]]:
+        """Return what is here of the prefixes that were loaded for others that go before: (request, index, group).
+
+        Lending may leave less than a request needs: then it keeps nothing from others.
+        """
+        priority = self.requests[request_id].priority
+        return {
+            (other, index, group)
+            for other, end in self.brought.items()
+            if other != request_id and self.requests[other].priority <= priority and not self.lent
+            for group, first in enumerate(self._first_needed(end))
+            for index in range(first, end)
+            if self.look_up(other)[1][index, group]
+        }
 
     def meet(self, request_id: int, first: int, max_blocks: int = 1 << 20) -> Transfer | None:
         """Begin to load the back of a request's prompt, from its end, and have it compute its front meanwhile."""

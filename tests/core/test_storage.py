@@ -340,6 +340,70 @@ def test_without_room_nothing_is_loaded_and_nothing_is_forgotten() -> None:
     e.drain()
 
 
+def brought(setup: Setup) -> StorageEngine:
+    """Return an engine that has loaded half a pool for request 2, and has no room for as much for request 3."""
+    e = StorageEngine(setup)
+    for seed in (2, 3):
+        run(e, 100 + seed, prompt(33, seed))
+    e.reset_prefix_cache()
+    e.add(9, prompt(7, 9), 12)
+    e.step()
+    for request_id in (2, 3):
+        e.add_held(request_id, prompt(33, request_id), 1)
+    transfer = e.begin_load(2)
+    assert transfer is not None
+    assert e.begin_load(3) is None
+    e.read(transfer, 3)
+    assert e.begin_load(3) is None  # nor what is here of a load that goes on
+    e.read(transfer, len(transfer.blocks))
+    return e
+
+
+BROUGHT = pytest.mark.parametrize(
+    "setup",
+    [DENSE, HYBRID, Setup(((2, 18, 0), (1, 36, 8)), BLOCK, 4, 64, 48, blocks_per_extent=(1, 2))],
+    ids=["dense", "hybrid", "shared extents"],
+)
+
+
+@BROUGHT
+def test_a_load_does_not_evict_what_another_has_brought(setup: Setup) -> None:
+    e = brought(setup)
+    assert e.begin_load(3) is None
+    e.let_go(2)
+    assert e.begin_load(3) is None
+    while 2 in e.requests:
+        e.step()
+    assert e.finished[2].cached == 32
+    e.drain()
+
+
+@BROUGHT
+def test_what_was_brought_for_a_request_that_has_gone_makes_room(setup: Setup) -> None:
+    e = brought(setup)
+    e.abort(2)
+    assert e.begin_load(3) is not None
+    e.drain()
+
+
+def test_what_was_brought_for_a_request_makes_room_once_it_has_ended() -> None:
+    e = brought(DENSE)
+    e.let_go(2)
+    while 2 in e.requests:
+        e.step()
+    assert e.begin_load(3) is not None
+    e.drain()
+
+
+def test_what_was_brought_makes_room_for_a_request_that_goes_before() -> None:
+    e = brought(DENSE)
+    e.let_go(2)
+    e.abort(3)
+    e.add_held(4, prompt(33, 3), 1, priority=-1)
+    assert e.begin_load(4) is not None
+    e.drain()
+
+
 def test_a_prefix_in_storage_that_no_window_can_use_is_not_loaded() -> None:
     e = StorageEngine(HYBRID)
     run(e, 1, prompt(33))

@@ -1,12 +1,13 @@
-"""A prompt whose back is loaded while its front is computed, by the engine's thread, the loader's and the scheduler."""
+"""Prompts that storage loads, whole or in part, by the engine's thread, the loader's and the scheduler."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from swiftkv import _core
@@ -47,6 +48,20 @@ class GatedMedium(MemoryMedium):
         return super().read(keys, into, deadline_s)
 
 
+def stored(medium: MemoryMedium, prompts: Sequence[npt.NDArray[np.int32]]) -> SealedBackend:
+    """Return a backend that has all full blocks of these prompts."""
+    backend = SealedBackend(GuardedMedium(medium, Breaker()), KEYS.fingerprint)
+    for prompt in prompts:
+        names = names_of(prompt)
+        blocks = [memoryview(np.full(GROUP.block_bytes, i, np.uint8)) for i in range(len(names))]
+        assert backend.put(names, blocks, time.monotonic() + TIMEOUT_S) == [Status.OK] * len(names)
+    return backend
+
+
+def names_of(prompt: npt.NDArray[np.int32]) -> list[bytes]:
+    return [KEYS.of(block_key, 0) for block_key in split_keys(_core.block_keys(b"", prompt, block_size=BLOCK))]
+
+
 class Meeting:
     """A request that computes the front of its prompt, and a storage that is about to read the back.
 
@@ -57,12 +72,7 @@ class Meeting:
     def __init__(self) -> None:
         self.medium = GatedMedium()
         self.owner = Owner()
-        stored = SealedBackend(GuardedMedium(self.medium, Breaker()), KEYS.fingerprint)
-        self.names = [
-            KEYS.of(block_key, 0) for block_key in split_keys(_core.block_keys(b"", PROMPT, block_size=BLOCK))
-        ]
-        blocks = [memoryview(np.full(GROUP.block_bytes, i, np.uint8)) for i in range(NUM_BLOCKS)]
-        assert stored.put(self.names, blocks, time.monotonic() + TIMEOUT_S) == [Status.OK] * NUM_BLOCKS
+        self.names = names_of(PROMPT)
         self.scheduler = _core.Scheduler(
             [_core.GroupSpec(1, 2 * NUM_BLOCKS, layer_block_bytes=GROUP.block_bytes)],
             block_size=BLOCK,
@@ -74,7 +84,7 @@ class Meeting:
         self.scheduler.remember_step_time([seconds_per_token, 0, 0, 0, 0, seconds_per_step])
         planner = LoadPlanner()
         planner.note_read(GROUP.block_bytes, BLOCK * seconds_per_token, now_s=time.monotonic())
-        self.loader = Loader(Levels([Level("storage", stored)]), KEYS, self.owner.wake)
+        self.loader = Loader(Levels([Level("storage", stored(self.medium, [PROMPT]))]), KEYS, self.owner.wake)
         self.loads = Loads(
             TierSpec(backend=None, directory="/", prefetch_threshold=BLOCK, prefetch_timeout_base_s=10 * TIMEOUT_S),
             self.scheduler,
@@ -143,3 +153,79 @@ def test_a_request_that_has_passed_its_back_does_not_wait_for_it(meeting: Meetin
     assert not meeting.loads.is_reading
     assert meeting.scheduler.stats().groups[0].loading == 0
     meeting.scheduler.check_invariants()
+
+
+class Turns:
+    """An engine with one seat, taken by a request, and a pool with room for little more than one of two prompts."""
+
+    def __init__(self) -> None:
+        self.owner = Owner()
+        self.prompts = [np.arange(i * 1000, i * 1000 + len(PROMPT), dtype=np.int32) for i in range(1, 3)]
+        backend = stored(MemoryMedium(name=str(id(self))), self.prompts)
+        num_blocks = NUM_BLOCKS + 4
+        self.scheduler = _core.Scheduler(
+            [_core.GroupSpec(1, num_blocks, layer_block_bytes=GROUP.block_bytes)],
+            block_size=BLOCK,
+            max_num_seqs=1,
+            max_num_batched_tokens=64,
+            max_model_len=len(PROMPT) + 1,
+        )
+        self.loader = Loader(Levels([Level("storage", backend)]), KEYS, self.owner.wake)
+        self.loads = Loads(
+            TierSpec(backend=None, directory="/", prefetch_threshold=BLOCK, prefetch_timeout_base_s=10 * TIMEOUT_S),
+            self.scheduler,
+            self.loader,
+            LoadPlanner(),
+            groups=[GROUP],
+            pool=np.zeros(num_blocks * GROUP.block_bytes, np.uint8),
+            max_num_seqs=1,
+        )
+
+    def add(self, request_id: int, prompt: npt.NDArray[np.int32], max_tokens: int) -> None:
+        self.scheduler.add_request(request_id, prompt, max_tokens, 0, np.zeros(0, np.int32), b"", False)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Take over what storage has done until this holds."""
+        while True:
+            count = self.owner.count
+            self.loads.apply()
+            if holds():
+                return
+            self.owner.wait_for_more(count)
+
+    def step(self) -> dict[int, int]:
+        """Run a step, and return the tokens that requests found which began with it."""
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
+        self.loads.apply()
+        return dict(zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True))
+
+
+@pytest.fixture
+def turns() -> Iterator[Turns]:
+    turns = Turns()
+    try:
+        yield turns
+    finally:
+        turns.loader.close()
+        turns.loader.join(TIMEOUT_S)
+
+
+def test_what_was_loaded_is_used_before_another_load_takes_its_room(turns: Turns) -> None:
+    """The first prompt waits for the seat when its blocks are here, and the second for their room."""
+    turns.add(1, PROMPT[:BLOCK], max_tokens=4)
+    turns.step()
+    for request_id, prompt in enumerate(turns.prompts, start=2):
+        turns.add(request_id, prompt, max_tokens=1)
+        turns.loads.consider(request_id)
+    turns.until(lambda: turns.loads.num_waiting < 2)
+    assert turns.loads.num_loads == 1
+    found: dict[int, int] = {}
+    while 2 not in found:
+        found |= turns.step()
+    turns.until(lambda: turns.loads.num_waiting == 0)
+    found |= turns.step()
+    assert found == {2: NUM_BLOCKS * BLOCK, 3: NUM_BLOCKS * BLOCK}
+    assert (turns.loads.num_loads, turns.loads.num_late) == (2, 0)
+    turns.scheduler.check_invariants()
