@@ -7,7 +7,7 @@ for good: every put of a key puts the same bytes. A deadline is a value of `time
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,8 +98,12 @@ class Medium(Protocol):
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """Return which keys are there."""
 
-    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Fill the parts. An object that is longer or shorter than its parts is CORRUPT."""
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterable[Status]:
+        """Fill the parts. An object that is longer or shorter than its parts is CORRUPT.
+
+        A medium that reads one object after the other yields the statuses as it goes: then each block is verified while
+        it lies in the processor's cache.
+        """
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Keep copies of the parts. A key that is there already is OK, and need not be written."""

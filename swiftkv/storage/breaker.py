@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from swiftkv.storage.backend import Capabilities, Medium, Parts, Status, Usage
@@ -144,12 +145,19 @@ class GuardedMedium:
                 return self._medium.exists(keys, deadline_s)
         return [False] * len(keys)
 
-    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Fill the parts of keys that are OK."""
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
+        """Fill the parts of keys that are OK, and yield the statuses, the medium's as it tells them.
+
+        The call is over when all have been taken.
+        """
+        statuses: list[Status] = []
         with _Call(self, deadline_s) as call:
             if call.is_admitted:
-                return call.note(self._medium.read(keys, into, deadline_s))
-        return [call.refusal] * len(keys)
+                for status in self._medium.read(keys, into, deadline_s):
+                    statuses.append(status)
+                    yield status
+                call.note(statuses)
+        yield from itertools.repeat(call.refusal, len(keys) - len(statuses))
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Keep copies of the parts."""

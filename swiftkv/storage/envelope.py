@@ -77,10 +77,10 @@ class SealedBackend:
             return []
         headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
         parts = [(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], block) for i, block in enumerate(into)]
-        statuses = self._medium.read(keys, parts, deadline_s)
+        told = self._medium.read(keys, parts, deadline_s)
         statuses = [
             verify(header, self._fingerprint, key, block) if status is Status.OK else status
-            for key, (header, block), status in zip(keys, parts, statuses, strict=True)
+            for key, (header, block), status in zip(keys, parts, told, strict=True)
         ]
         if corrupt := [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]:
             _log.warning("dropped %d corrupt blocks, the first %s", len(corrupt), corrupt[0].hex())

@@ -39,7 +39,7 @@ class FaultMedium:
         """Read, and spoil what was read without a word."""
         self._hit_call()
         count, end_s = self._pass(into, deadline_s)
-        statuses = self._inner.read(keys[:count], into[:count], deadline_s)
+        statuses = list(self._inner.read(keys[:count], into[:count], deadline_s))
         self._closed.wait(end_s - time.monotonic())
         statuses += [Status.LATE] * (len(keys) - count)
         for (header, block), status in zip(into, statuses, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import shutil
@@ -69,16 +70,17 @@ class FileMedium:
         known = self._index.known(keys)
         return [key in known for key in keys]
 
-    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
         """Read objects one after the other, the kernel fetching a few ahead."""
-        statuses = [Status.LATE] * len(keys)
+        statuses: list[Status] = []
         with contextlib.closing(self._open_ahead(keys)) as opened:
-            for i, (fd, status) in enumerate(opened):
+            for parts, (fd, status) in zip(into, opened, strict=True):
                 if time.monotonic() > deadline_s:
                     break
-                statuses[i] = _read_object(fd, into[i]) if status is Status.OK else status
-        self._note_reads(keys, statuses)
-        return statuses
+                statuses.append(_read_object(fd, parts) if status is Status.OK else status)
+                yield statuses[-1]
+        self._note_reads(keys[: len(statuses)], statuses)
+        yield from itertools.repeat(Status.LATE, len(keys) - len(statuses))
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Write what is not there yet, a bounded number of bytes at a time."""

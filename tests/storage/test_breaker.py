@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -42,6 +42,14 @@ class PlannedMedium(MemoryMedium):
         if isinstance(self.answer, Exception):
             raise self.answer
         return [self.answer] * len(keys)
+
+
+class BreakingMedium(MemoryMedium):
+    """Tells of one object, and then raises."""
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
+        yield Status.OK
+        raise OSError("disk")
 
 
 class HangingMedium(MemoryMedium):
@@ -154,6 +162,15 @@ def test_whatever_a_medium_raises_is_a_status(guard: GuardedMedium, medium: Plan
     medium.answer = error
     expected = Status.LATE if isinstance(error, TimeoutError) else Status.FAILED
     assert [read(guard) for _ in range(FAILURES_IN_A_ROW)] == [expected] * FAILURES_IN_A_ROW
+    assert guard.is_degraded
+
+
+def test_what_was_told_before_a_medium_raised_stands(clock: Clock) -> None:
+    guard = GuardedMedium(BreakingMedium(), Breaker(clock), clock)
+    for _ in range(FAILURES_IN_A_ROW):
+        assert not guard.is_degraded
+        told = guard.read([b"a", b"b", b"c"], [PARTS] * 3, guard.clock() + 1.0)
+        assert list(told) == [Status.OK, Status.FAILED, Status.FAILED]
     assert guard.is_degraded
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv.storage.backend import Status
+from swiftkv.storage.backend import Parts, Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import HEADER_BYTES, SealedBackend, seal, verify
-from tests.support.storage import FINGERPRINT, MemoryMedium, block_of, check_got, key_of, put, soon
+from tests.support.storage import FINGERPRINT, MemoryMedium, block_of, check_got, get, key_of, put, soon
 
 KEY = key_of(1)
 BLOCK = block_of(KEY, 100)
@@ -44,6 +45,24 @@ def test_the_header_is_as_documented() -> None:
 def test_an_intact_object_is_ok() -> None:
     backend, _ = backend_with(OBJECT)
     assert check_got(backend, [KEY], len(BLOCK)) == [Status.OK]
+
+
+class SequentialMedium(MemoryMedium):
+    """A medium that tells of each object as it has read it, and spoils the block of the one before it."""
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
+        for i, (key, (header, block)) in enumerate(zip(keys, into, strict=True)):
+            if i > 0:
+                into[i - 1][1][:] = bytes(len(block))
+            yield self._read(key, header, block)
+
+
+def test_a_block_is_verified_before_the_next_is_read() -> None:
+    """It lies in the processor's cache then."""
+    backend = SealedBackend(GuardedMedium(SequentialMedium(name="sequential"), Breaker()), FINGERPRINT)
+    keys = [key_of(n) for n in range(3)]
+    assert put(backend, keys) == [Status.OK] * 3
+    assert get(backend, keys)[0] == [Status.OK] * 3
 
 
 @pytest.mark.parametrize("region", OFFSETS)
