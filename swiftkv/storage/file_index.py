@@ -19,13 +19,15 @@ _MAX_TOUCHED = 4096
 _OPENING_WAIT_S = 60.0
 _LOCK_WAIT_S = 1.0
 
+_BY_USE = "CREATE INDEX by_use ON objects (used_ns)"
+_ADDED = """CREATE TRIGGER added AFTER INSERT ON objects BEGIN
+    UPDATE total SET objects = objects + 1, num_bytes = num_bytes + NEW.num_bytes; END"""
 _TABLES = (
     "CREATE TABLE objects (key BLOB PRIMARY KEY, num_bytes INTEGER NOT NULL, used_ns INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE INDEX by_use ON objects (used_ns)",
+    _BY_USE,
     "CREATE TABLE total (objects INTEGER NOT NULL, num_bytes INTEGER NOT NULL)",
     "INSERT INTO total VALUES (0, 0)",
-    """CREATE TRIGGER added AFTER INSERT ON objects BEGIN
-        UPDATE total SET objects = objects + 1, num_bytes = num_bytes + NEW.num_bytes; END""",
+    _ADDED,
     """CREATE TRIGGER changed AFTER UPDATE OF num_bytes ON objects BEGIN
         UPDATE total SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes; END""",
     """CREATE TRIGGER removed AFTER DELETE ON objects BEGIN
@@ -148,6 +150,18 @@ class Changes:
             "SET num_bytes = excluded.num_bytes, used_ns = excluded.used_ns",
             objects,
         )
+
+    def fill(self, objects: Iterable[tuple[bytes, int, int]]) -> None:
+        """Enter objects, as `add` takes them, into a table that has none.
+
+        To count them and to order them by use afterwards takes a third of the time that it takes with every row.
+        """
+        self._db.execute("DROP TRIGGER added")
+        self._db.execute("DROP INDEX by_use")
+        self._db.executemany("INSERT INTO objects VALUES (?, ?, ?)", objects)
+        self._db.execute("UPDATE total SET (objects, num_bytes) = (SELECT count(*), total(num_bytes) FROM objects)")
+        self._db.execute(_BY_USE)
+        self._db.execute(_ADDED)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Forget objects; keys that are not there are ignored."""

@@ -254,7 +254,8 @@ class FileMedium:
         found = set(self._list_objects())
         with self._index.changing() as changes:
             gone, added = [], []
-            for key in changes.keys() ^ found:  # also what others changed while we listed
+            known = changes.keys()
+            for key in known ^ found:  # also what others changed while we listed
                 try:
                     status = os.stat(self._path(key))
                 except FileNotFoundError:
@@ -262,7 +263,8 @@ class FileMedium:
                 else:
                     added.append((key, _on_disk(status.st_size), status.st_mtime_ns))
             changes.remove(gone)
-            changes.add(sorted(added))  # a table of hashes fills several times faster in their order
+            enter = changes.add if known else changes.fill
+            enter(sorted(added))  # a table of hashes fills several times faster in their order
             _, total_bytes = changes.total()
             self._evict(changes, total_bytes - self._options.size)
 

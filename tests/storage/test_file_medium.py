@@ -16,7 +16,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.locks import hold_lock
 from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.storage.envelope import HEADER_BYTES
-from swiftkv.storage.file_index import FileIndex
+from swiftkv.storage.file_index import Changes, FileIndex
 from tests.support.storage import BLOCK_BYTES, check_got, key_of, opened, put, soon
 from tests.support.storage_small_disk import NO_NAMESPACE
 from tests.support.storage_writer import (
@@ -178,6 +178,28 @@ def test_a_damaged_index_is_made_again(cache: Path, damage: str) -> None:
     with opened(raw_options(cache, "1MiB")) as backend:
         assert check_got(backend, KEYS) == [Status.OK] * len(KEYS)
         check_agreement(cache, backend)
+
+
+def test_a_table_that_is_filled_at_once_is_like_one_that_grew(tmp_path: Path) -> None:
+    """In what it has, in what it does with later changes, and in every trigger."""
+    objects = [(key, 4096 * (i + 1), 1000 - i) for i, key in enumerate(sorted(KEYS))]
+    outcomes = []
+    for enter in (Changes.add, Changes.fill):
+        path = tmp_path / enter.__name__
+        index = FileIndex(path)
+        with index.changing() as changes:
+            enter(changes, objects[1:])
+        with index.changing() as changes:
+            changes.add(objects[:1])
+            changes.remove([objects[2][0]])
+            oldest = changes.oldest(len(objects))
+        with sqlite3.connect(path) as db:
+            schema = db.execute("SELECT type, name, sql FROM sqlite_master ORDER BY name").fetchall()
+        db.close()
+        outcomes.append((index.total(), oldest, schema))
+        index.close()
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] == (len(objects) - 1, sum(num_bytes for _, num_bytes, _ in objects) - objects[2][1])
 
 
 def test_an_index_that_others_use_is_not_removed(cache: Path) -> None:
