@@ -8,10 +8,13 @@ or after that, in turns, comes a calm time of --calm-s. Shown are the times betw
 in each kind of change; asked for: P99 of all changes together at most 1.2 times that of the calm times, as the median
 over cycles of the ratio within a cycle.
 
-After --warm cycles, and at the end, the node's processes and files, `/dev/shm`, and the threads and open files of the
-gateway and the two engines are listed: asked for is that nothing has come that stays. Their private memory is read
-after every cycle; asked for is that it grows by less than --growth-kib in a cycle, from the least of the first half of
-all cycles to the least of the second: a hundred cycles tell, ten do not. The exit status is 1 if a check failed.
+After --warm cycles, and after every other one, the node's processes and files, `/dev/shm`, and the threads and open
+files of the gateway and the two engines are listed: asked for is that nothing has come that stays. Their private memory
+is read too; asked for is that it grows by less than --growth-kib in a cycle, from the least of the first half of all
+cycles to the least of the second: a hundred cycles tell, ten do not. The exit status is 1 if a check failed.
+
+`--streams 0 --calm-s 0` looks at what is left behind and at nothing else, in a fraction of the time: in each cycle the
+two models answer one request each.
 
 `--checkpoint` has models of real size stream, whose tokens are tens of milliseconds apart: pools grow with them, to
 hold the longest sequence of each stream. The model that comes and goes stays small unless `--guest` names another.
@@ -61,6 +64,7 @@ _GUEST_MODEL_LEN = 2048
 _BLOCK_SIZE = 16
 _REST_TIMEOUT_S = 30.0
 _SETTLE_S = 0.3
+_SHOWN_PARTS = (0.06, 0.24, 0.5, 0.75, 1.0)
 _TO_COLLECT = 2
 """Threads of the tokenizer of a model that is gone, which end when Python collects it."""
 
@@ -93,6 +97,8 @@ class Figures:
     spans: list[Span] = field(default_factory=list)
     token_times_s: list[tuple[float, float]] = field(default_factory=list)
     """The times of two tokens of an answer that follow each other."""
+    belongings: list[Belongings] = field(default_factory=list)
+    """The node's, after each cycle."""
     private_bytes: dict[str, list[int]] = field(default_factory=dict)
     """The resident memory after each cycle, by process, without pools and files, which are mappings that are shared."""
 
@@ -107,7 +113,7 @@ class Figures:
 
         A time counts for every change that it touches, and for a calm time that has all of it.
         """
-        begins, ends = np.array(self.token_times_s).T
+        begins, ends = np.array(self.token_times_s).reshape(-1, 2).T
         counts = np.zeros(len(begins), bool)
         for span in self.spans:
             if span.name not in names or cycle not in (None, span.cycle):
@@ -138,9 +144,9 @@ class Cycles:
     async def run(self) -> tuple[Belongings, Belongings]:
         """Return what the node had after the warm-up, and at the end."""
         await self._beside_streams(self._args.warm)
-        before, self.figures = await self._belongings(), Figures()
+        before, self.figures = await self._at_rest(), Figures()
         await self._beside_streams(self._args.cycles)
-        return before, await self._belongings()
+        return before, await self._at_rest()
 
     async def _beside_streams(self, num_cycles: int) -> None:
         self._is_over = False
@@ -153,6 +159,7 @@ class Cycles:
             for name, usage in self._usages().items():
                 memory = psutil.Process(usage.pid).memory_info()
                 self.figures.private_bytes.setdefault(name, []).append(memory.rss - memory.shared)
+            self.figures.belongings.append(self._belongings())
             if cycle % 10 == 9:
                 say(f"{cycle + 1} of {num_cycles} cycles")
         self._is_over = True
@@ -160,6 +167,8 @@ class Cycles:
 
     async def _be_calm(self, cycle: int) -> None:
         with self.figures.span(cycle, CALM):
+            for name in () if self._args.streams else STREAMING:
+                await self._answer(name)
             await asyncio.sleep(self._args.calm_s)
 
     async def _change(self, cycle: int) -> None:
@@ -186,17 +195,22 @@ class Cycles:
 
     async def _stream(self, name: str) -> None:
         while not self._is_over:
-            answer = await ask(self._node.target(name), self._tokens.fresh(_PROMPT_TOKENS), self._args.stream_tokens)
-            times_s = list(accumulate(answer.itls_s, initial=answer.start_s + answer.ttft_s))
-            self.figures.token_times_s += pairwise(times_s)
+            await self._answer(name)
+
+    async def _answer(self, name: str) -> None:
+        answer = await ask(self._node.target(name), self._tokens.fresh(_PROMPT_TOKENS), self._args.stream_tokens)
+        times_s = list(accumulate(answer.itls_s, initial=answer.start_s + answer.ttft_s))
+        self.figures.token_times_s += pairwise(times_s)
 
     def _usages(self) -> dict[str, Usage]:
         pids = {name: pid for name, pid in self._node.pids().items() if name in (GATEWAY, *STREAMING)}
         return {name: usage for name, pid in pids.items() if (usage := usage_of(pid)) is not None}
 
-    async def _belongings(self) -> Belongings:
-        """List them, of a node at rest."""
+    async def _at_rest(self) -> Belongings:
         await asyncio.sleep(_SETTLE_S)
+        return self._belongings()
+
+    def _belongings(self) -> Belongings:
         usages = self._usages()
         children = psutil.Process(self._node.pid).children(recursive=True)
         directory = self._node.directory
@@ -222,8 +236,9 @@ def growth_kib(values: Sequence[int]) -> float:
 
 
 def check(checks: Checks, figures: Figures, before: Belongings, after: Belongings, args: argparse.Namespace) -> None:
-    ratio = statistics.median(figures.ratios(args.cycles))
-    checks.add("P99 between tokens, changes / calm", ratio <= 1.2, f"x {ratio:.2f}", "<= x 1.20")
+    if ratios := figures.ratios(args.cycles):
+        ratio = statistics.median(ratios)
+        checks.add("P99 between tokens, changes / calm", ratio <= 1.2, f"x {ratio:.2f}", "<= x 1.20")
     for name, differences in changed(before, after).items():
         checks.add(name.replace("_", " "), not differences, ", ".join(differences) or "as before", "as before")
     for name, values in figures.private_bytes.items():
@@ -251,8 +266,25 @@ def rows(figures: Figures) -> list[list[str]]:
         gaps_s = figures.gaps_s([name])
         lengths_s = [span.end_s - span.begin_s for span in figures.spans if span.name == name]
         took = [f"{quantile(lengths_s, part):.2f}" for part in (0.5, 1.0)]
-        made.append([name, *took, *(f"{1e3 * quantile(gaps_s, part):.1f}" for part in (0.5, 0.99, 1.0))])
+        gaps = [f"{1e3 * quantile(gaps_s, part):.1f}" if gaps_s else "" for part in (0.5, 0.99, 1.0)]
+        made.append([name, *took, *gaps])
     return made
+
+
+def holdings(figures: Figures) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of a table: the node's belongings after some of the cycles."""
+    num_cycles = len(figures.belongings)
+    shown = sorted({max(1, round(num_cycles * part)) for part in _SHOWN_PARTS})
+    columns = [figures.belongings[count - 1] for count in shown]
+    made = [
+        [what.replace("_", " "), *(str(len(getattr(column, what))) for column in columns)]
+        for what in ("processes", "files", "shared_memory")
+    ]
+    for name, values in figures.private_bytes.items():
+        made.append([f"{name}: private memory, KiB", *(f"{values[count - 1] >> 10:,}" for count in shown)])
+        both = (f"{column.threads.get(name)}, {column.open_files.get(name)}" for column in columns)
+        made.append([f"{name}: threads, open files", *both])
+    return ["after so many cycles", *map(str, shown)], made
 
 
 def main() -> None:
@@ -263,7 +295,9 @@ def main() -> None:
     options.add_argument("--guest", type=Path, help="checkpoint of the model that comes and goes; default: the demo's")
     options.add_argument("--max-model-len", type=int, default=2048, help="of the models that stream")
     options.add_argument("--threads", type=int, default=1, help="of each model that streams")
-    options.add_argument("--streams", type=int, default=1, help="answers at any time, of each model that streams")
+    options.add_argument(
+        "--streams", type=int, default=1, help="answers at any time, of each model that streams; 0: one a cycle"
+    )
     options.add_argument("--stream-tokens", type=int, default=500)
     options.add_argument("--calm-s", type=float, default=3.0)
     options.add_argument("--growth-kib", type=float, default=16.0, help="in a cycle, that does not matter")
@@ -288,12 +322,15 @@ def main() -> None:
     figures = cycles.figures
     heads = ["", "took, median s", "longest", "between tokens, median ms", "P99", "longest"]
     say(show(heads, rows(figures)))
+    say("\n" + show(*holdings(figures)))
     check(checks, figures, before, after, args)
     checks.add("pools", not problems, "; ".join(problems) or "sane", "sane")
     say("\n" + show(Checks.HEADS, checks.rows))
     spans = [asdict(span) for span in figures.spans]
     gaps = {name: figures.gaps_s([name]) for name in (CALM, *CHANGES)}
-    write_report(args, checks=checks.rows, spans=spans, gaps_s=gaps, private_bytes=figures.private_bytes)
+    belongings = [asdict(each) for each in figures.belongings]
+    memory = figures.private_bytes
+    write_report(args, checks=checks.rows, spans=spans, gaps_s=gaps, private_bytes=memory, belongings=belongings)
     sys.exit(checks.failed > 0)
 
 
