@@ -3,6 +3,9 @@
 import enum
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 def isa() -> str:
     """Return the instruction set in use: avx2, avx512, avx512_bf16 or amx. SWIFTKV_CPU_ISA chooses another."""
 
@@ -11,7 +14,9 @@ def supported_isa() -> str:
 
 def num_threads() -> int: ...
 def set_num_threads(n: int) -> None: ...
-def forbid_tokens(logits: int, vocab_size: int, rows: int, bits: int, num_rows: int) -> None: ...
+def forbid_tokens(
+    logits: int, num_rows: int, vocab_size: int, rows: npt.NDArray[np.int32], bits: npt.NDArray[np.uint32]
+) -> None: ...
 
 class DType(enum.Enum):
     F32 = 0

@@ -32,5 +32,6 @@ def test_rows_and_masks_that_are_not_there_are_refused() -> None:
     for rows in ([2], [-1]):
         with pytest.raises(ValueError, match="rows"):
             forbid_tokens(logits, np.array(rows, np.int32), bits)
-    with pytest.raises(ValueError, match="bits"):
-        forbid_tokens(logits, np.array([0], np.int32), bits[:, :1])
+    for wrong in (bits[:, :1], np.zeros((1, 3), np.uint32), np.zeros((2, 2), np.uint32)):
+        with pytest.raises(ValueError, match="bits"):
+            forbid_tokens(logits, np.array([0], np.int32), wrong)
