@@ -38,7 +38,7 @@ from tokenizers.trainers import BpeTrainer
 
 from swiftkv._core import StepPlan
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.grammars import PendingMasks
+from swiftkv.engine.mask_thread import PendingMasks
 from swiftkv.engine.messages import AddRequest, EngineConfig, FromEngine, SamplingParams, StepOutput
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.token_masks import TokenMasks
@@ -157,9 +157,9 @@ class TimedMasks:
     def begin(self) -> None:
         self._masks.begin()
 
-    def result(self) -> TokenMasks | None:
+    def take(self) -> TokenMasks | None:
         begun_s = time.perf_counter()
-        masks = self._masks.result()
+        masks = self._masks.take()
         self._exposed_us.append(1e6 * (time.perf_counter() - begun_s))
         return masks
 

@@ -37,11 +37,12 @@ import zmq
 from swiftkv._core import StepPlan, StepResult
 from swiftkv.engine.attachable_tier import AttachableTier
 from swiftkv.engine.cache_records import CacheRecords
-from swiftkv.engine.grammars import Grammars, PendingMasks
+from swiftkv.engine.grammars import Grammars
 from swiftkv.engine.hits import hits_elsewhere
 from swiftkv.engine.kv_events import open_kv_events
 from swiftkv.engine.lending import Lending, make_scheduler
 from swiftkv.engine.logprobs import PromptLogprobs, PromptPart
+from swiftkv.engine.mask_thread import PendingMasks
 from swiftkv.engine.messages import (
     FINISH_ABORTED,
     FINISH_BROKEN,
@@ -284,7 +285,7 @@ class Engine:
                 self._runner.logits(hidden, rows),
                 slots=plan.row_slots[plan.logits_seqs],
                 positions=plan.positions[rows] + np.int32(1),
-                masks=None if masks is None else masks.result(),
+                masks=None if masks is None else masks.take(),
             )
         )
 
@@ -456,7 +457,7 @@ class Engine:
         is_answer = reasons < FINISH_ABORTED  # clients get these tokens
         rows = np.flatnonzero(is_answer)
         if self._grammars:
-            rows = rows[~np.isin(result.request_ids[rows], self._follow_grammars(result, rows))]
+            rows = self._follow_grammars(result, rows)
         pooled = pooled_by_request(sampled, result.request_ids, rows)
         if pooled:
             rows = rows[:0]  # a pooled request samples no token: its row only marks its end
@@ -503,14 +504,17 @@ class Engine:
         for request_id in result.request_ids[(reasons != FINISH_RUNNING) & ~is_retracted].tolist():
             self._forget(request_id)
 
-    def _follow_grammars(self, result: StepResult, rows: npt.NDArray[np.intp]) -> list[int]:
-        """Give grammars the tokens of `rows`. Return the requests whose grammar cannot be followed any further."""
-        arrays = (result.request_ids, result.token_ids, result.finish_reasons)
-        failed = self._grammars.advance(*(array[rows].tolist() for array in arrays))
+    def _follow_grammars(self, result: StepResult, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Give grammars the tokens of `rows`. Return the rows of requests that can go on."""
+        request_ids = result.request_ids[rows]
+        token_ids, reasons = (array[rows].tolist() for array in (result.token_ids, result.finish_reasons))
+        failed = self._grammars.advance(request_ids.tolist(), token_ids, reasons)
+        if not failed:
+            return rows
         self._scheduler.abort(np.array(list(failed), np.uint64))
         for request_id, why in failed.items():
             self._refuse(request_id, why)
-        return list(failed)
+        return rows[~np.isin(request_ids, list(failed))]
 
     def _announce_admitted(self, plan: StepPlan) -> None:
         """Tell the gateway which requests have left the queue; before the step runs, for a prefill may take seconds."""

@@ -8,8 +8,8 @@ before it are known, when the device is at work on this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from swiftkv._core import StepPlan
 from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.grammar_compiler import GrammarCompiler
 from swiftkv.engine.grammar_tokens import open_tokenizer
+from swiftkv.engine.mask_thread import MakeMasks, MaskThread, PendingMasks
 from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig, ReasoningMarks
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_masks import TokenMasks
@@ -102,28 +103,6 @@ class _Rows:
         return inside, None if reasoning.is_inside else _Rows(self.held, first, position, self.draft[count:])
 
 
-class PendingMasks:
-    """The masks of one step. They can be made, in a thread, once the tokens before it are known."""
-
-    def __init__(self, begin: Callable[[], Future[TokenMasks | None]]) -> None:
-        self._begin = begin
-        self._masks: Future[TokenMasks | None] | None = None
-
-    def begin(self) -> None:
-        """Have the masks made in another thread, if they are not yet."""
-        if self._masks is None:
-            self._masks = self._begin()
-
-    def result(self) -> TokenMasks | None:
-        """Return the masks, made now if `begin` was not called.
-
-        `None` if the rows may have any token after all: their requests are reasoning.
-        """
-        self.begin()
-        assert self._masks is not None
-        return self._masks.result()
-
-
 class Grammars:
     """The grammars of one engine's requests. All calls come from the thread of the step loop."""
 
@@ -140,7 +119,7 @@ class Grammars:
         # On the CPU the model has the processors.
         self._num_threads = 1 if config.device == "cpu" else min(config.threads, _MAX_THREADS)
         self._executor: LLExecutor | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # one thread, so steps stay in order
+        self._thread = None if tokenizer is None else MaskThread()
 
     def __bool__(self) -> bool:
         """Return whether any request is held to a grammar."""
@@ -185,15 +164,19 @@ class Grammars:
 
     def masks_of(self, plan: StepPlan) -> PendingMasks | None:
         """Return the masks of a step, to be begun once the tokens before it are known; `None` if it needs none."""
-        if not self._held or not any(request_id in self._held for request_id in _row_request_ids(plan)):
+        if not self._held:
+            return None
+        request_ids = plan.request_ids[plan.logits_seqs].tolist()
+        if self._held.keys().isdisjoint(request_ids):
             return None
 
-        def begin() -> Future[TokenMasks | None]:
-            parted = [rows.parted() for rows in self._rows_of(plan)]
+        def prepare() -> MakeMasks:
+            parted = [rows.parted() for rows in self._rows_of(plan, request_ids)]
             endless = [row for inside, _ in parted for row in inside]
-            return self._thread.submit(self._masks, endless, [rows for _, rows in parted if rows is not None])
+            return partial(self._masks, endless, [rows for _, rows in parted if rows is not None])
 
-        return PendingMasks(begin)
+        assert self._thread is not None, "a request is held to a grammar that nobody could compile"
+        return PendingMasks(self._thread, prepare)
 
     def advance(
         self, request_ids: Sequence[int], token_ids: Sequence[int], finish_reasons: Sequence[int]
@@ -216,20 +199,21 @@ class Grammars:
     def close(self) -> None:
         if self._compiler is not None:
             self._compiler.close()
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.close()
 
-    def _rows_of(self, plan: StepPlan) -> list[_Rows]:
+    def _rows_of(self, plan: StepPlan, request_ids: Sequence[int]) -> list[_Rows]:
         rows: list[_Rows] = []
-        inputs = plan.token_ids[plan.logits_rows].tolist()
-        positions = (plan.positions[plan.logits_rows] + np.int32(1)).tolist()
-        for row, request_id in enumerate(_row_request_ids(plan)):
+        logits_rows = plan.logits_rows
+        inputs, positions = (array[logits_rows].tolist() for array in (plan.token_ids, plan.positions))
+        for row, request_id in enumerate(request_ids):
             held = self._held.get(request_id)
             if held is None:
                 continue
             if rows and rows[-1].held is held:
                 rows[-1].draft.append(inputs[row])
             else:
-                rows.append(_Rows(held, row, positions[row]))
+                rows.append(_Rows(held, row, 1 + positions[row]))
         return rows
 
     def _masks(self, endless: Sequence[int], rows: Sequence[_Rows]) -> TokenMasks | None:
@@ -279,11 +263,6 @@ class Grammars:
         may_end = (bits[:, first // _BITS] >> np.uint32(first % _BITS)) & np.uint32(1)
         for token_id in others:
             bits[:, token_id // _BITS] |= may_end << np.uint32(token_id % _BITS)
-
-
-def _row_request_ids(plan: StepPlan) -> list[int]:
-    request_ids: list[int] = plan.request_ids[plan.logits_seqs].tolist()
-    return request_ids
 
 
 def _forbid_unless_needed(words: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.int32]) -> None:
