@@ -6,6 +6,9 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,9 @@ from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.tier.messages import TierStats
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 METRIC = re.compile(r"\b(?:swiftkv|vllm):\w+")
 
 
@@ -60,6 +65,56 @@ def test_every_panel_asks_the_chosen_source() -> None:
     for panel in board["panels"]:
         assert panel["datasource"]["uid"] == "${source}"
         assert panel["targets"]
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def container_file(request: pytest.FixtureRequest) -> list[list[str]]:
+    """The instructions of a container file, in words."""
+    text = (DEPLOY / f"{request.param}.Dockerfile").read_text().replace("\\\n", " ")
+    return [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_containers_are_built_from_what_the_package_needs(container_file: list[list[str]]) -> None:
+    copied = [rest for instruction, rest in container_file if instruction == "COPY" and "--from" not in rest]
+    assert copied == [". ."]
+    taken = _context()
+    assert not {path.parts[0] for path in taken} & {".venv", ".git", "build", "checkpoints", "tests"}
+    assert not [path for path in taken if path.suffix == ".so" or "__pycache__" in path.parts]
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False, timeout=60)
+    if tracked.returncode:
+        pytest.skip("these sources are not a git checkout")
+    needed = ("swiftkv/", "kernels", "cpp_ext/", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE")
+    names = {name for name in tracked.stdout.decode().split("\0") if name.startswith(needed)}
+    assert names == {str(path) for path in taken} & names
+
+
+def _context() -> list[Path]:
+    """Return the files that `.dockerignore` lets in: all but `*`, then `!name` at the root, then `**/pattern`."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[0] == "*"
+    names = [line[1:] for line in lines if line[0] == "!"]
+    hidden = [line.removeprefix("**/") for line in lines[1:] if line[0] != "!"]
+    assert all((ROOT / name).exists() for name in names)
+    found = [path for name in names for path in (ROOT / name, *(ROOT / name).rglob("*"))]
+    relative = [path.relative_to(ROOT) for path in found if path.is_file() or path.is_symlink()]
+    return [path for path in relative if not any(fnmatch(part, each) for part in path.parts for each in hidden)]
+
+
+def test_containers_run_commands_that_there_are(container_file: list[list[str]]) -> None:
+    installed = {"/opt/swiftkv/bin/swiftkv"}
+    assert "swiftkv" in PROJECT["scripts"]
+    commands = {name: rest for name, rest in container_file if name in ("ENTRYPOINT", "CMD", "HEALTHCHECK")}
+    entry, arguments = json.loads(commands["ENTRYPOINT"]), json.loads(commands["CMD"])
+    options, _, check = commands["HEALTHCHECK"].partition(" CMD ")
+    assert options
+    for command in ([*entry, *arguments[:1], "--help"], [*json.loads(check), "--help"]):
+        assert command[0] in installed
+        subprocess.run([sys.executable, "-m", "swiftkv.cli", *command[1:]], check=True, capture_output=True, timeout=60)
+    extras = set(re.findall(r'"\.\[([\w,]+)\]"', " ".join(rest for _, rest in container_file))[0].split(","))
+    assert extras <= PROJECT["optional-dependencies"].keys()
+    users = [rest for name, rest in container_file if name == "USER"]
+    assert users == ["swiftkv"]
+    assert any("useradd" in rest and rest.endswith(" swiftkv") for name, rest in container_file if name == "RUN")
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")
