@@ -99,7 +99,8 @@ class Writer:
         """Note that `may_write` may have become true. Raises `RuntimeError` if a defect ended the thread."""
         self._thread.check()
         with self._thread.changed:
-            self._thread.changed.notify()
+            if self._queue:  # else the thread would wake in every step for nothing
+                self._thread.changed.notify()
 
     def close(self, patience_s: float) -> None:
         """Write what is in the queue, as far as the time suffices, and end the thread.
