@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,9 @@ class EngineHere:
 
         grammars.masks_of = timed
 
+    def close(self) -> None:
+        self._engine._grammars.close()
+
     def time_per_token_ms(self, count: int, sampling: SamplingParams) -> float:
         """Return the median time between two tokens of `count` sequences that run together."""
         prompt = np.arange(3, 67, dtype=np.int32).tobytes()
@@ -237,8 +241,7 @@ def measure_engine(
     grammar = library_form(GrammarSource("json", json.dumps(schema), ""))
     free = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=1, ignore_eos=True)
     held = msgspec.structs.replace(free, grammar=grammar, ignore_eos=False)
-    engine = EngineHere(directory, max(counts), threads, 64 + num_tokens + 16)
-    with torch.inference_mode():
+    with closing(EngineHere(directory, max(counts), threads, 64 + num_tokens + 16)) as engine, torch.inference_mode():
         for count in counts:
             engine.time_per_token_ms(count, held)
             engine.exposed_us.clear()
