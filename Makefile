@@ -45,8 +45,8 @@ check: setup
 	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
-# Their tests only compute, so that two processes may share them. All others start servers, for which nobody competes.
-COMPUTING := $(addprefix tests/,cache core kernels models planning)
+# Two processes may share these tests. The others start nodes and watch what the machine has left, so that they run alone.
+COMPUTING := $(addprefix tests/,cache core kernels models planning server)
 
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING)
