@@ -1,4 +1,4 @@
-"""Turn 2 of a long conversation from the pool, host memory, files and computed; and what storage costs without reuse:
+"""Turn 2 of a long conversation from the pool, from host memory, from files, and computed:
 
     python benchmarks/tiers.py --history 4096 --rounds 5 --out benchmarks/out/tiers.json
 
@@ -6,8 +6,7 @@ Three nodes serve the same model, one of them with `tiers.storage` in a director
 those that are not measured are held still. In each round a fresh conversation is computed by the node with storage and
 continued (local); then its engine is killed and, once it is back, continues it again, with the files in the page cache
 (warm) and without (cold: `POSIX_FADV_DONTNEED`). The engine with host memory is killed in the same way. The third node
-computes a prompt of the same length. `--load` fresh prompts, four at a time, then show how much throughput the tier
-costs.
+computes a prompt of the same length.
 
 Every engine that was started anew first computes --warmup fresh tokens, so that its weights are in memory.
 """
@@ -43,13 +42,11 @@ from lending_node import (
 NAME = "small"
 _POLL_S = 0.05
 _TIMEOUT_S = 300.0
-_AT_ONCE = 4
-_LOAD_PROMPT, _LOAD_ANSWER = 512, 32
 
 
 @dataclass
 class Figures:
-    """Seconds to the first token in every round, and tokens per second under load."""
+    """Seconds to the first token in every round, and the tokens that came from a tier."""
 
     local_s: list[float] = field(default_factory=list)
     warm_s: list[float] = field(default_factory=list)
@@ -57,8 +54,6 @@ class Figures:
     host_s: list[float] = field(default_factory=list)
     computed_s: list[float] = field(default_factory=list)
     hit_tokens: list[float] = field(default_factory=list)
-    with_tier_per_s: list[float] = field(default_factory=list)
-    without_tier_per_s: list[float] = field(default_factory=list)
 
 
 def metric(node: Node, name: str) -> float:
@@ -102,19 +97,6 @@ def ttft_s(node: Node, prompt: list[int], num_tokens: int = 8) -> float:
     return float(asyncio.run(ask(node.target(NAME), prompt, num_tokens)).ttft_s)
 
 
-async def throughput_per_s(node: Node, prompts: list[list[int]]) -> float:
-    """Return the tokens per second, of prompts and answers, with four requests at a time."""
-    turns = asyncio.Semaphore(_AT_ONCE)
-
-    async def one(prompt: list[int]) -> None:
-        async with turns:
-            await ask(node.target(NAME), prompt, _LOAD_ANSWER)
-
-    began_s = time.monotonic()
-    await asyncio.gather(*(one(prompt) for prompt in prompts))
-    return len(prompts) * (_LOAD_PROMPT + _LOAD_ANSWER) / (time.monotonic() - began_s)
-
-
 def write_turn(node: Node, history: list[int], more: list[int]) -> list[int]:
     """Have a node compute a conversation; return its next turn once the blocks are written."""
     answer = asyncio.run(ask(node.target(NAME), history, 32))
@@ -151,18 +133,12 @@ def measure_round(
     with only(plain, (stored, hosted)):
         ttft_s(plain, tokens.fresh(warmup))
         figures.computed_s.append(ttft_s(plain, tokens.fresh(len(turn))))
-    load = args.load  # type: ignore[attr-defined]
-    for node, per_s in ((stored, figures.with_tier_per_s), (plain, figures.without_tier_per_s)):
-        with only(node, (stored, hosted, plain)):
-            prompts = [tokens.fresh(_LOAD_PROMPT) for _ in range(load)]
-            per_s.append(asyncio.run(throughput_per_s(node, prompts)))
 
 
 def main() -> None:
     options = parser(__doc__, rounds=5, default_model=SMALL_MODEL)
     options.add_argument("--history", type=int, default=4096, help="tokens of turn 1")
     options.add_argument("--warmup", type=int, default=512, help="fresh tokens after each start")
-    options.add_argument("--load", type=int, default=16, help="prompts for the throughput, 0: none")
     options.add_argument("--memory", default="1GiB", help="of each pool")
     options.add_argument("--host", default="2GiB", help="size of the host memory")
     options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
@@ -189,7 +165,6 @@ def main() -> None:
 
 
 def report(figures: Figures, kv_bytes: int) -> None:
-    computed_s = statistics.median(figures.computed_s)
     rows = []
     for label, values in (
         ("the pool", figures.local_s),
@@ -204,10 +179,6 @@ def report(figures: Figures, kv_bytes: int) -> None:
             [label, f"{1000 * median_s:.0f}", f"{statistics.median(ratios):.3f}", f"{kv_bytes / median_s / 1e9:.2f}"]
         )
     say(table(["turn 2 from", "first token, ms", "of computing", "GB/s"], rows))
-    if any(figures.with_tier_per_s):
-        pairs = zip(figures.with_tier_per_s, figures.without_tier_per_s, strict=True)
-        ratio = statistics.median(on / off for on, off in pairs)
-        say(f"throughput without reuse, tier on beside off: {ratio:.3f}; computing took {computed_s:.2f} s")
 
 
 if __name__ == "__main__":
