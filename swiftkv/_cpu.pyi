@@ -174,14 +174,18 @@ class Shares:
     """The accounts of engines that share cores, in a table of its own and on the caller's clock: see `shares.h`."""
 
     def __init__(self, num_cores: int) -> None: ...
-    def open(self, slot: int, threads: int, weight: float, max_share: float) -> None:
-        """Open an engine's account. Raises `ValueError` for a share that makes no sense."""
+    def open(self, slot: int, threads: int, weight: float, max_share: float, is_whole: bool = False) -> None:
+        """Open the account of an engine, which computes on all of its threads at once or on none if `is_whole`.
+
+        Raises `ValueError` for a share that makes no sense.
+        """
     def begin(self, slot: int, now_ns: int) -> None: ...
     def end(self, slot: int) -> None: ...
     def charge(self, slot: int, core_ns: int) -> None: ...
-    def ask(self, slot: int, now_ns: int) -> int:
-        """Return 0 if the engine may compute, or the nanoseconds after which it asks again."""
-    def forgive(self, slot: int) -> None: ...
+    def ask(self, slot: int, now_ns: int) -> tuple[int, int]:
+        """Return on how many cores the engine may compute, and if on none, how many nanoseconds later it asks again."""
+    def forgive(self, slot: int) -> int:
+        """Let the engine compute for a turn, and return on how many cores."""
     def clock_ns(self, slot: int) -> float: ...
 
 class Turns:

@@ -1,12 +1,78 @@
 #include "shares.h"
 
 #include <algorithm>
+#include <cmath>
+#include <span>
 #include <stdexcept>
 
 namespace swiftkv {
 namespace {
 
 constexpr double kCapBurstNs = 0.1e9;  // max_share holds over times longer than this
+constexpr double kRounding = 1e-9;     // cores: a sum of parts may be so much more than the whole number that it is
+
+// On the engine's clock.
+double turn_ns(const Account& of) {
+    return static_cast<double>(kTurnNs) * of.cores / of.weight;
+}
+
+// One that computes counts as if its turn were still to come, so that nobody is interrupted before it.
+double rank(const Account& of) {
+    return of.clock_ns - turn_ns(of);
+}
+
+// An engine that wants cores.
+struct Claim {
+    double rank;
+    double weight;
+    int slot;
+    int32_t threads;
+    bool is_whole;
+    bool is_met = false;  // it is due as many cores as it has threads
+    int32_t cores = 0;    // that it has
+
+    bool operator<(const Claim& other) const { return rank != other.rank ? rank < other.rank : slot < other.slot; }
+};
+
+// Divides cores by weight, none getting more than it has threads, and returns what is due to a weight of 1.
+double divide(double cores, std::span<Claim> claims) {
+    double weight = 0;
+    for (const Claim& claim : claims) weight += claim.weight;
+    for (bool again = true; again;) {
+        again = false;
+        for (Claim& claim : claims) {
+            if (claim.is_met || cores * claim.weight < claim.threads * weight) continue;
+            claim.is_met = again = true;
+            cores -= claim.threads;
+            weight -= claim.weight;
+        }
+    }
+    return weight > 0 ? cores / weight : 0;
+}
+
+// Each takes what is due to it by weight, rounded up, as long as there are cores; those who are behind choose first.
+// Cores that then rest go to whoever can use them, in the end to an engine that needs more of them than are left.
+void give_cores(int32_t num_cores, std::span<Claim> claims) {
+    const double for_weight_1 = divide(num_cores, claims);
+    std::sort(claims.begin(), claims.end());
+    int32_t left = num_cores;
+    const auto take = [&](Claim& claim, int32_t cores) {
+        claim.cores += cores;
+        left -= cores;
+    };
+    for (Claim& claim : claims) {
+        const auto due = static_cast<int32_t>(std::ceil(for_weight_1 * claim.weight - kRounding));
+        if (!claim.is_whole)
+            take(claim, std::min(left, claim.is_met ? claim.threads : due));
+        else if (left == num_cores || claim.threads <= left)
+            take(claim, claim.threads);
+        if (left <= 0) return;
+    }
+    for (Claim& claim : claims)
+        if (!claim.is_whole) take(claim, std::min(left, claim.threads - claim.cores));
+    for (Claim& claim : claims)
+        if (claim.cores == 0 && left > 0) take(claim, claim.threads);
+}
 
 int checked_slot(int slot) {
     if (slot < 0 || slot >= kMaxAccounts) throw std::invalid_argument("slot must be from 0 to 62");
@@ -30,9 +96,10 @@ ShareAccount::ShareAccount(ShareTable& table, int slot, const Share& share, int 
         throw std::invalid_argument("max_share must be above 0 and at most 1");
     table_.wanting.fetch_and(~bit_);
     Account& mine = account();
-    mine.is_computing = 0;
-    mine.threads = share.threads;
-    mine.turn_ns = static_cast<double>(kTurnNs) * std::min(share.threads, num_cores) / share.weight;
+    mine.cores = 0;
+    mine.weight = share.weight;
+    mine.threads = share.is_whole ? share.threads : std::min(share.threads, static_cast<int>(std::ceil(cap_)));
+    mine.is_whole = share.is_whole;
     mine.clock_ns = table_.clock_ns.load();
 }
 
@@ -45,7 +112,7 @@ void ShareAccount::begin(int64_t now_ns) {
 }
 
 void ShareAccount::end() {
-    account().is_computing = 0;
+    account().cores = 0;
     table_.wanting.fetch_and(~bit_);
 }
 
@@ -56,44 +123,44 @@ void ShareAccount::charge(int64_t core_ns) {
     advance_table_clock();
 }
 
-int64_t ShareAccount::ask(int64_t now_ns) {
+Permit ShareAccount::ask(int64_t now_ns) {
     account().seen_ns = now_ns;
     now_ns_ = now_ns;
     if (const int64_t wait_ns = until_allowed(now_ns)) {
         end();
-        return std::min(wait_ns, kAskAgainNs);
+        return {0, std::min(wait_ns, kAskAgainNs)};
     }
     stay_near_table_clock();
     want();
-    const bool may_compute = is_due(now_ns);
-    account().is_computing = may_compute;
-    return may_compute ? 0 : kAskAgainNs;
+    const int32_t cores = choose_cores(now_ns);
+    account().cores = cores;
+    return {cores, cores == 0 ? kAskAgainNs : 0};
 }
 
-void ShareAccount::forgive() {
+int32_t ShareAccount::forgive() {
     double least = clock_ns();
     for_each_wanting([&](int slot, const Account& other) {
-        if (is_there(slot, other, now_ns_)) least = std::min(least, other.clock_ns - other.turn_ns);
+        if (is_there(slot, other, now_ns_)) least = std::min(least, rank(other));
     });
     account().clock_ns = least - 1;
     want();
-    account().is_computing = 1;
+    return account().cores = choose_cores(now_ns_);
 }
 
-// Whether those that are behind leave a core. They are compared by their clocks; one that computes counts as if its
-// turn were still to come, so that nobody is interrupted before it.
-bool ShareAccount::is_due(int64_t now_ns) {
-    const auto rank = [](const Account& of) { return of.clock_ns - (of.is_computing ? of.turn_ns.load() : 0); };
-    const double my_rank = rank(account());
-    int taken = 0;
-    is_alone_ = true;
+int32_t ShareAccount::choose_cores(int64_t now_ns) {
+    Claim claims[kMaxAccounts];
+    size_t count = 0;
+    const auto add = [&](int slot, const Account& of) {
+        claims[count++] = {rank(of), of.weight, slot, of.threads, of.is_whole != 0};
+    };
+    add(slot_, account());
     for_each_wanting([&](int slot, const Account& other) {
-        if (!is_there(slot, other, now_ns)) return;
-        is_alone_ = false;
-        const double its_rank = rank(other);
-        if (its_rank < my_rank || (its_rank == my_rank && slot < slot_)) taken += other.threads;
+        if (is_there(slot, other, now_ns)) add(slot, other);
     });
-    return taken < num_cores_;
+    is_alone_ = count == 1;
+    const std::span all(claims, count);
+    give_cores(num_cores_, all);
+    return std::find_if(all.begin(), all.end(), [&](const Claim& claim) { return claim.slot == slot_; })->cores;
 }
 
 bool ShareAccount::is_there(int slot, const Account& other, int64_t now_ns) {
@@ -134,7 +201,7 @@ void ShareAccount::advance_table_clock() {
 void ShareAccount::stay_near_table_clock() {
     Account& mine = account();
     const double now = table_.clock_ns;
-    const double most = now + credit_ns_ + (mine.is_computing ? 2 * mine.turn_ns : 0.0);
+    const double most = now + credit_ns_ + 2 * turn_ns(mine);
     mine.clock_ns = std::clamp(clock_ns(), now - credit_ns_, most);
 }
 

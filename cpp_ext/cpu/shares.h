@@ -6,18 +6,27 @@
 // The accounts by which the engines of a node share its cores, in a table that all of them map. Each engine writes its
 // own account only, so one that dies in the middle leaves nothing half done. Nothing here waits or reads a clock.
 //
-// An engine pays for core time, divided by its weight, on a virtual clock of its own (start-time fair queueing). Who
-// wants cores may compute unless those whose clocks are behind its own fill all cores already.
+// While several engines want the cores, each is due a part of them by weight, and computes on as many as that is,
+// rounded up, so that on two cores two equal engines have one each and neither waits. Where the parts are no whole
+// cores, engines take turns on what is left: each pays for core time, divided by its weight, on a virtual clock of its
+// own (start-time fair queueing), and those whose clocks are behind choose first.
 namespace swiftkv {
 
 struct Share {
-    int32_t threads;   // cores that the engine computes on
+    int32_t threads;   // cores that the engine computes on if it may have them
     double weight;     // above 0
     double max_share;  // of all cores, above 0 and up to 1
+    bool is_whole;     // it computes on all of its cores at once or on none
+};
+
+// What an engine may do now: compute on so many cores, or, if that is 0, ask again after a time, unless others wake it.
+struct Permit {
+    int32_t cores;
+    int64_t wait_ns;
 };
 
 constexpr int kMaxAccounts = 63;
-constexpr int64_t kTurnNs = 10'000'000;     // an engine that computes goes on for so long after others are due
+constexpr int64_t kTurnNs = 10'000'000;     // an engine that computes goes on for so long after others are due its core
 constexpr int64_t kCreditNs = 250'000'000;  // of the whole machine: the most that an engine saves up while it rests
 constexpr int64_t kAbsentNs = 100'000'000;  // an engine that was not seen for so long holds nobody up
 constexpr int64_t kForgottenNs = 10'000'000'000;   // and need not be looked at any more
@@ -31,9 +40,10 @@ constexpr int64_t kAskAloneNs = 4'000'000;
 struct alignas(128) Account {
     std::atomic<double> clock_ns;  // core time over weight
     std::atomic<int64_t> seen_ns;  // CLOCK_MONOTONIC
-    std::atomic<double> turn_ns;   // kTurnNs on its cores, on its clock
+    std::atomic<double> weight;
     std::atomic<int32_t> threads;
-    std::atomic<uint32_t> is_computing;
+    std::atomic<int32_t> cores;  // that it computes on
+    std::atomic<uint32_t> is_whole;
     std::atomic<uint32_t> wake;  // a futex: changes when others stop computing
 };
 
@@ -56,22 +66,21 @@ class ShareAccount {
     void end();                  // and wants none any more
     void charge(int64_t core_ns);
 
-    // Returns 0 if the engine may compute, or how long it is to wait, unless others wake it, before it asks again.
-    int64_t ask(int64_t now_ns);
+    Permit ask(int64_t now_ns);  // while it wants cores
 
-    // Lets the engine compute for a turn: it has waited too long.
-    void forgive();
+    // Lets the engine compute for a turn: it has waited too long. Returns the cores.
+    int32_t forgive();
 
     // Whether the answer may be another one than a moment ago.
     bool is_contended() const { return is_capped_ || (table_.wanting.load(std::memory_order_relaxed) & ~bit_) != 0; }
 
     std::atomic<uint32_t>& wake() { return account().wake; }
 
-    // Calls visit(futex) for the others that want cores and do not compute.
+    // Calls visit(futex) for the others that want cores and have none.
     template <typename Visit>
     void for_each_waiting(Visit visit) {
         for_each_wanting([&](int, Account& other) {
-            if (!other.is_computing) visit(other.wake);
+            if (other.cores == 0) visit(other.wake);
         });
     }
 
@@ -93,7 +102,7 @@ class ShareAccount {
     void want();
     void advance_table_clock();
     void stay_near_table_clock();
-    bool is_due(int64_t now_ns);
+    int32_t choose_cores(int64_t now_ns);
 
     ShareTable& table_;
     int slot_;

@@ -38,7 +38,7 @@ void wait_for_turn(Turns& turns, int thread) {
     if (thread == 0)
         turns.check_if_contended();
     else
-        turns.stand_still();
+        Turns::stand_still(thread);
 }
 
 struct Region {

@@ -44,10 +44,13 @@ void futex_wake(std::atomic<uint32_t>& word) {
 }  // namespace
 
 std::atomic<Turns*> Turns::in_use_{nullptr};
+std::atomic<int32_t> Turns::threads_{kAll};
 
-Turns::Turns(int fd, int slot, const Share& share, int num_cores, int num_ranks)
+Turns::Turns(int fd, int slot, int32_t threads, double weight, double max_share, int num_cores, int num_ranks)
     : table_(map_table(fd)),
-      account_(*table_, slot, share, num_cores),
+      account_(*table_, slot, {threads * num_ranks, weight, max_share, num_ranks > 1}, num_cores),
+      num_threads_(threads),
+      cores_(threads),
       num_ranks_(num_ranks),
       charged_ns_(read_clock_ns(CLOCK_PROCESS_CPUTIME_ID)) {}
 
@@ -69,6 +72,7 @@ void Turns::end() {
     charge();
     account_.end();
     wake_others();
+    let_go_on(kAll);
 }
 
 void Turns::check() {
@@ -76,7 +80,11 @@ void Turns::check() {
     const int64_t now_ns = monotonic_ns();
     if (now_ns < ask_again_ns_) return;
     charge();
-    if (account_.ask(now_ns) != 0) wait_for_turn(now_ns);
+    Permit permit = account_.ask(now_ns);
+    if (permit.cores == 0) permit = wait_for_turn(now_ns);
+    if (permit.cores < cores_) wake_others();  // one of them may have the rest
+    cores_ = permit.cores;
+    let_go_on(has_all_cores() ? kAll : permit.cores);
     ask_again_ns_ = now_ns + (account_.is_contended() ? kAskContendedNs : kAskAloneNs);
 }
 
@@ -88,24 +96,24 @@ void Turns::charge() {
     account_.charge(core_ns);
 }
 
-void Turns::wait_for_turn(int64_t began_ns) {
-    stands_still_ = true;
+Permit Turns::wait_for_turn(int64_t began_ns) {
+    let_go_on(0);
     wake_others();  // it may be the turn of one of them now
-    int64_t now_ns = began_ns;
     while (true) {
         const uint32_t seen = account_.wake();  // before the question: who stops computing after it changes this
-        now_ns = monotonic_ns();
-        const int64_t wait_ns = account_.ask(now_ns);
-        if (wait_ns == 0) break;
-        if (now_ns - began_ns >= kLongestWaitNs) {
-            account_.forgive();
-            break;
+        const int64_t now_ns = monotonic_ns();
+        Permit permit = account_.ask(now_ns);
+        if (permit.cores == 0 && now_ns - began_ns >= kLongestWaitNs) permit.cores = account_.forgive();
+        if (permit.cores > 0) {
+            waited_ns_ += now_ns - began_ns;
+            return permit;
         }
-        futex_wait(account_.wake(), seen, wait_ns);
+        futex_wait(account_.wake(), seen, permit.wait_ns);
     }
-    waited_ns_ += now_ns - began_ns;
-    stands_still_ = false;
-    stands_still_.notify_all();
+}
+
+void Turns::let_go_on(int32_t threads) {
+    if (threads_.exchange(threads) < threads) threads_.notify_all();
 }
 
 void Turns::wake_others() {

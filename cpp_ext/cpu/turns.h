@@ -2,11 +2,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 #include "shares.h"
 
-// How the engine of this process takes turns with the others of its node. The thread pool asks between regions and
-// between the chunks of a region; all threads then stand still until it is this engine's turn.
+// How the engine of this process shares the cores with the others of its node. The thread pool asks between regions and
+// between the chunks of a region; as many threads as there are cores for this engine then go on, and the others stand
+// still. If there are none, all stand still until it is this engine's turn.
 //
 // An engine that dies or is stopped within its turn is not seen any more, and holds others up for kAbsentNs.
 namespace swiftkv {
@@ -14,8 +16,9 @@ namespace swiftkv {
 class Turns {
   public:
     // Maps the table behind `fd`, which stays the caller's. An engine of several ranks pays for all of them: each
-    // computes as much as this one. Throws std::system_error if it cannot be mapped.
-    Turns(int fd, int slot, const Share& share, int num_cores, int num_ranks);
+    // computes as much as this one, on all of its threads at once or on none. Throws std::system_error if the table
+    // cannot be mapped.
+    Turns(int fd, int slot, int32_t threads, double weight, double max_share, int num_cores, int num_ranks);
     ~Turns();
     Turns(const Turns&) = delete;
     Turns& operator=(const Turns&) = delete;
@@ -31,12 +34,12 @@ class Turns {
     // For the thread that runs a region: waits for its turn.
     void check();
     void check_if_contended() {
-        if (account_.is_contended()) check();
+        if (account_.is_contended() || !has_all_cores()) check();
     }
 
-    // For the other threads of the region: waits while that one waits.
-    void stand_still() const {
-        if (stands_still_.load(std::memory_order_relaxed)) stands_still_.wait(true);
+    // For the other threads of the region: waits while there is no core for it.
+    static void stand_still(int thread) {
+        for (int32_t threads = threads_; thread >= threads; threads = threads_) threads_.wait(threads);
     }
 
     double core_s() const { return static_cast<double>(core_ns_.load()) / 1e9; }      // in steps and between them
@@ -44,18 +47,23 @@ class Turns {
 
   private:
     void charge();
-    void wait_for_turn(int64_t began_ns);
+    Permit wait_for_turn(int64_t began_ns);
     void wake_others();
+    void let_go_on(int32_t threads);
+    bool has_all_cores() const { return cores_ >= num_threads_; }
 
+    static constexpr int32_t kAll = std::numeric_limits<int32_t>::max();
     static std::atomic<Turns*> in_use_;
+    static std::atomic<int32_t> threads_;  // that go on; outlives the turns, for threads may wait for it
 
     ShareTable* table_;
     ShareAccount account_;
+    int32_t num_threads_;
+    int32_t cores_;  // that it has, at the latest answer
     int num_ranks_;
     int64_t charged_ns_;        // processor time of this process
     int64_t ask_again_ns_ = 0;  // monotonic
     std::atomic<bool> is_in_step_{false};
-    std::atomic<bool> stands_still_{false};
     std::atomic<int64_t> core_ns_{0};
     std::atomic<int64_t> waited_ns_{0};
 };

@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 
 #include <memory>
 #include <stdexcept>
@@ -16,8 +17,9 @@ class Shares {
   public:
     explicit Shares(int num_cores) : num_cores_(num_cores), table_(std::make_unique<ShareTable>()) {}
 
-    void open(int slot, int threads, double weight, double max_share) {
-        auto account = std::make_unique<ShareAccount>(*table_, slot, Share{threads, weight, max_share}, num_cores_);
+    void open(int slot, int threads, double weight, double max_share, bool is_whole) {
+        const Share share{threads, weight, max_share, is_whole};
+        auto account = std::make_unique<ShareAccount>(*table_, slot, share, num_cores_);
         accounts_[slot] = std::move(account);
     }
 
@@ -45,7 +47,7 @@ void bind_turns(nb::module_& m) {
     m.attr("LONGEST_WAIT_NS") = kLongestWaitNs;
     nb::class_<Shares>(m, "Shares")
         .def(nb::init<int>(), "num_cores"_a)
-        .def("open", &Shares::open, "slot"_a, "threads"_a, "weight"_a, "max_share"_a)
+        .def("open", &Shares::open, "slot"_a, "threads"_a, "weight"_a, "max_share"_a, "is_whole"_a = false)
         .def(
             "begin", [](Shares& self, int slot, int64_t now_ns) { self.at(slot).begin(now_ns); }, "slot"_a, "now_ns"_a)
         .def(
@@ -54,17 +56,21 @@ void bind_turns(nb::module_& m) {
             "charge", [](Shares& self, int slot, int64_t core_ns) { self.at(slot).charge(core_ns); }, "slot"_a,
             "core_ns"_a)
         .def(
-            "ask", [](Shares& self, int slot, int64_t now_ns) { return self.at(slot).ask(now_ns); }, "slot"_a,
-            "now_ns"_a)
+            "ask",
+            [](Shares& self, int slot, int64_t now_ns) {
+                const Permit permit = self.at(slot).ask(now_ns);
+                return std::pair(permit.cores, permit.wait_ns);
+            },
+            "slot"_a, "now_ns"_a)
         .def(
-            "forgive", [](Shares& self, int slot) { self.at(slot).forgive(); }, "slot"_a)
+            "forgive", [](Shares& self, int slot) { return self.at(slot).forgive(); }, "slot"_a)
         .def("clock_ns", [](Shares& self, int slot) { return self.at(slot).clock_ns(); }, "slot"_a);
     nb::class_<Turns>(m, "Turns")
         .def(
             "__init__",
             [](Turns* self, int fd, int slot, int threads, double weight, double max_share, int num_cores,
                int num_ranks) {
-                new (self) Turns(fd, slot, Share{threads, weight, max_share}, num_cores, num_ranks);
+                new (self) Turns(fd, slot, threads, weight, max_share, num_cores, num_ranks);
                 Turns::use(self);
             },
             "fd"_a, "slot"_a, "threads"_a, "weight"_a, "max_share"_a, "num_cores"_a, "num_ranks"_a)

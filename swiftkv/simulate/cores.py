@@ -34,7 +34,7 @@ class _Step:
     left_s: float
     seen_s: float
     speed: float = 0.0
-    computes: bool = False
+    cores: int = 0
     asks_s: float = math.inf
     stood_s: float | None = None  # when it began to wait for its turn; `None`: it does not
     charged_s: float = 0.0
@@ -58,8 +58,8 @@ class Cores:
     """Divides cores between the steps of engines.
 
     If engines compute at once on more threads than there are cores, all of them become slower alike, as under an
-    operating system. The real accounts of `cpp_ext/cpu/shares.h` decide whose turn it is; every engine asks them as
-    often as `cpp_ext/cpu/turns.cpp` does.
+    operating system. The real accounts of `cpp_ext/cpu/shares.h` say how many cores an engine with a share has; it
+    asks them as often as `cpp_ext/cpu/turns.cpp` does, and computes half as fast on half as many.
 
     Attributes:
         core_s: The core time of each engine.
@@ -95,7 +95,7 @@ class Cores:
             self._shares.begin(user, _ns(now_s))
             step.asks_s = now_s
         else:
-            step.computes = True
+            step.cores = self._users[user].threads
         self._divide(now_s)
 
     def advance(self, now_s: float) -> list[tuple[int, float]]:
@@ -114,29 +114,29 @@ class Cores:
         """Let the engines ask whose time it is to, and set how fast each one computes."""
         while due := [user for user, step in self._steps.items() if step.asks_s <= now_s]:
             self._ask(due[0], now_s)
-        threads = sum(self._users[user].threads for user, step in self._steps.items() if step.computes)
-        speed = min(1.0, self._num_cores / threads) if threads else 0.0
+        threads = sum(step.cores for step in self._steps.values())
+        part = min(1.0, self._num_cores / threads) if threads else 0.0
         for user, step in self._steps.items():
             self._charge(user, step, now_s)
-            step.set_speed(speed if step.computes else 0.0, now_s)
+            step.set_speed(part * step.cores / self._users[user].threads, now_s)
 
     def _ask(self, user: int, now_s: float) -> None:
         step = self._steps[user]
         self._charge(user, step, now_s)
-        wait_ns = self._shares.ask(user, _ns(now_s))
-        if wait_ns and step.stood_s is not None and now_s - step.stood_s >= self._longest_wait_s:
-            self._shares.forgive(user)
-            wait_ns = 0
-        if not wait_ns:
-            if step.stood_s is not None:
-                self.waited_s[user] += now_s - step.stood_s
-            step.computes, step.stood_s = True, None
-            step.asks_s = now_s + (self._ask_contended_s if self._is_contended(user) else self._ask_alone_s)
-            return
-        step.asks_s = now_s + wait_ns / _NS_PER_S
-        if step.stood_s is None:
-            step.computes, step.stood_s = False, now_s
+        had = step.cores
+        step.cores, wait_ns = self._shares.ask(user, _ns(now_s))
+        if not step.cores and step.stood_s is not None and now_s - step.stood_s >= self._longest_wait_s:
+            step.cores = self._shares.forgive(user)
+        if step.cores < had:
             self._wake_others(now_s)
+        if not step.cores:
+            step.asks_s = now_s + wait_ns / _NS_PER_S
+            step.stood_s = now_s if step.stood_s is None else step.stood_s
+            return
+        if step.stood_s is not None:
+            self.waited_s[user] += now_s - step.stood_s
+            step.stood_s = None
+        step.asks_s = now_s + (self._ask_contended_s if self._is_contended(user) else self._ask_alone_s)
 
     def _is_contended(self, user: int) -> bool:
         share = self._users[user].share
@@ -149,7 +149,7 @@ class Cores:
                 step.asks_s = now_s
 
     def _charge(self, user: int, step: _Step, now_s: float) -> None:
-        core_s = (now_s - step.charged_s) * step.speed * min(self._users[user].threads, self._num_cores)
+        core_s = (now_s - step.charged_s) * step.speed * self._users[user].threads
         step.charged_s = now_s
         self.core_s[user] += core_s
         if self._users[user].share and core_s:

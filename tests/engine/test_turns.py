@@ -1,4 +1,4 @@
-"""Processes that take turns on cores, and are killed or stopped at any time: the others go on."""
+"""Processes that share cores, and are killed or stopped at any time: the others go on, on the cores that are left."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ PROGRAM = Path(__file__).parent / "turn_taker.py"
 
 
 class Takers:
-    """Processes that share one core by one table."""
+    """Processes that share cores by one table."""
 
-    def __init__(self, table: ShareTable) -> None:
+    def __init__(self, table: ShareTable, num_cores: int) -> None:
         self._table = table
+        self._num_cores = num_cores
         self._counts_fd = os.memfd_create("counts")
         os.ftruncate(self._counts_fd, mmap.PAGESIZE)
         self._counts = memoryview(mmap.mmap(self._counts_fd, mmap.PAGESIZE)).cast("Q")
@@ -33,12 +34,25 @@ class Takers:
 
     def start(self, slot: int) -> None:
         fds = (self._table.fd, self._counts_fd)
-        command = [sys.executable, str(PROGRAM), *map(str, fds), str(slot)]
-        self.processes[slot] = subprocess.Popen(command, pass_fds=fds)
+        command = [sys.executable, str(PROGRAM), *map(str, fds), str(slot), str(self._num_cores)]
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        self.processes[slot] = subprocess.Popen(command, pass_fds=fds, env=environment)
 
     def wait_until_it_computes(self, slot: int, num_parts: int = 30) -> None:
         wanted = self._counts[slot] + num_parts
         wait_for(f"{slot} to go on", lambda: self._counts[slot] >= wanted)
+
+    def busy_threads(self, slot: int) -> int:
+        """Return how many of its threads compute while it does a few parts."""
+        self.wait_until_it_computes(slot, 2)  # what it began with other threads is done
+        before = self._processor_ns(slot)
+        self.wait_until_it_computes(slot)
+        used = {thread: ns - before.get(thread, 0) for thread, ns in self._processor_ns(slot).items()}
+        return sum(ns > max(used.values()) / 10 for ns in used.values())
+
+    def _processor_ns(self, slot: int) -> dict[str, int]:
+        tasks = Path(f"/proc/{self.processes[slot].pid}/task")
+        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()}
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -49,7 +63,7 @@ class Takers:
 
 @pytest.fixture
 def takers() -> Iterator[Takers]:
-    with closing(ShareTable.create()) as table, closing(Takers(table)) as takers:
+    with closing(ShareTable.create()) as table, closing(Takers(table, num_cores=1)) as takers:
         for slot in (0, 1):
             takers.start(slot)
         for slot in (0, 1):
@@ -82,6 +96,16 @@ def test_all_stopped_at_once_go_on_together(takers: Takers) -> None:
             process.send_signal(number)
     for slot in (0, 1):
         takers.wait_until_it_computes(slot)
+
+
+def test_as_many_threads_compute_as_there_are_cores_for_them() -> None:
+    with closing(ShareTable.create()) as table, closing(Takers(table, num_cores=2)) as takers:
+        takers.start(0)
+        wait_for("both cores", lambda: takers.busy_threads(0) == 2)
+        takers.start(1)
+        wait_for("a core each", lambda: (takers.busy_threads(0), takers.busy_threads(1)) == (1, 1))
+        takers.processes[1].kill()
+        wait_for("both cores again", lambda: takers.busy_threads(0) == 2)
 
 
 def test_models_get_accounts_that_nobody_has() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from swiftkv._cpu import ABSENT_NS, CREDIT_NS, LONGEST_WAIT_NS, TURN_NS
 
@@ -11,15 +13,16 @@ FORGOTTEN_NS = 10_000_000_000
 BURST_NS = 0.1e9
 
 
-@dataclass
+@dataclass(eq=False)
 class NaiveAccount:
     threads: int
     weight: float
     max_share: float
+    is_whole: bool
     clock_ns: float
     seen_ns: int = 0
     wants: bool = False
-    computes: bool = False
+    cores: int = 0
     is_alone: bool = False
     allowance_ns: float = 0.0
     allowed_at_ns: int = 0
@@ -31,8 +34,9 @@ class NaiveShares:
         self.table_ns = 0.0
         self.accounts: dict[int, NaiveAccount] = {}
 
-    def open(self, slot: int, threads: int, weight: float, max_share: float) -> None:
-        self.accounts[slot] = NaiveAccount(threads, weight, max_share, self.table_ns)
+    def open(self, slot: int, threads: int, weight: float, max_share: float, is_whole: bool) -> None:
+        most = threads if is_whole else min(threads, math.ceil(max_share * self.num_cores))
+        self.accounts[slot] = NaiveAccount(most, weight, max_share, is_whole, self.table_ns)
 
     def begin(self, slot: int, now_ns: int) -> None:
         account = self.accounts[slot]
@@ -42,7 +46,8 @@ class NaiveShares:
         account.wants = True
 
     def end(self, slot: int) -> None:
-        self.accounts[slot].wants = self.accounts[slot].computes = False
+        self.accounts[slot].wants = False
+        self.accounts[slot].cores = 0
 
     def charge(self, slot: int, core_ns: int) -> None:
         account = self.accounts[slot]
@@ -51,7 +56,7 @@ class NaiveShares:
         others = [] if account.is_alone else self._others(slot, account.seen_ns)
         self.table_ns = max(self.table_ns, min([account.clock_ns, *(other.clock_ns for _, other in others)]))
 
-    def ask(self, slot: int, now_ns: int) -> int:
+    def ask(self, slot: int, now_ns: int) -> tuple[int, int]:
         account = self.accounts[slot]
         account.seen_ns = now_ns
         if account.max_share < 1:
@@ -61,21 +66,19 @@ class NaiveShares:
             account.allowance_ns = min(max(saved_ns, -rate * LONGEST_WAIT_NS), rate * BURST_NS)
             if account.allowance_ns < 0:
                 self.end(slot)
-                return min(1 + int(-account.allowance_ns / rate), ASK_AGAIN_NS)
+                return 0, min(1 + int(-account.allowance_ns / rate), ASK_AGAIN_NS)
         self._clamp(account)
         account.wants = True
-        others = self._others(slot, now_ns)
-        account.is_alone = not others
-        mine = (self._rank(account), slot)
-        taken = sum(other.threads for number, other in others if (self._rank(other), number) < mine)
-        account.computes = taken < self.num_cores
-        return 0 if account.computes else ASK_AGAIN_NS
+        account.cores = self._choose(slot, now_ns)
+        return account.cores, 0 if account.cores else ASK_AGAIN_NS
 
-    def forgive(self, slot: int) -> None:
+    def forgive(self, slot: int) -> int:
         account = self.accounts[slot]
-        clocks = [other.clock_ns - self._turn_ns(other) for _, other in self._others(slot, account.seen_ns)]
-        account.clock_ns = min([account.clock_ns, *clocks]) - 1
-        account.wants = account.computes = True
+        ranks = [self._rank(other) for _, other in self._others(slot, account.seen_ns)]
+        account.clock_ns = min([account.clock_ns, *ranks]) - 1
+        account.wants = True
+        account.cores = self._choose(slot, account.seen_ns)
+        return account.cores
 
     def clock_ns(self, slot: int) -> float:
         return self.accounts[slot].clock_ns
@@ -91,13 +94,49 @@ class NaiveShares:
                 other.wants = False
         return there
 
+    def _choose(self, slot: int, now_ns: int) -> int:
+        """Let all that want cores choose in the order of their ranks, and return what this one gets."""
+        mine = self.accounts[slot]
+        there = [(slot, mine), *self._others(slot, now_ns)]
+        mine.is_alone = len(there) == 1
+        there.sort(key=lambda one: (self._rank(one[1]), one[0]))
+        due = self._due([account for _, account in there])
+        has = {number: 0 for number, _ in there}
+        for number, account in there:
+            left = self.num_cores - sum(has.values())
+            if not account.is_whole:
+                has[number] = max(0, min(left, math.ceil(due[id(account)])))
+            elif left == self.num_cores or account.threads <= left:
+                has[number] = account.threads
+        for number, account in there:
+            left = max(0, self.num_cores - sum(has.values()))
+            if not account.is_whole:
+                has[number] += min(left, account.threads - has[number])
+        for number, account in there:
+            if has[number] == 0 and sum(has.values()) < self.num_cores:
+                has[number] = account.threads
+        return has[slot]
+
+    def _due(self, accounts: list[NaiveAccount]) -> dict[int, Fraction]:
+        """Return the part of the cores that each account is due by weight, none more than it has threads."""
+        due: dict[int, Fraction] = {}
+        left, sharing = Fraction(self.num_cores), list(accounts)
+        while sharing:
+            weight = sum(Fraction(account.weight) for account in sharing)
+            met = [account for account in sharing if left * Fraction(account.weight) / weight >= account.threads]
+            for account in met or sharing:
+                due[id(account)] = Fraction(account.threads) if met else left * Fraction(account.weight) / weight
+            left -= sum(account.threads for account in met)
+            sharing = [account for account in sharing if account not in met] if met else []
+        return due
+
     def _clamp(self, account: NaiveAccount) -> None:
         credit_ns = CREDIT_NS * self.num_cores / account.weight
-        most_ns = self.table_ns + credit_ns + (2 * self._turn_ns(account) if account.computes else 0.0)
+        most_ns = self.table_ns + credit_ns + 2 * self._turn_ns(account)
         account.clock_ns = min(max(account.clock_ns, self.table_ns - credit_ns), most_ns)
 
     def _turn_ns(self, account: NaiveAccount) -> float:
-        return TURN_NS * min(account.threads, self.num_cores) / account.weight
+        return TURN_NS * account.cores / account.weight
 
     def _rank(self, account: NaiveAccount) -> float:
-        return account.clock_ns - (self._turn_ns(account) if account.computes else 0.0)
+        return account.clock_ns - self._turn_ns(account)
