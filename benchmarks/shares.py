@@ -1,16 +1,15 @@
-"""Measure what a model notices of another one that floods the cores, with turns and with `compute: off`:
+"""Measure what a model notices of another one that floods the cores, with shares and with `compute: off`:
 
     python benchmarks/shares.py --rounds 5 --out benchmarks/out/shares.json
 
-Two nodes serve the same two models with all cores each; in one they take turns, in the other the operating system
-divides the cores, as it did before there were turns. In each round both nodes are measured in turns, and the other one
-is held still. `light` answers requests one after the other, with --pause-s between them: alone on all cores, alone on
-half of them, and beside `flood`, which answers --flood-streams requests at any time. An equal share is half of the
-cores, so "alone on half of them" is what each model is promised; who takes less than its share should come near "alone
-on all cores". Then both models answer as much as they can: all tokens a second, and core time for each.
+Two nodes serve the same two models with all cores each; in one they share the cores, in the other the operating system
+divides them. In each round both nodes are measured in turns, and the other one is held still. `light` answers requests
+one after the other, with --pause-s between them: alone on all cores, alone on half of them, and beside `flood`, which
+answers --flood-streams requests at any time. An equal share is half of the cores, so "alone on half of them" is what
+each model is promised. Then both models answer as much as they can: all tokens a second, and core time for each.
 
 Times are medians over rounds; ratios are medians over rounds of the ratio within a round. On a machine that others use
-nothing here says much: engines in turns have half as many threads that want to run, and others get more of the cores.
+nothing here says much: engines that share have half as many threads that want to run, and others get more of the cores.
 """
 
 from __future__ import annotations
@@ -145,43 +144,43 @@ STATISTICS: dict[str, Statistic] = {
 }
 
 
-def show(off: Measured, turns: Measured) -> None:
+def show(off: Measured, shared: Measured) -> None:
     def ratio(mine: list[Waits], other: list[Waits], of: Statistic) -> str:
         return f"x {statistics.median(of(a) / of(b) for a, b in zip(mine, other, strict=True)):.2f}"
 
     rows = []
     for name, of in STATISTICS.items():
-        columns = (turns.alone, turns.alone_on_half, off.beside, turns.beside)
+        columns = (shared.alone, shared.alone_on_half, off.beside, shared.beside)
         cells = [f"{1e3 * statistics.median(map(of, waits)):.1f}" for waits in columns]
-        cells += [ratio(measured.beside, measured.alone_on_half, of) for measured in (off, turns)]
-        cells += [ratio(measured.beside, measured.alone, of) for measured in (off, turns)]
+        cells += [ratio(measured.beside, measured.alone_on_half, of) for measured in (off, shared)]
+        cells += [ratio(measured.beside, measured.alone, of) for measured in (off, shared)]
         rows.append([f"{name}, ms", *cells])
-    heads = ["light", "alone", "alone on half", "beside, off", "beside, turns"]
-    say("\n" + table([*heads, "off / half", "turns / half", "off / alone", "turns / alone"], rows))
-    pairs = list(zip(turns.throughput, off.throughput, strict=True))
+    heads = ["light", "alone", "alone on half", "beside, off", "beside, shares"]
+    say("\n" + table([*heads, "off / half", "shares / half", "off / alone", "shares / alone"], rows))
+    pairs = list(zip(shared.throughput, off.throughput, strict=True))
     faster = statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in pairs)
     cheaper = statistics.median(mine.core_s_per_token / other.core_s_per_token for mine, other in pairs)
-    rates = [statistics.median(of.tokens_per_s for of in measured.throughput) for measured in (off, turns)]
-    shares = [statistics.median(measured.light_core_share) for measured in (off, turns)]
+    rates = [statistics.median(of.tokens_per_s for of in measured.throughput) for measured in (off, shared)]
+    parts = [statistics.median(measured.light_core_share) for measured in (off, shared)]
     say(
-        f"\nBoth flooded: {rates[0]:,.0f} tokens/s off, {rates[1]:,.0f} in turns: x {faster:.2f} within a round; core "
-        f"time for each token x {cheaper:.2f}\nlight's part of core time beside flood: {shares[0]:.0%} off, "
-        f"{shares[1]:.0%} in turns"
+        f"\nBoth flooded: {rates[0]:,.0f} tokens/s off, {rates[1]:,.0f} sharing: x {faster:.2f} within a round; core "
+        f"time for each token x {cheaper:.2f}\nlight's part of core time beside flood: {parts[0]:.0%} off, "
+        f"{parts[1]:.0%} sharing"
     )
 
 
-async def measure(off: Measured, turns: Measured, args: argparse.Namespace) -> None:
+async def measure(off: Measured, shared: Measured, args: argparse.Namespace) -> None:
     tokens = Tokens(args.seed, VOCAB)
-    both = (off.node, turns.node)
-    for measured in (off, turns):
+    both = (off.node, shared.node)
+    for measured in (off, shared):
         with only(measured.node, both):
             for name in MODELS:  # the engines learn how long their steps take
                 await asyncio.gather(*(ask(measured.node.target(name), tokens.fresh(512), 16) for _ in range(4)))
     for number in range(args.rounds):
-        for measured in (off, turns) if number % 2 else (turns, off):
+        for measured in (off, shared) if number % 2 else (shared, off):
             with only(measured.node, both):
                 await measured.round(args, tokens)
-        say(f"round {number + 1}: light between tokens P99, ms: " + ", ".join(map(_round_line, (off, turns))))
+        say(f"round {number + 1}: light between tokens P99, ms: " + ", ".join(map(_round_line, (off, shared))))
 
 
 def _round_line(measured: Measured) -> str:
@@ -213,13 +212,13 @@ def main() -> None:
             models = [model(name, checkpoint, "512MiB", compute=of, **limits) for name, of in sections]
             return Measured(Node(name, {}, models))
 
-        off, turns = node("off", "off", "off"), node("turns", {"weight": args.weight}, {"weight": 1})
-        with nodes_up(off.node, turns.node):
+        off, shared = node("off", "off", "off"), node("shares", {"weight": args.weight}, {"weight": 1})
+        with nodes_up(off.node, shared.node):
             off.node.hold()
-            turns.node.hold()
-            asyncio.run(measure(off, turns, args))
-    show(off, turns)
-    write_report(args, off=figures(off), turns=figures(turns))
+            shared.node.hold()
+            asyncio.run(measure(off, shared, args))
+    show(off, shared)
+    write_report(args, off=figures(off), shares=figures(shared))
 
 
 def figures(measured: Measured) -> dict[str, object]:

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from swiftkv.compute_config import WrittenCompute, mistakes_about_shares
 from swiftkv.config_fields import Section
 from swiftkv.errors import ConfigError
 from swiftkv.kv_events_config import host_of
@@ -100,6 +99,11 @@ class Config(Section):
                     f"models[{i}].matryoshka_dimensions: only a model with task: embed has embeddings; write task: "
                     "embed, or drop this"
                 )
+            if model.device != "cpu" and model.compute is not None and "compute" in model.model_fields_set:
+                mistakes.append(
+                    f"models[{i}].compute: a model on a GPU ({model.device}) does not compute on the cores; drop this, "
+                    "or write device: cpu"
+                )
             mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
             for tier, section in (("host", self.host_of(model)), ("storage", self.storage_of(model))):
                 if section is not None:
@@ -112,8 +116,6 @@ class Config(Section):
                 )
         mistakes += self._mistakes_about_events()
         mistakes += mistakes_about_tenants(self.node.tenants, self.node.api_key_env)
-        written = [WrittenCompute(m.device, m.compute, "compute" in m.model_fields_set) for m in self.models]
-        mistakes += mistakes_about_shares(written)
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self

@@ -229,15 +229,12 @@ class Fleet:
     def _share_of(self, model: ModelConfig) -> ShareSpec | None:
         """Return a new account for a model that shares the cores with others, `None` for any other.
 
-        Where there are more models than accounts, the last ones take no turns.
+        Where there are more models than accounts, the operating system decides about the last ones.
         """
-        if model.compute is None or model.device != "cpu":
-            return None
-        account = self._shares.take_account()
-        if account is None:
+        if model.core_share is None or (account := self._shares.take_account()) is None:
             return None
         self._accounts[model.name] = account
-        return ShareSpec(self._shares.fd, account, model.compute.weight, model.compute.max_share)
+        return ShareSpec(self._shares.fd, account, model.core_share.weight, model.core_share.max_share)
 
     def _link(self) -> None:
         """Tell each supervisor which others its engine may have to wait for."""

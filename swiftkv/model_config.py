@@ -109,7 +109,9 @@ class ModelConfig(Section):
     auto_wake: bool = Field(False, description="true or false")
     kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig, description="a mapping")
     lending: LendingConfig | None = Field(None, description="a mapping")
-    compute: Annotated[ComputeConfig | None, BeforeValidator(read_off)] = Field(None, description="off or a mapping")
+    compute: Annotated[ComputeConfig | None, BeforeValidator(read_off)] = Field(
+        default_factory=ComputeConfig, description="off or a mapping"
+    )
     tiers: TiersConfig | None = Field(None, description="a mapping")
     kv_events_config: KVEventsConfig = Field(default_factory=KVEventsConfig, description="a mapping")
     endpoint: EndpointConfig | None = Field(None, description="a mapping")
@@ -131,6 +133,11 @@ class ModelConfig(Section):
         """
         is_usual = self.device == "cpu" and "target_tpot" not in self.model_fields_set
         return _CPU_STEP_LIMIT_S if is_usual else self.target_tpot
+
+    @property
+    def core_share(self) -> ComputeConfig | None:
+        """The model's share of the cores; `None` if the operating system divides them, or on a GPU."""
+        return self.compute if self.device == "cpu" else None
 
     @property
     def due_s(self) -> float:

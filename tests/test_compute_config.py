@@ -40,24 +40,16 @@ def test_a_mistake_is_named(options: dict[str, Any], mistake: str) -> None:
     assert mistake in str(caught.value)
 
 
-def test_all_models_on_the_cores_say_whether_they_take_turns() -> None:
-    models = [{"name": name, "path": "somewhere"} for name in ("chat", "code")]
-    assert [of.compute for of in parse_config({"models": models}).models] == [None, None]
-    models[1]["compute"] = {}  # type: ignore[assignment]
-    with pytest.raises(ConfigError) as caught:
-        parse_config({"models": models})
-    assert str(caught.value) == (
-        "models[0].compute: missing, and models[1] takes turns on the same cores; write compute: {weight: 1} to take "
-        "turns too, or compute: off"
-    )
-    for other in ("off", {"weight": 2}):
-        parse_config({"models": [{**models[0], "compute": other}, models[1]]})
-    config = parse_config({"models": [{**models[0], "device": "cuda:0"}, models[1]]})
-    assert [of.compute for of in config.models] == [None, ComputeConfig()]
+def test_models_on_the_cores_share_them_alike_unless_they_say_otherwise() -> None:
+    models = [
+        {"name": "chat", "path": "somewhere"},
+        {"name": "code", "path": "somewhere", "compute": "off"},
+        {"name": "draw", "path": "somewhere", "device": "cuda:0", "kv_cache": {"memory": "1GiB"}},
+    ]
+    assert [of.core_share for of in parse_config({"models": models}).models] == [ComputeConfig(), None, None]
 
 
 def test_what_is_written_is_read() -> None:
-    assert model().compute is None
     assert model(compute={}).compute == ComputeConfig(weight=1, max_share="100%")
     assert model(compute={"weight": 3, "max_share": "62.5%"}).compute == ComputeConfig(weight=3, max_share="62.5%")
     assert model(compute={"max_share": "62.5%"}).compute.max_share == 0.625  # type: ignore[union-attr]

@@ -223,7 +223,7 @@ class Engine:
         if plan is not None:
             if now_s >= self._stats_due_s:
                 self._send_stats()
-            with self._turns:  # models on the CPU may take turns on its cores
+            with self._turns:  # models on the CPU share its cores
                 self._launch(plan)
         self._finish_steps(keep=1 if plan is not None and self._config.async_scheduling else 0)
         return self._scheduler.has_work()

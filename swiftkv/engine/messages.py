@@ -286,7 +286,7 @@ the step itself.
 
 
 class ComputeStats(msgspec.Struct, array_like=True, frozen=True):
-    """The core time of an engine that takes turns with others."""
+    """The core time of an engine that shares cores with others by weight."""
 
     core_s_total: float  # core time that its process has used
     waited_s_total: float  # time that its steps have waited for turns
@@ -328,7 +328,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     step_time_error_ratio: float = 0.0  # the recent mean of |predicted - measured| / measured step time
     prefill_tokens_per_s: float | None = None  # expected of prompts beside what runs now; None: not known yet
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
-    compute: ComputeStats | None = None  # None: the engine takes no turns
+    compute: ComputeStats | None = None  # None: it is not counted
     expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
     tier: TierStats | None = None  # None: no storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state

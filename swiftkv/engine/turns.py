@@ -1,6 +1,6 @@
-"""The engine's turns on the cores that it shares with the other engines of its node.
+"""The engine's part of the cores that it shares with the other engines of its node.
 
-The kernels themselves wait (`cpp_ext/cpu/turns.h`); the engine only says when it has a step to compute.
+The kernels themselves stand still (`cpp_ext/cpu/turns.h`); the engine only says when it has a step to compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Turns:
 
 
 class SharedTurns(Turns):
-    """Has the kernels inside wait until it is this engine's turn."""
+    """Has the kernels inside compute on this engine's part of the cores, and wait if there is none at the moment."""
 
     def __init__(self, share: ShareSpec, threads: int, num_ranks: int) -> None:
         """`threads` are those of each of `num_ranks` ranks, which wait for this process and compute as much."""

@@ -222,7 +222,7 @@ class Figures(Struct):
     """Prompt tokens that were not computed, by where their KV lay: local, peer, host, storage."""
     preemptions_total: int
     core_s_total: float | None
-    """Core time that the engine has taken; null: it takes no turns with others."""
+    """Core time that the engine has taken; null: the operating system divides the cores."""
     turn_wait_s_total: float | None
     """Time that its steps have waited while others had their turn."""
 

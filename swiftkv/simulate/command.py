@@ -210,7 +210,7 @@ def _core_user(model: ModelConfig) -> CoreUser:
     """Return how a model's engine uses its device; on a GPU all models get equal turns."""
     if model.device != "cpu":
         return CoreUser(1)
-    share = CoreShare(model.compute.weight, model.compute.max_share) if model.compute else None
+    share = CoreShare(model.core_share.weight, model.core_share.max_share) if model.core_share else None
     return CoreUser(model.threads, share)
 
 

@@ -1,4 +1,4 @@
-"""The cores of a machine in virtual time, and the turns that engines take on them."""
+"""The cores of a machine in virtual time, and the parts of them that engines have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class CoreShare:
-    """The share of the cores of an engine that takes turns, as `models[].compute` has it."""
+    """An engine's share of the cores, as `models[].compute` has it."""
 
     weight: float
     max_share: float
@@ -19,7 +19,7 @@ class CoreShare:
 
 @dataclass(frozen=True)
 class CoreUser:
-    """An engine, as the cores see it. Without a share it takes no turns: the operating system divides the cores."""
+    """An engine, as the cores see it. Without a share it computes when the operating system lets it."""
 
     threads: int
     share: CoreShare | None = None
