@@ -1,4 +1,4 @@
-"""What tiers cost where nothing that they keep is asked for again:
+"""Measure what tiers cost where nothing that they keep is asked for again:
 
     python benchmarks/tier_harm.py --rounds 5 --out benchmarks/out/tier_harm.json
 
@@ -47,7 +47,7 @@ _PERCENTILES = (0.5, 0.99)
 
 @dataclass
 class Figures:
-    """What one node did: of each round the tokens per second, and all times between tokens."""
+    """The tokens per second of one node in each round, and all times between tokens."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     itls_s: list[list[float]] = field(default_factory=list)
