@@ -2,11 +2,12 @@
 
     python benchmarks/shares.py --rounds 5 --out benchmarks/out/shares.json
 
-Two nodes serve the same two models with all cores each; in one they share the cores, in the other the operating system
+Two nodes serve the same models with all cores each; in one they share the cores, in the other the operating system
 divides them. In each round both nodes are measured in turns, and the other one is held still. `light` answers requests
-one after the other, with --pause-s between them: alone on all cores, alone on half of them, and beside `flood`, which
-answers --flood-streams requests at any time. An equal share is half of the cores, so "alone on half of them" is what
-each model is promised. Then both models answer as much as they can: all tokens a second, and core time for each.
+one after the other, with --pause-s between them: alone on all cores, alone on half of them, and beside --floods
+models that answer --flood-streams requests each at any time. Beside one, an equal share is half of the cores, so "alone
+on half of them" is what each model is promised. Then all models answer as much as they can: all tokens a second, and
+core time for each.
 
 Times are medians over rounds; ratios are medians over rounds of the ratio within a round. On a machine that others use
 nothing here says much: engines that share have half as many threads that want to run, and others get more of the cores.
@@ -42,7 +43,7 @@ from lending_node import (
 )
 
 VOCAB = (300, 500)
-MODELS = ("light", "flood")
+LIGHT = "light"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Both models, as fast as they can."""
+    """The throughput of all models, as fast as they can."""
 
     tokens_per_s: float
     core_s_per_token: float
@@ -66,6 +67,7 @@ class Measured:
     """One node, by round."""
 
     node: Node
+    floods: Sequence[str]  # the models that are flooded
     alone: list[Waits] = field(default_factory=list)
     alone_on_half: list[Waits] = field(default_factory=list)
     beside: list[Waits] = field(default_factory=list)
@@ -74,25 +76,25 @@ class Measured:
 
     async def round(self, args: argparse.Namespace, tokens: Tokens) -> None:
         cores = sorted(os.sched_getaffinity(0))
-        engine = self.node.engine("light")
+        engine = self.node.engine(LIGHT)
         self.alone.append(await self._light(args, tokens))
         pin(engine, cores[: len(cores) // 2])
         try:
             self.alone_on_half.append(await self._light(args, tokens))
         finally:
             pin(engine, cores)
-        async with self._flood(args, tokens, ["flood"]):
+        async with self._flood(args, tokens, self.floods):
             before = self._core_s()
             self.beside.append(await self._light(args, tokens))
             used = {name: s - before[name] for name, s in self._core_s().items()}
-        self.light_core_share.append(used["light"] / sum(used.values()))
-        async with self._flood(args, tokens, MODELS):
+        self.light_core_share.append(used[LIGHT] / sum(used.values()))
+        async with self._flood(args, tokens, [LIGHT, *self.floods]):
             self.throughput.append(await self._throughput(args))
 
     async def _light(self, args: argparse.Namespace, tokens: Tokens) -> Waits:
         waits = Waits([], [])
         for _ in range(args.requests):
-            answer = await ask(self.node.target("light"), tokens.fresh(args.prompt), args.decoded)
+            answer = await ask(self.node.target(LIGHT), tokens.fresh(args.prompt), args.decoded)
             waits.ttft_s.append(answer.ttft_s)
             waits.itl_s.extend(answer.itls_s)
             await asyncio.sleep(args.pause_s)
@@ -128,7 +130,7 @@ class Measured:
         return Throughput(tokens / seconds, (sum(self._core_s().values()) - core_s) / tokens)
 
     def _core_s(self) -> dict[str, float]:
-        return {name: sum(self.node.engine(name).cpu_times()[:2]) for name in MODELS}
+        return {name: sum(self.node.engine(name).cpu_times()[:2]) for name in (LIGHT, *self.floods)}
 
     def _computed_tokens(self) -> int:
         figures = [entry["figures"] for entry in self.node.overview()["models"]]
@@ -153,18 +155,18 @@ def show(off: Measured, shared: Measured) -> None:
         columns = (shared.alone, shared.alone_on_half, off.beside, shared.beside)
         cells = [f"{1e3 * statistics.median(map(of, waits)):.1f}" for waits in columns]
         cells += [ratio(measured.beside, measured.alone_on_half, of) for measured in (off, shared)]
-        cells += [ratio(measured.beside, measured.alone, of) for measured in (off, shared)]
+        cells.append(ratio(shared.beside, off.beside, of))
         rows.append([f"{name}, ms", *cells])
     heads = ["light", "alone", "alone on half", "beside, off", "beside, shares"]
-    say("\n" + table([*heads, "off / half", "shares / half", "off / alone", "shares / alone"], rows))
+    say("\n" + table([*heads, "off / half", "shares / half", "shares / off"], rows))
     pairs = list(zip(shared.throughput, off.throughput, strict=True))
     faster = statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in pairs)
     cheaper = statistics.median(mine.core_s_per_token / other.core_s_per_token for mine, other in pairs)
     rates = [statistics.median(of.tokens_per_s for of in measured.throughput) for measured in (off, shared)]
     parts = [statistics.median(measured.light_core_share) for measured in (off, shared)]
     say(
-        f"\nBoth flooded: {rates[0]:,.0f} tokens/s off, {rates[1]:,.0f} sharing: x {faster:.2f} within a round; core "
-        f"time for each token x {cheaper:.2f}\nlight's part of core time beside flood: {parts[0]:.0%} off, "
+        f"\nAll flooded: {rates[0]:,.0f} tokens/s off, {rates[1]:,.0f} sharing: x {faster:.2f} within a round; core "
+        f"time for each token x {cheaper:.2f}\nlight's part of core time beside the others: {parts[0]:.0%} off, "
         f"{parts[1]:.0%} sharing"
     )
 
@@ -174,7 +176,7 @@ async def measure(off: Measured, shared: Measured, args: argparse.Namespace) -> 
     both = (off.node, shared.node)
     for measured in (off, shared):
         with only(measured.node, both):
-            for name in MODELS:  # the engines learn how long their steps take
+            for name in (LIGHT, *measured.floods):  # the engines learn how long their steps take
                 await asyncio.gather(*(ask(measured.node.target(name), tokens.fresh(512), 16) for _ in range(4)))
     for number in range(args.rounds):
         for measured in (off, shared) if number % 2 else (shared, off):
@@ -195,24 +197,27 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=256, help="tokens of light's prompts")
     options.add_argument("--decoded", type=int, default=32, help="tokens of light's answers")
     options.add_argument("--pause-s", type=float, default=0.0, help="between an answer of light and its next request")
-    options.add_argument("--flood-streams", type=int, default=4, help="requests of flood at any time")
+    options.add_argument("--floods", type=int, default=1, help="models that are flooded")
+    options.add_argument("--flood-streams", type=int, default=4, help="requests of each of them at any time")
     options.add_argument("--flood-prompt", type=int, default=1024)
     options.add_argument("--flood-decoded", type=int, default=16)
     options.add_argument("--flood-s", type=float, default=30.0, help="for which both models answer all they can")
     options.add_argument("--step-tokens", type=int, default=512, help="of a step: tokens are counted when it ends")
     options.add_argument("--lead-s", type=float, default=0.5)
-    options.add_argument("--weight", type=int, default=1, help="of light, beside flood's 1")
+    options.add_argument("--weight", type=int, default=1, help="of light, beside the others' 1")
     args = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="shares-") as directory:
         checkpoint = args.checkpoint or make_shape(Path(directory), 16, 4, 8192, hidden_size=1024)
 
-        def node(name: str, light: object, flood: object) -> Measured:
-            sections = zip(MODELS, (light, flood), strict=True)
-            limits = {"max_num_batched_tokens": args.step_tokens}
-            models = [model(name, checkpoint, "512MiB", compute=of, **limits) for name, of in sections]
-            return Measured(Node(name, {}, models))
+        floods = [f"flood-{number}" for number in range(1, args.floods + 1)]
 
-        off, shared = node("off", "off", "off"), node("shares", {"weight": args.weight}, {"weight": 1})
+        def measured(name: str, light: object, flood: object) -> Measured:
+            options = {"max_num_batched_tokens": args.step_tokens}
+            models = [model(LIGHT, checkpoint, "512MiB", compute=light, **options)]
+            models += [model(other, checkpoint, "512MiB", compute=flood, **options) for other in floods]
+            return Measured(Node(name, {}, models), floods)
+
+        off, shared = measured("off", "off", "off"), measured("shares", {"weight": args.weight}, {"weight": 1})
         with nodes_up(off.node, shared.node):
             off.node.hold()
             shared.node.hold()

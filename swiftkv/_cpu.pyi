@@ -164,6 +164,7 @@ def attention(
 SHARE_TABLE_BYTES: int
 SHARE_ACCOUNTS: int
 TURN_NS: int
+LEAD_NS: int
 CREDIT_NS: int
 ABSENT_NS: int
 ASK_CONTENDED_NS: int

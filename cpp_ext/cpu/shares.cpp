@@ -24,6 +24,7 @@ double rank(const Account& of) {
 // An engine that wants cores.
 struct Claim {
     double rank;
+    double clock_ns;
     double weight;
     int slot;
     int32_t threads;
@@ -51,14 +52,16 @@ double divide(double cores, std::span<Claim> claims) {
 }
 
 // Each takes what is due to it by weight, rounded up, as long as there are cores; those who are behind choose first.
-// Cores that then rest go to whoever can use them, in the end to an engine that needs more of them than are left.
+// Cores that then rest go to whoever can use them, in the end to an engine that needs more of them than are left. Who
+// got none may still have one beside the others, between which the operating system then divides the cores, unless it
+// is far ahead: where all weigh the same, nobody stands still.
 void give_cores(int32_t num_cores, std::span<Claim> claims) {
     const double for_weight_1 = divide(num_cores, claims);
     std::sort(claims.begin(), claims.end());
     int32_t left = num_cores;
     const auto take = [&](Claim& claim, int32_t cores) {
         claim.cores += cores;
-        left -= cores;
+        left = std::max(left - cores, 0);
     };
     for (Claim& claim : claims) {
         const auto due = static_cast<int32_t>(std::ceil(for_weight_1 * claim.weight - kRounding));
@@ -66,12 +69,17 @@ void give_cores(int32_t num_cores, std::span<Claim> claims) {
             take(claim, std::min(left, claim.is_met ? claim.threads : due));
         else if (left == num_cores || claim.threads <= left)
             take(claim, claim.threads);
-        if (left <= 0) return;
     }
     for (Claim& claim : claims)
         if (!claim.is_whole) take(claim, std::min(left, claim.threads - claim.cores));
     for (Claim& claim : claims)
         if (claim.cores == 0 && left > 0) take(claim, claim.threads);
+    const auto clock_ns = [](const Claim& claim) { return claim.clock_ns; };
+    const double least_ns = std::ranges::min(claims, {}, clock_ns).clock_ns;
+    for (Claim& claim : claims) {
+        const double lead_ns = static_cast<double>(kLeadNs) / claim.weight;
+        if (claim.cores == 0 && !claim.is_whole && claim.clock_ns <= least_ns + lead_ns) take(claim, 1);
+    }
 }
 
 int checked_slot(int slot) {
@@ -151,7 +159,7 @@ int32_t ShareAccount::choose_cores(int64_t now_ns) {
     Claim claims[kMaxAccounts];
     size_t count = 0;
     const auto add = [&](int slot, const Account& of) {
-        claims[count++] = {rank(of), of.weight, slot, of.threads, of.is_whole != 0};
+        claims[count++] = {rank(of), of.clock_ns, of.weight, slot, of.threads, of.is_whole != 0};
     };
     add(slot_, account());
     for_each_wanting([&](int slot, const Account& other) {

@@ -8,8 +8,9 @@
 //
 // While several engines want the cores, each is due a part of them by weight, and computes on as many as that is,
 // rounded up, so that on two cores two equal engines have one each and neither waits. Where the parts are no whole
-// cores, engines take turns on what is left: each pays for core time, divided by its weight, on a virtual clock of its
-// own (start-time fair queueing), and those whose clocks are behind choose first.
+// cores, clocks decide: each engine pays for core time, divided by its weight, on a virtual clock of its own (start-time
+// fair queueing), and those whose clocks are behind choose first. Who finds no core left computes on one beside the
+// others, and stands still only while it is ahead of its part.
 namespace swiftkv {
 
 struct Share {
@@ -27,10 +28,11 @@ struct Permit {
 
 constexpr int kMaxAccounts = 63;
 constexpr int64_t kTurnNs = 10'000'000;     // an engine that computes goes on for so long after others are due its core
-constexpr int64_t kCreditNs = 250'000'000;  // of the whole machine: the most that an engine saves up while it rests
+constexpr int64_t kLeadNs = 3 * kTurnNs;    // an engine may be so far ahead on a core that is not due to it
+constexpr int64_t kCreditNs = 4 * kTurnNs;  // of the whole machine: the most that an engine saves up while it rests
 constexpr int64_t kAbsentNs = 100'000'000;  // an engine that was not seen for so long holds nobody up
 constexpr int64_t kForgottenNs = 10'000'000'000;   // and need not be looked at any more
-constexpr int64_t kAskAgainNs = kAbsentNs / 4;     // an engine that waits is seen so often
+constexpr int64_t kAskAgainNs = kTurnNs / 4;       // an engine that waits asks so often
 constexpr int64_t kLongestWaitNs = 1'000'000'000;  // then it computes for a turn whatever its account says
 // An engine that computes asks at these intervals whether it may go on: the first where others compute, too, or its
 // share has a cap, the second where it is alone.

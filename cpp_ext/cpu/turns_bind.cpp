@@ -40,6 +40,7 @@ void bind_turns(nb::module_& m) {
     m.attr("SHARE_TABLE_BYTES") = sizeof(ShareTable);
     m.attr("SHARE_ACCOUNTS") = kMaxAccounts;
     m.attr("TURN_NS") = kTurnNs;
+    m.attr("LEAD_NS") = kLeadNs;
     m.attr("CREDIT_NS") = kCreditNs;
     m.attr("ABSENT_NS") = kAbsentNs;
     m.attr("ASK_CONTENDED_NS") = kAskContendedNs;

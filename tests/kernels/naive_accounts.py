@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from swiftkv._cpu import ABSENT_NS, CREDIT_NS, LONGEST_WAIT_NS, TURN_NS
+from swiftkv._cpu import ABSENT_NS, CREDIT_NS, LEAD_NS, LONGEST_WAIT_NS, TURN_NS
 
-ASK_AGAIN_NS = ABSENT_NS // 4
+ASK_AGAIN_NS = TURN_NS // 4
 FORGOTTEN_NS = 10_000_000_000
 BURST_NS = 0.1e9
 
@@ -103,7 +103,7 @@ class NaiveShares:
         due = self._due([account for _, account in there])
         has = {number: 0 for number, _ in there}
         for number, account in there:
-            left = self.num_cores - sum(has.values())
+            left = max(0, self.num_cores - sum(has.values()))
             if not account.is_whole:
                 has[number] = max(0, min(left, math.ceil(due[id(account)])))
             elif left == self.num_cores or account.threads <= left:
@@ -115,6 +115,10 @@ class NaiveShares:
         for number, account in there:
             if has[number] == 0 and sum(has.values()) < self.num_cores:
                 has[number] = account.threads
+        least_ns = min(account.clock_ns for _, account in there)
+        for number, account in there:
+            if has[number] == 0 and not account.is_whole and account.clock_ns <= least_ns + LEAD_NS / account.weight:
+                has[number] = 1
         return has[slot]
 
     def _due(self, accounts: list[NaiveAccount]) -> dict[int, Fraction]:
