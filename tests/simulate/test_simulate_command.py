@@ -88,7 +88,7 @@ def test_alone_is_together_with_nobody(directory: Path) -> None:
 
 def test_shares_of_the_file_are_kept(directory: Path) -> None:
     one_core = replace(options(directory, "chat", "code"), cores=1, rate=4.0)
-    found = simulated(directory, one_core, compute=", compute: {weight: 1}", lending=False)
+    found = simulated(directory, one_core, compute=", compute: {max_share: 50%}", lending=False)
     assert found["chat"]["turn_wait_s"] > 0
     assert simulated(directory, replace(one_core, cores=2), lending=False)["chat"]["turn_wait_s"] == 0
 
