@@ -6,7 +6,7 @@ The gateway has a grammar checked before an engine hears of it; the engine compi
 from __future__ import annotations
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -30,6 +30,18 @@ With no limit a model may go on with spaces until its tokens are used up.
 """
 
 _SHOWN_CHARS = 500
+
+_DATE = (
+    r"([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""Patterns in place of formats of which the library knows less: leap years, and that a minute has 60 seconds."""
+
+_WITH_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LISTS_OF_SCHEMAS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_SCHEMAS = frozenset({"items", "additionalProperties"})
 
 
 class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
@@ -124,4 +136,26 @@ def held_schema(schema: object, whitespace: str | None = None) -> dict[str, obje
         raise ValueError("a schema must be an object, or true")
     is_compact = whitespace == ""
     options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": whitespace or _WHITESPACE}
-    return {**schema, "x-guidance": options}
+    return {**_with_patterns(schema), "x-guidance": options}
+
+
+def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with patterns in place of the formats that have one, in all of its parts."""
+    held: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _WITH_SCHEMAS and isinstance(value, dict):
+            held[key] = {name: _part(part) for name, part in value.items()}
+        elif key in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            held[key] = [_part(part) for part in value]
+        else:
+            held[key] = _part(value) if key in _SCHEMAS else value
+    form = held.get("format")
+    others = held.get("allOf", [])
+    if isinstance(form, str) and form in _PATTERNS and isinstance(others, list):
+        del held["format"]
+        held["allOf"] = [*others, {"pattern": _PATTERNS[form]}]
+    return held
+
+
+def _part(schema: Any) -> Any:
+    return _with_patterns(schema) if isinstance(schema, dict) else schema
