@@ -50,7 +50,7 @@ class ErrorDetail(msgspec.Struct):
     message: str
     type: str
     param: str | None
-    code: str | int | None
+    code: str
 
 
 class ErrorResponse(msgspec.Struct):
@@ -94,7 +94,7 @@ class ApiError(Exception):
         message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return ErrorResponse(ErrorDetail(message, kind, param, self.code or self.status))
+        return ErrorResponse(ErrorDetail(message, kind, param, self.code or kind))
 
     def body(self) -> bytes:
         """Return the error as JSON."""

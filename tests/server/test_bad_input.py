@@ -29,6 +29,7 @@ def post(gateway: Gateway, path: str, body: dict[str, Any]) -> tuple[int, dict[s
     error = response.json().get("error", {})
     if response.status_code >= 400:
         assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["code"], str)
     return response.status_code, error
 
 
