@@ -34,7 +34,7 @@ class FileStates(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         memory = Path("/dev/shm")  # closing writes the index to the disk, which takes its time there
-        self.parent = Path(tempfile.mkdtemp(prefix="swiftkv-states-", dir=memory if memory.is_dir() else None))
+        self.parent = Path(tempfile.mkdtemp(prefix="states-", dir=memory if memory.is_dir() else None))
         self.cache = self.parent / "cache"
         self.model: dict[int, None] = {}
         self.written: dict[int, None] = {}
