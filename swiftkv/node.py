@@ -286,6 +286,7 @@ class Node:
             admin_key=self._keys.admin,
             allowed_hosts=node.checked_hosts,
             limits=self._limits,
+            protect_metrics=node.protect_metrics,
             request_log=self._request_log,
             trace_sink=self._trace_sink,
             storage=None if self._batches is None else self._batches.storage,

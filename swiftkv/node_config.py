@@ -87,6 +87,7 @@ class NodeConfig(Section):
     )
     shutdown_timeout: Duration = Field(30.0, description=DURATION)
     allow_unauthenticated: bool = Field(False, description="true or false")
+    protect_metrics: bool = Field(False, description="true or false")
     allowed_hosts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="a list of host names without ports"
     )

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 from swiftkv.server.body import body_schemas
 from swiftkv.server.docs_page import HEADERS, docs_page
 from swiftkv.server.documented import documented_error
-from swiftkv.server.middleware import ADMIN_PATH, is_open
+from swiftkv.server.middleware import ADMIN_PATH, PROTECTABLE_PATHS, is_open
 from swiftkv.server.models import ModelTable
 from swiftkv.server.responses import openapi_components
 
@@ -35,10 +35,11 @@ class ApiDocument:
     models come or go.
     """
 
-    def __init__(self, app: FastAPI, models: ModelTable, *, asks_for_key: bool) -> None:
+    def __init__(self, app: FastAPI, models: ModelTable, *, asks_for_key: bool, protects_metrics: bool) -> None:
         self._app = app
         self._models = models
         self._asks_for_key = asks_for_key
+        self._protects_metrics = protects_metrics
         self._written: _Written | None = None
         self._lock = asyncio.Lock()
 
@@ -95,8 +96,15 @@ class ApiDocument:
 
     def _guard(self, operation: dict[str, Any], path: str) -> int | None:
         """Write down which key an operation asks for; return the status for a request without it, or `None`."""
-        is_admin = path.startswith(f"{ADMIN_PATH}/")
-        if not is_admin and (not self._asks_for_key or is_open(path)):
+        admins_key: dict[str, list[str]] = {"admin": []}
+        models_keys: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}] if self._asks_for_key else []
+        if path.startswith(f"{ADMIN_PATH}/"):
+            security = [admins_key]
+        elif path in PROTECTABLE_PATHS and self._protects_metrics:
+            security = [*models_keys, admins_key]
+        else:
+            security = [] if is_open(path) else models_keys
+        if not security:
             return None
-        operation["security"] = [{"admin": []}] if is_admin else [{"bearer": []}, {"x-api-key": []}]
+        operation["security"] = security
         return 401

@@ -28,6 +28,7 @@ from swiftkv.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     HostMiddleware,
+    ProtectedPathsMiddleware,
 )
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.node_page import page_router
@@ -52,7 +53,8 @@ class ServerSettings:
     A request without `api_key`, or the key of one of `tenants`, is answered with 401; where there is neither, everybody
     is let in. `admin_key` is the key of `/admin`; where none is given, nobody knows it. `allowed_hosts` are the names
     that requests may be sent to, beside those of the loopback interface; `None` allows any. `request_log` gets a line
-    for each request, `trace_sink` a trace. Without `storage` there are no files and batches.
+    for each request, `trace_sink` a trace. Without `storage` there are no files and batches. With `protect_metrics`,
+    metrics and the documents of the API are shown to `api_key`, the tenants and `admin_key` alone.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -63,6 +65,7 @@ class ServerSettings:
     request_log: RequestLog | None = None
     storage: Storage | None = None
     trace_sink: TraceSink | None = None
+    protect_metrics: bool = False
     tenants: Mapping[str, Sender] = field(default_factory=dict, repr=False)
     """The senders of the tenants, by key."""
 
@@ -126,6 +129,8 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
     )
     if storage is not None:
         app.include_router(batches_router(storage))
+    if settings.protect_metrics:
+        app.add_middleware(ProtectedPathsMiddleware, keys=[*settings.keys, settings.admin_key])
     if settings.keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.keys)
     if settings.allowed_hosts is not None:
@@ -135,7 +140,9 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
     if settings.trace_sink is not None:
         app.add_middleware(TraceMiddleware, sink=settings.trace_sink)
     app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # the last is the first to see a request
-    app.include_router(ApiDocument(app, models, asks_for_key=bool(settings.keys)).router())
+    app.include_router(
+        ApiDocument(app, models, asks_for_key=bool(settings.keys), protects_metrics=settings.protect_metrics).router()
+    )
     return app
 
 

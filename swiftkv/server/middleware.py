@@ -18,6 +18,8 @@ from swiftkv.server.node_page import PAGE_PATHS
 from swiftkv.server.tenants import Sender
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}) | PAGE_PATHS
+PROTECTABLE_PATHS = frozenset({"/metrics", "/openapi.json", "/docs"})
+"""Those of `OPEN_PATHS` that `node.protect_metrics` puts behind a key."""
 ADMIN_PATH = "/admin"
 UPLOAD_PATH = "/v1/files"
 
@@ -81,6 +83,27 @@ class ApiKeyMiddleware:
     def _sender(self, headers: Headers) -> Sender | None:
         sent = _bearer(headers) + _api_key(headers)
         return next((sender for key, sender in self._keys if key.is_among(sent)), None)
+
+
+class ProtectedPathsMiddleware:
+    """Refuse requests for `PROTECTABLE_PATHS` that have none of `keys`."""
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+        self.app = app
+        self._keys = [_Key(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and without_model(scope["path"]) in PROTECTABLE_PATHS:
+            headers = Headers(scope=scope)
+            sent = _bearer(headers) + _api_key(headers)
+            if not any(key.is_among(sent) for key in self._keys):
+                text = (
+                    "wrong or missing key (node.protect_metrics): send 'Authorization: Bearer <key>' with a key of the "
+                    "models, or that of /admin"
+                )
+                await ApiError(401, text, code="invalid_api_key").response(scope["path"])(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class AdminMiddleware:

@@ -56,5 +56,31 @@ def test_monitoring_needs_no_key(locked_gateway: Gateway) -> None:
             assert http.get(path).status_code == 200
 
 
+@pytest.mark.parametrize("api_key", [None, "secret"])
+def test_metrics_and_documents_can_be_put_behind_a_key(
+    api_key: str | None, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    settings = ServerSettings(api_key=api_key, admin_key="admin", protect_metrics=True)
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=settings)
+    keys = {"admin", api_key} - {None}
+    try:
+        with gateway.http() as http:
+            http.headers.pop("Authorization", None)
+            for path in ("/metrics", "/models/code/metrics", "/docs", "/openapi.json"):
+                assert http.get(path).json()["error"]["code"] == "invalid_api_key"
+                assert http.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+                for key in keys:
+                    assert http.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+            for path in ("/health", "/ready", "/version", "/models/code/ready"):
+                assert http.get(path).status_code == 200
+            described = http.get("/openapi.json", headers={"Authorization": "Bearer admin"}).json()
+            security = described["paths"]["/metrics"]["get"]["security"]
+            assert {scheme for each in security for scheme in each} == (
+                {"admin"} if api_key is None else {"admin", "bearer", "x-api-key"}
+            )
+    finally:
+        stop()
+
+
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(ServerSettings(api_key="secret"))
