@@ -28,7 +28,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 checkpoint_app = typer.Typer(help="Make model directories.", no_args_is_help=True)

@@ -169,6 +169,13 @@ def test_version_and_help() -> None:
         assert "swiftkv" in result.stdout
 
 
+def test_shells_complete_commands() -> None:
+    """A shell asks like this, with what `swiftkv --install-completion` puts into its start-up file."""
+    words = {"_SWIFTKV_COMPLETE": "complete_bash", "COMP_WORDS": "swiftkv mod", "COMP_CWORD": "1"}
+    asked = CliRunner(env=words).invoke(app, prog_name="swiftkv")
+    assert asked.stdout.split() == ["models"]
+
+
 def test_status_of_no_node() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
