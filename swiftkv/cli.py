@@ -128,9 +128,13 @@ def plan(
 
             print(json.dumps(plan_as_dict(config, plans, rooms), indent=2))
         else:
+            from swiftkv.planning.advice import small_contexts
             from swiftkv.planning.tables import print_plan
 
             print_plan(config, plans, rooms)
+            for model_config, model_plan in zip(config.models, plans, strict=True):
+                for warning in small_contexts(model_config, model_plan):
+                    print(f"\n{warning}")
 
 
 @app.command(

@@ -12,6 +12,7 @@ from swiftkv.devices import check_devices
 from swiftkv.errors import ConfigError, SwiftkvError
 from swiftkv.fleet import Fleet, Member
 from swiftkv.handles import load_handles
+from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
 from swiftkv.ports import Ports
 from swiftkv.server.engine_state import EngineState
@@ -76,6 +77,8 @@ class RunningModels:
                     member = self._fleet.add(config, plan)
                 except ConfigError as error:
                     raise ApiError(400, str(error), code="invalid_model") from None
+                for warning in small_contexts(member.config, plan):
+                    self._say(warning)
                 await self._come_up(member)
                 stack.pop_all()  # the port stays open from here on
             handle = self._table.get(plan.name)

@@ -27,6 +27,7 @@ from swiftkv.host_tiers import check_host_memory
 from swiftkv.latency import prefer_latency
 from swiftkv.model_changes import RunningModels
 from swiftkv.output import detach_output, open_standard_descriptors
+from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
 from swiftkv.policies import Task
 from swiftkv.ports import Ports
@@ -240,6 +241,8 @@ class Node:
         for memory, choice in self._fleet.transports.items():
             say(f"lending in the memory of {memory} goes over {choice.kind}: {choice.reason}")
         for member in members:
+            for warning in small_contexts(member.config, member.plan):
+                say(warning)
             member.client.start()
         started_s = time.monotonic()
         engines = [asyncio.create_task(self._start_engine(member, started_s)) for member in members]

@@ -127,6 +127,28 @@ def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:
     assert [(model["name"], model["num_blocks"]) for model in planned] == [("tiny-model", 85)]
 
 
+@pytest.mark.parametrize("command", ["plan", "serve"])
+@pytest.mark.parametrize(
+    ("section", "warning"),
+    [
+        ("kv_cache: {memory: 50KiB}", "kv_cache.memory, 48KiB, holds only 64 tokens; raise kv_cache.memory (6MiB hold"),
+        ("kv_cache: {memory: 50KiB}, max_model_len: 64", "kv_cache.memory, 48KiB, holds only 64 tokens; raise"),
+        ("kv_cache: {memory: 1MiB}", "takes 1,360 tokens of the 8,192 that the model was made for; raise"),
+        ("kv_cache: {memory: 1MiB}, max_model_len: 1024", ""),
+        ("kv_cache: {memory: 3MiB}", ""),
+    ],
+)  # fmt: skip
+def test_a_context_far_below_the_model_s_is_warned_about(
+    section: str, warning: str, command: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    (checkpoint / "config.json").write_text(json.dumps({**MULTI_HEAD, "max_position_embeddings": 8192}))
+    file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, {section}}}]")
+    done = subprocess.run([sys.executable, "-m", "swiftkv.cli", command, str(file)], capture_output=True, text=True)
+    warnings = [line for line in done.stdout.splitlines() if "raise kv_cache.memory" in line]
+    assert len(warnings) == bool(warning)
+    assert "".join(warnings).startswith(f"a: {warning}" if warning else "")
+
+
 def test_plan_shows_what_each_master_can_borrow(tmp_path: Path, checkpoint: Path) -> None:
     models = [
         f"{{name: one, path: {checkpoint}, role: master, kv_cache: {{memory: 1MiB}}}}",
