@@ -21,6 +21,7 @@ from swiftkv.lending_command import lending_app
 from swiftkv.models_command import models_app
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.storage_command import storage_app
+from swiftkv.units import format_age, loading_words
 
 app = typer.Typer(
     name="swiftkv",
@@ -268,9 +269,9 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
         table.add_row(
             name,
             engine["state"],
-            _format_age(engine["since_s"]),
+            format_age(engine["since_s"]),
             f"{engine['in_flight']:,}",
-            "-" if age_s is None else f"{_format_age(age_s)} ago",
+            "-" if age_s is None else f"{format_age(age_s)} ago",
             str(engine["restarts"]),
             "-" if pid is None else str(pid),
         )
@@ -290,19 +291,8 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
 
 def _describe_loading(loading: dict[str, Any]) -> str:
     """Return how much of its weights an engine has loaded, and when it is expected to have them all."""
-    from swiftkv.units import format_size
-
-    so_far = f"{format_size(loading['loaded_bytes'])} of {format_size(loading['total_bytes'])} of weights loaded"
-    left = "" if loading["left_s"] is None else f", {_format_age(loading['left_s'])} left"
     waits = "; it gives way to models that have requests" if loading["gives_way"] else ""
-    return so_far + left + waits
-
-
-def _format_age(seconds: float) -> str:
-    """Return `4s`, `3m 20s` or `5h 1m`: two units at most."""
-    minutes, rest_s = divmod(int(seconds), 60)
-    hours, rest_minutes = divmod(minutes, 60)
-    return f"{hours}h {rest_minutes}m" if hours else f"{minutes}m {rest_s}s" if minutes else f"{rest_s}s"
+    return loading_words(loading["loaded_bytes"], loading["total_bytes"], loading["left_s"]) + waits
 
 
 @checkpoint_app.command("make", epilog="Example: `swiftkv checkpoint make --arch qwen3 --size tiny /tmp/tiny-qwen3`")

@@ -43,7 +43,7 @@ from swiftkv.state import state_directory
 from swiftkv.stopping import StoppingMark, wait_for_stopping
 from swiftkv.tasks import Tasks
 from swiftkv.tenant_config import TenantConfig
-from swiftkv.units import format_size
+from swiftkv.units import format_size, loading_words
 
 if TYPE_CHECKING:
     from swiftkv.server.batches.service import BatchService
@@ -58,6 +58,8 @@ _EXAMPLES: dict[Task, tuple[str, str]] = {
 _RESERVED_FILES = 256  # for all that is not a client's connection
 _ENGINES_STOP_S = 30.0
 """The time in which a node that has no more requests is gone, with its engines."""
+_LOADING_S = 5.0
+"""The time between two lines about engines that load."""
 
 
 def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
@@ -246,6 +248,7 @@ class Node:
             member.client.start()
         started_s = time.monotonic()
         engines = [asyncio.create_task(self._start_engine(member, started_s)) for member in members]
+        telling = asyncio.create_task(self._tell_loading(members))
         try:
             handles = await asyncio.to_thread(load_handles, self._config, members, self._grammars, self._templates)
             for handle in handles:
@@ -254,13 +257,22 @@ class Node:
             await self._serve_http(handles)
             await asyncio.gather(*engines)
         finally:
-            for engine in engines:
-                engine.cancel()
+            for task in (telling, *engines):
+                task.cancel()
         self._tasks.start(self._fleet.keep_learning(), "what engines have learnt")
         prefer_latency()
         gc.collect()
         gc.freeze()  # imports stay for good; a collection that walks them all would hold up every SSE response
         self._say_where()
+
+    async def _tell_loading(self, members: Sequence[Member]) -> None:
+        """Print now and then how far the engines are that still load."""
+        while True:
+            await asyncio.sleep(_LOADING_S)
+            for member in members:
+                if (loading := member.client.load_meter.view(member.client.state)) is not None:
+                    words = loading_words(loading.loaded_bytes, loading.total_bytes, loading.left_s)
+                    say(f"{member.plan.name}: {words}")
 
     async def _start_engine(self, member: Member, started_s: float) -> None:
         plan = member.plan

@@ -142,3 +142,16 @@ def format_size(num_bytes: int) -> str:
 
 def _format_part(part: Fraction) -> str:
     return f"{float(100 * part):g}%"
+
+
+def format_age(seconds: float) -> str:
+    """Return `4s`, `3m 20s` or `5h 1m`: two units at most."""
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    return f"{hours}h {rest_minutes}m" if hours else f"{minutes}m {rest_s}s" if minutes else f"{rest_s}s"
+
+
+def loading_words(loaded_bytes: int, total_bytes: int, left_s: float | None) -> str:
+    """Return how much of its weights an engine has loaded, and when it is expected to have them all."""
+    left = "" if left_s is None else f", {format_age(left_s)} left"
+    return f"{format_size(loaded_bytes)} of {format_size(total_bytes)} of weights loaded{left}"

@@ -192,6 +192,23 @@ def test_an_engine_that_does_not_load_in_time_is_ended(checkpoint: Path, tmp_pat
         node.assert_nothing_left()
 
 
+IMPATIENT = """
+from swiftkv import cli, node
+
+node._LOADING_S = 0.01
+cli.app()
+"""
+
+
+def test_the_node_says_how_far_its_engines_are_while_they_load(
+    checkpoint: Path, tmp_path: Path, temporary: Path
+) -> None:
+    settings = config(checkpoint, "only")
+    with NodeProcess(settings, tmp_path, temporary, wait=False, program=("-c", IMPATIENT)) as node:
+        node.wait_line(r"^only: \S+ of \S+iB of weights loaded")
+        node.wait_line("^only: ready after")
+
+
 DEFECT = """
 from swiftkv import cli, restarts
 

@@ -114,7 +114,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [400, 1100])
+@pytest.mark.parametrize("width", [400, 800, 1100])
 def test_the_page_shows_every_model_its_pool_and_what_it_lends(
     keyed_gateway: Gateway, browser: Browser, width: int
 ) -> None:
@@ -143,6 +143,18 @@ def test_a_slider_says_what_it_would_take_back_and_sets_the_budget_when_it_is_le
     browser.wait_for(f"{effect}.startsWith('32.0 MiB came back in')")
     assert keyed_gateway.budgets["code"] == [16 << 20]
     browser.wait_for(f"{CARD}.querySelector('output').textContent === '16.0 MiB of 64.0 MiB'")
+
+
+@needs_browser
+def test_a_card_says_how_much_of_a_model_is_loaded(keyed_gateway: Gateway, browser: Browser) -> None:
+    browser.open(f"{keyed_gateway.url}/#key=admin-key")
+    state = f"{CARD}.querySelector('.state').textContent"
+    browser.wait_for(f"{state} === 'worker, ready'")
+    with keyed_gateway.admin() as http:
+        http.post("/admin/models/code/sleep?level=1").raise_for_status()
+    with keyed_gateway.engines["code"].standing_still():
+        keyed_gateway.call(lambda: keyed_gateway.clients["code"].wake(0.0))
+        browser.wait_for(f"{state} === 'worker, waking up: 0 bytes of 0 bytes of weights loaded'")
 
 
 @needs_browser

@@ -189,7 +189,8 @@ class Card {
   update(model, old, view, oldView) {
     const { engine, figures, lending } = model;
     const state = this.element.querySelector(".state");
-    state.textContent = `${lending.role}, ${engine.state}${engine.why ? `: ${engine.why}` : ""}`;
+    const more = [engine.why, engine.loading && loadingWords(engine.loading)].filter(Boolean).join("; ");
+    state.textContent = `${lending.role}, ${engine.state}${more ? `: ${more}` : ""}`;
     state.classList.toggle("bad", !["ready", "slow", "asleep"].includes(engine.state));
     const recalls = Object.entries(lending.recalls ?? {}).map(([reason, count]) => `${count} ${reason}`);
     this.list([
@@ -277,6 +278,11 @@ class Card {
       this.effect.textContent = error.message;
     }
   }
+}
+
+function loadingWords({ loaded_bytes, total_bytes, left_s }) {
+  const left = left_s === null ? "" : `, ${duration(left_s)} left`;
+  return `${size(loaded_bytes)} of ${size(total_bytes)} of weights loaded${left}`;
 }
 
 function hitWords(figures) {
