@@ -333,6 +333,7 @@ class EngineClient:
                     sequence.admitted_s = now_s
                     self.metrics.count_prompt_tokens(sequence.request.num_prompt_tokens)
                 sequence.cached_tokens = admitted.cached_tokens
+                sequence.cached_by_tier = admitted.hit_tokens_by_tier()
                 sequence.generation.admitted.append((sequence.index, admitted))
                 self.outlook.admitted(admitted.request_id, admitted.cached_tokens, now_s)
         for part in step.traces or ():

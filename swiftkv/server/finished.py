@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from swiftkv.engine.messages import StepTrace
 
@@ -23,4 +23,5 @@ class FinishedRequest:
     arrived_s: float  # on the clock of `time.perf_counter`; the times above count from it
     chunks: Sequence[StepTrace] = ()  # the chunks of its prompt, if it was traced
     tenant: str | None = None  # the tenant whose key it had, where there are tenants
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)  # `cached_tokens` by where their KV lay
     decode_exposed_s: float = 0.0  # time that its other steps waited for copies, if it was traced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swiftkv.engine.messages import StepTrace
@@ -22,6 +23,7 @@ class InFlight:
     arrived_s: float
     admitted_s: float | None = None
     cached_tokens: int = 0
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_tokens: int = 0
@@ -50,6 +52,7 @@ class InFlight:
             reason=reason,
             prompt_tokens=self.request.num_prompt_tokens,
             cached_tokens=self.cached_tokens,
+            cached_by_tier=self.cached_by_tier,
             generation_tokens=self.num_tokens,
             max_tokens=self.request.sampling.max_tokens,
             e2e_s=now_s - self.arrived_s,

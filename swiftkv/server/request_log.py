@@ -7,6 +7,7 @@ import os
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -148,8 +149,17 @@ def _generated(finished: Sequence[FinishedRequest]) -> dict[str, Any]:
         "last_token_s": round(max(sequence.e2e_s for sequence in finished), 4),
         "prompt_tokens": sum(sequence.prompt_tokens for sequence in finished),
         "cached_tokens": sum(sequence.cached_tokens for sequence in finished),
+        "cached_tokens_details": _by_tier(finished),
         "generated_tokens": sum(sequence.generation_tokens for sequence in finished),
     }
+
+
+def _by_tier(finished: Sequence[FinishedRequest]) -> dict[str, int]:
+    """Return the cached tokens of all sequences by where their KV lay."""
+    counts: Counter[str] = Counter()
+    for sequence in finished:
+        counts.update(sequence.cached_by_tier)
+    return dict(counts)
 
 
 def _present(seconds: Iterable[float | None]) -> list[float]:

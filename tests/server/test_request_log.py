@@ -78,6 +78,8 @@ def test_the_line_of_a_generation(logged: LoggedGateway) -> None:
         assert (line["status"], line["sequences"], line["finish_reasons"]) == (200, 2, ["length"])
         assert (line["prompt_tokens"], line["generated_tokens"]) == (40, 14)
         assert 0 <= line["cached_tokens"] <= 40
+        assert set(line["cached_tokens_details"]) == {"local", "peer", "host", "storage"}
+        assert sum(line["cached_tokens_details"].values()) == line["cached_tokens"]
         # The second sequence may begin after the first token of the first.
         assert 0 <= line["queue_s"] <= line["last_token_s"] <= line["total_s"]
         assert 0 < line["first_token_s"] <= line["last_token_s"]
