@@ -19,7 +19,7 @@ from swiftkv.cli_watch import page, top
 from swiftkv.errors import ConfigError, SwiftkvError
 from swiftkv.lending_command import lending_app
 from swiftkv.models_command import models_app
-from swiftkv.policies import SchedulingPolicy
+from swiftkv.policies import LogLevel, SchedulingPolicy
 from swiftkv.storage_command import storage_app
 from swiftkv.units import format_age, loading_words
 
@@ -90,6 +90,7 @@ def serve(
     allow_unauthenticated: Annotated[
         bool, typer.Option("--allow-unauthenticated", help="Let other machines in without an API key.")
     ] = False,
+    log_level: Annotated[LogLevel | None, typer.Option(help="The least to log, in place of the file's.")] = None,
 ) -> None:
     """Start every model of CONFIG and serve until told to stop (Ctrl-C or SIGTERM)."""
     overrides = {
@@ -97,6 +98,7 @@ def serve(
         "port": port,
         "lending": False if no_lending else None,
         "allow_unauthenticated": True if allow_unauthenticated else None,
+        "log_level": log_level,
     }
     with _mistakes_as_lines(config_path):
         from swiftkv.config import load_config

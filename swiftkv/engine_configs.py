@@ -60,6 +60,7 @@ def _engine_config(
     """Return the configuration of one engine. What follows the dot of `address` says which of its sockets is meant."""
     return EngineConfig(
         name=model.name,
+        log_level=config.node.log_level,
         path=str(plan.checkpoint.directory),
         requests_address=f"{address}.requests",
         outputs_address=f"{address}.outputs",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from swiftkv.model_changes import RunningModels
 from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
-from swiftkv.policies import Task
+from swiftkv.policies import LogLevel, Task
 from swiftkv.ports import Ports
 from swiftkv.processes import allow_open_files, share_one_heap
 from swiftkv.server.grammars import GrammarChecker
@@ -100,7 +101,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
             await node.run()
 
         detach_output()
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+        _log(config.node.log_level)
         if key_file is not None:
             say(f"the key of /admin is in {key_file}")
         why_none = "this version does not divide them between tenants" if config.node.tenants else why_no_state
@@ -174,7 +175,7 @@ class Node:
         if trace_sink is not None:
             self._metrics.registry.register(trace_sink)
         kept = state if config.node.state_dir is not None else None  # else it goes when it is empty
-        self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=say, state=kept)
+        self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=_say_when, state=kept)
         self._tasks = Tasks()
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: the task that keeps its engine running
         self._ports: Ports | None = None
@@ -317,7 +318,7 @@ class Node:
             metrics=self._metrics,
             batches=self._batches,
             keepers=self._keepers,
-            say=say,
+            say=_say_when,
         )
         own = [handle for model, handle in zip(self._config.models, handles, strict=True) if model.endpoint is not None]
         ports.serve_node(self._sockets[0], table, models)
@@ -368,6 +369,17 @@ class Node:
 def _run_without_triton() -> None:
     """Keep libraries from importing Triton, which takes a second and 80 MB: the gateway runs no kernels."""
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+
+
+def _log(level: LogLevel) -> None:
+    """Log what this package says from `level` on; others only if something is wrong."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("swiftkv").setLevel(level.upper())
+
+
+def _say_when(text: str) -> None:
+    """Print one of the node's lines about something that happened, with the time, as the log has it."""
+    say(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
 
 
 def say(text: str) -> None:

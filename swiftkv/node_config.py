@@ -24,6 +24,7 @@ from swiftkv.config_fields import (
     Variable,
 )
 from swiftkv.errors import ConfigError
+from swiftkv.policies import LogLevel
 from swiftkv.tenant_config import TenantConfig
 from swiftkv.tier_config import TiersConfig
 
@@ -98,6 +99,7 @@ class NodeConfig(Section):
     load_timeout: Limit = Field(600.0, description=LIMIT)
     show_cached_tokens: Literal["always", "salted", "never"] = Field("always", description="always, salted or never")
     allow_priority: bool = Field(False, description="true or false")
+    log_level: LogLevel = Field("info", description="debug, info, warning or error")
     request_log: str | None = Field(None, min_length=1, description="a file to append to, or null")
     otlp: OtlpConfig | None = Field(None, description="a mapping")
     state_dir: str | None = Field(None, min_length=1, description="a directory, or null")

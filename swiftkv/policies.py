@@ -1,4 +1,4 @@
-"""The names of policies and tasks, as the YAML file and the core write them."""
+"""The names of policies, tasks and levels, as the YAML file and the core write them."""
 
 from __future__ import annotations
 
@@ -8,4 +8,5 @@ Task = Literal["generate", "embed", "score"]
 ServiceTier = Literal["priority", "default", "flex", "batch"]
 SchedulingPolicy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]

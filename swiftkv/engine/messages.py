@@ -119,6 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_time_s: list[float] = []  # the costs of STEP_TIME_TERMS as an earlier engine learnt them; empty: not known
     incarnation: int = 0  # random, told in `Ready`: which start of this engine the process is
     share: ShareSpec | None = None  # None: the operating system alone divides the cores
+    log_level: str = "info"
     progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none
 
     @property

@@ -37,7 +37,8 @@ def run(config_line: bytes, background: Background) -> int:
     Returns the exit code.
     """
     config = msgspec.json.decode(config_line, type=EngineConfig)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s engine {config.name}: %(message)s")
+    level = config.log_level.upper()
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s engine {config.name}: %(message)s")
     torch.set_num_threads(1)  # the kernels have threads of their own; what torch does here is too small to share
     return _serve(config, background) if config.rank == 0 else _assist(config, background)
 

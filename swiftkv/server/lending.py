@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from swiftkv.server.node_views import (
     PoolView,
 )
 from swiftkv.units import Budget, format_size
+
+logger = logging.getLogger(__name__)
 
 LENDER_STATES = ("home", "offered", "lent", "recalled")
 BORROWER_STATES = ("none", "held", "recalled")
@@ -180,6 +183,9 @@ class NodeLending:
             if not dry_run:
                 member.remember_budget(answer.budget_bytes)
             raise ApiError(400, f"model '{name}' refuses: {answer.refused}", param="budget", code="budget_refused")
+        if not dry_run:
+            budget_words, recalled = format_size(answer.budget_bytes), format_size(answer.recalled_bytes)
+            logger.info("%s: lends up to %s now; %s came back in %.3f s", name, budget_words, recalled, answer.took_s)
         return BudgetChange(
             name,
             dry_run,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_LOGGERS = ("uvicorn.error", "asyncio")
+_LOGGERS = ("uvicorn.error", "asyncio", "swiftkv.server.request_log")
 MAX_KINDS = 256
 """The kinds of messages that are remembered; a new one takes the place of the oldest."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -24,6 +25,7 @@ from swiftkv.server.errors import speaks_anthropic
 from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.limits import MONITORING_PATHS, without_model
 
+logger = logging.getLogger(__name__)
 ID_HEADER = "X-Request-Id"
 _ANTHROPIC_ID_HEADER = "request-id"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -111,8 +113,21 @@ class RequestIdMiddleware:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
+            _log_failure(record, scope["method"], scope["path"])
             if self._log is not None and not (without_model(scope["path"]) in SKIPPED_PATHS and record.status < 400):
                 self._log.write(record, scope["method"], scope["path"])
+
+
+def _log_failure(record: RequestRecord, method: str, path: str) -> None:
+    """Log a request that was refused or failed, but for clients that hung up.
+
+    `LogLimit` tells kinds apart by the text without its arguments: here a kind is a status, for clients choose paths.
+    """
+    if record.status < 400 or record.status == _GONE:
+        return
+    level = logging.WARNING if record.status >= 500 else logging.INFO
+    shown = path[:_LONGEST_PATH].encode("unicode_escape").decode()
+    logger.log(level, f"%s %s was answered {record.status} (request %s)", method, shown, record.request_id)
 
 
 def _request_id(headers: Headers) -> str:

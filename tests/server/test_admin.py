@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,10 @@ def test_every_extent_its_owner_and_epoch(gateway: Gateway) -> None:
     assert (replica["extents"][0]["state"], replica["extents"][-1]["state"]) == ("held", "none")
 
 
-def test_a_budget_lowered_recalls_and_one_raised_lends(lending_gateway: Gateway) -> None:
+def test_a_budget_lowered_recalls_and_one_raised_lends(
+    lending_gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="swiftkv.server.lending")
     asked = patch(lending_gateway, "16MiB", query="?dry_run=true")
     assert asked.status_code == 200
     assert asked.json()["dry_run"] is True
@@ -97,6 +101,7 @@ def test_a_budget_lowered_recalls_and_one_raised_lends(lending_gateway: Gateway)
         "model": "code", "dry_run": False, "budget_bytes": 16 << 20, "lent_bytes": 16 << 20,
         "recalled_bytes": 32 << 20, "took_s": 0.25,
     }  # fmt: skip
+    assert caplog.messages == ["code: lends up to 16MiB now; 32MiB came back in 0.250 s"]
     assert patch(lending_gateway, "16MiB").json()["recalled_bytes"] == 0  # again: nothing is left to do
     assert patch(lending_gateway, "50%").json()["lent_bytes"] == POOL_BYTES // 2
     assert patch(lending_gateway, 0).json()["lent_bytes"] == 0

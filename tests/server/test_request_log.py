@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,6 +102,20 @@ def test_the_lines_of_what_fails(logged: LoggedGateway) -> None:
         ("/admin/lending", 401),
     ]
     assert all("sequences" not in line for line in lines)
+
+
+def test_what_is_refused_leaves_a_line_in_the_log_too(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    """One for each status and time: a path may hold anything, and is no kind of its own."""
+    caplog.set_level(logging.INFO, logger="swiftkv")
+    with gateway.http() as http:
+        http.get("/health", headers={"X-Request-Id": "fine"})
+        for number in range(20):
+            http.get(f"/no-such-path/{number}%0A", headers={"X-Request-Id": f"lost-{number}"})
+        http.post("/v1/completions", json=completion(max_tokens=-1), headers={"X-Request-Id": "bad"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "swiftkv.server.request_log"]
+    assert sum("was answered 404" in line for line in lines) < 5  # one for each interval of a slow machine
+    assert lines[-1] == "POST /v1/completions was answered 400 (request bad)"
+    assert all("\n" not in line for line in lines)
 
 
 def test_a_client_that_hangs_up(logged: LoggedGateway) -> None:
