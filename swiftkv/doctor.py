@@ -15,11 +15,12 @@ from pathlib import Path
 from swiftkv.machine_memory import allowed_memory_bytes, machine_memory_bytes
 from swiftkv.processes import WANTED_OPEN_FILES
 from swiftkv.sockets import LONGEST_TMPDIR
-from swiftkv.transport.topology import OLDEST_CAPABILITY, read_topology
+from swiftkv.transport.topology import OLDEST_CAPABILITY, Topology, read_topology
 from swiftkv.units import format_size
 
 _OLDEST_KERNEL = (5, 10)  # pidfd_open, memfd seals, pidfd in poll
 _LITTLE_DISK_BYTES = 64 << 20
+_LITTLE_SHARED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ def examine(root: Path = Path("/")) -> Iterator[Finding]:
     yield _numa(root)
     yield _open_files()
     yield _temporary_directory()
-    yield from _gpus()
+    topology = read_topology()
+    yield shared_memory(root / "dev/shm", len(topology.gpus))
+    yield from _gpus(topology)
 
 
 def _kernel() -> Finding:
@@ -119,8 +122,18 @@ def _temporary_directory() -> Finding:
     return Finding("TMPDIR", found)
 
 
-def _gpus() -> Iterator[Finding]:
-    topology = read_topology()
+def shared_memory(directory: Path, num_gpus: int) -> Finding:
+    """Return what there is of `/dev/shm`. Pools do not lie in it; what ranks on several GPUs tell each other does."""
+    try:
+        size_bytes = shutil.disk_usage(directory).total
+    except OSError:
+        size_bytes = 0
+    little = num_gpus > 1 and size_bytes < _LITTLE_SHARED_BYTES
+    advice = "NCCL needs it for several ranks of a model: --ipc=host or --shm-size=1g for a container" if little else ""
+    return Finding("/dev/shm", format_size(size_bytes), advice)
+
+
+def _gpus(topology: Topology) -> Iterator[Finding]:
     if not topology.gpus:
         yield Finding("GPUs", f"none: {topology.absence or 'no driver'}")
         return

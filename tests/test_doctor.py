@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swiftkv.cli import app
-from swiftkv.doctor import examine
+from swiftkv.doctor import examine, shared_memory
 
 HUGE = "sys/kernel/mm/transparent_hugepage"
 
@@ -25,7 +25,7 @@ def write(root: Path, name: str, text: str) -> None:
 def test_this_machine() -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
     assert result.exit_code == 0
-    for about in ("kernel", "instruction set", "cores", "memory", "huge pages", "open files", "TMPDIR"):
+    for about in ("kernel", "instruction set", "cores", "memory", "huge pages", "open files", "TMPDIR", "/dev/shm"):
         assert about in result.stdout
 
 
@@ -54,3 +54,9 @@ def test_what_is_right_does_not(tmp_path: Path) -> None:
     assert {found[about] for about in ("cores", "memory", "huge pages of weights", "memory nodes")} == {""}
     (tmp_path / "sys/devices/system/node/node1").mkdir()
     assert "numa_balancing" in advice(tmp_path)["memory nodes"]
+
+
+def test_shared_memory_is_for_several_gpus(tmp_path: Path) -> None:
+    assert "--shm-size" in shared_memory(tmp_path / "none", num_gpus=2).advice
+    assert shared_memory(tmp_path / "none", num_gpus=1).advice == ""
+    assert shared_memory(Path("/proc"), num_gpus=2).found == "0B"
