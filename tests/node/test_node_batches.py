@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.node_process import (
     DEADLINE_S,
+    MAX_MODEL_LEN,
     NodeProcess,
     remove,
     short_temporary_directory,
@@ -112,13 +113,15 @@ def test_an_engine_that_is_killed_costs_a_batch_nothing_but_time(checkpoint: Pat
         assert batch.output_file_id is not None
         answers = client.files.content(batch.output_file_id).text.splitlines()
         assert [json.loads(answer)["custom_id"] for answer in answers] == [f"line-{i}" for i in range(40)]
-        # A client's request goes before the lines of a batch that wait, and finds a slot at once.
-        batch_id = start_batch(client, bodies(60, 100, "chat", "code"))
-        wait_for("some lines", lambda: num_completed(client, batch_id) >= 2)
+        # A client's request goes before the lines of a batch that wait, and finds a slot before any line has ended.
+        batch_id = start_batch(client, bodies(60, MAX_MODEL_LEN - 100, "chat"))
+        wait_for("some lines to run", lambda: node.engine_views()["chat"]["in_flight"] >= 2)
         body = {"model": "chat", "prompt": "def", "max_tokens": 4, "ignore_eos": True}
         for _ in range(3):
             assert httpx.post(f"{node.url}/v1/completions", json=body, timeout=DEADLINE_S).status_code == 200
-        assert num_completed(client, batch_id) < 60
+        assert num_completed(client, batch_id) == 0
+        client.batches.cancel(batch_id)
+        wait_for("its end", lambda: client.batches.retrieve(batch_id).status == "cancelled")
     remove(temporary)
 
 
