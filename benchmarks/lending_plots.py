@@ -2,6 +2,7 @@
 
     python benchmarks/lending_plots.py --from benchmarks/out --to docs/images
 
+first_tokens.png        P99 time to first token over the number of conversations, of multiturn-*.json
 lending_breakdown.png   where the time to first token goes: queue, load, execute, store (the paper's Figure 10)
 lending_cdf.png         how long loads and stores of single requests take (the paper's Figure 11)
 lending_elastic.png     what it costs to resize a pool by an extent, beside a layer-major pool (section 3.4)
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +123,36 @@ def draw_cdfs(kinds: dict[str, list[Request]], file: Path) -> None:
     save(figure, file)
 
 
+def waits(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return (conversations, P99 in seconds) by scenario and server: the median of the rounds, fewest first."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for multiturn in sorted(runs, key=lambda run: int(run["options"]["sessions"])):
+        for label, rounds in multiturn["results"].items():
+            for summaries in zip(*rounds, strict=True):
+                p99_s = statistics.median(summary["p99_ms"] for summary in summaries) / 1e3
+                of_server = found.setdefault(label, {}).setdefault(summaries[0]["server"], [])
+                of_server.append((multiturn["options"]["sessions"], p99_s))
+    return found
+
+
+def draw_waits(found: dict[str, dict[str, list[tuple[int, float]]]], file: Path) -> None:
+    """Draw a panel for each scenario, with a curve for each server."""
+    names = {"swiftkv": "swiftkv with lending", "swiftkv alone": "swiftkv without", "vLLM": "vLLM, the same pool"}
+    colours = {"swiftkv": "#2f7ebc", "swiftkv alone": "#9aa5b1", "vLLM": "#f0b35b"}
+    figure, panels = plt.subplots(1, len(found), figsize=(9, 3.4), layout="constrained", sharey=True, squeeze=False)
+    for axes, (label, servers) in zip(panels[0], found.items(), strict=True):
+        for server, points in servers.items():
+            axes.plot(*zip(*points, strict=True), marker="o", color=colours[server], label=names[server])
+        axes.set_title(label, fontsize=10)
+        axes.set_xlabel("conversations")
+        axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("P99 time to first token, s")
+    panels[0][0].legend(fontsize=8)
+    save(figure, file)
+
+
 def draw_elastic(elastic: dict[str, Any], file: Path) -> None:
     """Draw with both axes logarithmic."""
     pools = elastic["pools"]
@@ -170,6 +202,9 @@ def main() -> None:
     several = {label: requests for label, requests in kinds.items() if len(requests) > 1}
     if several:
         draw_cdfs(several, args.to / "lending_cdf.png")
+    runs = [json.loads(file.read_text()) for file in args.source.glob("multiturn-*.json")]
+    if runs:
+        draw_waits(waits(runs), args.to / "first_tokens.png")
     if elastic is not None:
         draw_elastic(elastic, args.to / "lending_elastic.png")
 
