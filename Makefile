@@ -31,7 +31,7 @@ $(VENV)/.ready: $(VENV)/.deps $(SETUP_INPUTS)
 	@touch $@
 
 demo: setup
-	@$(BIN)/python -m swiftkv.demo $(CONFIG)
+	@$(BIN)/swiftkv demo $(CONFIG)
 
 serve: setup
 	@$(BIN)/swiftkv serve $(CONFIG)

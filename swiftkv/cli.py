@@ -79,6 +79,18 @@ def main(
     """Serve several language models from one machine, each at its own OpenAI-compatible endpoint."""
 
 
+@app.command(epilog="Example: `swiftkv demo`")
+def demo(
+    config_path: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Another YAML file than the demo's own.")
+    ] = None,
+) -> None:
+    """Start two small models, talk to them, let one borrow the other's memory, and stop: a minute, and no network."""
+    from swiftkv.demo import demo_config, run_demo
+
+    raise typer.Exit(run_demo(config_path or demo_config()))
+
+
 @app.command(epilog="Examples: `swiftkv serve configs/embedded.yaml --port 9000`, `swiftkv serve models/Qwen3-0.6B`")
 def serve(
     config_path: ConfigPath,

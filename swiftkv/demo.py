@@ -1,4 +1,4 @@
-"""`make demo`: starts a node, talks to its models through the openai client, and stops it.
+"""`swiftkv demo` and `make demo`: starts a node, talks to its models through the openai client, and stops it.
 
 The first tables show that from the second turn on most of a prompt comes from the KV cache. Then, if the node lends, a
 conversation outgrows its model's own pool. The node is stopped and started again, and a conversation goes on from what
@@ -7,7 +7,6 @@ was stored. At last the long conversation is held again with lending off.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import tempfile
@@ -83,22 +82,26 @@ class Exchange:
     turn: Turn
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo on the node that the YAML file in `argv` describes, and print its tables.
+def demo_config() -> Path:
+    """Return the demo's file, whose models lie beside it: the one in the package, or else that of the checkout."""
+    package = Path(__file__).parent
+    inside = package / "demo_files/configs/embedded.yaml"
+    return inside if inside.exists() else package.parent / "configs/embedded.yaml"
+
+
+def run_demo(config: Path) -> int:
+    """Run the demo on the node that a YAML file describes, and print its tables.
 
     Return the exit code: 0 if every answer came and none differs from the one without lending, 1 if not, 2 if there is
     a mistake in the file.
     """
-    parser = argparse.ArgumentParser(prog="python -m swiftkv.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/embedded.yaml"))
-    args = parser.parse_args(argv)
     # A demo that is told to stop stops its node, too.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        return _run(args.config, Console(highlight=False))
+        return _run(config, Console(highlight=False))
     except ConfigError as error:
         for line in str(error).splitlines():
-            print(line if line.startswith(str(args.config)) else f"{args.config}: {line}", file=sys.stderr)
+            print(line if line.startswith(str(config)) else f"{config}: {line}", file=sys.stderr)
         return 2
     except EngineError as error:
         print(error, file=sys.stderr)
@@ -360,7 +363,3 @@ def _as_messages(turn: Turn) -> Messages:
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

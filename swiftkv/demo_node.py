@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import openai
 import yaml
 from rich.console import Console
 
@@ -23,11 +24,6 @@ from swiftkv.config import Config
 from swiftkv.errors import ConfigError, EngineError
 from swiftkv.model_config import ModelConfig
 from swiftkv.tier_config import why_not_below
-
-try:
-    import openai
-except ModuleNotFoundError:
-    raise SystemExit("the demo talks through the openai client: pip install 'swiftkv[demo]'") from None
 
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2

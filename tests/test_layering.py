@@ -13,7 +13,8 @@ import swiftkv
 PACKAGE = Path(swiftkv.__file__).parent
 
 LAYERS = [
-    {"cli", "demo"},
+    {"cli"},
+    {"demo"},
     {"cli_watch"},
     {"simulate", "lending_command", "models_command", "storage_command", "cache_command"},
     {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables", "top", "admin_client"},

@@ -1,15 +1,21 @@
-"""The package declares everything it imports, so that it also runs where nothing else brought it."""
+"""The package declares everything it imports and brings what it needs, so that it also runs outside of a checkout."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from tests.support.node_process import free_ports
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -32,7 +38,6 @@ def normalised(requirements: list[str]) -> set[str]:
 
 
 EXTRAS = {
-    "demo": "demo*.py",
     "redis": "storage/redis_medium.py",
     "mooncake": "storage/mooncake_medium.py",
     "otlp": "server/otlp_spans.py",
@@ -56,3 +61,50 @@ def test_every_import_is_a_declared_dependency(extra: str) -> None:
     for module in set().union(*map(imported, files)):
         names = {name.lower().replace("_", "-") for name in distributions[module]}
         assert names & declared, f"{module} comes with {names}: add it to the dependencies in pyproject.toml"
+
+
+OTHER_PYTHONS = [f"python3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor]
+
+
+def runs(python: str) -> bool:
+    """Return whether an interpreter is there: a name may be that of a program which says how to install it."""
+    return shutil.which(python) is not None and subprocess.run([python, "-V"], capture_output=True).returncode == 0
+
+
+def build_wheel(python: str, directory: Path, *options: str) -> Path:
+    """Build the package's wheel for an interpreter."""
+    command = [python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(directory), *options, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    [wheel] = directory.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_wheel_in_a_fresh_environment_gives_a_demo(tmp_path: Path) -> None:
+    """Dependencies come from this environment, without the package itself: `.pth` files there are not read again."""
+    wheel = build_wheel(sys.executable, tmp_path, "--no-build-isolation")
+    fresh = tmp_path / "fresh"
+    venv.create(fresh, with_pip=False)
+    [packages] = fresh.glob("lib/python*/site-packages")
+    shutil.unpack_archive(wheel, packages, "zip")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    config = packages / "swiftkv/demo_files/configs/embedded.yaml"
+    assert config.exists()
+    for port, free in zip((8000, 8001, 8002), free_ports(3), strict=True):
+        config.write_text(config.read_text().replace(f"port: {port}", f"port: {free}"))
+    command = [str(fresh / "bin/python"), "-m", "swiftkv.cli", "demo"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "lending changed none of the answers" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("python", OTHER_PYTHONS)
+def test_a_wheel_can_be_built_for_every_python_that_is_at_hand(python: str, tmp_path: Path) -> None:
+    if not runs(python):
+        pytest.skip(f"{python} is not here")
+    tag = python.removeprefix("python").replace(".", "")
+    assert f"-cp{tag}-" in build_wheel(python, tmp_path).name
