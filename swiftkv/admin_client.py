@@ -12,7 +12,7 @@ from urllib.parse import quote
 import typer
 
 from swiftkv.admin_key import find_admin_key
-from swiftkv.errors import ConfigError
+from swiftkv.errors import ConfigError, SwiftkvError
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
 Url = Annotated[str, typer.Option(help="Where the node listens.", envvar="SWIFTKV_URL")]
@@ -28,6 +28,19 @@ DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 EXIT_USAGE = 2
 """The exit code for a user's mistake: a line on stderr says what to change, and nothing was started."""
 _TIMEOUT_S = 90.0
+
+
+class AdminError(SwiftkvError):
+    """A node that does not answer, or refuses what it was asked for."""
+
+
+def why_no_answer(url: str, error: Exception) -> str:
+    """Return a line about a node that did not answer. One that is starting lets clients connect before it answers."""
+    import httpx
+
+    if isinstance(error, httpx.ReadTimeout):
+        return f"the node at {url} is starting or busy: it did not answer in time; try again"
+    return f"no node answers at {url}: {error}; name the right one with --url"
 
 
 @contextmanager
@@ -54,6 +67,24 @@ def ask_admin(
     method: str, url: str, path: str, admin_key_env: str, body: object = None, timeout_s: float | None = _TIMEOUT_S
 ) -> dict[str, Any]:
     """Return the answer of `/admin/PATH`. A failure is a line on stderr and exit code 1."""
+    with failures_as_lines():
+        return request_admin(method, url, path, admin_key_env, body, timeout_s)
+
+
+@contextmanager
+def failures_as_lines() -> Iterator[None]:
+    """Turn an `AdminError` into a line on stderr and exit code 1."""
+    try:
+        yield
+    except AdminError as error:
+        print(f"swiftkv: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def request_admin(
+    method: str, url: str, path: str, admin_key_env: str, body: object = None, timeout_s: float | None = _TIMEOUT_S
+) -> dict[str, Any]:
+    """Return the answer of `/admin/PATH`. Raises `AdminError` if there is none, or the node refuses."""
     import httpx
 
     key = admin_key(url, admin_key_env)
@@ -65,9 +96,7 @@ def ask_admin(
             return content
         message = content["error"]["message"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        message = f"no node answers at {url}: {error}; name the right one with --url"
-    else:
-        if answer.status_code == 401:
-            message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"
-    print(f"swiftkv: {message}", file=sys.stderr)
-    raise typer.Exit(1)
+        raise AdminError(why_no_answer(url, error)) from error
+    if answer.status_code == 401:
+        message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"
+    raise AdminError(message)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv import __version__
-from swiftkv.admin_client import DEFAULT_URL, EXIT_USAGE, Url
+from swiftkv.admin_client import DEFAULT_URL, EXIT_USAGE, Url, why_no_answer
 from swiftkv.cache_command import cache_app
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.cli_watch import page, top
@@ -22,6 +22,8 @@ from swiftkv.models_command import models_app
 from swiftkv.policies import LogLevel, SchedulingPolicy
 from swiftkv.storage_command import storage_app
 from swiftkv.units import format_age, loading_words
+
+_STATUS_TIMEOUT_S = 10.0
 
 app = typer.Typer(
     name="swiftkv",
@@ -170,11 +172,13 @@ def simulate(
         typer.Option(metavar="URL|FILE", help="Where the times of steps come from: a running node, or a file."),
     ] = DEFAULT_URL,
     model: Annotated[list[str] | None, typer.Option(help="Simulate only this model; may be repeated.")] = None,
-    rate: Annotated[float, typer.Option(min=0.001, help="How many times as fast as in the trace requests come.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Take only so many requests, the trace's first.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="Send requests so many times as fast as in the trace.")] = 1.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Take only so many requests, the first of the trace.")
+    ] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help="How many clients send the requests, each its next one when it has an answer."),
+        typer.Option(min=1, help="Let so many clients send the requests, each its next one when it has an answer."),
     ] = None,
     policy: Annotated[SchedulingPolicy | None, typer.Option(help="Replace the file's scheduling_policy.")] = None,
     seed: Annotated[int, typer.Option(help="Spread requests of one instant by this random seed.")] = 0,
@@ -242,14 +246,14 @@ def status(
     import httpx
 
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/ready", timeout=10)
+        answer = httpx.get(f"{url.rstrip('/')}/ready", timeout=_STATUS_TIMEOUT_S)
         content = answer.json()
         if as_json:
             print(json.dumps(content, indent=2))
         else:
             _print_engines(content["engines"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        print(f"swiftkv: no node answers at {url}: {error}; name the right one with --url", file=sys.stderr)
+        print(f"swiftkv: {why_no_answer(url, error)}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(0 if answer.is_success else 1)
 
@@ -267,7 +271,7 @@ def doctor() -> None:
     findings = tuple(examine())
     table = plain_table(("", "found", "what to do"))
     for finding in findings:
-        table.add_row(finding.about, finding.found, "below" if finding.advice else "ok")
+        table.add_row(finding.about, finding.found, "see below" if finding.advice else "ok")
     console_for(table).print(table)
     for finding in findings:
         if finding.advice:

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, DEFAULT_URL, AdminKeyEnv, Url, admin_key, ask_admin
+from swiftkv.admin_client import (
+    DEFAULT_ADMIN_KEY_ENV,
+    DEFAULT_URL,
+    AdminKeyEnv,
+    Url,
+    admin_key,
+    ask_admin,
+    failures_as_lines,
+    request_admin,
+)
 
 
 def top(
@@ -32,10 +41,12 @@ def top(
         console_for(view).print(view)
         return
     console = Console(highlight=False)
-    with suppress(KeyboardInterrupt), Live(overview_table(before, None), console=console, screen=True) as live:
+    view = overview_table(before, None)
+    # A failure is printed after the live screen has closed, because the screen's text disappears with it.
+    with failures_as_lines(), suppress(KeyboardInterrupt), Live(view, console=console, screen=True) as live:
         while True:
             time.sleep(interval)
-            now = ask_admin("GET", url, "overview", admin_key_env)
+            now = request_admin("GET", url, "overview", admin_key_env)
             live.update(overview_table(now, before))
             before = now
 

@@ -206,6 +206,16 @@ def test_status_of_no_node() -> None:
     assert result.stderr.startswith(f"swiftkv: no node answers at http://127.0.0.1:{port}: ")
 
 
+def test_status_of_a_node_that_does_not_answer_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node listens from its first second on, and answers once it has loaded its tokenizers."""
+    monkeypatch.setattr("swiftkv.cli._STATUS_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        result = run("status", "--url", url)
+    assert result.exit_code == 1
+    assert result.stderr == f"swiftkv: the node at {url} is starting or busy: it did not answer in time; try again\n"
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, checkpoint: Path) -> None:
     """Every name is there, no file is what it says: only the engine can tell."""
     file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}}}]")

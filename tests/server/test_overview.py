@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +83,29 @@ def test_top_shows_a_row_for_each_model(gateway: Gateway) -> None:
     assert states["chat"][-1] == "48MiB"  # borrowed
     assert states["code"][-1] == "-"
     assert [[row[0], row[-1]] for row in rows if row[-1] == "64MiB"] == [["chat", "64MiB"], ["code", "64MiB"]]
+
+
+def test_top_says_why_it_ends_when_the_node_is_gone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The line is not part of the screen, which disappears."""
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=KEYS)
+    environment = os.environ | {"SWIFTKV_ADMIN_KEY": gateway.admin_key, "SWIFTKV_URL": gateway.url, "TERM": "xterm"}
+    command = [sys.executable, "-m", "swiftkv.cli", "top", "--interval", "0.1"]
+    terminal, its_end = pty.openpty()
+    try:
+        top = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=subprocess.PIPE, env=environment)
+        os.close(its_end)
+        shown = b""
+        while b"tok/s" not in shown:
+            shown += os.read(terminal, 1 << 16)
+    finally:
+        stop()
+    with suppress(OSError):  # the end of what a terminal has
+        while os.read(terminal, 1 << 16):
+            pass
+    os.close(terminal)
+    _, stderr = top.communicate(timeout=PATIENCE_S)
+    assert top.returncode == 1
+    assert stderr.decode().startswith(f"swiftkv: no node answers at {gateway.url}: ")
 
 
 def test_page_prints_an_address_that_lets_its_reader_in(keyed_gateway: Gateway) -> None:
