@@ -88,11 +88,12 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_conversations(args: argparse.Namespace, root: str | None) -> tuple[list[Conversation], str | None]:
     """Return the dataset that `args` names, and its tokenizer; `root` is where the server has its model."""
-    tokenizer_id = None if args.skip_tokenizer_init else args.tokenizer or root or args.model
     name, rng, count = args.dataset_name, np.random.default_rng(args.seed), args.num_prompts
     is_chat = args.backend == "openai-chat"
-    if name == "custom" and (is_chat or args.skip_chat_template):
-        tokenizer_id = None
+    sends_text = name == "custom" and (is_chat or args.skip_chat_template)
+    tokenizer_id = (
+        None if args.skip_tokenizer_init or sends_text else args.tokenizer or _place_of_tokenizer(root or args.model)
+    )
     tokenizer = _load_tokenizer(tokenizer_id)
     if name in ("sharegpt", "custom"):
         if args.dataset_path is None:
@@ -271,6 +272,19 @@ def _progress(total: int, *, hidden: bool) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
         task = progress.add_task("requests", total=total)
         yield lambda: progress.advance(task)
+
+
+def _place_of_tokenizer(place: str | None) -> str:
+    """Return `place`, which the server tells, if it is a directory or hub id.
+
+    A mere name is not looked up at the hub: it may be another model there, and without a network that takes a minute.
+    """
+    if place is None or ("/" not in place and not Path(place).is_dir()):
+        raise UsageError(
+            f"--tokenizer: the server does not tell where the files of {place!r} are; name their directory or hub id, "
+            "or use --skip-tokenizer-init"
+        )
+    return place
 
 
 def _load_tokenizer(tokenizer_id: str | None) -> Any:

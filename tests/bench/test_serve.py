@@ -41,7 +41,7 @@ TEXT = "x\u2028 "
 class Server:
     """Answers any prompt with as many tokens as asked for; a completion's token ids are 7, 7, 7, …"""
 
-    tokenizer_dir: str
+    tokenizer_dir: str | None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     running: int = 0
@@ -254,6 +254,17 @@ def test_mistakes_are_one_line(server: Server, capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert re.search(message, lines[0]), lines[0]
+    assert not server.bodies
+
+
+@pytest.mark.parametrize("root", ["chat", None])
+def test_a_server_that_does_not_tell_its_tokenizer(
+    server: Server, capsys: pytest.CaptureFixture[str], root: str | None
+) -> None:
+    """The hub is not asked for a model of that name."""
+    server.tokenizer_dir = root
+    assert bench(server, "--model", "chat", "--num-prompts", "1") == 2
+    assert capsys.readouterr().err.startswith("swiftkv bench serve: --tokenizer: the server does not tell where")
     assert not server.bodies
 
 
