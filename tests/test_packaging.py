@@ -66,9 +66,17 @@ def test_every_import_is_a_declared_dependency(extra: str) -> None:
 OTHER_PYTHONS = [f"python3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor]
 
 
-def runs(python: str) -> bool:
-    """Return whether an interpreter is there: a name may be that of a program which says how to install it."""
-    return shutil.which(python) is not None and subprocess.run([python, "-V"], capture_output=True).returncode == 0
+def why_not(python: str, directory: Path) -> str | None:
+    """Return what an interpreter lacks to build the package with it."""
+    include = "import sysconfig; print(sysconfig.get_path('include'))"
+    found = subprocess.run([python, "-c", include], capture_output=True, text=True) if shutil.which(python) else None
+    if found is None or found.returncode != 0:  # a name may be that of a program which says how to install it
+        return f"{python} is not here"
+    if not Path(found.stdout.strip(), "Python.h").exists():
+        return f"{python} has no headers"
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    download = [python, "-m", "pip", "download", "--quiet", "--dest", str(directory), *wanted]
+    return None if subprocess.run(download, capture_output=True).returncode == 0 else f"{python} gets no {wanted}"
 
 
 def build_wheel(python: str, directory: Path, *options: str) -> Path:
@@ -104,7 +112,7 @@ def test_a_wheel_in_a_fresh_environment_gives_a_demo(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("python", OTHER_PYTHONS)
 def test_a_wheel_can_be_built_for_every_python_that_is_at_hand(python: str, tmp_path: Path) -> None:
-    if not runs(python):
-        pytest.skip(f"{python} is not here")
+    if reason := why_not(python, tmp_path / "requirements"):
+        pytest.skip(reason)
     tag = python.removeprefix("python").replace(".", "")
     assert f"-cp{tag}-" in build_wheel(python, tmp_path).name
