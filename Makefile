@@ -26,7 +26,7 @@ $(VENV)/.deps: pyproject.toml
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.deps $(SETUP_INPUTS)
-	@echo "building the C++ extension"
+	@echo "building the C++ extension (minutes on the first run)"
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,dev]"
 	@touch $@
 

@@ -37,7 +37,7 @@ def cache_show(
     if as_json:
         print(json.dumps(overview))
         return
-    figures = ("tokens here", "with peers", "free blocks", "prompt tokens", "found", "of them below the pool")
+    figures = ("tokens here", "with peers", "free blocks", "prompt tokens", "found", "from host and storage")
     table = plain_table(("",), figures)
     for model in overview["models"]:
         table.add_row(model["model"], *_cells(model))

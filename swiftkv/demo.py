@@ -170,8 +170,8 @@ def _go_on_after_restart(path: Path, model: ModelConfig, turns: Sequence[Turn], 
     is_same = turn.answer == last.answer
     console.print(
         f"Of the {turn.num_prompt_tokens:,} tokens of {model.name}'s conversation {turn.num_cached_tokens:,} came from "
-        f"storage, the first token after {turn.ttft_s * 1000:.0f} ms, and the answer is "
-        f"{'the same as' if is_same else 'ANOTHER than'} before the restart.\n"
+        f"storage, the first token came after {turn.ttft_s * 1000:.0f} ms, and the answer is "
+        f"{'the same as' if is_same else 'DIFFERENT from the one'} before the restart.\n"
     )
     return turn
 
@@ -247,8 +247,8 @@ def _change_budget(node: Node, model: ModelConfig, last: Exchange, console: Cons
     console.print(
         f"In the middle of the next answer {lender} may lend {size['budget_bytes']} instead of {before}: "
         f"{size['recalled_bytes']} came back in {changes[0]['took_s'] * 1000:.0f} ms, and the answer is "
-        f"{'the same as' if is_same else 'ANOTHER than'} without the change. Then it may lend as much as before: "
-        f"{format_size(again['lent_bytes'])} are lent.\n"
+        f"{'the same as' if is_same else 'DIFFERENT from'} without the change. Then it may lend as much as before: "
+        f"{format_size(again['lent_bytes'])} is lent.\n"
     )
     return int(not is_same)
 
@@ -276,7 +276,7 @@ def _compare(path: Path, model: ModelConfig, exchanges: Sequence[Exchange], cons
                     both = (f"{on} / {off}" for on, off in zip(lent, _figures(turn)[1:], strict=True))
                     is_same = turn.answer == exchange.turn.answer
                     num_changed += not is_same
-                    table.add_row(exchange.who, tokens, *both, "the same" if is_same else "ANOTHER")
+                    table.add_row(exchange.who, tokens, *both, "the same" if is_same else "DIFFERENT")
                 live.refresh()
         console.print(f"\n{note}")
     return num_changed

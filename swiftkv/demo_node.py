@@ -27,6 +27,7 @@ from swiftkv.tier_config import why_not_below
 
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
+_ANSWER_TIMEOUT_S = 1.0  # a node that is starting accepts connections before it answers; the display goes on
 _SERVE = [sys.executable, "-m", "swiftkv.cli", "serve"]
 
 
@@ -67,7 +68,7 @@ class Node:
     def readiness(self) -> tuple[bool, str]:
         """Return whether the node serves, and how far each model is."""
         try:
-            response = httpx.get(f"{self.url}/ready", timeout=5)
+            response = httpx.get(f"{self.url}/ready", timeout=_ANSWER_TIMEOUT_S)
             models = response.json().get("models") or {}
         except (httpx.HTTPError, ValueError):
             return False, "loading"

@@ -19,7 +19,9 @@ from swiftkv.admin_client import (
     mistakes_of_a_file,
 )
 
-models_app = typer.Typer(help="Steer the models of a node while it runs.", no_args_is_help=True)
+models_app = typer.Typer(
+    help="Add, remove, reload, put to sleep and wake models while a node runs.", no_args_is_help=True
+)
 
 Timeout = Annotated[str, typer.Option(help="How long to wait for requests in flight: 500ms, 60s, 2m.")]
 Now = Annotated[bool, typer.Option("--now", help="Abort requests in flight.")]

@@ -37,7 +37,7 @@ def storage_show(
         return
     from swiftkv.tables import console_for, plain_table
 
-    table = plain_table(("", "storage", "state", "written", "waited for"))
+    table = plain_table(("", "storage", "state", "write_policy", "prefetch_policy"))
     for model in overview["models"]:
         keys = ("backend", "state", "write_policy", "prefetch_policy")
         table.add_row(model["model"], *(model[key] or "-" for key in keys))
