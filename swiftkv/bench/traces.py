@@ -50,7 +50,9 @@ def read_trace(path: Path) -> list[Arrival]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             arrivals = list(_conversations(file) if path.suffix == ".jsonl" else _lengths(file))
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
+        raise DatasetError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError) as error:
         raise DatasetError(f"{path} is no trace (JSON lines as Mooncake's, or CSV as Azure's): {error!r}") from None
     if not arrivals:
         raise DatasetError(f"{path} has no requests")

@@ -47,7 +47,7 @@ def test_other_files(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DatasetError):
         read_trace(tmp_path / name)
-    with pytest.raises(DatasetError, match="is no trace"):
+    with pytest.raises(DatasetError, match=r"cannot read .*missing.csv: No such file or directory"):
         read_trace(tmp_path / "missing.csv")
 
 
