@@ -26,6 +26,7 @@ from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.streaming import json_response, streamed_answer, unless_gone, whole_answer
 from swiftkv.server.targets import asked_targets
 from swiftkv.server.token_routes import token_router
+from swiftkv.server.waking import PROGRESS_HEADER, WakingStream
 
 
 def openai_router(models: ModelTable) -> APIRouter:
@@ -102,10 +103,18 @@ async def _generate(
     body: CompletionBody | ChatBody,
     make_answer: AnswerMaker | None = None,
 ) -> Response:
-    record: RequestRecord = request.state.record
     model = as_sent(request, model)
     model.check_task("generate")
+    if make_answer is None and body.stream and model.must_wake and PROGRESS_HEADER in request.headers:
+        return WakingStream(request, model, lambda: _answer(request, model, body, None))
     await wake_if_asked(request, model)
+    return await _answer(request, model, body, make_answer)
+
+
+async def _answer(
+    request: Request, model: ModelHandle, body: CompletionBody | ChatBody, make_answer: AnswerMaker | None
+) -> Response:
+    record: RequestRecord = request.state.record
     targets = wanted_targets(model, body, asked_targets(request.headers))
     check(model, body, targets)
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))

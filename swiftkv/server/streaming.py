@@ -19,6 +19,8 @@ from swiftkv.server.generation import Generation
 
 T = TypeVar("T")
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -103,8 +105,7 @@ class _EventStream(StreamingResponse):
     """Ends the generation however the response ends: done, failed, or the client gone."""
 
     def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=STREAM_HEADERS, media_type="text/event-stream")
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

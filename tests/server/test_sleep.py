@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -136,6 +137,32 @@ def test_a_request_wakes_a_model_that_wakes_for_requests(gateway: Gateway, level
         answers = list(clients.map(lambda _: complete(gateway, "chat"), range(8)))
     assert [answer.status_code for answer in answers] == [200] * 8
     assert all(answer.json()["choices"] == before for answer in answers)
+
+
+def test_a_stream_that_asks_is_told_how_far_the_model_is_that_it_wakes(own_gateway: Gateway) -> None:
+    body = {"model": "chat", "prompt": "one two three", "max_tokens": 4, "stream": True}
+    headers = {"X-Swiftkv-Progress": "1"}
+
+    def lines(max_tokens: int) -> Iterator[str]:
+        asked = body | {"max_tokens": max_tokens}
+        with own_gateway.http() as http, http.stream("POST", "/v1/completions", json=asked, headers=headers) as answer:
+            assert answer.status_code == 200
+            yield from (line for line in answer.iter_lines() if line)
+
+    awake = list(lines(4))
+    assert not any(line.startswith(":") for line in awake)
+    admin(own_gateway, "chat/sleep?level=1").raise_for_status()
+    with own_gateway.engines["chat"].standing_still():
+        woken = lines(4)
+        assert next(woken) == ": model 'chat' wakes up"
+        assert next(woken) == ": model 'chat' wakes up: 0B of 0B of weights loaded"
+    rest = [line for line in woken if not line.startswith(":")]
+    assert len(rest) == len(awake)
+    assert rest[-1] == "data: [DONE]"
+    admin(own_gateway, "chat/sleep?level=1").raise_for_status()
+    *_, error, end = lines(10**6)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "context_length_exceeded"
+    assert end == "data: [DONE]"
 
 
 def test_a_request_that_is_prepared_while_its_model_falls_asleep_wakes_it(own_gateway: Gateway) -> None:
