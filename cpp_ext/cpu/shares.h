@@ -8,9 +8,9 @@
 //
 // While several engines want the cores, each is due a part of them by weight, and computes on as many as that is,
 // rounded up, so that on two cores two equal engines have one each and neither waits. Where the parts are no whole
-// cores, clocks decide: each engine pays for core time, divided by its weight, on a virtual clock of its own (start-time
-// fair queueing), and those whose clocks are behind choose first. Who finds no core left computes on one beside the
-// others, and stands still only while it is ahead of its part.
+// cores, clocks decide: each engine pays for core time, divided by its weight, on a virtual clock of its own
+// (start-time fair queueing), and those whose clocks are behind choose first. Who finds no core left computes on one
+// beside the others, and stands still only while it is ahead of its part.
 namespace swiftkv {
 
 struct Share {
