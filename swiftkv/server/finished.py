@@ -25,3 +25,8 @@ class FinishedRequest:
     tenant: str | None = None  # the tenant whose key it had, where there are tenants
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)  # `cached_tokens` by where their KV lay
     decode_exposed_s: float = 0.0  # time that its other steps waited for copies, if it was traced
+
+    @property
+    def exposed_s(self) -> float:
+        """The time that all its steps waited for copies from and to lenders, if it was traced."""
+        return self.decode_exposed_s + sum(chunk.exposed_s for chunk in self.chunks)

@@ -99,7 +99,7 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(Headers(scope=scope)))
+        record = RequestRecord(_request_id(Headers(scope=scope)), is_traced=self._log is not None)
         scope.setdefault("state", {})["record"] = record
         id_headers = (ID_HEADER, _ANTHROPIC_ID_HEADER) if speaks_anthropic(scope["path"]) else (ID_HEADER,)
 
@@ -162,6 +162,7 @@ def _generated(finished: Sequence[FinishedRequest]) -> dict[str, Any]:
         "queue_s": round(max(queue_s), 4) if queue_s else None,
         "first_token_s": round(min(first_s), 4) if first_s else None,
         "last_token_s": round(max(sequence.e2e_s for sequence in finished), 4),
+        "exposed_s": round(max(sequence.exposed_s for sequence in finished), 4),
         "prompt_tokens": sum(sequence.prompt_tokens for sequence in finished),
         "cached_tokens": sum(sequence.cached_tokens for sequence in finished),
         "cached_tokens_details": _by_tier(finished),

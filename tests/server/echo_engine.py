@@ -188,7 +188,7 @@ class EchoEngine:
             sequence = self.sequences[request_id]
             sampling = sequence.request.sampling
             if sequence.request.is_traced and sequence.position == 0:
-                traces.append(StepTrace(request_id, began_ns, time.time_ns(), len(sequence.prompt), 0.0))
+                traces.append(StepTrace(request_id, began_ns, time.time_ns(), len(sequence.prompt), 0.001))
             if sequence.request.pooling is not None:
                 pooled[request_id] = echoed_numbers(sequence.prompt, sequence.request.pooling.token_ids).tobytes()
                 del self.sequences[request_id]

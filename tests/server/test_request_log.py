@@ -84,6 +84,7 @@ def test_the_line_of_a_generation(logged: LoggedGateway) -> None:
         # The second sequence may begin after the first token of the first.
         assert 0 <= line["queue_s"] <= line["last_token_s"] <= line["total_s"]
         assert 0 < line["first_token_s"] <= line["last_token_s"]
+        assert line["exposed_s"] == 0.001
 
 
 def test_the_lines_of_what_fails(logged: LoggedGateway) -> None:
