@@ -6,6 +6,7 @@ The gateway has a grammar checked before an engine hears of it; the engine compi
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -38,6 +39,10 @@ _DATE = (
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 """Patterns in place of formats of which the library knows less: leap years, and that a minute has 60 seconds."""
+
+_NEGATED_CLASS = re.compile(r"(\\.)|\[\^", re.DOTALL)
+_HARDLY_WRITTEN = r"\x00-\x08\x0b\x0c\x0e-\x1f"
+"""The control characters without tab and line ends: see `_held_pattern`."""
 
 _WITH_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _LISTS_OF_SCHEMAS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -149,12 +154,24 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
             held[key] = [_part(part) for part in value]
         else:
             held[key] = _part(value) if key in _SCHEMAS else value
+    if isinstance(pattern := held.get("pattern"), str):
+        held["pattern"] = _held_pattern(pattern)
+    if isinstance(keys := held.get("patternProperties"), dict):
+        held["patternProperties"] = {_held_pattern(key): part for key, part in keys.items()}
     form = held.get("format")
     others = held.get("allOf", [])
     if isinstance(form, str) and form in _PATTERNS and isinstance(others, list):
         del held["format"]
         held["allOf"] = [*others, {"pattern": _PATTERNS[form]}]
     return held
+
+
+def _held_pattern(pattern: str) -> str:
+    """Return a pattern whose negated classes let no control characters through.
+
+    For a class with nearly all of them the library allows every escape in a JSON string, and so `\\"` for `[^"]`.
+    """
+    return _NEGATED_CLASS.sub(lambda match: match[1] or f"[^{_HARDLY_WRITTEN}", pattern)
 
 
 def _part(schema: Any) -> Any:

@@ -74,11 +74,10 @@ void give_cores(int32_t num_cores, std::span<Claim> claims) {
         if (!claim.is_whole) take(claim, std::min(left, claim.threads - claim.cores));
     for (Claim& claim : claims)
         if (claim.cores == 0 && left > 0) take(claim, claim.threads);
-    const auto clock_ns = [](const Claim& claim) { return claim.clock_ns; };
-    const double least_ns = std::ranges::min(claims, {}, clock_ns).clock_ns;
+    const Claim last = std::ranges::min(claims, {}, &Claim::clock_ns);
     for (Claim& claim : claims) {
-        const double lead_ns = static_cast<double>(kLeadNs) / claim.weight;
-        if (claim.cores == 0 && !claim.is_whole && claim.clock_ns <= least_ns + lead_ns) take(claim, 1);
+        const double lead_ns = static_cast<double>(kLeadNs) / std::max(claim.weight, last.weight);
+        if (claim.cores == 0 && !claim.is_whole && claim.clock_ns <= last.clock_ns + lead_ns) take(claim, 1);
     }
 }
 

@@ -27,8 +27,9 @@ struct Permit {
 };
 
 constexpr int kMaxAccounts = 63;
-constexpr int64_t kTurnNs = 10'000'000;     // an engine that computes goes on for so long after others are due its core
-constexpr int64_t kLeadNs = 3 * kTurnNs;    // an engine may be so far ahead on a core that is not due to it
+constexpr int64_t kTurnNs = 10'000'000;  // an engine that computes goes on for so long after others are due its core
+constexpr int64_t kLeadNs =
+    3 * kTurnNs;  // an engine on a core that is not due to it may be so far ahead, and others so far behind
 constexpr int64_t kCreditNs = 4 * kTurnNs;  // of the whole machine: the most that an engine saves up while it rests
 constexpr int64_t kAbsentNs = 100'000'000;  // an engine that was not seen for so long holds nobody up
 constexpr int64_t kForgottenNs = 10'000'000'000;   // and need not be looked at any more

@@ -111,6 +111,29 @@ def test_whatever_is_drawn_is_valid(keyword: str, tokenizer: LLTokenizer) -> Non
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("pattern", "wrong", "right"),
+    [
+        ('^[^"]+$', 'a"b', "a\\b\n\té"),
+        (r'^\[[^,"]+$', '["', "[\\"),
+        (r"^[^\\]+$", "a\\", 'a"b'),
+        (r"^[^\n\"]+$", 'a"', "a\\"),
+    ],
+)
+@pytest.mark.parametrize("is_key", [False, True])
+def test_a_negated_class_lets_no_escaped_character_through(
+    pattern: str, wrong: str, right: str, is_key: bool, tokenizer: LLTokenizer
+) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    if is_key:
+        schema = {"type": "object", "patternProperties": {pattern: True}, "additionalProperties": False}
+    grammar = compiled(tokenizer, schema)
+    assert grammar is not None
+    for text, is_right in ((wrong, False), (right, True)):
+        instance = json.dumps({text: 1} if is_key else text, ensure_ascii=False)
+        assert lets_through(tokenizer, grammar, instance) == is_right
+
+
 def test_most_of_what_the_document_names_is_followed(tokenizer: LLTokenizer) -> None:
     """A grammar that was refused would pass the tests above."""
     followed = {

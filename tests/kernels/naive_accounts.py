@@ -115,9 +115,10 @@ class NaiveShares:
         for number, account in there:
             if has[number] == 0 and sum(has.values()) < self.num_cores:
                 has[number] = account.threads
-        least_ns = min(account.clock_ns for _, account in there)
+        last = min((account for _, account in there), key=lambda account: account.clock_ns)
         for number, account in there:
-            if has[number] == 0 and not account.is_whole and account.clock_ns <= least_ns + LEAD_NS / account.weight:
+            lead_ns = LEAD_NS / max(account.weight, last.weight)
+            if has[number] == 0 and not account.is_whole and account.clock_ns <= last.clock_ns + lead_ns:
                 has[number] = 1
         return has[slot]
 

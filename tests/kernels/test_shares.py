@@ -189,6 +189,15 @@ def test_who_is_due_half_a_core_shares_one_and_stands_still_for_no_more_than_two
     assert sum(light.core_ms) == pytest.approx(1000, abs=40)
 
 
+def test_nobody_falls_behind_for_good_beside_many_that_weigh_little() -> None:
+    """Those share a core beside the others only while nobody is far behind."""
+    node = Node(4, Engine(4, 11), Engine(4, 16), Engine(4, 4), Engine(4, 1))
+    node.run(6000)
+    assert [sum(engine.core_ms) for engine in node.engines] == [
+        pytest.approx(24_000 * engine.weight / 32, abs=50) for engine in node.engines
+    ]
+
+
 def test_where_all_weigh_the_same_nobody_stands_still() -> None:
     node = Node(2, *(Engine(2) for _ in range(5)))
     node.run(2000)
