@@ -40,7 +40,7 @@ _SHOWN = 160
 
 @dataclass
 class Findings:
-    """What was found of one collection, or of all together."""
+    """The findings in one collection, or in all together."""
 
     schemas: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by the first words of the reason
