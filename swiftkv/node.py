@@ -336,7 +336,7 @@ class Node:
         """Refuse what is new with 503, wait for what runs as long as `shutdown_timeout` or a second signal allows."""
         timeout_s = self._config.node.shutdown_timeout
         if waiting := sum(member.client.num_in_flight for member in self._fleet.members.values()):
-            say(f"stopping within {timeout_s:g} s: {waiting} sequences are in flight; a second signal ends them")
+            say(f"stopping: up to {timeout_s:g} s for {waiting} sequences in flight; a second signal ends them")
         drained = asyncio.create_task(self._drain_clients(timeout_s))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({drained, hurry}, return_when=asyncio.FIRST_COMPLETED)
