@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import re
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -29,9 +28,10 @@ import numpy as np
 import numpy.typing as npt
 from lending_node import say, table
 from llguidance import LLMatcher, LLTokenizer
-from structured import trained_tokenizer
+from structured import trained_tokenizer  # makes the tests importable, too
 
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
+from tests.support.json_answers import finite, lets_through
 
 END = 0  # the token that ends an answer
 ENDS = 0.4  # how often a token is taken that ends a string, a list, an object or the answer, where one is allowed
@@ -122,16 +122,10 @@ def examine(
             findings.invalid.append(text)
 
 
-def finite(number: str) -> float:
-    """Return a number as Python has it, or the largest one where that would be infinite, which is no JSON."""
-    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
-
-
 def follow(grammar: LLMatcher, tokenizer: LLTokenizer, test: dict[str, Any], findings: Findings) -> None:
     """Follow an instance that the collection calls valid or invalid."""
     text = json.dumps(test["data"], ensure_ascii=False)
-    tokens, matcher = tokenizer.tokenize_str(text), grammar.deep_copy()
-    is_let_through = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    is_let_through = lets_through(tokenizer, grammar, text)
     if test["valid"]:
         findings.valid_instances += 1
         findings.followed_instances += is_let_through

@@ -145,7 +145,7 @@ def held_schema(schema: object, whitespace: str | None = None) -> dict[str, obje
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with patterns in place of the formats that have one, in all of its parts."""
+    """Return a schema with patterns that the library follows, and in place of formats, in all of its parts."""
     held: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _WITH_SCHEMAS and isinstance(value, dict):

@@ -20,7 +20,7 @@ struct Share {
     bool is_whole;     // it computes on all of its cores at once or on none
 };
 
-// What an engine may do now: compute on so many cores, or, if that is 0, ask again after a time, unless others wake it.
+// An engine may compute on so many cores now; if that is 0, it asks again after a time, unless others wake it before.
 struct Permit {
     int32_t cores;
     int64_t wait_ns;

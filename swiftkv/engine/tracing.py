@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from swiftkv._core import StepPlan
 from swiftkv.engine.messages import StepTrace
 from swiftkv.engine.request import Request
 
 
 class StepTracer:
-    """Notes the parts that traced requests had in steps; few requests are, and a step without one costs nothing."""
+    """Notes the parts that traced requests had in steps; a step without one costs nothing."""
 
     def __init__(self) -> None:
         self._prompt_tokens: dict[int, int] = {}  # by request id
@@ -34,12 +36,13 @@ class StepTracer:
         ended_ns = time.time_ns()
         began_ns = ended_ns - int(duration_s * 1e9)
         parts = []
-        for row, request_id in enumerate(plan.request_ids.tolist()):
+        nums_tokens = np.diff(plan.query_starts).tolist()
+        rows = zip(plan.request_ids.tolist(), plan.context_lens.tolist(), nums_tokens, strict=True)
+        for request_id, end, num_tokens in rows:
             num_prompt = self._prompt_tokens.get(request_id)
             if num_prompt is None:
                 continue
-            end = int(plan.context_lens[row])
-            first = end - int(plan.query_starts[row + 1] - plan.query_starts[row])
+            first = end - num_tokens
             num_computed = max(0, min(end, num_prompt) - first)
             if num_computed or exposed_s:
                 parts.append(StepTrace(request_id, began_ns, ended_ns, num_computed, exposed_s))

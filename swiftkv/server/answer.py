@@ -34,7 +34,7 @@ from swiftkv.server.responses import (
     Usage,
 )
 from swiftkv.server.sampling import stop_rules
-from swiftkv.server.sse import plain_events
+from swiftkv.server.sse import END_OF_STREAM, plain_events
 from swiftkv.server.tiers import tier_of
 from swiftkv.server.tools import tool_use
 from swiftkv.server.usage import RunningUsage
@@ -98,7 +98,7 @@ class Answer(ABC):
     """The answer to one request. Call `chunks` for a stream, or `add` until the end and then `whole`."""
 
     id_prefix: ClassVar[str]
-    end_of_stream: ClassVar[bytes] = b"data: [DONE]\n\n"
+    end_of_stream: ClassVar[bytes] = END_OF_STREAM
 
     def __init__(self, request: BegunRequest[CompletionBody | ChatBody]) -> None:
         model, body = request.model, request.body

@@ -8,6 +8,9 @@ from msgspec import Struct
 
 from swiftkv.server.json_lines import json_line
 
+END_OF_STREAM = b"data: [DONE]\n\n"
+"""The last event of OpenAI's completions."""
+
 
 class NamedEvent(Struct):
     """An event whose name stands before its data, and in it."""

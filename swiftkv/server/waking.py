@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from swiftkv.server.asked_model import wake_if_asked
 from swiftkv.server.errors import ApiError
 from swiftkv.server.models import ModelHandle
-from swiftkv.server.sse import plain_events
+from swiftkv.server.sse import END_OF_STREAM, plain_events
 from swiftkv.server.streaming import STREAM_HEADERS, ClientGone
 from swiftkv.units import loading_words
 
@@ -41,7 +41,7 @@ class WakingStream(StreamingResponse):
             response = await self._answer()
             await response(scope, receive, _without_head(send))
         except ApiError as error:
-            await send(_body(plain_events([error.answer()]) + b"data: [DONE]\n\n", is_last=True))
+            await send(_body(plain_events([error.answer()]) + END_OF_STREAM, is_last=True))
         except ClientGone:
             return
 

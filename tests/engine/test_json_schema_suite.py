@@ -11,7 +11,6 @@ other documents, and the formats that `docs/structured-output.md` names. Its lic
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
+from tests.support.json_answers import finite, lets_through
 
 SUITE: dict[str, list[dict[str, Any]]] = json.loads(
     (Path(__file__).parents[1] / "support/json_schema_suite.json").read_text()
@@ -50,17 +50,6 @@ def compiled(tokenizer: LLTokenizer, schema: Any) -> LLMatcher | None:
         return None
 
 
-def finite(number: str) -> float:
-    """Return a number as Python has it, or the largest one where that would be infinite, which is no JSON."""
-    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
-
-
-def lets_through(tokenizer: LLTokenizer, grammar: LLMatcher, text: str) -> bool:
-    matcher = grammar.deep_copy()
-    tokens = tokenizer.tokenize_str(text)
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
-
-
 def answers(tokenizer: LLTokenizer, grammar: LLMatcher, rng: np.random.Generator) -> Iterator[str]:
     """Yield what a model that draws at random answers, where it ends in time."""
     bits = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
@@ -86,7 +75,7 @@ def test_what_is_invalid_is_never_let_through(keyword: str, tokenizer: LLTokeniz
         if (grammar := compiled(tokenizer, group["schema"])) is None:
             continue
         for test in group["tests"]:
-            # As models write it: the library follows JSON with spaces as well as without.
+            # Spaces are where models write them; the library follows JSON without any as well.
             text = json.dumps(test["data"], ensure_ascii=False)
             is_known = keyword == "format hostname" and (len(text) > 255 or "xn--" in text.lower())
             if not test["valid"] and not is_known and lets_through(tokenizer, grammar, text):
