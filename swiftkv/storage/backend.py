@@ -49,6 +49,10 @@ class Usage:
     bound_bytes: int | None  # None: the backend does not say
 
 
+Parts = tuple[memoryview, memoryview]
+"""One object: an envelope's header, and a block. A medium keeps them as one run of bytes."""
+
+
 class StorageBackend(Protocol):
     """Storage for blocks. Nothing is raised for what a medium does: it is a status, key by key.
 
@@ -74,15 +78,17 @@ class StorageBackend(Protocol):
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
         """Write blocks, least recently used ones of the backend making room."""
 
+    def seal(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Parts]:
+        """Return the blocks with their headers, which all backends of one model and layout have in common."""
+
+    def put_sealed(self, keys: Sequence[bytes], sealed: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Write blocks that such a backend has sealed, as `put` does."""
+
     def usage(self) -> Usage | None:
         """Return the size of what is stored; None if that could not be found out."""
 
     def close(self) -> None:
         """Let go of everything, after the last call has returned. No other call may follow."""
-
-
-Parts = tuple[memoryview, memoryview]
-"""One object: an envelope's header, and a block. A medium keeps them as one run of bytes."""
 
 
 class Medium(Protocol):

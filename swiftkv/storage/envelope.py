@@ -10,6 +10,7 @@ import xxhash
 
 from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, Usage
 from swiftkv.storage.breaker import GuardedMedium
+from swiftkv.storage.helper import Helper
 
 FINGERPRINT_BYTES = 16
 _MAGIC = b"SwKV"
@@ -19,6 +20,8 @@ _VERSION = 1
 _NAMED = struct.Struct(f"<4sI{FINGERPRINT_BYTES}s{KEY_BYTES}sQ56x")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _NAMED.size + _CHECKSUM.size
+_HALF_BYTES = 1 << 20
+"""A half of a read that is worth a second thread has as many bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class SealedBackend:
         assert len(fingerprint) == FINGERPRINT_BYTES
         self._medium = medium
         self._fingerprint = fingerprint
+        self._helper = Helper()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -70,11 +74,21 @@ class SealedBackend:
         return self._medium.exists(keys, deadline_s) if keys else []
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
-        """Read blocks, and drop those that are corrupt."""
+        """Read blocks, and drop those that are corrupt. Two threads do a large call, if two calls may run at once."""
         assert len(keys) == len(into)
         assert all(len(key) == KEY_BYTES for key in keys)
         if not keys:
             return []
+        middle = _middle(into) if self.capabilities.max_calls > 1 else None
+        if middle is None:
+            return self._get(keys, into, deadline_s)
+        front, back = self._helper.both(
+            lambda: self._get(keys[:middle], into[:middle], deadline_s),
+            lambda: self._get(keys[middle:], into[middle:], deadline_s),
+        )
+        return front + back
+
+    def _get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
         headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
         parts = [(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], block) for i, block in enumerate(into)]
         told = self._medium.read(keys, parts, deadline_s)
@@ -89,14 +103,19 @@ class SealedBackend:
 
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
         """Write blocks, each behind its header."""
+        return self.put_sealed(keys, self.seal(keys, sources), deadline_s)
+
+    def seal(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Parts]:
+        """Return the blocks with their headers, for `put_sealed`."""
         assert len(keys) == len(sources)
         assert all(len(key) == KEY_BYTES for key in keys)
-        if not keys:
-            return []
-        parts: list[Parts] = [
+        return [
             (memoryview(seal(self._fingerprint, key, block)), block) for key, block in zip(keys, sources, strict=True)
         ]
-        return self._medium.write(keys, parts, deadline_s)
+
+    def put_sealed(self, keys: Sequence[bytes], sealed: Sequence[Parts], deadline_s: float) -> list[Status]:
+        """Write blocks that a backend with the same fingerprint has sealed."""
+        return self._medium.write(keys, sealed, deadline_s) if keys else []
 
     def usage(self) -> Usage | None:
         """Return the size of what is stored; None if that could not be found out."""
@@ -104,4 +123,16 @@ class SealedBackend:
 
     def close(self) -> None:
         """Let go of the medium."""
+        self._helper.close()
         self._medium.close()
+
+
+def _middle(blocks: Sequence[memoryview]) -> int | None:
+    """Return the number of the block that halves the bytes; `None` if they are not worth being halved."""
+    total = sum(block.nbytes for block in blocks)
+    num_bytes = 0
+    for i, block in enumerate(blocks):
+        if 2 * num_bytes >= total:
+            return i if min(num_bytes, total - num_bytes) >= _HALF_BYTES else None
+        num_bytes += block.nbytes
+    return None

@@ -59,6 +59,7 @@ class FileMedium:
             finally:
                 os.close(opening)
             self._new = new
+            self._new_names = itertools.count()
             self._kept = undo.pop_all()
 
     @property
@@ -160,29 +161,33 @@ class FileMedium:
         batch: list[int] = []
         num_bytes = 0
         for i in chosen:
-            if batch and num_bytes + _disk_bytes(sources[i]) > self._batch_bytes:
+            disk_bytes = _disk_bytes(sources[i])
+            if batch and num_bytes + disk_bytes > self._batch_bytes:
                 yield batch
                 batch, num_bytes = [], 0
             batch.append(i)
-            num_bytes += _disk_bytes(sources[i])
+            num_bytes += disk_bytes
         if batch:
             yield batch
 
     def _write_batch(self, keys: Sequence[bytes], sources: Sequence[Parts]) -> list[Status]:
-        num_bytes = sum(map(_disk_bytes, sources))
-        paths = [f"{self._new}/{secrets.token_hex(8)}" for _ in keys]
+        disk_bytes = list(map(_disk_bytes, sources))
+        num_bytes = sum(disk_bytes)
+        if num_bytes > self._options.size or not self._free_disk(num_bytes):
+            return [Status.MISSING] * len(keys)
+        paths = [f"{self._new}/{next(self._new_names)}" for _ in keys]
+        unpublished = set(paths)
         try:
-            if num_bytes > self._options.size or not self._free_disk(num_bytes):
-                return [Status.MISSING] * len(keys)
             statuses = [self._write_new(path, parts) for path, parts in zip(paths, sources, strict=True)]
             written = [i for i, status in enumerate(statuses) if status is Status.OK]
-            self._publish([(keys[i], paths[i], _disk_bytes(sources[i])) for i in written])
+            self._publish([(keys[i], paths[i], disk_bytes[i]) for i in written])
+            unpublished.difference_update(paths[i] for i in written)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             return [Status.MISSING] * len(keys)
         finally:
-            for path in paths:
+            for path in unpublished:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
         return statuses
@@ -191,7 +196,7 @@ class FileMedium:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                if os.writev(fd, parts) != sum(map(len, parts)):
+                if os.writev(fd, parts) != len(parts[0]) + len(parts[1]):
                     return Status.MISSING  # the disk is full, or the quota
                 if self._options.fsync == "batch":
                     os.fdatasync(fd)
@@ -357,7 +362,8 @@ def _read_object(fd: int, parts: Parts) -> Status:
 
 
 def _disk_bytes(parts: Parts) -> int:
-    return _on_disk(sum(map(len, parts)))
+    header, block = parts
+    return _on_disk(len(header) + len(block))
 
 
 def _on_disk(num_bytes: int) -> int:

@@ -23,7 +23,7 @@ class Level:
 
 
 class Levels:
-    """Backends below each other. One thread may read while another writes.
+    """Backends of one model and layout below each other. One thread may read while another writes.
 
     A block is written to every level, and read from the first that has it; what came from further down is copied into
     those above, so that it is found there the next time.
@@ -77,10 +77,11 @@ class Levels:
         return statuses, tiers
 
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
-        """Write blocks to every level. The statuses are those of the last one."""
+        """Write blocks to every level, sealed once. The statuses are those of the last level."""
+        sealed = self.levels[0].backend.seal(keys, sources)
         statuses: list[Status] = []
         for level in self.levels:
-            statuses = level.backend.put(keys, sources, deadline_s)
+            statuses = level.backend.put_sealed(keys, sealed, deadline_s)
             level.puts.update(statuses)
         return statuses
 
