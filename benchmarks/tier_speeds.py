@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from lending_node import (
     SMALL_MODEL,
     Node,
@@ -36,9 +35,8 @@ from lending_node import (
     table,
     write_report,
 )
-from tiers import NAME, engine_view, metric, restart_engine, ttft_s, wait_until
+from tiers import NAME, change_storage, metric, restart_engine, ttft_s, wait_until
 
-from swiftkv.admin_key import find_admin_key
 from swiftkv.tier.loads import num_needed
 
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -55,16 +53,6 @@ class Speed:
     chosen_s: list[float] = field(default_factory=list)
     loaded: list[float] = field(default_factory=list)  # the part of each prompt that came from storage by choice
     ratios: list[float] = field(default_factory=list)  # of `chosen_s` to the faster way alone
-
-
-def change_storage(node: Node, storage: dict[str, Any] | None) -> None:
-    """Detach what is attached, and attach something else, if anything."""
-    headers = {"Authorization": f"Bearer {find_admin_key(node.url)}"}
-    url = f"{node.url}/admin/storage/{NAME}"
-    if engine_view(node)["storage_backend"] is not None:
-        httpx.post(f"{url}/detach", headers=headers, timeout=300).raise_for_status()
-    if storage is not None:
-        httpx.post(f"{url}/attach", headers=headers, json=storage, timeout=300).raise_for_status()
 
 
 def stored_conversation(node: Node, tokens: Tokens, length: int) -> list[int]:

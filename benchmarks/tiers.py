@@ -1,14 +1,21 @@
-"""Turn 2 of a long conversation from the pool, from host memory, from files, and computed:
+"""Turn 2 of a long conversation from every place that a block can lie in, and computed, for a dense and a hybrid model:
 
-    python benchmarks/tiers.py --history 4096 --rounds 5 --out benchmarks/out/tiers.json
+    python benchmarks/tiers.py --arch qwen3 --history 16384 --rounds 3 --out benchmarks/out/tiers.json
+    python benchmarks/tiers.py --arch gemma3_text --layers 6
 
-Three nodes serve the same model, one of them with `tiers.storage` in a directory of --storage, one with `tiers.host`;
-those that are not measured are held still. In each round a fresh conversation is computed by the node with storage and
-continued (local); then its engine is killed and, once it is back, continues it again, with the files in the page cache
-(warm) and without (cold: `POSIX_FADV_DONTNEED`). The engine with host memory is killed in the same way. The third node
-computes a prompt of the same length.
+In each round one node computes a fresh conversation without any tier (that is *computing*) and continues it from its
+pool. Then files are attached, a Redis (--redis) and a Mooncake Store (--mooncake), one after the other: each gets what
+the pool holds, the engine is killed and, once it is back with an empty pool, continues the conversation; with files
+once more after the kernel was told to forget them (cold: `POSIX_FADV_DONTNEED`). A second node has host memory, and its
+engine is killed likewise. The pool of a third holds half of the conversation, and a neighbour lends it the rest.
 
-Every engine that was started anew first computes --warmup fresh tokens, so that its weights are in memory.
+Asked for are at most a quarter of computing and 1.1 of `max(pool, bytes / copy bandwidth)`: of the time from the pool,
+or of copying the bytes that were read, one layer's blocks at a time with one thread, as lending copies them. The
+bandwidth is measured in each round. Nodes that are not measured are held still. Every engine that was started anew
+first computes --warmup fresh tokens, so that its weights are in memory.
+
+Models are random ones of Qwen3-0.6B's width with --layers layers; with `gemma3_text` every second has full attention,
+the others windows of 512 tokens. --checkpoint takes another model.
 """
 
 from __future__ import annotations
@@ -19,13 +26,16 @@ import signal
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
+from copy_rate import copy_rate
 from lending_node import (
-    SMALL_MODEL,
+    OUT,
     Node,
     Tokens,
     ask,
@@ -34,26 +44,34 @@ from lending_node import (
     only,
     parser,
     say,
-    small_checkpoint,
     table,
+    tiny_checkpoint,
     write_report,
 )
+
+from swiftkv.admin_key import find_admin_key
+from swiftkv.checkpoint import read_texts, save, standard_library_files, train_tokenizer
+from swiftkv.tier.loads import num_needed
 
 NAME = "small"
 _POLL_S = 0.05
 _TIMEOUT_S = 300.0
+_RESTARTS = {"restart": {"limit": 1000, "window": "1s", "backoff": "100ms"}}
+_COMPUTING = "computing it"
+_POOL = "the pool"
 
 
 @dataclass
 class Figures:
-    """Seconds to the first token in every round, and the tokens that came from a tier."""
+    """Seconds to the first token from each place, and bytes per second of copying, in every round."""
 
-    local_s: list[float] = field(default_factory=list)
-    warm_s: list[float] = field(default_factory=list)
-    cold_s: list[float] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
-    computed_s: list[float] = field(default_factory=list)
-    hit_tokens: list[float] = field(default_factory=list)
+    first_token_s: dict[str, list[float]] = field(default_factory=dict)
+    copy_bytes_per_s: list[float] = field(default_factory=list)
+    peer_tokens: list[float] = field(default_factory=list)
+
+    def note(self, place: str, seconds: float) -> None:
+        self.first_token_s.setdefault(place, []).append(seconds)
+        say(f"  {place}: {1000 * seconds:.0f} ms")
 
 
 def metric(node: Node, name: str) -> float:
@@ -84,6 +102,16 @@ def restart_engine(node: Node) -> None:
     wait_until("the engine to be back", lambda: engine_view(node)["state"] == "ready")
 
 
+def change_storage(node: Node, storage: dict[str, Any] | None) -> None:
+    """Detach what is attached, and attach something else, if anything."""
+    headers = {"Authorization": f"Bearer {find_admin_key(node.url)}"}
+    url = f"{node.url}/admin/storage/{NAME}"
+    if engine_view(node)["storage_backend"] is not None:
+        httpx.post(f"{url}/detach", headers=headers, timeout=300).raise_for_status()
+    if storage is not None:
+        httpx.post(f"{url}/attach", headers=headers, json=storage, timeout=300).raise_for_status()
+
+
 def forget_pages(directory: Path) -> None:
     """Have the kernel drop the files from its page cache."""
     os.sync()
@@ -97,88 +125,181 @@ def ttft_s(node: Node, prompt: list[int], num_tokens: int = 8) -> float:
     return float(asyncio.run(ask(node.target(NAME), prompt, num_tokens)).ttft_s)
 
 
-def write_turn(node: Node, history: list[int], more: list[int]) -> list[int]:
-    """Have a node compute a conversation; return its next turn once the blocks are written."""
-    answer = asyncio.run(ask(node.target(NAME), history, 32))
-    wait_until("the blocks to be written", lambda: metric(node, "swiftkv:tier_blocks_to_store") == 0)
-    assert metric(node, "swiftkv:tier_stored_blocks_total") >= len(history) // node.plan(NAME).block_size
-    return [*history, *answer.token_ids, *more]
+def wait_until_written(node: Node, num_tokens: int) -> None:
+    """Wait until the blocks of so many tokens, and all others on offer, are stored."""
+    num_blocks = num_tokens // node.plan(NAME).block_size
+    wait_until("blocks to be written", lambda: metric(node, "swiftkv:tier_stored_blocks_total") >= num_blocks)
+    wait_until("all of them to be written", lambda: metric(node, "swiftkv:tier_blocks_to_store") == 0)
 
 
-def measure_round(
-    stored: Node, hosted: Node, plain: Node, tokens: Tokens, figures: Figures, directory: Path, args: object
+class Conversation:
+    """A history, the answer to it, and new turns that are all different."""
+
+    def __init__(self, node: Node, tokens: Tokens, length: int) -> None:
+        """Have a node compute it."""
+        self.length = length
+        self._tokens = tokens
+        history = tokens.fresh(length)
+        answer = asyncio.run(ask(node.target(NAME), history, 32))
+        self.computing_s = float(answer.ttft_s)
+        self._past = [*history, *answer.token_ids]
+
+    def turn(self) -> list[int]:
+        return [*self._past, *self._tokens.fresh(24)]
+
+    def continue_after_restart(self, node: Node, warmup: int, before: Callable[[], None] = lambda: None) -> float:
+        """Kill the engine, and return the seconds to the first token of a turn that must come from below the pool."""
+        restart_engine(node)
+        ttft_s(node, self._tokens.fresh(warmup))
+        before()
+        seconds = ttft_s(node, self.turn())
+        wait_until("its report", lambda: metric(node, "swiftkv:tier_hit_tokens_total") > 0)
+        assert metric(node, "swiftkv:tier_hit_tokens_total") >= self.length
+        return seconds
+
+
+def measure_storage(
+    node: Node, backends: dict[str, dict[str, Any]], tokens: Tokens, figures: Figures, args: Namespace
 ) -> None:
-    history, more = tokens.fresh(args.history), tokens.fresh(24)  # type: ignore[attr-defined]
-    warmup = args.warmup  # type: ignore[attr-defined]
-    with only(hosted, (stored, plain)):
-        ttft_s(hosted, tokens.fresh(warmup))
-        turn = write_turn(hosted, history, more)
-        restart_engine(hosted)
-        ttft_s(hosted, tokens.fresh(warmup))
-        figures.host_s.append(ttft_s(hosted, turn))
-        wait_until("its report", lambda: metric(hosted, "swiftkv:tier_hit_tokens_total") > 0)
-        assert metric(hosted, "swiftkv:tier_hit_tokens_total") >= len(history)
-    with only(stored, (hosted, plain)):
-        ttft_s(stored, tokens.fresh(warmup))
-        turn = write_turn(stored, history, more)
-        figures.local_s.append(ttft_s(stored, turn))
-        for is_cold, to in ((False, figures.warm_s), (True, figures.cold_s)):
-            restart_engine(stored)
-            ttft_s(stored, tokens.fresh(warmup))
-            if is_cold:
-                forget_pages(directory)
-            to.append(ttft_s(stored, turn))
-        wait_until("its report", lambda: metric(stored, "swiftkv:tier_hit_tokens_total") > 0)
-        figures.hit_tokens.append(metric(stored, "swiftkv:tier_hit_tokens_total"))
-    with only(plain, (stored, hosted)):
-        ttft_s(plain, tokens.fresh(warmup))
-        figures.computed_s.append(ttft_s(plain, tokens.fresh(len(turn))))
+    """Measure computing, the pool, and one backend after the other."""
+    change_storage(node, None)
+    ttft_s(node, tokens.fresh(args.warmup))
+    conversation = Conversation(node, tokens, args.history)
+    figures.note(_COMPUTING, conversation.computing_s)
+    figures.note(_POOL, ttft_s(node, conversation.turn()))
+    for name, backend in backends.items():
+        change_storage(node, {**backend, "prefetch_policy": "wait_complete"})
+        wait_until_written(node, args.history)
+        if name != "files":
+            figures.note(name, conversation.continue_after_restart(node, args.warmup))
+            continue
+        figures.note("files, page cache warm", conversation.continue_after_restart(node, args.warmup))
+        cold_s = conversation.continue_after_restart(node, args.warmup, lambda: forget_pages(Path(backend["path"])))  # noqa: B023
+        figures.note("files, cold", cold_s)
+
+
+def measure_host(node: Node, tokens: Tokens, figures: Figures, args: Namespace) -> None:
+    ttft_s(node, tokens.fresh(args.warmup))
+    conversation = Conversation(node, tokens, args.history)
+    wait_until("the blocks to be written", lambda: metric(node, "swiftkv:tier_blocks_to_store") == 0)
+    figures.note("host memory", conversation.continue_after_restart(node, args.warmup))
+
+
+def measure_peer(node: Node, tokens: Tokens, figures: Figures, args: Namespace) -> None:
+    ttft_s(node, tokens.fresh(args.warmup))
+    conversation = Conversation(node, tokens, args.history)
+    before = node.stream_seconds_at_rest(NAME).peer_hit_tokens
+    figures.note("a peer's pool", ttft_s(node, conversation.turn()))
+    figures.peer_tokens.append(node.stream_seconds_at_rest(NAME).peer_hit_tokens - before)
+
+
+def make_model(arch: str, num_layers: int) -> Path:
+    """Return a random model of Qwen3-0.6B's width and so many layers, made once."""
+    directory = OUT / "checkpoints" / f"{arch}-{num_layers}-layers"
+    if (directory / "tokenizer.json").exists():  # written last
+        return directory
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = train_tokenizer(read_texts(standard_library_files()[:10]), 512)
+    windows: dict[str, Any] = {}
+    if arch == "gemma3_text":
+        kinds = ["sliding_attention", "full_attention"]
+        windows = {"sliding_window": 512, "query_pre_attn_scalar": 128, "layer_types": kinds * (num_layers // 2)}
+    config = AutoConfig.for_model(
+        arch,
+        hidden_size=1024,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        max_position_embeddings=40960,
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+        **windows,
+    )
+    torch.manual_seed(0)
+    save(AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16), tokenizer, directory)
+    return directory
+
+
+def bytes_read(node: Node, num_tokens: int) -> int:
+    """Return the bytes of KV that a prefix of so many tokens needs: of layers with windows, their tails."""
+    groups = node.plan(NAME).groups
+    return sum(num_needed(group, 0, num_tokens // group.block_size) * group.block_bytes for group in groups)
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=5, default_model=SMALL_MODEL)
-    options.add_argument("--history", type=int, default=4096, help="tokens of turn 1")
+    options = parser(__doc__, rounds=3, default_model="the random one of --arch and --layers")
+    options.add_argument("--arch", default="qwen3", choices=["qwen3", "gemma3_text"])
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--history", type=int, default=16384, help="tokens of turn 1")
     options.add_argument("--warmup", type=int, default=512, help="fresh tokens after each start")
-    options.add_argument("--memory", default="1GiB", help="of each pool")
+    options.add_argument("--memory", default="1GiB", help="of each pool but the one that borrows")
     options.add_argument("--host", default="2GiB", help="size of the host memory")
     options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
+    options.add_argument("--redis", metavar="URL", help="of a server with a bound; default: none is measured")
+    options.add_argument("--mooncake", metavar="HOST:PORT", help="of the master of a store with memory")
     args = options.parse_args()
+    checkpoint = args.checkpoint or make_model(args.arch, args.layers)
+    shape = {"max_model_len": args.history + 1024, "max_num_seqs": 4}
     figures = Figures()
-    checkpoint = small_checkpoint(args.checkpoint)
-    shape = {"max_model_len": args.history + 1024}
     with tempfile.TemporaryDirectory(dir=args.storage, prefix="tier-") as temporary:
-        directory = Path(temporary) / "kv"
-        storage = {"backend": "file", "path": str(directory), "size": "16GiB", "prefetch_policy": "wait_complete"}
-        restarts = {"restart": {"limit": 1000, "backoff": "100ms"}}
-        stored = Node("storage", restarts, [model(NAME, checkpoint, args.memory, tiers={"storage": storage}, **shape)])
-        plain = Node("plain", {}, [model(NAME, checkpoint, args.memory, **shape)])
-        tokens = Tokens(args.seed, (300, stored.plan(NAME).vocab_size))
+        files = str(Path(temporary) / "kv")
+        backends: dict[str, dict[str, Any]] = {"files": {"backend": "file", "path": files, "size": "16GiB"}}
+        if args.redis:
+            backends["Redis"] = {"backend": "redis", "url": args.redis, "timeout": "10s"}
+        if args.mooncake:
+            backends["a Mooncake Store"] = {"backend": "mooncake", "master_server_address": args.mooncake}
+        stored = Node("storage", _RESTARTS, [model(NAME, checkpoint, args.memory, **shape)])
         host = {"host": {"size": args.host}}
-        hosted = Node("host", restarts, [model(NAME, checkpoint, args.memory, tiers=host, **shape)])
-        with nodes_up(stored, hosted, plain):
+        hosted = Node("host", _RESTARTS, [model(NAME, checkpoint, args.memory, tiers=host, **shape)])
+        num_bytes = bytes_read(stored, args.history)
+        lender = model("lender", tiny_checkpoint(), 2 * num_bytes, threads=1, lending={"budget": "100%"})
+        borrower = model(NAME, checkpoint, num_bytes, "master", **shape)
+        lent = Node("peer", {}, [borrower, lender])
+        tokens = Tokens(args.seed, (300, stored.plan(NAME).vocab_size))
+        nodes = (stored, hosted, lent)
+        with nodes_up(*nodes):
+            lent.wait_until_borrowed(NAME, lent.promised_bytes(NAME))
+            for node in nodes:
+                node.hold()
             for number in range(args.rounds):
-                measure_round(stored, hosted, plain, tokens, figures, directory, args)
-                say(f"round {number + 1}: {figures}")
-            kv_bytes = args.history * stored.plan(NAME).bytes_per_token
-    report(figures, kv_bytes)
-    write_report(args, figures=vars(figures))
+                say(f"round {number + 1}")
+                group = stored.plan(NAME).groups[0]
+                figures.copy_bytes_per_s.append(copy_rate(group, num_bytes // group.block_bytes)[0])
+                with only(stored, nodes):
+                    measure_storage(stored, backends, tokens, figures, args)
+                with only(hosted, nodes):
+                    measure_host(hosted, tokens, figures, args)
+                with only(lent, nodes):
+                    measure_peer(lent, tokens, figures, args)
+    report(figures, num_bytes, args)
+    write_report(args, num_bytes=num_bytes, figures=vars(figures))
 
 
-def report(figures: Figures, kv_bytes: int) -> None:
+def report(figures: Figures, num_bytes: int, args: Namespace) -> None:
+    of = figures.first_token_s
+    bounds_s = [max(pool, num_bytes / rate) for pool, rate in zip(of[_POOL], figures.copy_bytes_per_s, strict=True)]
     rows = []
-    for label, values in (
-        ("the pool", figures.local_s),
-        ("host memory", figures.host_s),
-        ("files, page cache warm", figures.warm_s),
-        ("files, cold", figures.cold_s),
-        ("computing it", figures.computed_s),
-    ):
-        median_s = statistics.median(values)
-        ratios = [value / other for value, other in zip(values, figures.computed_s, strict=True)]
-        rows.append(
-            [label, f"{1000 * median_s:.0f}", f"{statistics.median(ratios):.3f}", f"{kv_bytes / median_s / 1e9:.2f}"]
-        )
-    say(table(["turn 2 from", "first token, ms", "of computing", "GB/s"], rows))
+    for place, values in of.items():
+        of_computing = [value / other for value, other in zip(values, of[_COMPUTING], strict=True)]
+        of_bound = [value / bound for value, bound in zip(values, bounds_s, strict=True)]
+        ratios = [f"{statistics.median(ratios):.2f}" for ratios in (of_computing, of_bound)]
+        rows.append([place, f"{1000 * statistics.median(values):.0f}", *ratios])
+    say(table(["turn 2 from", "first token, ms", "of computing", "of max(pool, bytes / copying)"], rows))
+    rate = statistics.median(figures.copy_bytes_per_s)
+    say(
+        f"\n{num_bytes / 1e6:.0f} MB are read; copying moves {rate / 1e9:.1f} GB/s, so they take "
+        f"{1000 * num_bytes / rate:.0f} ms. With the peer lay {statistics.median(figures.peer_tokens):.0f} of "
+        f"{args.history} tokens."
+    )
 
 
 if __name__ == "__main__":
