@@ -14,7 +14,8 @@ constexpr double kRidge = 1e-6;      // of terms that rise and fall together, no
 constexpr int kMinPromptSteps = 4;   // and one of decodes alone
 constexpr int kStepsPerFit = 16;     // but for the first ones, each of which tells much
 constexpr int kFirstSteps = 64;
-constexpr int kErrorWindow = 200;  // predictions
+constexpr int kErrorWindow = 200;   // predictions
+constexpr double kInterrupted = 2;  // one that took so many times as long as expected was held up by something else
 
 using Terms = StepTime::Terms;
 constexpr int kNumTerms = StepTime::kNumTerms;
@@ -53,14 +54,17 @@ void StepWork::add_row(int begin, int count) {
     }
 }
 
-// A step weighs 1 / its time squared, so that errors count in relation to it.
-void StepTime::Sums::add(const Terms& terms, double duration_s) {
+// A step weighs 1 / its expected time squared, so that errors count in relation to it. Weighed by the time that they
+// took, steps that took long by chance would count less than those that did not, and predictions would be too low. That
+// is right for one that was held up: the longer it was, the less it counts.
+void StepTime::Sums::add(const Terms& terms, double duration_s, double expected_s) {
     ++num_steps;
+    const double unit_s = std::clamp(expected_s, duration_s / kInterrupted, duration_s * kInterrupted);
     Terms scaled;
-    for (int i = 0; i < kNumTerms; ++i) scaled[i] = terms[i] / duration_s;
+    for (int i = 0; i < kNumTerms; ++i) scaled[i] = terms[i] / unit_s;
     for (int i = 0; i < kNumTerms; ++i) {
         for (int j = 0; j <= i; ++j) products[i][j] = kRetention * products[i][j] + scaled[i] * scaled[j];
-        moments[i] = kRetention * moments[i] + scaled[i];
+        moments[i] = kRetention * moments[i] + scaled[i] * (duration_s / unit_s);
     }
 }
 
@@ -74,7 +78,8 @@ StepTime StepTime::remembered(const Terms& coefficients) {
         for (int i = 0; i < num_answers; ++i) work.add_row(context, 1);
         if (chunk > 0) work.add_row(begin, chunk);
         work.num_copies = num_copies;
-        (chunk > 0 ? step_time.prompts_ : step_time.decodes_).add(terms_of(work), step_time.predict(work));
+        const double duration_s = step_time.predict(work);
+        (chunk > 0 ? step_time.prompts_ : step_time.decodes_).add(terms_of(work), duration_s, duration_s);
     };
     for (const int num_answers : {1, 2, 4, 8, 16, 64}) {
         for (const int context : {50, 500, 5000}) {
@@ -87,12 +92,14 @@ StepTime StepTime::remembered(const Terms& coefficients) {
 
 void StepTime::observe(const StepWork& work, double duration_s) {
     if (duration_s <= 0) return;
+    double expected_s = duration_s;
     if (is_known()) {
-        const double error = std::abs(predict(work) - duration_s) / duration_s;
+        expected_s = predict(work);
+        const double error = std::abs(expected_s - duration_s) / duration_s;
         num_predicted_ = std::min(num_predicted_ + 1, kErrorWindow);
         error_ratio_ += (error - error_ratio_) / num_predicted_;
     }
-    (work.prompt_pairs > 0 ? prompts_ : decodes_).add(terms_of(work), duration_s);
+    (work.prompt_pairs > 0 ? prompts_ : decodes_).add(terms_of(work), duration_s, expected_s);
     const bool is_early = prompts_.num_steps + decodes_.num_steps < kFirstSteps;
     if (++num_unfitted_ >= (is_early ? 1 : kStepsPerFit)) fit();
 }

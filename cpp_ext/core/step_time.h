@@ -54,7 +54,7 @@ class StepTime {
         Terms moments = {};
         int64_t num_steps = 0;
 
-        void add(const Terms& terms, double duration_s);
+        void add(const Terms& terms, double duration_s, double expected_s);
     };
 
     void fit();

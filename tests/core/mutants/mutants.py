@@ -668,7 +668,19 @@ MUTANTS = [
     ),
     one("a long chunk is as cheap per token as a short one", STEP_TIME, "+ 2 * per_pair * left_s));", "));"),
     one("old steps count for ever", STEP_TIME, "kRetention = 0.99;", "kRetention = 1.0;"),
-    one("absolute errors count", STEP_TIME, "scaled[i] = terms[i] / duration_s;", "scaled[i] = terms[i];"),
+    one(
+        "absolute errors count",
+        STEP_TIME,
+        "const double unit_s = std::clamp(expected_s, duration_s / kInterrupted, duration_s * kInterrupted);",
+        "const double unit_s = 1.0;",
+    ),
+    one("steps that took long by chance count less", STEP_TIME, "expected_s = predict(work);\n", "predict(work);\n"),
+    one(
+        "an interruption counts in full",
+        STEP_TIME,
+        "constexpr double kInterrupted = 2;",
+        "constexpr double kInterrupted = 100;",
+    ),
     # Steps that are bounded in time.
     one("a step has no end", POLICY, "(!limits_.target_tpot_s || decodes.num_rows == 0)", "(true)"),
     one(
