@@ -134,6 +134,88 @@ class SchedulerStats:
     """The mean of |predicted - measured| / measured over recent steps; 0 before any was predicted"""
     groups: Final[list[GroupStats]]
 
+class QueuedPrompt:
+    """A prompt without a token, of which `num_left` tokens are to be computed."""
+
+    num_tokens: Final[float]
+    num_left: Final[float]
+    priority: Final[int]
+
+    def __init__(
+        self,
+        num_tokens: float,
+        num_left: float,
+        arrived_s: float,
+        *,
+        priority: int = 0,
+        deadline_s: float = 0.0,
+        flow: int = 0,
+        flow_weight: float = 1.0,
+    ) -> None: ...
+
+class PromptPace:
+    """The speed at which prompts are computed beside the answers that go on."""
+
+    overhead_s: Final[float]
+    """Time of a step beside its work on prompts"""
+    step_s: Final[float]
+    """The time of a full step"""
+
+    def __init__(self, *, token_s: float, pair_s: float, overhead_s: float, spare_s: float, budget: float) -> None:
+        """Let a step have `spare_s` for prompts, and `budget` of their tokens."""
+
+    def work_s(self, prompt: QueuedPrompt) -> float:
+        """Return the seconds that a prompt takes, without the overhead of its steps."""
+
+    def steps(self, prompt: QueuedPrompt) -> float:
+        """Return how many steps a prompt fills, parts of steps included."""
+
+    def computing_s(self, prompt: QueuedPrompt) -> float:
+        """Return how long a prompt takes that nothing interrupts."""
+
+class WorkAhead:
+    """The work ahead of a prompt that arrives and behind it, in steps, and in seconds beside their overhead."""
+
+    steps: Final[float]
+    work_s: Final[float]
+    steps_behind: Final[float]
+    work_behind_s: Final[float]
+    num_waiting: Final[float]
+    """Those ahead that have not begun; of other flows only their share"""
+    tokens_waiting: Final[float]
+    num_begun: Final[int]
+    """Prompts in progress that need not give way"""
+
+class PromptQueue:
+    """The prompts of one engine that have no token yet, as its gateway sees them. Times are of one clock."""
+
+    def __init__(self, policy: str) -> None: ...
+    def add(self, request_id: int, prompt: QueuedPrompt) -> None:
+        """Note that a prompt has come. Raises ValueError if it is there already."""
+
+    def begin(self, request_id: int, num_left: float, now_s: float) -> None:
+        """Note that the engine has begun with a prompt, and how much of it is left; ignore one that is gone."""
+
+    def remove(self, request_id: int, now_s: float) -> None:
+        """Forget a prompt; ignore one that is gone."""
+
+    def find(self, request_id: int) -> QueuedPrompt | None: ...
+    def advance(self, now_s: float) -> None:
+        """Credit the time since the last call to the prompt that the engine computes."""
+
+    is_empty: Final[bool]
+    has_begun: Final[bool]
+    """Whether the engine has begun with any"""
+
+    def ahead_of(self, prompt: QueuedPrompt, pace: PromptPace) -> WorkAhead:
+        """Return what is ahead of a prompt that arrives now."""
+
+    def overtaking_part(self, prompt: QueuedPrompt, pace: PromptPace, wait_s: float) -> float:
+        """Return the part of a wait of `wait_s` that later prompts will take, if as many come as of late."""
+
+    def end_of_class(self, priority: int) -> float:
+        """Return the priority from which on running requests give way to a prompt: those of lower classes do."""
+
 class StepWork:
     """The sizes of a step that its time depends on."""
 

@@ -1,0 +1,279 @@
+#include "prompt_queue.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+namespace swiftkv {
+
+namespace {
+
+constexpr size_t kRecent = 512;
+constexpr double kMaxOvertakingPart = 0.9;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// The lane of `hrrn`: prompts of one lane, whose lengths are within a factor of two, keep the order in which they came.
+int lane_of(double num_left) {
+    return std::ilogb(std::max(num_left, 1.0));
+}
+
+// The part of a prompt that is computed from `begins_s` on, before one that arrives now interrupts it.
+//
+// While it is computed, ever less of it is left, so its response ratio rises ever faster: it is interrupted soon, or
+// not at all. That happens after the first `t` seconds for which the new prompt's ratio, `(begins_s + t) / own_left`,
+// is as high as its own, `(waited_s + begins_s + t) / (num_left - speed * t)`. It must stay so for a whole step, since
+// ratios are compared between steps only.
+double part_computed(double num_left, double service_s, double waited_s, double begins_s, double own_left,
+                     double step_s) {
+    num_left = std::max(num_left, 1e-9);
+    service_s = std::max(service_s, 1e-9);
+    const double speed = num_left / service_s;
+    const double linear = num_left - own_left - begins_s * speed;
+    const double constant = own_left * (waited_s + begins_s) - begins_s * num_left;
+    const double discriminant = linear * linear - 4 * speed * constant;
+    if (linear <= 0 || discriminant <= step_s * speed * step_s * speed) return 1;
+    const double after_s = std::max((linear - std::sqrt(discriminant)) / (2 * speed), 0.0);
+    return std::min(1.0, (after_s + step_s) / service_s);
+}
+
+}  // namespace
+
+double PromptPace::step_s() const {
+    return overhead_s + std::min(spare_s, budget * token_s);
+}
+
+double PromptPace::steps(const QueuedPrompt& prompt) const {
+    return std::max(prompt.num_left / budget, work_s(prompt) / spare_s);
+}
+
+double PromptPace::computing_s(const QueuedPrompt& prompt) const {
+    return work_s(prompt) + std::ceil(steps(prompt) - 1e-9) * overhead_s;
+}
+
+size_t PromptQueue::index_of(RequestId id) const {
+    return static_cast<size_t>(std::ranges::lower_bound(entries_, id, {}, &Entry::id) - entries_.begin());
+}
+
+bool PromptQueue::contains(RequestId id) const {
+    const size_t index = index_of(id);
+    return index < entries_.size() && entries_[index].id == id;
+}
+
+void PromptQueue::add(RequestId id, const QueuedPrompt& prompt) {
+    if (contains(id)) throw std::invalid_argument("the prompt is there already");
+    entries_.insert(entries_.begin() + static_cast<ptrdiff_t>(index_of(id)), {id, prompt});
+    if (latest_.size() < kRecent)
+        latest_.push_back(prompt);
+    else
+        latest_[num_added_ % kRecent] = prompt;
+    ++num_added_;
+}
+
+void PromptQueue::begin(RequestId id, double num_left, double now_s) {
+    if (!contains(id)) return;
+    advance(now_s);
+    QueuedPrompt& prompt = entries_[index_of(id)].prompt;
+    prompt.num_left = num_left;
+    if (!prompt.has_begun) begun_.push_back(id);
+    prompt.has_begun = true;
+}
+
+void PromptQueue::remove(RequestId id, double now_s) {
+    if (!contains(id)) return;
+    advance(now_s);
+    std::erase(begun_, id);
+    entries_.erase(entries_.begin() + static_cast<ptrdiff_t>(index_of(id)));
+}
+
+std::optional<QueuedPrompt> PromptQueue::find(RequestId id) const {
+    return contains(id) ? std::optional(entries_[index_of(id)].prompt) : std::nullopt;
+}
+
+void PromptQueue::advance(double now_s) {
+    const double elapsed_s = now_s - advanced_s_;
+    advanced_s_ = now_s;
+    if (!begun_.empty()) entries_[index_of(head(now_s))].prompt.done_s += elapsed_s;
+}
+
+bool PromptQueue::interrupts() const {
+    return policy_ != SchedulingPolicy::kFcfs && policy_ != SchedulingPolicy::kPriority;
+}
+
+// The prompt that goes first of those that have begun.
+RequestId PromptQueue::head(double now_s) const {
+    const auto place = [&](RequestId id) {
+        const QueuedPrompt& prompt = entries_[index_of(id)].prompt;
+        double rank = (prompt.arrived_s - now_s) / prompt.num_left;
+        if (policy_ == SchedulingPolicy::kDeadline) rank = prompt.deadline_s;
+        if (policy_ == SchedulingPolicy::kSpf) rank = prompt.num_left;
+        return std::tuple(prompt.priority, rank);
+    };
+    return interrupts() ? *std::ranges::min_element(begun_, {}, place) : begun_.front();
+}
+
+double PromptQueue::end_of_class(int64_t priority) const {
+    if (policy_ == SchedulingPolicy::kFcfs) return kInfinity;
+    const double steps = std::floor(static_cast<double>(priority) / kPrioritiesPerClass + 0.5);
+    return (steps + 0.5) * kPrioritiesPerClass;
+}
+
+WorkAhead PromptQueue::ahead_of(const QueuedPrompt& prompt, const PromptPace& pace) const {
+    std::vector<Rest> all = rests(pace);
+    order(prompt, pace, all);
+    const std::vector<double> share = shares(prompt, pace.service_s(prompt), all);
+    const double end = end_of_class(prompt.priority);
+    WorkAhead ahead;
+    for (size_t i = 0; i < entries_.size(); ++i) {
+        const QueuedPrompt& other = entries_[i].prompt;
+        const Rest& rest = all[i];
+        const double steps = pace.steps(other), work_s = pace.work_s(other);
+        const double part_behind = rest.part * (1 - rest.before), part_ahead = rest.part * rest.before * share[i];
+        ahead.steps += steps * part_ahead;
+        ahead.work_s += work_s * part_ahead;
+        ahead.steps_behind += steps * part_behind;
+        ahead.work_behind_s += work_s * part_behind;
+        if (rest.before > 0 && !other.has_begun) {
+            ahead.num_waiting += share[i];
+            ahead.tokens_waiting += other.num_left * share[i];
+        }
+        ahead.num_begun += other.has_begun && static_cast<double>(other.priority) < end;
+    }
+    return ahead;
+}
+
+std::vector<PromptQueue::Rest> PromptQueue::rests(const PromptPace& pace) const {
+    std::vector<Rest> rests;
+    rests.reserve(entries_.size());
+    for (const auto& [id, prompt] : entries_) {
+        const double service_s = pace.service_s(prompt);
+        const double part = 1 - std::min(prompt.done_s / std::max(service_s, 1e-9), 1.0);
+        rests.push_back({prompt.num_left * part, service_s * part, part, 0.0});
+    }
+    return rests;
+}
+
+// Sets what is computed before the prompt.
+void PromptQueue::order(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const {
+    if (policy_ == SchedulingPolicy::kHrrn) return order_by_ratio(prompt, pace, rests);
+    const double end = end_of_class(prompt.priority);
+    const auto is_ahead = [&](const QueuedPrompt& other, const Rest& rest) {
+        const bool is_equal = other.priority == prompt.priority;
+        switch (policy_) {
+            case SchedulingPolicy::kFcfs:
+                return true;
+            case SchedulingPolicy::kPriority:
+                return other.priority <= prompt.priority ||
+                       (other.has_begun && static_cast<double>(other.priority) < end);
+            case SchedulingPolicy::kSpf:
+                return other.priority < prompt.priority || (is_equal && rest.num_left <= prompt.num_left);
+            default:
+                return other.priority < prompt.priority || (is_equal && other.deadline_s <= prompt.deadline_s);
+        }
+    };
+    for (size_t i = 0; i < rests.size(); ++i) rests[i].before = is_ahead(entries_[i].prompt, rests[i]);
+}
+
+// The prompt begins when all that still have a higher ratio by then have been computed, those first that it overtakes
+// last. A step may go by before anybody notices.
+void PromptQueue::order_by_ratio(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const {
+    const double step_s = pace.step_s(), now_s = prompt.arrived_s;
+    double begins_s = 0;
+    std::vector<size_t> never;                          // overtaken
+    std::vector<std::pair<double, int64_t>> overtaken;  // in how many seconds; the earlier of equals first
+    for (size_t i = 0; i < rests.size(); ++i) {
+        const QueuedPrompt& other = entries_[i].prompt;
+        if (other.priority < prompt.priority) {
+            rests[i].before = 1;
+            begins_s += rests[i].service_s;
+        } else if (other.priority == prompt.priority) {
+            const double left = rests[i].num_left;
+            if (lane_of(left) <= lane_of(prompt.num_left)) {
+                never.push_back(i);
+            } else {
+                const double more = std::max(left - prompt.num_left, 1.0);
+                overtaken.emplace_back((now_s - other.arrived_s) * prompt.num_left / more, -static_cast<int64_t>(i));
+            }
+        }
+    }
+    const auto goes_first = [&](size_t i) {  // whether it is computed to its end
+        Rest& rest = rests[i];
+        const double waited_s = now_s - entries_[i].prompt.arrived_s;
+        rest.before = part_computed(rest.num_left, rest.service_s, waited_s, begins_s, prompt.num_left, step_s);
+        begins_s += rest.service_s;
+        return rest.before == 1;
+    };
+    if (!std::ranges::all_of(never, goes_first)) return;
+    std::ranges::make_heap(overtaken);
+    while (!overtaken.empty() && overtaken.front().first >= begins_s + step_s) {
+        if (!goes_first(static_cast<size_t>(-overtaken.front().second))) return;
+        std::ranges::pop_heap(overtaken);
+        overtaken.pop_back();
+    }
+}
+
+// The part of each prompt ahead that is computed before the new one: while a flow computes its own prompts up to this
+// one, which takes `own_s` and those before it, each other flow gets as much time by its weight.
+std::vector<double> PromptQueue::shares(const QueuedPrompt& prompt, double own_s,
+                                        const std::vector<Rest>& rests) const {
+    struct Flow {
+        int64_t flow;
+        double service_s, weight;
+    };
+    std::vector<Flow> flows;
+    std::vector<double> shares(rests.size(), 1.0);
+    const auto find = [&](int64_t flow) { return std::ranges::find(flows, flow, &Flow::flow); };
+    const auto is_shared = [&](size_t i) {
+        const QueuedPrompt& other = entries_[i].prompt;
+        return rests[i].before > 0 && other.flow != prompt.flow && other.priority == prompt.priority;
+    };
+    for (size_t i = 0; i < rests.size(); ++i) {
+        const QueuedPrompt& other = entries_[i].prompt;
+        if (rests[i].before > 0 && other.flow == prompt.flow) own_s += rests[i].service_s;
+        if (!is_shared(i)) continue;
+        auto flow = find(other.flow);
+        if (flow == flows.end()) flow = flows.insert(flow, {other.flow, 0.0, 0.0});
+        flow->service_s += rests[i].service_s;
+        flow->weight = std::max(flow->weight, other.flow_weight);
+    }
+    if (flows.empty()) return shares;
+    for (size_t i = 0; i < rests.size(); ++i) {
+        if (!is_shared(i)) continue;
+        const Flow& flow = *find(entries_[i].prompt.flow);
+        const double most_s = own_s * flow.weight / prompt.flow_weight;
+        shares[i] = std::min(1.0, most_s / std::max(flow.service_s, 1e-9));
+    }
+    return shares;
+}
+
+double PromptQueue::overtaking_part(const QueuedPrompt& prompt, const PromptPace& pace, double wait_s) const {
+    if (policy_ == SchedulingPolicy::kFcfs || latest_.size() < 2) return 0;
+    const int own_lane = lane_of(prompt.num_left);
+    const auto part_of = [&](const QueuedPrompt& other) -> double {
+        if (other.priority < prompt.priority) return 1;
+        if (other.priority > prompt.priority || other.flow != prompt.flow) return 0;
+        switch (policy_) {
+            case SchedulingPolicy::kHrrn:  // the part of its wait during which it can be overtaken
+                return lane_of(other.num_left) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
+            case SchedulingPolicy::kSpf:
+                return other.num_left < prompt.num_left;
+            case SchedulingPolicy::kDeadline: {
+                const double later_s = (prompt.deadline_s - prompt.arrived_s) - (other.deadline_s - other.arrived_s);
+                return std::clamp(later_s / std::max(wait_s, 1e-9), 0.0, 1.0);
+            }
+            default:
+                return 0;
+        }
+    };
+    double overtaking_s = 0, first_s = kInfinity;
+    for (const QueuedPrompt& other : latest_) {
+        if (const double part = part_of(other); part > 0) overtaking_s += part * pace.service_s(other);
+        first_s = std::min(first_s, other.arrived_s);
+    }
+    const double span_s = std::max({prompt.arrived_s - first_s, wait_s, 1e-9});
+    return std::min(overtaking_s / span_s, kMaxOvertakingPart);
+}
+
+}  // namespace swiftkv

@@ -1,0 +1,222 @@
+"""What is ahead of a prompt that arrives, in plain Python: the model that `_core.PromptQueue` is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from swiftkv._core import PRIORITIES_PER_CLASS
+from swiftkv.policies import SchedulingPolicy
+
+RECENT = 512
+MAX_OVERTAKING_PART = 0.9
+
+
+@dataclass
+class Prompt:
+    """A prompt, as `_core.QueuedPrompt` has it."""
+
+    num_tokens: int
+    num_left: int
+    arrived_s: float
+    priority: int = 0
+    deadline_s: float = 0.0
+    flow: int = 0
+    flow_weight: float = 1.0
+    has_begun: bool = False
+    done_s: float = 0.0
+
+    @property
+    def pairs(self) -> float:
+        return self.num_left * (self.num_tokens - 0.5 * self.num_left)
+
+
+@dataclass
+class Pace:
+    token_s: float
+    pair_s: float
+    overhead_s: float
+    spare_s: float
+    budget: float
+
+    @property
+    def step_s(self) -> float:
+        return self.overhead_s + min(self.spare_s, self.budget * self.token_s)
+
+    def work_s(self, prompt: Prompt) -> float:
+        return self.token_s * prompt.num_left + self.pair_s * prompt.pairs
+
+    def steps(self, prompt: Prompt) -> float:
+        return max(prompt.num_left / self.budget, self.work_s(prompt) / self.spare_s)
+
+    def service_s(self, prompt: Prompt) -> float:
+        return self.work_s(prompt) + self.steps(prompt) * self.overhead_s
+
+
+@dataclass
+class Rest:
+    """The rest of a prompt, and the part of it that is computed before a new one."""
+
+    prompt: Prompt
+    part: float
+    num_left: float
+    service_s: float
+    before: float = 0.0
+
+
+@dataclass
+class NaivePromptQueue:
+    policy: SchedulingPolicy
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    begun: list[int] = field(default_factory=list)
+    latest: list[Prompt] = field(default_factory=list)
+    advanced_s: float = 0.0
+
+    def add(self, request_id: int, prompt: Prompt) -> None:
+        self.prompts[request_id] = prompt
+        copied = Prompt(prompt.num_tokens, prompt.num_left, prompt.arrived_s, prompt.priority, prompt.deadline_s)
+        copied.flow = prompt.flow
+        self.latest = [*self.latest, copied][-RECENT:]
+
+    def begin(self, request_id: int, num_left: int, now_s: float) -> None:
+        self.advance(now_s)
+        prompt = self.prompts[request_id]
+        prompt.num_left, prompt.has_begun = num_left, True
+        if request_id not in self.begun:
+            self.begun.append(request_id)
+
+    def remove(self, request_id: int, now_s: float) -> None:
+        self.advance(now_s)
+        del self.prompts[request_id]
+        if request_id in self.begun:
+            self.begun.remove(request_id)
+
+    def advance(self, now_s: float) -> None:
+        elapsed_s, self.advanced_s = now_s - self.advanced_s, now_s
+        if self.begun:
+            self.prompts[self.head(now_s)].done_s += elapsed_s
+
+    def head(self, now_s: float) -> int:
+        def place(request_id: int) -> tuple[float, float]:
+            prompt = self.prompts[request_id]
+            ranks = {"spf": prompt.num_left, "deadline": prompt.deadline_s}
+            return prompt.priority, ranks.get(self.policy, (prompt.arrived_s - now_s) / prompt.num_left)
+
+        return self.begun[0] if self.policy in ("fcfs", "priority") else min(self.begun, key=place)
+
+    def end_of_class(self, priority: int) -> float:
+        if self.policy == "fcfs":
+            return math.inf
+        return (math.floor(priority / PRIORITIES_PER_CLASS + 0.5) + 0.5) * PRIORITIES_PER_CLASS
+
+    def ahead_of(self, new: Prompt, pace: Pace) -> tuple[float, ...]:
+        """Return the fields of `_core.WorkAhead`, in their order."""
+        rests = [self.rest_of(self.prompts[request_id], pace) for request_id in sorted(self.prompts)]
+        if self.policy == "hrrn":
+            self.order_by_ratio(new, pace, rests)
+        else:
+            for rest in rests:
+                rest.before = float(self.is_ahead(rest, new))
+        share = [self.share(rest, new, pace, rests) for rest in rests]
+        together = list(zip(rests, share, strict=True))
+        waiting = [(r.prompt, s) for r, s in together if r.before > 0 and not r.prompt.has_begun]
+        end = self.end_of_class(new.priority)
+        return (
+            sum(pace.steps(r.prompt) * r.part * r.before * s for r, s in together),
+            sum(pace.work_s(r.prompt) * r.part * r.before * s for r, s in together),
+            sum(pace.steps(r.prompt) * r.part * (1 - r.before) for r in rests),
+            sum(pace.work_s(r.prompt) * r.part * (1 - r.before) for r in rests),
+            sum(s for _, s in waiting),
+            sum(prompt.num_left * s for prompt, s in waiting),
+            sum(prompt.has_begun and prompt.priority < end for prompt in self.prompts.values()),
+        )
+
+    def rest_of(self, prompt: Prompt, pace: Pace) -> Rest:
+        part = 1 - min(prompt.done_s / max(pace.service_s(prompt), 1e-9), 1)
+        return Rest(prompt, part, prompt.num_left * part, pace.service_s(prompt) * part)
+
+    def is_ahead(self, rest: Rest, new: Prompt) -> bool:
+        prompt = rest.prompt
+        if self.policy == "fcfs" or prompt.priority < new.priority:
+            return True
+        is_equal = prompt.priority == new.priority
+        if self.policy == "priority":
+            return is_equal or (prompt.has_begun and prompt.priority < self.end_of_class(new.priority))
+        if self.policy == "spf":
+            return is_equal and rest.num_left <= new.num_left
+        return is_equal and prompt.deadline_s <= new.deadline_s
+
+    def order_by_ratio(self, new: Prompt, pace: Pace, rests: list[Rest]) -> None:
+        begins_s = 0.0
+        for rest in rests:
+            if rest.prompt.priority < new.priority:
+                rest.before = 1.0
+                begins_s += rest.service_s
+
+        def overtaken_s(rest: Rest) -> float:
+            if lane(rest.num_left) <= lane(new.num_left):
+                return math.inf
+            waited_s = new.arrived_s - rest.prompt.arrived_s
+            return waited_s * new.num_left / max(rest.num_left - new.num_left, 1)
+
+        equal = [rest for rest in rests if rest.prompt.priority == new.priority]
+        for rest in sorted(equal, key=overtaken_s, reverse=True):
+            if overtaken_s(rest) < begins_s + pace.step_s:
+                break
+            rest.before = part_computed(rest, new, begins_s, pace.step_s)
+            begins_s += rest.service_s
+            if rest.before < 1:
+                break
+
+    def share(self, rest: Rest, new: Prompt, pace: Pace, rests: list[Rest]) -> float:
+        def is_shared(other: Rest) -> bool:
+            return other.before > 0 and other.prompt.flow != new.flow and other.prompt.priority == new.priority
+
+        if not is_shared(rest):
+            return 1.0
+        own_s = pace.service_s(new) + sum(r.service_s for r in rests if r.before > 0 and r.prompt.flow == new.flow)
+        of_flow = [other for other in rests if is_shared(other) and other.prompt.flow == rest.prompt.flow]
+        most_s = own_s * max(other.prompt.flow_weight for other in of_flow) / new.flow_weight
+        return min(1.0, most_s / max(sum(other.service_s for other in of_flow), 1e-9))
+
+    def overtaking_part(self, new: Prompt, pace: Pace, wait_s: float) -> float:
+        if self.policy == "fcfs" or len(self.latest) < 2:
+            return 0.0
+
+        def part(other: Prompt) -> float:
+            if other.priority < new.priority:
+                return 1.0
+            if other.priority > new.priority or other.flow != new.flow:
+                return 0.0
+            if self.policy == "hrrn":
+                return 1 - other.num_left / new.num_left if lane(other.num_left) < lane(new.num_left) else 0.0
+            if self.policy == "spf":
+                return float(other.num_left < new.num_left)
+            if self.policy == "deadline":
+                later_s = (new.deadline_s - new.arrived_s) - (other.deadline_s - other.arrived_s)
+                return min(max(later_s / max(wait_s, 1e-9), 0.0), 1.0)
+            return 0.0
+
+        span_s = max(new.arrived_s - min(other.arrived_s for other in self.latest), wait_s, 1e-9)
+        overtaking_s = sum(part(other) * pace.service_s(other) for other in self.latest)
+        return min(overtaking_s / span_s, MAX_OVERTAKING_PART)
+
+
+def lane(num_left: float) -> int:
+    return math.frexp(max(num_left, 1.0))[1]
+
+
+def part_computed(rest: Rest, new: Prompt, begins_s: float, step_s: float) -> float:
+    """Return the part of a prompt that is computed from `begins_s` on, before the new one's ratio is as high.
+
+    The first `t` solves `(begins_s + t) / new.num_left = (waited_s + begins_s + t) / (num_left - speed * t)`.
+    """
+    num_left, service_s = max(rest.num_left, 1e-9), max(rest.service_s, 1e-9)
+    speed = num_left / service_s
+    linear = num_left - new.num_left - begins_s * speed
+    constant = new.num_left * (new.arrived_s - rest.prompt.arrived_s + begins_s) - begins_s * num_left
+    discriminant = linear**2 - 4 * speed * constant
+    if linear <= 0 or discriminant <= (step_s * speed) ** 2:
+        return 1.0
+    after_s = max((linear - math.sqrt(discriminant)) / (2 * speed), 0.0)
+    return min(1.0, (after_s + step_s) / service_s)
