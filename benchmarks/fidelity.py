@@ -2,12 +2,15 @@
 
     python benchmarks/fidelity.py --requests 300 --out benchmarks/out/fidelity.json
 
-A node serves a random model on the CPU. After a warm-up, in which the engine learns how long its steps take, requests
-of random lengths come at random times, at --load of what the engine can do, and nothing of them is cached. Then the
-same arrivals, at the times at which they were sent, are simulated with the step times that the engine had learnt when
-the last answer was there. Rows: time to the first token, per token and to the end, of the server and of the simulation,
-and by how much the simulation is off. The machine must have nothing else to do. (That the simulator plans every step as
-the engine does, if steps take as long, is a test: tests/simulate/test_replay.py.)
+A node serves a random model on the CPU. After a warm-up, part of it at the same load, in which the engine learns how
+long its steps take, requests of random lengths come at random times, at --load of what the engine can do, and nothing
+of them is cached. Then the same arrivals, at the times at which they were sent, are simulated twice: with the step
+times, and the times of the gateway, that the node had measured before the first of them, and with the mean of those
+that it reported while it served them, every --poll-s. The first is a prediction; the second leaves out how much faster
+or slower the machine became meanwhile. Rows: time to the first token, per token and to the end, of the server and of
+the simulations, and by how much these are off; then the engine's own error of its predicted step times, the mean of
+what it reported. The machine must have nothing else to do. (That the simulator plans every step as the engine does, if
+steps take as long, is a test: tests/simulate/test_replay.py.)
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ import asyncio
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 from lending_node import (
     EXTRA,
     Node,
@@ -42,7 +44,7 @@ from swiftkv.bench.client import Answer, Target, send
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival
 from swiftkv.planning.models import SizedPlan
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
-from swiftkv.simulate.step_times import make_step_time, read_step_times
+from swiftkv.simulate.step_times import make_gateway_time, make_step_time, read_step_times
 
 VOCAB = (300, 500)
 MODEL = "real"
@@ -101,42 +103,92 @@ async def replay(node: Node, arrivals: Sequence[Arrival], tokens: Tokens) -> lis
     return answers
 
 
-def simulated(node: Node, arrivals: Sequence[Arrival], step_time: StepTime) -> Outcome:
+@dataclass
+class Watch:
+    """The step times that a node reports from time to time, and the engine's own mean error of them."""
+
+    node: Node
+    known: list[dict[str, float]] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+
+    async def look(self) -> None:
+        self.known.append((await asyncio.to_thread(read_step_times, self.node.url))[MODEL])
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"{self.node.url}/metrics")).text
+        for line in text.splitlines():
+            if line.startswith("swiftkv:step_time_error_ratio{"):
+                self.errors.append(float(line.split()[-1]))
+
+    async def until(self, done: asyncio.Future[list[Answer]], every_s: float) -> None:
+        while not done.done():
+            await asyncio.wait([done], timeout=every_s)
+            await self.look()
+
+    def mean(self) -> dict[str, float]:
+        """Return the mean of each term."""
+        return {term: statistics.fmean(known[term] for known in self.known) for term in self.known[-1]}
+
+
+async def watched(
+    node: Node, arrivals: Sequence[Arrival], tokens: Tokens, every_s: float
+) -> tuple[list[Answer], Watch]:
+    """Replay requests, and look at the node's step times meanwhile."""
+    watch = Watch(node)
+    answers = asyncio.ensure_future(replay(node, arrivals, tokens))
+    await watch.until(answers, every_s)
+    return answers.result(), watch
+
+
+def simulated(node: Node, arrivals: Sequence[Arrival], terms: dict[str, float]) -> Outcome:
+    """Simulate the arrivals with the step times, and the times of the gateway, that a node has reported."""
     plan = node.plan(MODEL)
     assert isinstance(plan, SizedPlan)
+    known = {MODEL: terms}
+    step_time = make_step_time(MODEL, known)
     scheduler = make_scheduler(node.config.models[0], plan, None)
     scheduler.remember_step_time(step_time.coefficients)
-    return simulate(scheduler, longest_alone(plan), lambda step: step_time.predict(step.work), arrivals)
+    outcome = simulate(scheduler, longest_alone(plan), lambda step: step_time.predict(step.work), arrivals)
+    return outcome.behind(make_gateway_time(MODEL, known))
 
 
-def show(answers: Sequence[Answer], outcome: Outcome) -> dict[str, dict[str, float]]:
-    """Print the table, and return by how much the simulation is off."""
+def show(answers: Sequence[Answer], outcomes: dict[str, Outcome]) -> dict[str, dict[str, dict[str, float]]]:
+    """Print the table, and return by how much each simulation is off."""
     several = [answer for answer in answers if answer.num_output_tokens > 1]
-
-    def seconds(values: npt.NDArray[np.float64]) -> list[float]:
-        return [float(value) for value in values]
-
-    pairs = {
-        "first token": ([answer.ttft_s for answer in answers], seconds(outcome.ttft_s)),
-        "per token": ([time_per_output_token(answer) for answer in several], seconds(outcome.tpot_s)),
-        "whole answer": ([answer.latency_s for answer in answers], seconds(outcome.e2e_s)),
+    real = {
+        "first token": Figures.of([answer.ttft_s for answer in answers]),
+        "per token": Figures.of([time_per_output_token(answer) for answer in several]),
+        "whole answer": Figures.of([answer.latency_s for answer in answers]),
     }
-    rows, off = [], {}
-    for name, both in pairs.items():
-        real, virtual = map(Figures.of, both)
-        off[name] = {key: getattr(virtual, key) / getattr(real, key) - 1 for key in ("mean_s", "p50_s", "p99_s")}
+    virtual = {
+        name: {
+            "first token": Figures.of(outcome.ttft_s.tolist()),
+            "per token": Figures.of(outcome.tpot_s.tolist()),
+            "whole answer": Figures.of(outcome.e2e_s.tolist()),
+        }
+        for name, outcome in outcomes.items()
+    }
+    off: dict[str, dict[str, dict[str, float]]] = {name: {} for name in outcomes}
+    rows = []
+    for quantity, server in real.items():
         for key, word in (("mean_s", "mean"), ("p50_s", "P50"), ("p99_s", "P99")):
-            cells = (f"{1e3 * getattr(figures, key):,.1f}" for figures in (real, virtual))
-            rows.append((f"{name}, {word}, ms", *cells, f"{off[name][key]:+.1%}"))
-    say(table(("", "server", "simulation", "off by"), rows))
+            cells = [f"{1e3 * getattr(server, key):,.1f}"]
+            for name, of in virtual.items():
+                ratio = getattr(of[quantity], key) / getattr(server, key) - 1
+                off[name].setdefault(quantity, {})[key] = ratio
+                cells += [f"{1e3 * getattr(of[quantity], key):,.1f}", f"{ratio:+.1%}"]
+            rows.append((f"{quantity}, {word}, ms", *cells))
+    heads = [head for name in outcomes for head in (name, "off by")]
+    say(table(("", "server", *heads), rows))
     return off
 
 
 def main() -> None:
     options = parser(__doc__ or "", default_model="a random one of 16 layers, 1,024 wide")
     options.add_argument("--requests", type=int, default=300)
-    options.add_argument("--warm-up", type=int, default=40, help="requests before")
+    options.add_argument("--warm-up", type=int, default=40, help="requests before, by which to find the load")
+    options.add_argument("--settle", type=int, default=100, help="requests after these, at --load")
     options.add_argument("--load", type=float, default=0.7, help="about, of what the engine can do")
+    options.add_argument("--poll-s", type=float, default=2.0, help="how often to look at the node's step times")
     args = options.parse_args()
     rng = np.random.default_rng(args.seed)
     tokens = Tokens(args.seed, VOCAB)
@@ -146,19 +198,25 @@ def main() -> None:
         with nodes_up(node):
             warm_up = [replace(arrival, time_s=0.3 * i) for i, arrival in enumerate(draw(args.warm_up, rng))]
             asyncio.run(replay(node, warm_up, tokens))
-            learnt = make_step_time(MODEL, read_step_times(node.url))
-            arrivals = draw(args.requests, rng)
-            per_request_s = statistics.fmean(alone_s(learnt, arrival) for arrival in arrivals)
-            arrivals = [replace(a, time_s=a.time_s * per_request_s / args.load) for a in arrivals]
+            first = make_step_time(MODEL, read_step_times(node.url))
+
+            def at_load(arrivals: list[Arrival]) -> list[Arrival]:
+                per_request_s = statistics.fmean(alone_s(first, arrival) for arrival in arrivals)
+                return [replace(a, time_s=a.time_s * per_request_s / args.load) for a in arrivals]
+
+            arrivals = at_load(draw(args.requests, rng))
+            asyncio.run(replay(node, at_load(draw(args.settle, rng)), tokens))
+            before = read_step_times(node.url)
             say(f"{len(arrivals)} requests in {arrivals[-1].time_s:,.0f} s")
-            answers = asyncio.run(replay(node, arrivals, tokens))
-            learnt = make_step_time(MODEL, read_step_times(node.url))
+            answers, watch = asyncio.run(watched(node, arrivals, tokens, args.poll_s))
             first_s = min(answer.start_s for answer in answers)
             sent = [replace(a, time_s=b.start_s - first_s) for a, b in zip(arrivals, answers, strict=True)]
             order = sorted(range(len(sent)), key=lambda i: sent[i].time_s)
-            outcome = simulated(node, [sent[i] for i in order], learnt)
-            off = show([answers[i] for i in order], outcome)
-    write_report(args, off=off, step_time_s=learnt.coefficients)
+            terms = {"predicted": before[MODEL], "by the times of the run": watch.mean()}
+            outcomes = {name: simulated(node, [sent[i] for i in order], of) for name, of in terms.items()}
+            off = show([answers[i] for i in order], outcomes)
+            say(f"mean error of predicted step times, as the engine has it: {statistics.fmean(watch.errors):.1%}")
+    write_report(args, off=off, terms=terms, step_time_error=watch.errors)
 
 
 if __name__ == "__main__":

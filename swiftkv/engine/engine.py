@@ -109,6 +109,7 @@ class _Launched:
     prompt_parts: list[PromptPart]
     sample: PendingSample
     launched_s: float  # monotonic: when the runner began
+    preparing_s: float  # the engine's own time before that, in which the device had nothing to do
 
 
 class Engine:
@@ -194,6 +195,7 @@ class Engine:
             if not busy:
                 PROGRESS.rests()
                 self._wait()
+                self._woken_s = time.monotonic()
                 PROGRESS.works()
                 self._tier.before_step()  # a request that waited for storage until now runs in this step
             for message in self._receive():
@@ -223,12 +225,14 @@ class Engine:
         if plan is not None:
             if now_s >= self._stats_due_s:
                 self._send_stats()
+            is_overlapped = bool(self._launched)
+            preparing_s = 0.0 if is_overlapped else time.monotonic() - max(self._previous_end_s, self._woken_s)
             with self._turns:  # models on the CPU share its cores
-                self._launch(plan)
+                self._launch(plan, preparing_s)
         self._finish_steps(keep=1 if plan is not None and self._config.async_scheduling else 0)
         return self._scheduler.has_work()
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan, preparing_s: float) -> None:
         launched_s = time.monotonic()
         self._seat(plan)
         self._announce_admitted(plan)
@@ -247,7 +251,7 @@ class Engine:
         if masks is not None:
             self._finish_steps()  # masks depend on the tokens of the step before; the device is busy with this one
         sample = self._sample(plan, hidden, masks)
-        self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s))
+        self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s, preparing_s))
 
     def _finish_steps(self, keep: int = 0) -> None:
         """Wait for the steps that were launched, all but the newest `keep`, commit them and send their tokens."""
@@ -260,7 +264,7 @@ class Engine:
             sampled = step.sample.result()
             duration_s = self._take_duration(step.launched_s)
             token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)  # -1 where logits are not finite
-            result = self._scheduler.commit(token_ids, duration_s=duration_s)
+            result = self._scheduler.commit(token_ids, duration_s=duration_s + step.preparing_s)
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)
             self._lending.demand_changed()
             traces = self._tracer.parts(step.plan, duration_s, exposed_s) if self._tracer else []
@@ -482,6 +486,7 @@ class Engine:
                     messages_taken=self._messages_taken,
                     pooled=pooled or None,
                     traces=traces or None,
+                    ended_s=time.perf_counter(),
                 )
             )
         if np.any(reasons != FINISH_RUNNING):

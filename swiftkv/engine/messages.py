@@ -391,6 +391,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     messages_taken: int = 0  # from the gateway, since the engine started: what it sent beyond that still waits
     pooled: dict[int, bytes] | None = None  # float32, by id of a pooled request, which ends with it
     traces: list[StepTrace] | None = None  # the step's part in every traced request
+    ended_s: float | None = None  # `time.perf_counter` when the tokens were there: processes of a machine share it
 
 
 class Slept(msgspec.Struct, tag="slept", array_like=True, frozen=True):

@@ -128,6 +128,11 @@ class Answer(ABC):
             show_reasoning=model.reasoning is not None and isinstance(body, ChatBody),
         )
 
+    def note_first_written(self) -> None:
+        """Note that the first token of a stream has been written."""
+        if (ended_s := self.generation.first_step_ended_s) is not None:
+            self.model.client.metrics.observe_first_written(time.perf_counter() - ended_s)
+
     @abstractmethod
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
         """Return the events that tell of ``batch``."""

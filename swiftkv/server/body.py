@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -76,7 +77,8 @@ def parse_body(content: bytes, body_type: type[B], *, leaves_out_unknown: bool =
 def parsed(body_type: type[B]) -> Any:
     """Return the annotation of a route's parameter that is to be the request's body.
 
-    The body's size is in `request.state.num_body_bytes` then.
+    The body's size is in `request.state.num_body_bytes` then, and how long reading it took once it was there in
+    `request.state.reading_s`.
     """
     return Depends(_reader(body_type))
 
@@ -98,6 +100,7 @@ def body_schemas() -> dict[str, Any]:
 def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
     async def read(request: Request) -> B:
         pieces = await _pieces(request)
+        came_s = time.perf_counter()
         # Many bodies may come to their end, or be hung up on, in one instant.
         turns: Turns = request.app.state.turns
         await turns.take()
@@ -115,9 +118,12 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
             return parse_body(content, body_type, leaves_out_unknown=is_lenient)
 
         if num_bytes <= _SMALL_BYTES:
-            return parse()
-        threads: BoundedThreads = request.app.state.body_threads
-        return await unless_gone(request, threads.run(parse, num_bytes))  # joining 16 MiB takes milliseconds, too
+            body = parse()
+        else:  # joining 16 MiB takes milliseconds, too
+            threads: BoundedThreads = request.app.state.body_threads
+            body = await unless_gone(request, threads.run(parse, num_bytes))
+        request.state.reading_s = time.perf_counter() - came_s
+        return body
 
     return read
 

@@ -350,6 +350,8 @@ class EngineClient:
             if sequence is None:  # aborted while the step ran
                 continue
             generation = sequence.generation
+            if generation.first_step_ended_s is None:
+                generation.first_step_ended_s = step.ended_s
             output = generation.output(sequence.index)
             output.token_ids.append(token_id)
             if step.prompt_logprobs and request_id in step.prompt_logprobs:

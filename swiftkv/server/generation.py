@@ -94,7 +94,8 @@ class Generation:
 
     ``admitted`` gets an entry for each sequence that the engine begins with: its index, and the prompt tokens that it
     found in the cache. If the sequence finds more, another entry follows, which replaces the first. ``finished`` gets
-    an entry for each sequence that has ended, however it did.
+    an entry for each sequence that has ended, however it did. ``first_step_ended_s`` is when the engine had its first
+    token, on the clock of ``time.perf_counter``.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Generation:
         self.request_ids = request_ids
         self.admitted: list[tuple[int, Admitted]] = []
         self.finished: list[FinishedRequest] = []
+        self.first_step_ended_s: float | None = None
         self._abort = abort
         self._unfinished = dict(enumerate(request_ids))
         self._outputs: dict[int, SequenceOutput] = {}

@@ -25,7 +25,7 @@ LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
     "swiftkv:expert_load_factor": (
         "layer", "Mean over maximum of tokens per expert, as last reported; 1 is even. Not counted on GPUs",
     ),
-    "swiftkv:step_time_seconds": ("term", "Seconds of a step for each of what it depends on, as fitted"),
+    "swiftkv:step_time_seconds": ("term", "Seconds of a step for each of what it depends on, as fitted of late"),
 }  # fmt: skip
 """By name: the label beside the model's, and the text."""
 
@@ -57,6 +57,10 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token", FIRST_TOKEN_S),
     "swiftkv:time_to_first_token_forecast_ratio": (
         "Time to the first token as forecast on arrival, in relation to what it was", _RATIOS,
+    ),
+    "swiftkv:gateway_request_seconds": ("From the end of a request's body until its engine was sent it", _SHORT_S),
+    "swiftkv:gateway_first_token_seconds": (
+        "From the end of the step that computed a stream's first token until that was written", _SHORT_S,
     ),
     "vllm:inter_token_latency_seconds": ("Between two tokens of a request", _SHORT_S),
     # vLLM's older name for the same, which dashboards still use.

@@ -31,6 +31,7 @@ from swiftkv.server.metric_tables import (
 from swiftkv.server.model_collector import ModelCollector
 from swiftkv.server.node_views import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
+from swiftkv.server.step_time_mean import StepTimeMean
 from swiftkv.server.tenant_metrics import TenantMetrics
 from swiftkv.server.tier_metrics import TierMetrics
 
@@ -164,6 +165,7 @@ class ModelMetrics:
         self._success = self._by_label(metrics.labelled_counters["vllm:request_success"], FINISHED_REASONS)
         self._displaced = self._by_label(metrics.labelled_counters["swiftkv:requests_displaced"], _SERVICE_TIERS)
         self._prefix_hits = self._by_label(metrics.labelled_counters["swiftkv:prefix_hit_tokens"], HIT_TIERS)
+        self._step_time = StepTimeMean()
         self._engine_totals: dict[Counter, int] = {}
         """The counts of the engine that runs now, as last reported: a restarted engine counts from zero again."""
 
@@ -183,7 +185,8 @@ class ModelMetrics:
         for layer, factor in stats.expert_load_factors.items():
             expert_load.labels(self._name, str(layer)).set(factor)
         step_time = self._metrics.labelled_gauges["swiftkv:step_time_seconds"]
-        for term, seconds in zip(STEP_TIME_TERMS, stats.step_time_s, strict=False):
+        self._step_time.note(stats.step_time_s)
+        for term, seconds in zip(STEP_TIME_TERMS, self._step_time.terms_s, strict=False):
             step_time.labels(self._name, term).set(seconds)
         self._metrics.layer_stream.observe(self._name, stats)
         self._metrics.blocks.observe(self._name, stats.groups)
@@ -231,6 +234,14 @@ class ModelMetrics:
     def observe_forecast(self, forecast_s: float, latency_s: float) -> None:
         """Note when a first token came of which there was a forecast."""
         self._histograms["swiftkv:time_to_first_token_forecast_ratio"].observe(forecast_s / max(latency_s, 1e-6))
+
+    def observe_handed_over(self, preparing_s: float) -> None:
+        """Note how long a request took from the end of its body until its engine was sent it."""
+        self._histograms["swiftkv:gateway_request_seconds"].observe(preparing_s)
+
+    def observe_first_written(self, way_s: float) -> None:
+        """Note how long a stream's first token took from the engine until it was written."""
+        self._histograms["swiftkv:gateway_first_token_seconds"].observe(way_s)
 
     def observe_inter_token_latency(self, latency_s: float) -> None:
         self.between_tokens.add(latency_s)

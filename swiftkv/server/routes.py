@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Annotated
 
@@ -114,12 +115,16 @@ async def _generate(
 async def _answer(
     request: Request, model: ModelHandle, body: CompletionBody | ChatBody, make_answer: AnswerMaker | None
 ) -> Response:
+    began_s = time.perf_counter()
     record: RequestRecord = request.state.record
     targets = wanted_targets(model, body, asked_targets(request.headers))
     check(model, body, targets)
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
+    is_awake = not model.must_wake
     await wake_if_asked(request, model)  # it may have been put to sleep, for nothing was in flight
     answer = begin(model, body, prepared, make_answer=make_answer, targets=targets, is_traced=record.is_traced)
+    if is_awake:
+        model.client.metrics.observe_handed_over(request.state.reading_s + time.perf_counter() - began_s)
     record.finished = answer.generation.finished
     model.client.cache.remember(record.request_id, answer.generation.request_ids)
     if body.stream:

@@ -79,6 +79,7 @@ async def streamed_answer(request: Request, answer: Answer) -> Response:
 async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator[list[Delta]]) -> AsyncIterator[bytes]:
     try:
         yield await _told(answer, first)
+        answer.note_first_written()
         async for batch in batches:
             if events := await _told(answer, batch):
                 yield events

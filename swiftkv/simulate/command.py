@@ -29,7 +29,7 @@ from swiftkv.simulate.node import SimulatedModel, simulate_together
 from swiftkv.simulate.plots import check_can_draw, draw
 from swiftkv.simulate.report import Targets, as_table, figures, node_figures
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
-from swiftkv.simulate.step_times import make_step_time, read_step_times
+from swiftkv.simulate.step_times import make_gateway_time, make_step_time, read_step_times
 from swiftkv.tables import console_for
 from swiftkv.transport.topology import TransportChoice
 
@@ -121,7 +121,7 @@ def _each_alone(
             arrivals,
             num_clients=options.clients,
             door=OpenDoor(same_for_all(model.due_s)),
-        )
+        ).behind(make_gateway_time(plan.name, known))
     return _of_all(outcomes, options.targets, figures)
 
 
@@ -148,7 +148,10 @@ def _all_together(
             _simulated(model, plan, options, lending=specs[plan.name], step_time=step_time, arrivals=arrivals)
         )
     num_cores = options.cores or len(os.sched_getaffinity(0))
-    outcomes = simulate_together(models, num_cores, config.node.lending.max_wait)
+    outcomes = {
+        name: replace(outcome, requests=outcome.requests.behind(make_gateway_time(name, known)))
+        for name, outcome in simulate_together(models, num_cores, config.node.lending.max_wait).items()
+    }
     if options.plot is not None:
         draw(outcomes, options.plot)
     return _of_all(outcomes, options.targets, node_figures)

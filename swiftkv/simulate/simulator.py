@@ -18,6 +18,7 @@ from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import SizedPlan
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.simulate.doors import OpenDoor
+from swiftkv.simulate.step_times import GatewayTime
 
 _FIRST_ANSWER_ID = 1 << 30
 """Token ids from here on stand for answers: every request has one of its own, so that no two answers are alike."""
@@ -73,6 +74,15 @@ class Outcome:
     @property
     def e2e_s(self) -> npt.NDArray[np.float64]:
         return self.end_s - self.arrival_s
+
+    def behind(self, gateway: GatewayTime) -> Outcome:
+        """Return the outcome as clients see it, who are so far from the engine."""
+        return replace(
+            self,
+            arrival_s=self.arrival_s - gateway.request_s,
+            first_token_s=self.first_token_s + gateway.token_s,
+            end_s=self.end_s + gateway.token_s,
+        )
 
     def served(self) -> Outcome:
         """Return the outcome for those requests alone that got their whole answer."""
@@ -141,12 +151,12 @@ def simulate(
     With `num_clients` their times do not count: so many clients each send the next one when they have an answer. With
     `begins_s`, when the steps of a recording began, steps begin then: an engine has more to do than its steps.
     """
-    engine = EngineRun(scheduler, max_model_len, step_time, arrivals, num_clients, door)
-    _serve_alone(engine, deque(begins_s))
-    return engine.outcome()
+    return serve_alone(EngineRun(scheduler, max_model_len, step_time, arrivals, num_clients, door), begins_s)
 
 
-def _serve_alone(engine: EngineRun, begins_s: deque[float]) -> None:
+def serve_alone(engine: EngineRun, recorded_begins_s: Sequence[float] = ()) -> Outcome:
+    """Run an engine that shares its device with nobody until its last request has ended."""
+    begins_s = deque(recorded_begins_s)
     now_s = 0.0
     while not engine.is_over:
         if begins_s:
@@ -160,8 +170,10 @@ def _serve_alone(engine: EngineRun, begins_s: deque[float]) -> None:
             duration_s = engine.begin_step(now_s)
             assert duration_s is not None, "a request that fits the model waits for ever"
             now_s += duration_s
-            engine.arrive(now_s)
+            if not begins_s:  # a recorded duration also has what the engine did before the step began
+                engine.arrive(now_s)
             engine.end_step(now_s, duration_s)
+    return engine.outcome()
 
 
 class EngineRun:
@@ -222,6 +234,10 @@ class EngineRun:
     def next_arrival_s(self) -> float:
         """The time of the next request; infinite if none comes, or none before a client has its answer."""
         return self._waiting[0][1].time_s if self._waiting else math.inf
+
+    def end_arrivals(self) -> None:
+        """Let nobody else arrive."""
+        self._waiting.clear()
 
     def arrive(self, until_s: float) -> None:
         """Ask the door about the requests that arrive until then."""

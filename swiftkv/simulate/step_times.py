@@ -1,24 +1,45 @@
-"""The step times of models: what running engines have measured, or a file of it."""
+"""The step times of models, and of the way to them and back: what running nodes have measured, or a file of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from swiftkv._core import StepTime
 from swiftkv.engine.messages import STEP_TIME_TERMS
 from swiftkv.errors import ConfigError
 
 METRIC = "swiftkv:step_time_seconds"
+_GATEWAY_METRICS = {
+    "swiftkv:gateway_request_seconds": "gateway_request",
+    "swiftkv:gateway_first_token_seconds": "gateway_first_token",
+}
+"""Histograms of the gateway, and the name of the mean of each."""
+
+
+@dataclass(frozen=True)
+class GatewayTime:
+    """The mean time that a gateway takes, in seconds.
+
+    Attributes:
+        request_s: From the arrival of a request until its engine is sent it.
+        token_s: From the end of a step until its tokens are written.
+    """
+
+    request_s: float = 0.0
+    token_s: float = 0.0
 
 
 def read_step_times(source: str) -> dict[str, dict[str, float]]:
     """Return the seconds of each term, by model: of a running node, by its URL, or from a JSON file.
 
-    Raises `ConfigError` if there are none.
+    The means of a gateway that has measured any are among them. Raises `ConfigError` if there are none.
     """
     return _of_node(source) if source.startswith(("http://", "https://")) else _of_file(Path(source))
 
@@ -26,12 +47,19 @@ def read_step_times(source: str) -> dict[str, dict[str, float]]:
 def make_step_time(model: str, known: dict[str, dict[str, float]]) -> StepTime:
     """Return the predictor of a model's steps. Raises `ConfigError` if its terms are not known."""
     terms = known.get(model)
-    if terms is None or set(terms) != set(STEP_TIME_TERMS):
+    if terms is None or not set(terms) >= set(STEP_TIME_TERMS):
         raise ConfigError(
             f"--step-time: has no step times of model '{model}' ({', '.join(STEP_TIME_TERMS)}); serve it for a while, "
             "with prompts and answers, and name the node's URL; or simulate the other models with --model"
         )
     return StepTime([terms[term] for term in STEP_TIME_TERMS])
+
+
+def make_gateway_time(model: str, known: dict[str, dict[str, float]]) -> GatewayTime:
+    """Return the time of the gateway; none for a model of which none was measured."""
+    terms = known.get(model, {})
+    request, token = _GATEWAY_METRICS.values()
+    return GatewayTime(terms.get(request, 0.0), terms.get(token, 0.0))
 
 
 def _of_node(url: str) -> dict[str, dict[str, float]]:
@@ -44,10 +72,22 @@ def _of_node(url: str) -> dict[str, dict[str, float]]:
         ) from None
     known: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == METRIC:
+        if family.name == METRIC:
+            for sample in family.samples:
                 known.setdefault(sample.labels["model_name"], {})[sample.labels["term"]] = sample.value
+    for family in text_string_to_metric_families(text):
+        if term := _GATEWAY_METRICS.get(family.name):
+            for model, mean_s in _means(family.samples).items():
+                known.get(model, {})[term] = mean_s
     return known
+
+
+def _means(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return the mean of each model's histogram that is not empty."""
+    sums: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        sums.setdefault(sample.labels["model_name"], {})[sample.name.rpartition("_")[2]] = sample.value
+    return {model: of["sum"] / of["count"] for model, of in sums.items() if of["count"]}
 
 
 def _of_file(path: Path) -> dict[str, dict[str, float]]:

@@ -70,6 +70,22 @@ def test_noise_and_steps_that_the_machine_interrupted_do_little_harm() -> None:
     assert mean_error(step_time, [random_work(rng) for _ in range(100)]) < 0.05
 
 
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_predictions_are_right_on_average(noise: float) -> None:
+    """Of steps that take longer or shorter by chance, neither count more."""
+    rng = np.random.default_rng(8)
+    step_time = _core.StepTime()
+    predicted_s, taken_s = [], []
+    for i in range(6000):
+        work = random_work(rng)
+        duration_s = time_of(work) * rng.lognormal(-(noise**2) / 2, noise)
+        if i >= 200:
+            predicted_s.append(step_time.predict(work))
+            taken_s.append(duration_s)
+        step_time.observe(work, duration_s)
+    assert sum(predicted_s) / sum(taken_s) == pytest.approx(1.0, abs=0.01)
+
+
 def test_no_coefficient_is_negative() -> None:
     rng = np.random.default_rng(2)
     step_time = _core.StepTime()

@@ -222,6 +222,7 @@ class EchoEngine:
                 self.taken,
                 pooled or None,
                 traces or None,
+                ended_s=time.perf_counter(),
             )
         )
         self.admitted = []

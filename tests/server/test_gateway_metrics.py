@@ -75,6 +75,19 @@ def test_names_and_counts(slow_gateway: Gateway) -> None:
     assert all(after[key] == before[key] for key in of_chat)
 
 
+def test_the_way_through_the_gateway_is_measured(slow_gateway: Gateway) -> None:
+    """Of every request the way to the engine, of a stream that of its first token from there."""
+    ways = "swiftkv:gateway_request_seconds_count", "swiftkv:gateway_first_token_seconds_count"
+    with slow_gateway.http() as http:
+        before = samples(http.get("/metrics").text)
+        body = {"model": "code", "prompt": [300] * 20, "max_tokens": 3}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        after = samples(http.get("/metrics").text)
+    assert [after[way, "code"] - before[way, "code"] for way in ways] == [2, 1]
+
+
 def test_a_models_own_port_shows_its_own(gateway: Gateway) -> None:
     with gateway.http() as http:
         shown = samples(http.get(f"{gateway.model_url}/metrics").text)

@@ -101,6 +101,18 @@ def test_a_copy_rate_replaces_what_the_step_times_know(directory: Path) -> None:
     assert fast < slow
 
 
+def test_clients_are_behind_a_gateway_where_one_was_measured(directory: Path, tmp_path: Path) -> None:
+    chosen = options(directory, "chat")
+    times = json.loads((directory / "times.json").read_text())
+    times["chat"] |= {"gateway_request": 0.25, "gateway_first_token": 0.5}
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    near = simulated(directory, chosen)["chat"]
+    far = simulated(directory, replace(chosen, step_time=str(tmp_path / "times.json")))["chat"]
+    for key in ("ttft_s", "e2e_s"):
+        assert far[key]["mean"] == pytest.approx(near[key]["mean"] + 0.75)
+    assert far["tpot_s"] == pytest.approx(near["tpot_s"])
+
+
 def test_a_plot_has_two_panels_for_each_model(directory: Path, tmp_path: Path) -> None:
     mpl = pytest.importorskip("matplotlib", reason="pip install 'swiftkv[bench]'")
     with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
