@@ -159,8 +159,9 @@ class Engine:
         self._weights = SleepingWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
+        self._woken_s = 0.0  # monotonic: when the engine last ended its rest
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
-        self._tracer = StepTracer()
+        self._tracer = StepTracer(self._lending.leased_bytes)
         self._requests: dict[int, Request] = {}
         self._admitted: dict[int, Admitted] = {}  # the last that the gateway was told, by request
         self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot

@@ -15,7 +15,7 @@ from swiftkv.cache.geometry import GroupRegion
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.coordinator import Coordinator
-from swiftkv.lease.messages import LendingSpec, LinkGeometry
+from swiftkv.lease.messages import LeasedBytes, LendingSpec, LinkGeometry
 from swiftkv.lease.wire import SocketWire
 from swiftkv.lending_party import borrow_links, lend_links, open_party
 from swiftkv.master.borrower import Borrower
@@ -24,6 +24,7 @@ from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool, Transport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.wakeup import Wakeup
+from swiftkv.worker.lender import Lender
 
 _RENDEZVOUS_TIMEOUT_S = 10.0
 _COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
@@ -69,6 +70,7 @@ class Lending:
         self._runner = runner
         self._scheduler = scheduler
         self._wire: SocketWire | None = None
+        self._lender: Lender | None = None
         self._borrower: Borrower | None = None
         self._coordinator: Coordinator | None = None
         if config.lending is not None:
@@ -90,6 +92,16 @@ class Lending:
         """Note that requests came, grew or went: what is lent may be needed here."""
         if self._wire is not None and self._scheduler.is_short():
             self._wire.wake()
+
+    def leased_bytes(self) -> LeasedBytes:
+        """Return the bytes that changed hands since the engine started."""
+        lender, borrower = self._lender, self._borrower
+        return LeasedBytes(
+            lent=lender.lent_total_bytes if lender else 0,
+            taken_back=lender.taken_back_total_bytes if lender else 0,
+            borrowed=borrower.borrowed_total_bytes if borrower else 0,
+            given_back=borrower.given_back_total_bytes if borrower else 0,
+        )
 
     def transfer_failed(self, plan: StepPlan, links: Sequence[int] = ()) -> None:
         """Give up a step whose copies over `links` did not arrive; if there are none, it is not known over which.
@@ -123,7 +135,7 @@ class Lending:
             peer_pools=_PeerPools(self._runner),
             wake_engine=self.wakeup.wake,
         )
-        self._borrower, self._coordinator = party.borrower, party.coordinator
+        self._lender, self._borrower, self._coordinator = party.lender, party.borrower, party.coordinator
         self._coordinator.start()
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from swiftkv.histogram import Histogram
-from swiftkv.lease.messages import GroupBlocks, LendingSpec
+from swiftkv.lease.messages import GroupBlocks, LeasedBytes, LendingSpec
 from swiftkv.policies import SchedulingPolicy, Task
 from swiftkv.tier.messages import LoadStop, TierSpec, TierStats
 from swiftkv.units import PoolMemory
@@ -372,6 +372,7 @@ class StepTrace(msgspec.Struct, array_like=True, frozen=True):
     ended_ns: int
     num_prompt_tokens: int  # computed in this step; 0: it only decoded
     exposed_s: float  # time that computing waited for copies from and to lenders
+    leased: LeasedBytes | None = None  # bytes that changed hands since its last part; None: none did
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):

@@ -10,6 +10,7 @@ a message of a process that is no longer there, or to one, is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add, sub
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
@@ -178,6 +179,24 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
     states: bytes | None = None  # uint8 [num_extents]
     epochs: bytes | None = None  # uint32 [num_extents]
     no_offer_s: float | None = None  # nothing is offered for so long, since the lender needed blocks itself
+
+
+class LeasedBytes(msgspec.Struct, array_like=True, frozen=True):
+    """The bytes that one model lent, took back, borrowed and gave back: since its engine started, or in part of that.
+
+    What a lender that has gone takes with it counts as given back.
+    """
+
+    lent: int = 0
+    taken_back: int = 0
+    borrowed: int = 0
+    given_back: int = 0
+
+    def __add__(self, other: LeasedBytes) -> LeasedBytes:
+        return LeasedBytes(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+
+    def __sub__(self, other: LeasedBytes) -> LeasedBytes:
+        return LeasedBytes(*map(sub, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 class GroupBlocks(msgspec.Struct, frozen=True):

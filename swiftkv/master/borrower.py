@@ -109,6 +109,8 @@ class Borrower:
         self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; else why not
         self._given_up: deque[tuple[Sequence[int], threading.Event]] = deque()
         self._is_draining = False
+        self.borrowed_total_bytes = 0  # until now
+        self.given_back_total_bytes = 0  # with what was lost
 
     def close(self) -> None:
         """Wait until nothing calls `Wire.wake` any more; after the coordinator's thread has ended."""
@@ -314,7 +316,7 @@ class Borrower:
         _log.warning("%s has gone with what it lent", peer.spec.name)
         for link in peer.links:
             self._scheduler.lose(link.number)
-            link.ledger.lender_died()
+            self._count_given_back(link, link.ledger.lender_died())
         self._orders.append(peer.index)
         self._wake_engine()
         self._wire.reconnect(peer.index)
@@ -328,7 +330,9 @@ class Borrower:
             return
         for link in peer.links:
             self._scheduler.lose(link.number)
-            link.ledger.give_back(np.flatnonzero(link.ledger.table()[0]).astype(np.int32))
+            lost = np.flatnonzero(link.ledger.table()[0]).astype(np.int32)
+            link.ledger.give_back(lost)
+            self._count_given_back(link, lost)
         self._wire.send_to_lender(peer.index, Detached(self._me.incarnation, peer.incarnation))
         self._attach_anew(peer, now_s + _ATTACH_RETRY_S, "a transfer failed")
 
@@ -339,6 +343,7 @@ class Borrower:
             return
         if len(taken):
             self._scheduler.borrow(link.number, taken)
+            self.borrowed_total_bytes += len(taken) * link.geometry.extent_bytes
             self._wake_engine()
         if len(accepted):
             self._wire.send_to_lender(peer.index, Accept.of(accepted, accepted_epochs, **self._names(peer, link)))
@@ -357,6 +362,10 @@ class Borrower:
         drained = self._scheduler.take_returned(link.number)
         if len(drained):
             self._return(self._peer_at[link.number], link, drained, link.ledger.give_back(drained))
+            self._count_given_back(link, drained)
+
+    def _count_given_back(self, link: BorrowLink, extents: Int32Array) -> None:
+        self.given_back_total_bytes += len(extents) * link.geometry.extent_bytes
 
     def _return(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         if len(extents):

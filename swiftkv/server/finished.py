@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swiftkv.engine.messages import StepTrace
+from swiftkv.lease.messages import LeasedBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class FinishedRequest:
     tenant: str | None = None  # the tenant whose key it had, where there are tenants
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)  # `cached_tokens` by where their KV lay
     decode_exposed_s: float = 0.0  # time that its other steps waited for copies, if it was traced
+    leased: LeasedBytes = field(default_factory=LeasedBytes)
+    """The bytes of its model that changed hands meanwhile, if it was traced."""
 
     @property
     def exposed_s(self) -> float:

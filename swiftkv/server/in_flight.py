@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swiftkv.engine.messages import StepTrace
+from swiftkv.lease.messages import LeasedBytes
 from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.metrics import ModelMetrics
@@ -29,6 +30,7 @@ class InFlight:
     num_tokens: int = 0
     chunks: list[StepTrace] = field(default_factory=list)
     decode_exposed_s: float = 0.0
+    leased: LeasedBytes = field(default_factory=LeasedBytes)
 
     def note_token(self, now_s: float, metrics: ModelMetrics) -> None:
         """Count a token that has come."""
@@ -42,6 +44,8 @@ class InFlight:
 
     def note_step(self, part: StepTrace) -> None:
         """Keep what a step had of the sequence, which is traced."""
+        if part.leased is not None:
+            self.leased += part.leased
         if not part.num_prompt_tokens:
             self.decode_exposed_s += part.exposed_s
         elif len(self.chunks) < _MAX_CHUNKS:
@@ -61,5 +65,6 @@ class InFlight:
             arrived_s=self.arrived_s,
             chunks=self.chunks,
             decode_exposed_s=self.decode_exposed_s,
+            leased=self.leased,
             tenant=self.generation.sender.name,
         )

@@ -16,10 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv.errors import ConfigError
+from swiftkv.lease.messages import LeasedBytes
 from swiftkv.output import DetachedStream
 from swiftkv.server.errors import speaks_anthropic
 from swiftkv.server.finished import FinishedRequest
@@ -167,6 +169,7 @@ def _generated(finished: Sequence[FinishedRequest]) -> dict[str, Any]:
         "cached_tokens": sum(sequence.cached_tokens for sequence in finished),
         "cached_tokens_details": _by_tier(finished),
         "generated_tokens": sum(sequence.generation_tokens for sequence in finished),
+        "leased_bytes": _leased(finished),
     }
 
 
@@ -176,6 +179,12 @@ def _by_tier(finished: Sequence[FinishedRequest]) -> dict[str, int]:
     for sequence in finished:
         counts.update(sequence.cached_by_tier)
     return dict(counts)
+
+
+def _leased(finished: Sequence[FinishedRequest]) -> dict[str, int]:
+    """Return the bytes of the model that changed hands meanwhile: the most that one of the sequences has seen."""
+    seen = [msgspec.structs.asdict(sequence.leased) for sequence in finished]
+    return {way: max(leased[way] for leased in seen) for way in LeasedBytes.__struct_fields__}
 
 
 def _present(seconds: Iterable[float | None]) -> list[float]:

@@ -109,6 +109,8 @@ class Lender:
         self._demand_due_s = 0.0
         self._waiting: list[_BudgetRequest] = []
         self.budget_bytes = min(spec.budget_bytes, pool_bytes)
+        self.lent_total_bytes = 0  # until now, with offers that nobody took
+        self.taken_back_total_bytes = 0
 
     @property
     def lent_bytes(self) -> int:
@@ -377,6 +379,7 @@ class Lender:
         if len(extents):
             peer = self._peer_at[link.number]
             epochs = link.ledger.offer(extents)
+            self.lent_total_bytes += len(extents) * link.geometry.extent_bytes
             self._wire.send(peer.route, Offer.of(extents, epochs, **self._names(peer, link)))
         return len(extents)
 
@@ -400,5 +403,6 @@ class Lender:
     def _take_home(self, link: LendLink, extents: Int32Array, now_s: float) -> None:
         if len(extents):
             self._scheduler.take_back(link.number, extents)
+            self.taken_back_total_bytes += len(extents) * link.geometry.extent_bytes
             self._recalls.came_home(link.number, extents, now_s)
             self._wake_engine()

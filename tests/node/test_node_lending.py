@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -26,7 +28,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         {"name": "idle", "kv_cache": {"memory": "8MiB"}, "lending": {"budget": "15%", "window": "200ms"}},
     ]
     models = [{"path": str(directory / "tiny"), "dtype": "float32", "threads": 1, **model} for model in models]
-    config = {"node": {"port": 0, "restart": {"limit": 2, "backoff": "50ms"}}, "models": models}
+    settings = {"port": 0, "restart": {"limit": 2, "backoff": "50ms"}, "request_log": str(directory / "requests")}
+    config = {"node": settings, "models": models}
     with NodeProcess(config, directory, short_temporary_directory()) as node:
         yield node
     remove(node.temporary)
@@ -73,6 +76,37 @@ def test_what_the_plan_promises_is_lent_and_serves_max_model_len(node: NodeProce
     longer = httpx.post(f"{node.url}/v1/completions", json={**body, "max_tokens": 5}, timeout=DEADLINE_S)
     assert longer.status_code == 400
     assert_pools_add_up(node)
+
+
+def test_the_line_of_a_request_says_what_changed_hands_meanwhile(node: NodeProcess) -> None:
+    promised = room(node)
+    prompt = [5] * 2 * promised.borrower.pool_tokens
+
+    def asked(model: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        return {"url": f"{node.url}/v1/completions", "json": body, "headers": {"X-Request-Id": f"leases-{model}"}}
+
+    wait_for("all that is promised", lambda: borrowed_bytes(node) == promised.lent_bytes)
+    with ThreadPoolExecutor() as threads, httpx.stream("POST", **asked("idle", [5], 2000), timeout=DEADLINE_S) as idle:
+        tokens = idle.iter_lines()
+        next(tokens)
+        recalled = set_budget(node, "0")["recalled_bytes"]
+        long = threads.submit(httpx.post, **asked("long", prompt, 4), timeout=DEADLINE_S)
+        wait_for("a request that waits for memory", lambda: node.engine_views()["long"]["in_flight"] == 1)
+        set_budget(node, "15%")
+        assert long.result().status_code == 200
+        assert list(tokens)[-2] == "data: [DONE]"
+    lines = wait_for("both lines", lambda: lines_of(node, "leases-"))
+    assert recalled == lines["leases-idle"]["taken_back"] == promised.lent_bytes
+    assert 0 < lines["leases-long"]["borrowed"] <= lines["leases-idle"]["lent"] <= promised.lent_bytes
+    assert lines["leases-long"]["given_back"] == 0
+
+
+def lines_of(node: NodeProcess, request_id: str) -> dict[str, dict[str, int]]:
+    """Return `leased_bytes` of the two requests whose ids begin so, once both have a line."""
+    lines = map(json.loads, (node.file.parent / "requests").read_text().splitlines())
+    found = {line["request_id"]: line["leased_bytes"] for line in lines if line["request_id"].startswith(request_id)}
+    return found if len(found) == 2 else {}
 
 
 def test_a_budget_that_was_set_outlives_the_engine(node: NodeProcess) -> None:

@@ -51,6 +51,7 @@ from swiftkv.engine.messages import (
     Woken,
     pack_prompt_logprobs,
 )
+from swiftkv.lease.messages import LeasedBytes
 from swiftkv.tier.messages import TierStats
 
 BLOCK_SIZE = 16
@@ -188,7 +189,8 @@ class EchoEngine:
             sequence = self.sequences[request_id]
             sampling = sequence.request.sampling
             if sequence.request.is_traced and sequence.position == 0:
-                traces.append(StepTrace(request_id, began_ns, time.time_ns(), len(sequence.prompt), 0.001))
+                leased = LeasedBytes(lent=len(sequence.prompt), borrowed=1)
+                traces.append(StepTrace(request_id, began_ns, time.time_ns(), len(sequence.prompt), 0.001, leased))
             if sequence.request.pooling is not None:
                 pooled[request_id] = echoed_numbers(sequence.prompt, sequence.request.pooling.token_ids).tobytes()
                 del self.sequences[request_id]

@@ -85,6 +85,7 @@ def test_the_line_of_a_generation(logged: LoggedGateway) -> None:
         assert 0 <= line["queue_s"] <= line["last_token_s"] <= line["total_s"]
         assert 0 < line["first_token_s"] <= line["last_token_s"]
         assert line["exposed_s"] == 0.001
+        assert line["leased_bytes"] == {"lent": 20, "taken_back": 0, "borrowed": 1, "given_back": 0}
 
 
 def test_the_lines_of_what_fails(logged: LoggedGateway) -> None:
