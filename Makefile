@@ -28,6 +28,8 @@ $(VENV)/.deps: pyproject.toml
 $(VENV)/.ready: $(VENV)/.deps $(SETUP_INPUTS)
 	@echo "building the C++ extension (minutes on the first run)"
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,dev]"
+	@# For the axe-core in it, which tests of the page need; Playwright, on which it depends, is not used.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "axe-playwright-python>=0.1.8"
 	@touch $@
 
 demo: setup

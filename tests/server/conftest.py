@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from echo_gateway import Gateway, start_gateway, train_tokenizer
 
+from swiftkv.server.app import ServerSettings
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.hermes import HermesParser
 
@@ -42,5 +43,14 @@ def tool_gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer)
 def slow_gateway(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Gateway]:
     """A gateway of its own for a test that breaks things; a step takes 10 ms."""
     gateway, stop = start_gateway(tmp_path, tokenizer, step_ms=10)
+    yield gateway
+    stop()
+
+
+@pytest.fixture
+def keyed_gateway(tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Gateway]:
+    """A gateway of its own that asks for keys."""
+    settings = ServerSettings(admin_key="admin-key", api_key="api-key")
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=settings)
     yield gateway
     stop()

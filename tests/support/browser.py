@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -27,24 +28,37 @@ _WAIT = """new Promise((resolve, reject) => {
 
 
 class Browser:
-    """One tab. What the page's console says of errors is kept in `complaints`."""
+    """A browser, of which one tab is looked at. `complaints` keeps the errors that this tab's console shows."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to = os.fdopen(to_browser, "wb", buffering=0)
         self._from = os.fdopen(from_browser, "rb", buffering=0)
         self._ids = count(1)
         self._rest = b""
+        self._tab: str | None = None
         self._session: str | None = None
         self.complaints: list[str] = []
 
-    def open(self, url: str, width: int = 1100, height: int = 900) -> None:
-        target = self._call("Target.createTarget", url="about:blank")
-        self._session = self._call("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+    def open(self, url: str, width: int = 1100, height: int = 900, *, is_dark: bool = False) -> None:
+        """Open a page in a new tab, and close the tab before."""
+        self._session = None
+        if self._tab is not None:
+            self._call("Target.closeTarget", targetId=self._tab)
+        self.complaints.clear()
+        self._tab = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=self._tab, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
             self._call(f"{domain}.enable")
+        self.resize(width, height, is_dark=is_dark)
+        self._call("Page.navigate", url=url)
+
+    def resize(self, width: int, height: int, *, is_dark: bool) -> None:
+        """Give the tab the size and the colours of another screen."""
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **screen)
-        self._call("Page.navigate", url=url)
+        self._call("Emulation.setScrollbarsHidden", hidden=True)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression in the page, or of what it promises."""
@@ -57,6 +71,11 @@ class Browser:
         """Return the value of an expression in the page once it is one that counts as true."""
         return self.evaluate(_WAIT % (expression, json.dumps(expression)))
 
+    def screenshot(self) -> bytes:
+        """Return what the tab shows as a PNG."""
+        picture: str = self._call("Page.captureScreenshot")["data"]
+        return base64.b64decode(picture)
+
     def close(self) -> None:
         self._to.close()
         self._from.close()
@@ -68,6 +87,8 @@ class Browser:
             call["sessionId"] = self._session
         self._to.write(json.dumps(call).encode() + b"\0")
         while (message := self._next()).get("id") != call_id:
+            if message.get("sessionId") != self._session:
+                continue
             if message.get("method") == "Runtime.exceptionThrown":
                 self.complaints.append(json.dumps(message["params"]["exceptionDetails"]))
             elif message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":

@@ -107,7 +107,7 @@ function drawPools(models) {
     const { pool_bytes: pool, borrowed_bytes: borrowed } = model.lending;
     picture.append(svg("text", { x: 0, y: y + 15 }, model.model));
     const words = `${size(pool)}${borrowed ? ` and ${size(borrowed)} borrowed` : ""}`;
-    picture.append(svg("text", { x: width, y: y + 15, "text-anchor": "end", class: "faint" }, words));
+    picture.append(svg("text", { x: width, y: y + 15, "text-anchor": "end", class: "size" }, words));
     y += LABEL_PX;
     groupsOf(model).forEach((group, index) => {
       let x = 0;
@@ -135,7 +135,20 @@ function drawPools(models) {
     }
   }
   picture.setAttribute("height", y - GAP_PX + 4);
-  byId("pools").replaceChildren(picture);
+  const shown = byId("pools").firstElementChild;
+  if (!shown || !moveTo(shown, picture)) byId("pools").replaceChildren(picture);
+}
+
+/** Give a drawing the attributes of another with the same elements, so that they move there; else return false. */
+function moveTo(shown, wanted) {
+  const from = [shown, ...shown.querySelectorAll("*")], to = [wanted, ...wanted.querySelectorAll("*")];
+  const isAlike = (element, index) => element.tagName === to[index].tagName && element.classList.value === to[index].classList.value;
+  if (from.length !== to.length || !from.every(isAlike)) return false;
+  from.forEach((element, index) => {
+    for (const { name, value } of to[index].attributes) element.setAttribute(name, value);
+    if (element.tagName === "text") element.textContent = to[index].textContent;
+  });
+  return true;
 }
 
 /** A band from the lent part of one bar to the borrowed bar of another, as wide at each end as its part there. */
@@ -314,6 +327,7 @@ function duration(seconds) {
 
 // ---- talking to a model ----
 
+const STREAMED = { stream: true, stream_options: { include_usage: true }, return_cached_tokens_details: true };
 let messages = [];
 let aborter = null;
 
@@ -368,7 +382,7 @@ async function stream(model, thought, said) {
   const response = await fetch("v1/chat/completions", {
     method: "POST", signal: aborter.signal,
     headers: { "Content-Type": "application/json", ...headers(keys.api) },
-    body: JSON.stringify({ model, messages, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ model, messages, ...STREAMED }),
   });
   if (!response.ok) throw failure(await response.json(), response.status);
   for await (const chunk of events(response.body)) {
@@ -380,10 +394,16 @@ async function stream(model, thought, said) {
     usage = chunk.usage ?? usage;
   }
   if (usage === null) return;
-  const cached = usage.prompt_tokens_details?.cached_tokens;
-  const parts = [`first token after ${duration((first - started) / 1000)}`, `${usage.prompt_tokens} tokens of prompt`];
-  if (cached !== undefined) parts.push(`${cached} of them from the cache`);
-  byId("talk-figures").textContent = `${parts.join(", ")}; ${usage.completion_tokens} tokens of answer`;
+  byId("talk-figures").textContent = `first token after ${duration((first - started) / 1000)}, ` +
+    `${usage.prompt_tokens} tokens of prompt${cachedWords(usage)}; ${usage.completion_tokens} tokens of answer`;
+}
+
+/** Say how much of a prompt was in the cache, and where. */
+function cachedWords({ prompt_tokens_details: details }) {
+  if (!details) return "";
+  const places = Object.entries(details.cached_tokens_details ?? {}).filter(([, tokens]) => tokens);
+  const words = places.map(([place, tokens]) => `${tokens} ${place}`).join(", ");
+  return `, ${details.cached_tokens} of them from the cache${words ? ` (${words})` : ""}`;
 }
 
 function newConversation() {
