@@ -179,7 +179,8 @@ class StorageTier(Tier):
 
     def has_news(self) -> bool:
         stats, now_s = self.stats(), time.monotonic()
-        if stats == self._told or (stats.num_to_store and now_s < self._told_s + _NEWS_INTERVAL_S):
+        is_at_work = stats.num_to_store > 0 or stats.num_loading > 0  # then something changes all the time
+        if stats == self._told or (is_at_work and now_s < self._told_s + _NEWS_INTERVAL_S):
             return False
         self._told, self._told_s = stats, now_s
         return True

@@ -18,6 +18,9 @@ from swiftkv.tier.storage_thread import StorageThread
 
 _BLOCKS_PER_GET = 64
 _GET_BYTES = 8 << 20
+_MAX_GROWTH = 8
+_SHORT_S = 0.005
+"""A call that takes less is followed by one of twice its size, for each costs the engine a look at its outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Load:
     deadline_s: float  # monotonic
     is_cancelled: bool = False
     num_begun: int = 0
+    growth: int = 1  # the size of its next call, as a multiple of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,8 @@ class Loader:
         rest = load.targets[load.num_begun :]
         part: list[Target] = []
         num_bytes = 0
-        while len(part) < min(len(rest), _BLOCKS_PER_GET) and num_bytes < _GET_BYTES:
+        max_blocks, max_bytes = load.growth * _BLOCKS_PER_GET, load.growth * _GET_BYTES
+        while len(part) < min(len(rest), max_blocks) and num_bytes < max_bytes:
             part.append(rest[len(part)])
             num_bytes += part[-1].into.nbytes
         statuses: list[Status | None] = []
@@ -165,6 +170,10 @@ class Loader:
             load.num_begun += len(part)
         is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
         took_s = time.monotonic() - began_s
+        if took_s < _SHORT_S:
+            load.growth = min(2 * load.growth, _MAX_GROWTH)
+        elif took_s > 2 * _SHORT_S:
+            load.growth = max(load.growth // 2, 1)
         if is_whole and len(part) < len(rest):
             return PartRead(load, part, statuses, tiers, is_last=False, took_s=took_s)
         statuses += [None] * (len(rest) - len(statuses))
