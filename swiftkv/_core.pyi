@@ -267,6 +267,9 @@ class StepTime:
     @property
     def coefficients(self) -> list[float]:
         """Seconds per token, pair, token of context, row and copied block, and of every step"""
+    @property
+    def usual_coefficients(self) -> list[float]:
+        """The same, fitted to the latest 2,000 steps of each kind: for what lasts longer, and meets other work."""
 
 class StepPlan:
     """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive.

@@ -157,7 +157,7 @@ class Fleet:
         """Keep what the engines have learnt about the time of their steps, for those that are started after them."""
         for member in self.members.values():
             if member.client.stats is not None:
-                self._learnt.note(member.shape, member.client.stats.step_time_s)
+                self._learnt.note(member.shape, member.client.stats.usual_step_time_s)
         await self._learnt.save()
 
     def close(self) -> None:

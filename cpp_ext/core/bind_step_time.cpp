@@ -26,7 +26,8 @@ void bind_step_time(nb::module_& m) {
         .def("longest_chunk", &StepTime::longest_chunk, "work"_a, "begin"_a, "limit_s"_a)
         .def_prop_ro("is_known", &StepTime::is_known)
         .def_prop_ro("error_ratio", &StepTime::error_ratio)
-        .def_prop_ro("coefficients", &StepTime::coefficients);
+        .def_prop_ro("coefficients", &StepTime::coefficients)
+        .def_prop_ro("usual_coefficients", &StepTime::usual_coefficients);
 }
 
 }  // namespace swiftkv

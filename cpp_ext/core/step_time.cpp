@@ -9,10 +9,9 @@ namespace swiftkv {
 
 namespace {
 
-constexpr double kRetention = 0.99;  // a step counts for e^-1 after 100 others of its kind
-constexpr double kRidge = 1e-6;      // of terms that rise and fall together, none gets all
-constexpr int kMinPromptSteps = 4;   // and one of decodes alone
-constexpr int kStepsPerFit = 16;     // but for the first ones, each of which tells much
+constexpr double kRidge = 1e-6;     // of terms that rise and fall together, none gets all
+constexpr int kMinPromptSteps = 4;  // and one of decodes alone
+constexpr int kStepsPerFit = 16;    // but for the first ones, each of which tells much
 constexpr int kFirstSteps = 64;
 constexpr int kErrorWindow = 200;   // predictions
 constexpr double kInterrupted = 2;  // one that took so many times as long as expected was held up by something else
@@ -57,15 +56,19 @@ void StepWork::add_row(int begin, int count) {
 // A step weighs 1 / its expected time squared, so that errors count in relation to it. Weighed by the time that they
 // took, steps that took long by chance would count less than those that did not, and predictions would be too low. That
 // is right for one that was held up: the longer it was, the less it counts.
-void StepTime::Sums::add(const Terms& terms, double duration_s, double expected_s) {
+void StepTime::Sums::add(const Terms& terms, double duration_s, double expected_s, double retention) {
     ++num_steps;
     const double unit_s = std::clamp(expected_s, duration_s / kInterrupted, duration_s * kInterrupted);
     Terms scaled;
     for (int i = 0; i < kNumTerms; ++i) scaled[i] = terms[i] / unit_s;
     for (int i = 0; i < kNumTerms; ++i) {
-        for (int j = 0; j <= i; ++j) products[i][j] = kRetention * products[i][j] + scaled[i] * scaled[j];
-        moments[i] = kRetention * moments[i] + scaled[i] * (duration_s / unit_s);
+        for (int j = 0; j <= i; ++j) products[i][j] = retention * products[i][j] + scaled[i] * scaled[j];
+        moments[i] = retention * moments[i] + scaled[i] * (duration_s / unit_s);
     }
+}
+
+void StepTime::Memory::add(const StepWork& work, double duration_s, double expected_s) {
+    (work.prompt_pairs > 0 ? prompts : decodes).add(terms_of(work), duration_s, expected_s, retention);
 }
 
 StepTime StepTime::remembered(const Terms& coefficients) {
@@ -79,7 +82,7 @@ StepTime StepTime::remembered(const Terms& coefficients) {
         if (chunk > 0) work.add_row(begin, chunk);
         work.num_copies = num_copies;
         const double duration_s = step_time.predict(work);
-        (chunk > 0 ? step_time.prompts_ : step_time.decodes_).add(terms_of(work), duration_s, duration_s);
+        for (Memory* memory : {&step_time.latest_, &step_time.usual_}) memory->add(work, duration_s, duration_s);
     };
     for (const int num_answers : {1, 2, 4, 8, 16, 64}) {
         for (const int context : {50, 500, 5000}) {
@@ -99,13 +102,15 @@ void StepTime::observe(const StepWork& work, double duration_s) {
         num_predicted_ = std::min(num_predicted_ + 1, kErrorWindow);
         error_ratio_ += (error - error_ratio_) / num_predicted_;
     }
-    (work.prompt_pairs > 0 ? prompts_ : decodes_).add(terms_of(work), duration_s, expected_s);
-    const bool is_early = prompts_.num_steps + decodes_.num_steps < kFirstSteps;
-    if (++num_unfitted_ >= (is_early ? 1 : kStepsPerFit)) fit();
+    for (Memory* memory : {&latest_, &usual_}) memory->add(work, duration_s, expected_s);
+    const bool is_early = latest_.prompts.num_steps + latest_.decodes.num_steps < kFirstSteps;
+    if (++num_unfitted_ < (is_early ? 1 : kStepsPerFit)) return;
+    num_unfitted_ = 0;
+    coefficients_ = fitted(latest_);
 }
 
 bool StepTime::is_known() const {
-    return prompts_.num_steps >= kMinPromptSteps && decodes_.num_steps > 0;
+    return latest_.prompts.num_steps >= kMinPromptSteps && latest_.decodes.num_steps > 0;
 }
 
 double StepTime::predict(const StepWork& work) const {
@@ -126,24 +131,24 @@ int StepTime::longest_chunk(const StepWork& work, int begin, double limit_s) con
 }
 
 // Leaves out the term with the lowest coefficient until none is below 0.
-void StepTime::fit() {
-    num_unfitted_ = 0;
+Terms StepTime::fitted(const Memory& memory) {
+    const Sums &prompts = memory.prompts, &decodes = memory.decodes;
     std::array<Terms, kNumTerms> products;
     Terms moments, scale;  // terms are scaled to the same size, for they differ by many orders of magnitude
     for (int i = 0; i < kNumTerms; ++i) {
-        const double square = prompts_.products[i][i] + decodes_.products[i][i];
+        const double square = prompts.products[i][i] + decodes.products[i][i];
         scale[i] = square > 0 ? 1 / std::sqrt(square) : 0;
-        moments[i] = scale[i] * (prompts_.moments[i] + decodes_.moments[i]);
+        moments[i] = scale[i] * (prompts.moments[i] + decodes.moments[i]);
         for (int j = 0; j < i; ++j)
-            products[i][j] = scale[i] * scale[j] * (prompts_.products[i][j] + decodes_.products[i][j]);
+            products[i][j] = scale[i] * scale[j] * (prompts.products[i][j] + decodes.products[i][j]);
         products[i][i] = 1 + kRidge;
     }
     while (true) {
-        const Terms found = solve(products, moments);
+        Terms found = solve(products, moments);
         const int lowest = static_cast<int>(std::min_element(found.begin(), found.end()) - found.begin());
         if (found[lowest] >= 0) {
-            for (int i = 0; i < kNumTerms; ++i) coefficients_[i] = scale[i] * found[i];
-            return;
+            for (int i = 0; i < kNumTerms; ++i) found[i] *= scale[i];
+            return found;
         }
         moments[lowest] = 0;
         for (int k = 0; k < kNumTerms; ++k)

@@ -46,6 +46,9 @@ class StepTime {
     // The mean of |predicted - measured| / measured, of late; 0 before any step was predicted.
     double error_ratio() const { return error_ratio_; }
     const Terms& coefficients() const { return coefficients_; }
+    // The coefficients that fit the latest thousands of steps: for what lasts for minutes, and meets other work than
+    // the latest hundred steps had.
+    Terms usual_coefficients() const { return is_known() ? fitted(usual_) : coefficients_; }
 
   private:
     // Sums over the steps of one kind, in which older steps count less and less.
@@ -54,12 +57,19 @@ class StepTime {
         Terms moments = {};
         int64_t num_steps = 0;
 
-        void add(const Terms& terms, double duration_s, double expected_s);
+        void add(const Terms& terms, double duration_s, double expected_s, double retention);
+    };
+    struct Memory {
+        double retention;
+        Sums prompts = {}, decodes = {};
+
+        void add(const StepWork& work, double duration_s, double expected_s);
     };
 
-    void fit();
+    static Terms fitted(const Memory& memory);
 
-    Sums prompts_, decodes_;
+    Memory latest_{.retention = 0.99};  // a step counts for e^-1 after 100 others of its kind
+    Memory usual_{.retention = 0.9995};
     Terms coefficients_ = {};
     double error_ratio_ = 0;
     int num_predicted_ = 0;

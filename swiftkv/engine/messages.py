@@ -335,6 +335,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
     num_displaced_total: list[int] = []  # the part of `num_preemptions_total` for a higher tier, by service tier
     pins: list[PinView] = []
+    usual_step_time_s: list[float] = []  # `step_time_s` fitted to thousands of steps, for what lasts for minutes
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `prefix_hit_tokens_total` by where the KV lay, for all of HIT_TIERS."""

@@ -76,6 +76,7 @@ class EngineStatistics:
             cuda_graph_misses_total=None if graphs is None else graphs.misses_total,
             step_time_error_ratio=stats.step_time_error_ratio,
             step_time_s=step_time.coefficients if step_time.is_known else [],
+            usual_step_time_s=step_time.usual_coefficients if step_time.is_known else [],
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             compute=self._turns.stats(),
             expert_load_factors=self._runner.expert_loads.factors(),

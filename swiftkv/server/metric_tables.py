@@ -25,7 +25,7 @@ LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
     "swiftkv:expert_load_factor": (
         "layer", "Mean over maximum of tokens per expert, as last reported; 1 is even. Not counted on GPUs",
     ),
-    "swiftkv:step_time_seconds": ("term", "Seconds of a step for each of what it depends on, as fitted of late"),
+    "swiftkv:step_time_seconds": ("term", "Seconds of a step for each of what it depends on, as fitted"),
 }  # fmt: skip
 """By name: the label beside the model's, and the text."""
 

@@ -31,7 +31,6 @@ from swiftkv.server.metric_tables import (
 from swiftkv.server.model_collector import ModelCollector
 from swiftkv.server.node_views import EngineView, Latency
 from swiftkv.server.scrape import ScrapePace
-from swiftkv.server.step_time_mean import StepTimeMean
 from swiftkv.server.tenant_metrics import TenantMetrics
 from swiftkv.server.tier_metrics import TierMetrics
 
@@ -165,7 +164,6 @@ class ModelMetrics:
         self._success = self._by_label(metrics.labelled_counters["vllm:request_success"], FINISHED_REASONS)
         self._displaced = self._by_label(metrics.labelled_counters["swiftkv:requests_displaced"], _SERVICE_TIERS)
         self._prefix_hits = self._by_label(metrics.labelled_counters["swiftkv:prefix_hit_tokens"], HIT_TIERS)
-        self._step_time = StepTimeMean()
         self._engine_totals: dict[Counter, int] = {}
         """The counts of the engine that runs now, as last reported: a restarted engine counts from zero again."""
 
@@ -185,8 +183,7 @@ class ModelMetrics:
         for layer, factor in stats.expert_load_factors.items():
             expert_load.labels(self._name, str(layer)).set(factor)
         step_time = self._metrics.labelled_gauges["swiftkv:step_time_seconds"]
-        self._step_time.note(stats.step_time_s)
-        for term, seconds in zip(STEP_TIME_TERMS, self._step_time.terms_s, strict=False):
+        for term, seconds in zip(STEP_TIME_TERMS, stats.usual_step_time_s, strict=False):
             step_time.labels(self._name, term).set(seconds)
         self._metrics.layer_stream.observe(self._name, stats)
         self._metrics.blocks.observe(self._name, stats.groups)

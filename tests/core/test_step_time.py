@@ -182,6 +182,23 @@ def test_what_was_learnt_elsewhere_predicts_at_once_and_goes_on() -> None:
     assert mean_error(step_time, [random_work(rng) for _ in range(100)], slow) < 0.03
 
 
+def test_what_is_usual_is_known_better_and_followed_later() -> None:
+    rng = np.random.default_rng(9)
+    step_time = _core.StepTime()
+    for _ in range(6000):
+        work = random_work(rng) if rng.random() < 0.1 else work_of((int(rng.integers(1, 4000)), 1))
+        step_time.observe(work, time_of(work) * rng.lognormal(0, 0.2))
+    many = [work_of(*[(1000, 1)] * 16)] * 2
+    usual = _core.StepTime(step_time.usual_coefficients)
+    assert mean_error(usual, many) < 0.1
+    slow = tuple(3 * c for c in LAW)
+    for _ in range(1000):
+        work = random_work(rng)
+        step_time.observe(work, time_of(work, slow))
+    latest, usual = (_core.StepTime(c) for c in (step_time.coefficients, step_time.usual_coefficients))
+    assert mean_error(latest, many, slow) < 0.1 < mean_error(usual, many, slow)
+
+
 @pytest.mark.parametrize(
     "coefficients", [[0.0] * 6, [-1e-3, 0, 0, 0, 0, 1], [float("nan"), 0, 0, 0, 0, 1], [float("inf"), 0, 0, 0, 0, 1]]
 )

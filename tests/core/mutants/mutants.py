@@ -660,14 +660,14 @@ MUTANTS = [
     ),
     # The time of a step.
     one("a coefficient is negative", STEP_TIME, "if (found[lowest] >= 0) {", "if (true) {"),
-    one(
-        "decodes make the model forget prompts",
-        STEP_TIME,
-        "(work.prompt_pairs > 0 ? prompts_ : decodes_)",
-        "(prompts_)",
-    ),
+    one("decodes make the model forget prompts", STEP_TIME, "(work.prompt_pairs > 0 ? prompts : decodes)", "(prompts)"),
     one("a long chunk is as cheap per token as a short one", STEP_TIME, "+ 2 * per_pair * left_s));", "));"),
-    one("old steps count for ever", STEP_TIME, "kRetention = 0.99;", "kRetention = 1.0;"),
+    one(
+        "old steps count for ever",
+        "core/step_time.h",
+        "latest_{.retention = 0.99}",
+        "latest_{.retention = 1.0}",
+    ),
     one(
         "absolute errors count",
         STEP_TIME,
